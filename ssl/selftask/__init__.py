@@ -1,6 +1,6 @@
 """selftask: self-supervised learning in vision that resumes bit for bit.
 
-The names below are imported on first use, so that ``import selftask`` takes no time.
+The names below are imported on first use, so that ``import selftask`` is fast.
 """
 
 import importlib

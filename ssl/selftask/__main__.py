@@ -1,4 +1,4 @@
-"""``python -m selftask``, and the script ``selftask``."""
+"""Entry point of ``python -m selftask`` and of the script ``selftask``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NoReturn
 
 from selftask.cli.main import main
 
-PRINTING = ("plan", "model-summary")  # commands that import torch, print, and start nothing
+PRINTING = ("plan", "model-summary")  # commands that import torch but only print
 
 
 def run() -> NoReturn:
-    """Run the command of ``sys.argv`` and leave the process with its exit code.
+    """Run the command of ``sys.argv`` and exit with its exit code.
 
-    To free each object of torch takes as long as to import half of it, so that commands which only
-    print leave at once.
+    Commands that only print exit without freeing memory, since freeing the objects of torch takes
+    about half as long as importing it.
     """
     code = main()
     if sys.argv[1:2] and sys.argv[1] in PRINTING:
@@ -26,7 +26,7 @@ def run() -> NoReturn:
 def _leave_at_once(code: int) -> NoReturn:
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # `selftask plan simclr | head`: nobody reads on
+    except BrokenPipeError:  # `selftask plan simclr | head`: the reader has exited
         code = 1
     os._exit(code)
 

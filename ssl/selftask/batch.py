@@ -1,4 +1,4 @@
-"""The batch: what a train step reads and computes."""
+"""The batch: inputs and results of a train step."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
 
     @property
     def has_test_phases(self) -> bool:
-        """True if each train phase is followed by a test phase: with meters and a test set."""
+        """True if there are test phases, which need meters and a test set."""
         return bool(self.meters) and bool(self.data_module.has_test)
 
     @property
@@ -198,8 +198,8 @@ def _hook_defaults(name: str, out: Path) -> dict[str, Any]:
 def has(kind: str, name: str) -> bool:
     """Return True if Classy has ``name``, given as ``classy:NAME`` or as a bare name.
 
-    A bare name is only looked up in modules that are already imported: importing Classy takes two
-    seconds, too long for reporting a typo.
+    A bare name is only looked up in modules that are already imported, since importing Classy takes
+    two seconds, which is too long for reporting a typo.
     """
     if kind not in _PACKAGES:
         return False

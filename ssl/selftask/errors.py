@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """An error the user must fix; its message names the wrong value and what would be right."""
+    """An error that the user must fix; its message names the wrong value and how to correct it."""
 
     exit_code = 2
 
@@ -34,7 +34,7 @@ class RunError(Exception):
 
 
 class StepSkipped(Exception):
-    """Raised inside a train step, on every rank alike, to abandon it without an update."""
+    """Raised inside a train step, on all ranks together, to skip it without an update."""
 
 
 class ConfigError(UserError):
@@ -58,7 +58,7 @@ def plural(noun: str, number: float) -> str:
 
 
 def shorten(text: str, most: int = 200) -> str:
-    """Return the text, with its middle left out if it is longer than ``most`` characters."""
+    """Return the text, without its middle if it is longer than ``most`` characters."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]}...{text[-most // 4 :]} ({len(text)} characters)"

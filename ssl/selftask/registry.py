@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class UnknownName(UserError, KeyError):
-    """Raised for a name that is not registered."""
+    """Raised if a name is not registered."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -140,7 +140,8 @@ class Registry:
     def summary(self, name: str) -> str:
         """Return the first docstring line of ``name``, or of its module, read from source.
 
-        Of what is registered by a call, and not where it is defined, the object's own docstring.
+        For an object that is registered by a call instead of a decorator, return the first line of
+        its own docstring.
         """
         if name in self._registered and name not in self._index():
             return (inspect.getdoc(self._registered[name]) or "").partition("\n")[0]
@@ -172,7 +173,8 @@ class Registry:
     def definition(self, name: str) -> ast.ClassDef | ast.FunctionDef:
         """Return the syntax tree of a class or function, without importing it.
 
-        Raises UserError if its file has no definition decorated with this name.
+        Raises:
+            UserError: If its file has no definition decorated with this name.
         """
         address = self.address(name)
         for node in parse(address.path).body:
@@ -244,7 +246,7 @@ TOKENIZERS = Registry("tokenizer", "selftask.data.tokenizers")
 TRANSFORMS = Registry("transform", "selftask.data.transforms")
 BATCHED_TRANSFORMS = Registry(
     "batched_transform", "selftask.data.device.transforms"
-)  # under the name of the transform
+)  # registered under the names of the transforms
 OPTIMIZERS = Registry("optimizer", "selftask.optim.optimizers")
 SCHEDULES = Registry("schedule", "selftask.optim")
 METERS = Registry("meter", "selftask.meters")

@@ -1,1 +1,1 @@
-"""The ``selftask`` command; each subcommand is one module here."""
+"""The ``selftask`` command, with one module for each subcommand."""

@@ -1,4 +1,4 @@
-"""``selftask bench``: speed of the parts of a run on this machine, and what to change."""
+"""``selftask bench``: measure the speed of parts of a run on this machine, and give advice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BENCHMARKS = ("data",)
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print; return the exit code."""
+    """Measure, print the results and return the exit code."""
     if not argv:
         print(USAGE)
         return 0

@@ -52,12 +52,12 @@ def main(argv: list[str]) -> int:
 
 
 def _check_all(settings: list[str], ranks: list[int], steps: int) -> int:
-    """Check every registered method, also those of the user's modules."""
+    """Check every registered method, including those of the user's modules."""
     from selftask.config.extensions import import_entry_points
 
     import_entry_points()
     if settings:
-        load(METHODS.names()[0], settings)  # imports what import=[...] names
+        load(METHODS.names()[0], settings)  # imports the modules of import=[...]
     failed = []
     for name in METHODS.names():
         try:
@@ -98,7 +98,10 @@ def _check(name: str, settings: list[str], ranks: list[int], steps: int) -> int:
 
 
 def load(name: str, settings: list[str]) -> Config:
-    """Return the config of a recipe, or of a method without one, on data that is never read."""
+    """Return the config of a recipe, or of a method without a recipe.
+
+    Its data are the digits, which are never read.
+    """
     from selftask.config.compose import recipes
     from selftask.config.compose.endings import is_recipe_file
     from selftask.config.load import load_config
@@ -154,7 +157,7 @@ def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
             'nothing between ranks; if it needs nothing of other samples, declare "samples"'
         )
     if different:
-        first = min(different, key=lambda row: row.step)  # of those of one step, the first row
+        first = min(different, key=lambda row: row.step)  # for equal steps, the first row
         lines.append(
             f"DIFFERENT: {name} depends on the number of ranks: {first.quantity} with "
             f"{first.ranks} ranks, {first.place or 'everywhere'}, by {first.difference:.1e}"

@@ -68,7 +68,7 @@ def _rows(run: Path, paths: list[Path]) -> list[tuple[str, ...]]:
 
 
 def _metrics(run: Path, kept: Kept) -> dict[int, str]:
-    """Return by step the metric that is kept by, or the figures of evaluations."""
+    """Return a text by step: the metric of ``train.keep_best``, or else evaluation results."""
     from selftask.logs import read_metrics
 
     path = run / "metrics.jsonl"
@@ -82,7 +82,7 @@ def _metrics(run: Path, kept: Kept) -> dict[int, str]:
 
 
 def _read(path: Path) -> tuple[str, str]:
-    """Return the epoch of a checkpoint, and whether it is good."""
+    """Return the epoch of a checkpoint, and ``good`` or the reason why it is damaged."""
     from selftask.checkpoint import store
     from selftask.checkpoint.manifest import DamagedCheckpoint
     from selftask.config.run_length import RunLength

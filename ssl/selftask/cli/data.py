@@ -1,4 +1,4 @@
-"""``selftask data``: look at images before training on them."""
+"""``selftask data``: inspect images before training on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMANDS = {
     ),
     "stats": ("selftask.cli.inspect_data.stats", "mean and std of the pixels, sizes of the images"),
     "show": ("selftask.cli.inspect_data.show", "an image of the views that the network sees"),
-}  # name -> module with USAGE and main(argv) -> exit code, one line
+}  # name -> module with USAGE and main(argv) -> exit code, description in one line
 
 USAGE = """\
 usage: selftask data check SOURCE [--workers N] [--out FILE] [--json] [key=value ...]

@@ -1,4 +1,4 @@
-"""``selftask env``: installed versions, devices, supported features."""
+"""``selftask env``: show installed versions, devices and supported features."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def report() -> Iterator[tuple[str, str]]:
-    """Return pairs of topic and finding; missing parts are reported, not raised."""
+    """Yield pairs of topic and finding; a missing part is a finding, not an error."""
     yield "selftask", f"{__version__} ({Path(__file__).resolve().parents[1]})"
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
@@ -87,7 +87,7 @@ def _devices(torch: Any) -> Iterator[tuple[str, str]]:
 
 
 def _precisions(torch: Any, cuda: bool) -> Iterator[str]:
-    """Return the values of ``train.precision`` that the device of ``auto`` supports."""
+    """Yield the values of ``train.precision`` that the default device supports."""
     yield "float32"
     if not cuda:
         from selftask.distributed.device import bfloat16_instructions

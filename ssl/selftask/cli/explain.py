@@ -1,4 +1,4 @@
-"""``selftask explain``: what a key, a name or a column of metrics.jsonl means."""
+"""``selftask explain``: explain a config key, a registered name or a column of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ frameworks give them (base_lr)."""
 
 
 def main(argv: list[str]) -> int:
-    """Print all that a word may mean."""
+    """Print all explanations of each word."""
     if not argv:
         print(USAGE)
         return 2
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 def explanations(word: str, width: int = 100) -> Iterator[str]:
-    """Yield a text for each thing that is called ``word``."""
+    """Yield a text for each key, registered name, column, event or file called ``word``."""
     from selftask.config.reference import all_named, config_keys
     from selftask.logs.columns import COLUMNS
     from selftask.logs.events import EVENTS
@@ -86,12 +86,12 @@ def known_words() -> set[str]:
 
 
 def _is_called(key: KeyEntry, word: str) -> bool:
-    """Return whether a word is the last part of a key, or its name in another framework."""
+    """Return whether a word is the last part of a key or its name in another framework."""
     return key.key.endswith(f".{word}") or word in key.also
 
 
 def _distinct(keys: list[KeyEntry]) -> list[tuple[KeyEntry, list[str]]]:
-    """Return equal keys once, with the things that have them."""
+    """Return each distinct key with the names of the components that have it."""
     owners: dict[KeyEntry, list[str]] = {}
     for key in keys:
         owners.setdefault(replace(key, owner=""), []).append(key.owner)
@@ -114,7 +114,7 @@ def _facts(entry: KeyEntry) -> str:
 
 
 def _named(thing: NamedEntry, width: int) -> str:
-    """Return docstring and keys of a method, hook, ..."""
+    """Format the docstring and keys of a method, hook, ..."""
     kind = REGISTRIES[thing.kind].kind.replace("_", " ")
     place = f"{show_path(thing.address.path)}:{thing.address.line}"
     doc = textwrap.indent(thing.text.replace("``", "`"), "    ")
@@ -123,7 +123,7 @@ def _named(thing: NamedEntry, width: int) -> str:
 
 
 def _text(title: str, facts: str, text: str, width: int) -> str:
-    """Return a title with its facts, and below it the text."""
+    """Format a title with its facts, followed by the indented text."""
     body = textwrap.fill(
         text.replace("``", "`"),
         max(width, 40),

@@ -1,4 +1,4 @@
-"""``selftask list``: all names that a config may use, read from source without imports."""
+"""``selftask list``: list all names that a config may use, read from source without imports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Row = tuple[str, str, str]  # name, summary, place
 
 
 def main(argv: list[str]) -> int:
-    """Print the names of all kinds, or name, summary and file:line of the kinds asked for."""
+    """Print the names of all kinds, or name, summary and file:line of the given kinds."""
     for kind in argv:
         if kind not in KINDS:
             raise UserError(f"there is no kind {kind!r}; {nearest(kind, KINDS)}")
@@ -58,8 +58,8 @@ def overview(width: int) -> list[str]:
 
 
 def name_rows(registry: Registry) -> Mapping[str, list[Row]]:
-    """Return the rows of a registry by the titles of the sub-folders that they are defined in."""
-    groups: dict[str, list[Row]] = {"": []}  # first those of the folder itself
+    """Return the rows of a registry, grouped by the titles of its sub-packages."""
+    groups: dict[str, list[Row]] = {"": []}  # the package itself comes first
     for name in registry:
         address = registry.address(name)
         folder = _sub_folder(registry, address.module)
@@ -70,7 +70,7 @@ def name_rows(registry: Registry) -> Mapping[str, list[Row]]:
 
 
 def recipe_rows() -> Mapping[str, list[Row]]:
-    """Return each recipe with its header, up to the end of a sentence."""
+    """Return each recipe with the beginning of its header, up to the end of a sentence."""
     from selftask.config.compose.recipes import available
 
     rows = []
@@ -82,7 +82,7 @@ def recipe_rows() -> Mapping[str, list[Row]]:
 
 
 def _sub_folder(registry: Registry, module: str) -> str | None:
-    """Return the folder below the registry's package that holds ``module``, or None."""
+    """Return the sub-package of the registry's package that contains ``module``, or None."""
     inner = module.removeprefix(f"{registry.package}.").rpartition(".")[0]
     return inner or None if module.startswith(f"{registry.package}.") else None
 

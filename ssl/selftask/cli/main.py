@@ -1,6 +1,6 @@
-"""``selftask COMMAND ...``: find the command, run it, turn errors of the user into messages.
+"""``selftask COMMAND ...``: find and run a command, and print user errors as messages.
 
-Nothing expensive is imported here, so that ``selftask --help`` answers at once.
+No expensive module is imported here, so that ``selftask --help`` is fast.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ COMMANDS = {
     "list": ("selftask.cli.list", "[methods|hooks|recipes|...]", "the names a config may use"),
     "env": ("selftask.cli.env", "", "versions, devices, what is supported"),
     "completion": ("selftask.cli.shell.completion", "bash|zsh|fish", "completion by the Tab key"),
-}  # name -> module with USAGE and main(argv) -> exit code, arguments, one line
+}  # name -> module with USAGE and main(argv) -> exit code, arguments, description in one line
 
 GROUPS = {
     "train": ("train", "finetune", "plan", "config", "explain", "model-summary"),
@@ -73,7 +73,7 @@ GROUPS = {
     "evaluate and use": ("eval", "test", "features", "export"),
     "cluster": ("submit", "jobs", "cancel"),
     "write code": ("new", "check", "list", "env", "completion"),
-}  # of `selftask --help`; a name without a command is left out
+}  # sections of `selftask --help`; names that are not commands are left out
 
 ABOUT = """\
 RECIPE is a method (simclr), a shipped recipe (simclr/digits) or a yaml or json file.
@@ -82,7 +82,7 @@ key=value sets anything in it: train.epochs=10, optimizer=sgd, data=FOLDER_OF_IM
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return its exit code, 2 for an error that the user must fix."""
+    """Run one command and return its exit code, which is 2 for an error that the user must fix."""
     _open_missing_streams()
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["help"]:
@@ -104,7 +104,7 @@ def _answer(argv: list[str]) -> int:
 
 
 def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Return the exit code of ``command(argv)``; print errors of the user instead of raising."""
+    """Return the exit code of ``command(argv)``; print known errors instead of raising them."""
     try:
         return command(argv)
     except UserError as error:
@@ -120,7 +120,7 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
     except MemoryError as error:
         print(f"error: the machine's memory is full: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `selftask list | head`: nobody reads on
+    except BrokenPipeError:  # `selftask list | head`: the reader has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -129,7 +129,7 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
             raise
         print(f"error: {told}", file=sys.stderr)
         return UserError.exit_code
-    except KeyboardInterrupt:  # Ctrl-C where no run has begun that could tell of it
+    except KeyboardInterrupt:  # Ctrl-C before a run has begun, which would report it itself
         return _interrupted()
 
 
@@ -149,7 +149,7 @@ def _interrupted() -> int:
 def _open_missing_streams() -> None:
     """Open /dev/null in place of closed standard streams.
 
-    Otherwise the next opened file gets their number, and all that is printed.
+    Otherwise the next file that is opened gets their file descriptor, and all printed text.
     """
     if None not in (sys.stdin, sys.stdout, sys.stderr):
         return
@@ -176,7 +176,7 @@ def _run(name: str, argv: list[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"there is no command {name!r}; {nearest(name, COMMANDS)}")
     command = importlib.import_module(COMMANDS[name][0])
-    if asks_for_help(argv) and not hasattr(command, "COMMANDS"):  # those tell of themselves
+    if asks_for_help(argv) and not hasattr(command, "COMMANDS"):  # subcommands print their own
         print(command.USAGE)
         return 0
     if name not in TALKATIVE:

@@ -1,4 +1,4 @@
-"""``--options`` of commands whose other words are names and ``key=value``."""
+"""Parse ``--options`` of commands whose other words are names and ``key=value``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ HELP = ("-h", "--help")
 
 
 def asks_for_help(argv: list[str]) -> bool:
-    """Return whether one of the words asks for help."""
+    """Return whether one of the words is a help option."""
     return any(word in HELP for word in argv)
 
 
 def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str], dict[str, Any]]:
-    """Split words into others and options: ``--workers 4`` or ``--workers=4``.
+    """Separate options (``--workers 4`` or ``--workers=4``) from the other words.
 
     Args:
         words: The words of the command line.
         known: Type of each option; a bool takes no value, an int is 0 or more.
 
+    Returns:
+        The other words, and the values of the given options.
+
     Raises:
-        UserError: For an unknown option, and for a missing or wrong value.
+        UserError: If an option is unknown, or its value is missing or invalid.
     """
     words: list[str] = []
     options: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""``selftask plan``: what a run costs, before it is started."""
+"""``selftask plan``: estimate the cost of a run before it starts."""
 
 from __future__ import annotations
 

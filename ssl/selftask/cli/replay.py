@@ -1,4 +1,4 @@
-"""``selftask replay``: repeat a dumped step and find where NaN or infinity begins."""
+"""``selftask replay``: repeat a dumped step and find where NaN or infinity first occurs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``selftask report``: a run as one HTML page, or the comparison of several runs."""
+"""``selftask report``: write the HTML report of a run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     record = RunRecord.read(folders[0])
     if path is not None:
         with _written(str(path)):
-            path.absolute().parent.stat()  # before minutes of computing features
+            path.absolute().parent.stat()  # fail before features are computed for minutes
     more = _image_sections(record.folder, _number(asked), trust=trust)
     with _written(out or f"{record.folder}/{NAME}"):
         made = write_run_report(record, path, more=more)
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 @contextmanager
 def _written(name: str) -> Iterator[None]:
-    """Context in which a file that cannot be written is an error of the user."""
+    """Context that raises UserError if a file cannot be written."""
     try:
         yield
     except OSError as error:
@@ -102,7 +102,7 @@ def _compare(folders: list[Path], out: Path | None, sort: str) -> int:
 
 
 def _number(asked: str | None) -> int | None:
-    """Return the value of ``images=``: 0 for none, None if it is not given."""
+    """Return the value of ``images=``, 0 for ``false``, or None for the default."""
     if asked is None or asked == "true":
         return None
     if asked == "false":
@@ -113,7 +113,7 @@ def _number(asked: str | None) -> int | None:
 
 
 def _image_sections(run: Path, images: int | None, *, trust: bool) -> list[Section]:
-    """Return the sections with images; prints progress to stderr. 0 images: none."""
+    """Return the sections with images, none if ``images`` is 0; print progress to stderr."""
     if images == 0:
         return []
     from selftask.report.images.sections import DEFAULT_IMAGES, ImageSections

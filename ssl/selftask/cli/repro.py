@@ -1,4 +1,4 @@
-"""``selftask repro``: what differs here from the environment of a run."""
+"""``selftask repro``: compare the present environment with that of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ usage: selftask repro RUN
 Compares packages, code, machine and config of the run with those here, and prints the commands that
 repeat it. Exit code 1 if anything differs."""
 
-SHOWN = 20  # differences of a topic
+SHOWN = 20  # largest number of differences printed for a topic
 
 
 def main(argv: list[str]) -> int:
-    """Print the differences and the commands."""
+    """Print the differences and the commands that repeat the run."""
     if len(argv) != 1 or "=" in argv[0]:
         raise UserError(f"repro needs one RUN\n{USAGE}")
     from selftask.run.reproduction import command, differences, read_environment

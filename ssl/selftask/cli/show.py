@@ -1,4 +1,4 @@
-"""``selftask config``: the resolved config and where each value comes from."""
+"""``selftask config``: print the resolved config with the origin of each value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ The output is itself a recipe: selftask config simclr > mine.yaml; selftask trai
 
 
 def main(argv: list[str]) -> int:
-    """Print the explained config of a recipe with overrides."""
+    """Print the config of a recipe with overrides, and the origin of each value."""
     if not argv or "=" in argv[0]:
         raise UserError(f"config needs a RECIPE before any key=value\n{USAGE}")
     from selftask.config.explain import explain

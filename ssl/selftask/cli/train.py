@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         if starts_ranks(config):
             return start(config, own_command(argv))
 
-        from selftask.run.run import run  # imports torch: not before the config is right
+        from selftask.run.run import run  # imports torch, so only after the config is checked
 
         lap("imports")
         return run(config, sources)

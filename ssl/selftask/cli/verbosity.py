@@ -1,4 +1,4 @@
-"""``--quiet`` and ``--verbose`` of the commands that take long."""
+"""``--quiet`` and ``--verbose`` of long-running commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _SHOWN = ("torch", "torchvision", "timm", "numpy", "hydra-core", "submitit")
 def take_verbosity(argv: list[str]) -> tuple[list[str], str | None]:
     """Return the other words, and ``quiet``, ``verbose`` or None.
 
-    Raises UserError if both are asked for.
+    Raises:
+        UserError: If both options are given.
     """
     asked = {OPTIONS[word] for word in argv if word in OPTIONS}
     if len(asked) > 1:
@@ -28,10 +29,10 @@ def take_verbosity(argv: list[str]) -> tuple[list[str], str | None]:
 
 
 def print_versions() -> None:
-    """Print the versions of selftask and what it stands on to stderr, if verbose."""
+    """Print the versions of selftask and its dependencies to stderr, if verbose."""
     if not is_verbose():
         return
-    import importlib.metadata  # takes as long as the rest of --help
+    import importlib.metadata  # slow: takes as long as the rest of --help
     import platform
 
     from selftask import __version__

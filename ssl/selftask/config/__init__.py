@@ -1,1 +1,1 @@
-"""From a recipe and ``key=value`` to one validated, typed, explained Config."""
+"""Build a validated, typed Config from a recipe and ``key=value`` overrides."""

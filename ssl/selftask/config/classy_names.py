@@ -10,8 +10,8 @@ CLASSY_KINDS = {"hook": "hooks", "meter": "meters", "optimizer": "optim", "sched
 def classy_has(kind: str, name: str) -> bool:
     """Return whether Classy Vision has ``name``, without importing it for every typo.
 
-    It is asked for ``classy:NAME``, and for any name if a user's module has already imported the
-    part of Classy Vision that holds such names.
+    Classy Vision is only searched for ``classy:NAME``, or if a user's module has already imported
+    its part that holds such names.
     """
     loaded = kind in CLASSY_KINDS and f"classy_vision.{CLASSY_KINDS[kind]}" in sys.modules
     if not loaded and not name.startswith("classy:"):

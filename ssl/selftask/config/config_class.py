@@ -1,13 +1,14 @@
-"""Config classes of named things, read from source without importing the modules that hold them.
+"""Config classes of components, read from source without importing their modules.
 
-A method's ``Config`` stands in the method's file, which imports torch. Importing it takes 1.5 to
-3.5 s of CPU on an idle machine (longer from a network drive), and a mistake in a config is to be
-reported within 3 s: so only the class, its bases and what these refer to are executed (about
-10 ms), each from its own lines. What has been imported already, as users' own modules always are,
-is taken as it is.
+A method's ``Config`` is defined in the method's file, which imports torch. Importing it takes 1.5
+to 3.5 s of CPU on an idle machine (longer from a network drive), but a mistake in a config should
+be reported within 3 s. Therefore only the class, its bases and the names that these use are
+executed (about 10 ms), each from its own lines. Modules that are already imported, as users' own
+modules always are, are used directly.
 
-Bases, helper functions and constants may stand in any module of the package. Of a thing that is
-its own config (a transform, a source) only fields, ``problems`` and what that calls are kept.
+Bases, helper functions and constants may be in any module of the package. If a component is its own
+config (a transform, a source), only its fields, ``problems`` and the members that ``problems`` uses
+are kept.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from selftask.registry import Registry, parse
 
 
 def config_class(registry: Registry, name: str) -> type | None:
-    """Return the dataclass of a named thing's config: its ``Config``, or itself if it is one.
+    """Return the config dataclass of a component, or None if it has nothing to configure.
 
-    None if there is nothing to configure.
+    The dataclass is the nested ``Config``, or the component itself if it is a dataclass.
     """
     thing = registry.imported(name)
     if thing is not None:
@@ -62,7 +63,7 @@ def _read(registry: Registry, name: str) -> type | None:
 
 
 class _Source:
-    """A module of which single statements are executed, in a namespace of its own."""
+    """A module whose statements are executed one by one, in a separate namespace."""
 
     def __init__(self, module: str) -> None:
         spec = importlib.util.find_spec(module)
@@ -74,11 +75,11 @@ class _Source:
         self._started: set[str] = set()
 
     def config(self, node: ast.ClassDef) -> type:
-        """Return the config that a class of this module is."""
+        """Return the config class that a class definition of this module describes."""
         return self._make(node, _reached_members([base for _, base in self._family(node)]))
 
     def _make(self, node: ast.ClassDef, members: set[str]) -> type:
-        """Execute a class and its bases with their fields and these members only."""
+        """Execute a class and its bases, reduced to their fields and ``members``."""
         bases = [source._make(base, members) for source, base in self._bases(node)]
         names = [f"_base_{number}" for number, _ in enumerate(bases)]
         self.namespace.update(zip(names, bases, strict=True))
@@ -121,7 +122,7 @@ class _Source:
         return (statement.module or "").partition(".")[0] == self.package
 
     def _execute(self, statement: ast.stmt) -> None:
-        """Execute a statement, after those that define the names in it."""
+        """Execute a statement after the statements that define its names."""
         statement = ast.fix_missing_locations(_Unannotated().visit(copy.deepcopy(statement)))
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -130,7 +131,7 @@ class _Source:
         exec(code, self.namespace)
 
     def _define(self, name: str) -> None:
-        """Put a name of the module into the namespace, if it has it."""
+        """Add a name to the namespace, if the module defines it."""
         statement = self._statements.get(name)
         if statement is None or name in self._started:
             return
@@ -150,7 +151,7 @@ def _source(module: str) -> _Source:
 
 
 class _Unannotated(ast.NodeTransformer):
-    """Removes annotations of functions; their names may be imported for type checkers only."""
+    """Remove annotations of functions; their names may be imported for type checkers only."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.returns = None
@@ -175,7 +176,7 @@ def _reached_members(classes: list[ast.ClassDef]) -> set[str]:
 
 
 def _kept(node: ast.ClassDef, members: set[str]) -> Iterator[ast.stmt]:
-    """Yield the fields of a class, if it is a dataclass, and these members."""
+    """Yield ``members`` of a class, and its fields if it is a dataclass."""
     for member in node.body:
         if (_is_dataclass(node) and _is_field(member)) or members & set(_bound(member)):
             yield member
@@ -198,7 +199,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 
 
 def _imported_name(statement: ast.ImportFrom, name: str) -> str:
-    """Return the original of an imported name (``import x as name``)."""
+    """Return the original name of an imported name (``import x as name``)."""
     return next(a.name for a in statement.names if name == (a.asname or a.name))
 
 

@@ -1,4 +1,4 @@
-"""The resolved config as text, each value with its origin."""
+"""Format the resolved config as text, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 from selftask.config.keys import Key
 from selftask.config.schema import Config
 
-COLUMN = 48  # where the comments begin, unless a value is longer
+COLUMN = 48  # column in which the origins begin, unless a value is longer
 
 
 def explain(config: Config) -> str:
@@ -23,9 +23,10 @@ def explain(config: Config) -> str:
 
 
 def explain_chosen(config: Config, *, without: str = "default") -> list[str]:
-    """Return a line for each value, with its whole key, unless its origin starts with ``without``.
+    """Return a line with dotted key, value and origin for each value that is not a default.
 
-    ``recipe`` and other values without an origin are left out.
+    Values whose origin starts with ``without``, and values without an origin such as ``recipe``,
+    are left out.
     """
     lines = []
     for text, key in _lines(config.to_dict(), (), indent=0):
@@ -41,7 +42,7 @@ def _with_origin(text: str, origin: str) -> str:
 
 
 def _lines(value: dict[str, Any], key: Key, *, indent: int) -> Iterator[tuple[str, Key | None]]:
-    """Yield each line of yaml with the key of its value; None for the title of a section."""
+    """Yield each line of yaml with the key of its value, or with None for a section's title."""
     pad = " " * indent
     for name, item in value.items():
         inner = (*key, str(name))

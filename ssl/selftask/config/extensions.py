@@ -1,4 +1,4 @@
-"""Users' own code: ``import: [mine]`` and the entry points of installed packages."""
+"""Import users' own code: ``import: [mine]`` and the entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from typing import Any
 from selftask.config.compose.provenance import show_path
 from selftask.errors import ConfigError, UserError, nearest
 
-GROUP = "selftask"  # the entry point group: NAME = package.module, imported before names are used
+GROUP = "selftask"  # entry point group; entries NAME = package.module are imported at start
 _LOOKED = "the current folder, the recipe's folder and the installed packages"
 
 
 def import_extensions(modules: Iterable[str], folders: Iterable[Path], place: str) -> None:
-    """Import the user's modules, from ``folders`` or Python's search path.
+    """Import the user's modules from ``folders`` or Python's search path.
 
-    Raises ConfigError with the line that failed; ``place`` is where ``import:`` stands.
+    Args:
+        modules: Names of the modules.
+        folders: Folders to put first on the search path.
+        place: Origin of ``import:`` in the config, for messages.
+
+    Raises:
+        ConfigError: If an import fails, with the line that failed.
     """
     for folder in reversed([str(folder) for folder in folders]):
         if folder not in sys.path:
@@ -44,7 +50,8 @@ def import_entry_points() -> None:
 def import_object(address: str, key: str) -> Any:
     """Import ``package.module:name``, also from the current folder, for the config's ``key``.
 
-    Raises UserError with the line that failed.
+    Raises:
+        UserError: If the import fails, with the line that failed, or if there is no such name.
     """
     module, _, name = address.partition(":")
     if not name:
@@ -61,7 +68,7 @@ def import_object(address: str, key: str) -> Any:
 
 
 def _import(name: str, place: str, looked: str = _LOOKED) -> str | None:
-    """Import a module; return None, or one line about what went wrong."""
+    """Import a module; return an error message in one line, or None."""
     if not all(word.isidentifier() for word in name.split(".")) or name.endswith(".py"):
         meant = Path(name).name.removesuffix(".py")
         return f"{place}: {name!r} is not the name of a module; did you mean {meant!r}?"
@@ -77,7 +84,10 @@ def _import(name: str, place: str, looked: str = _LOOKED) -> str | None:
 
 
 def explain_failure(error: Exception) -> str:
-    """Return ``failed at mine.py:7: KeyError: 'x'``, with the last line of user or library code."""
+    """Format an error as ``failed at mine.py:7: KeyError: 'x'``.
+
+    The line is the last one of the traceback in user or library code.
+    """
     reason = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         where = f" at {show_path(Path(error.filename))}:{error.lineno}" if error.filename else ""

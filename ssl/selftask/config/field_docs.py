@@ -1,7 +1,7 @@
-"""One-line texts of config keys: the docstring below each field of a config class.
+"""Descriptions of config keys: the docstring below each field of a config class.
 
-They are the only place where a key is described: error messages, ``selftask explain`` and the
-reference of the documentation show them.
+Keys are described nowhere else. Error messages, ``selftask explain`` and the reference of the
+documentation show these texts.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import ast
 import inspect
 import textwrap
 
-NAME = "_field_docs"  # attribute of classes that `config_class` makes from parts of a file
+NAME = "_field_docs"  # attribute of classes that `config_class` builds from parts of a file
 
 
 def docs_in(node: ast.ClassDef) -> dict[str, str]:
-    """Return field -> text of a class in a syntax tree; the text is one line."""
+    """Return field -> description, as one line, of a class in a syntax tree."""
     found = {}
     for member, below in zip(node.body, node.body[1:], strict=False):
         if not isinstance(member, ast.AnnAssign) or not isinstance(below, ast.Expr):
@@ -25,7 +25,7 @@ def docs_in(node: ast.ClassDef) -> dict[str, str]:
 
 
 def field_docs(config: type) -> dict[str, str]:
-    """Return field -> text of a config class and its bases; fields without a text are left out."""
+    """Return field -> description of a config class and its bases, for fields that have one."""
     docs: dict[str, str] = {}
     for base in reversed(config.__mro__):
         if NAME in vars(base):
@@ -36,7 +36,7 @@ def field_docs(config: type) -> dict[str, str]:
 
 
 def _from_source(config: type) -> dict[str, str]:
-    """Return the texts of a class that was imported; empty for one without source (a notebook)."""
+    """Return the descriptions of an imported class; empty without source, as in a notebook."""
     try:
         source = inspect.getsource(config)
     except (OSError, TypeError):

@@ -1,8 +1,8 @@
-"""Declaration of the fields of config classes: defaults, limits, kinds.
+"""Declare fields of config classes with defaults and limits.
 
 Every key of a config is a field of a dataclass: a section of ``config.schema`` or the ``Config`` of
-a method, hook, transform, ... ``setting`` declares what a plain default cannot say. Does not
-import torch.
+a method, hook, transform, ... ``setting`` declares properties that a plain default cannot express.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ def setting(
 ) -> Any:
     """Declare a field of a config class, as ``dataclasses.field`` does, with its limits.
 
-    Limits of a list hold for each number in it.
+    Limits of a list apply to each number in it.
 
     Args:
-        default: Value if the config gives none; without it, the config must give one.
-        min: Smallest value.
-        above: Value that must be exceeded.
-        below: Value that must not be reached.
-        max: Largest value.
+        default: Default value; without it, the key is required.
+        min: Smallest allowed value.
+        above: Exclusive lower limit.
+        below: Exclusive upper limit.
+        max: Largest allowed value.
         duration: Whether the value is a length of training, such as ``10 epochs``.
         path: Whether the value is a path, so that ``~`` is expanded.
-        of: Registry of the named thing or things that the value is, such as ``transforms``.
-        flat: Whether the fields of that thing stand in the section itself, beside ours.
-        shared: Fields of the section that the named thing may set, too.
-        missing: What to give, for the message if the value is missing.
+        of: Registry of the component or components that the value is, such as ``transforms``.
+        flat: Whether the fields of the component are keys of the section itself.
+        shared: Fields of the section that the component may set as well.
+        missing: Hint for the message if the value is missing.
         also: Names of this field in other frameworks, for "did you mean".
-        tiny: Value in the tiny recipes of ``selftask check`` and of tests: small, but used as the
-            default is. Or a function of the batch size that returns it.
+        tiny: Value in the tiny recipes of ``selftask check`` and of tests, or a function of the
+            batch size that returns it. It is small, and otherwise used like the default.
     """
     limits = {"min": min, "above": above, "below": below, "max": max}
     metadata: dict[str, Any] = {k: limit for k, limit in limits.items() if limit is not None}

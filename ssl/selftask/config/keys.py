@@ -1,11 +1,11 @@
-"""Keys of a config, and which of them hold paths, named things and transforms."""
+"""Keys of a config, and which of them hold paths, components and lists of transforms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-Key = tuple[str, ...]  # ("train", "epochs"); the index of a list item is a key, too
+Key = tuple[str, ...]  # ("train", "epochs"); the index of a list item is a part as well
 
 NAMED = {
     ("backbone",),
@@ -25,7 +25,7 @@ _PATHS = {
     ("resume", "checkpoint"),
     ("out",),
 }
-_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "stage_to")  # of a source
+_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "stage_to")  # fields of a source
 NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations"), ("data", "val_sets")}
 
 
@@ -42,7 +42,7 @@ def is_pipeline(path: Key) -> bool:
 
 
 def is_path(key: Key) -> bool:
-    """Return whether the value at a key is a path, so that any text is a value."""
+    """Return whether the value at a key is a path, so that any text is valid."""
     if key in _PATHS or is_source(key):
         return True
     return key[-1] in _PATH_FIELDS and is_source(key[:-1])
@@ -54,7 +54,7 @@ def is_source(key: Key) -> bool:
 
 
 def named_places(config: dict[str, Any]) -> list[Key]:
-    """Return the keys of all sections that have a ``name``, also in lists of transforms."""
+    """Return the keys of all sections that may have a ``name``, also in lists of transforms."""
     entries = [(*place, key) for place in sorted(NAMED_ENTRIES) for key in _mapping(config, place)]
     lists: list[Key] = [("eval", "transforms")]
     lists += [("views", group, "transforms") for group in _mapping(config, ("views",))]
@@ -63,7 +63,7 @@ def named_places(config: dict[str, Any]) -> list[Key]:
 
 
 def _named_items(value: Any, path: Key) -> Iterator[Key]:
-    """Yield the keys of sections with a ``name`` in a list and in lists within its items."""
+    """Yield the keys of sections with a ``name`` in a list and in nested lists."""
     for index, item in enumerate(value if isinstance(value, list) else ()):
         place = (*path, str(index))
         if isinstance(item, dict) and "name" in item:
@@ -73,7 +73,7 @@ def _named_items(value: Any, path: Key) -> Iterator[Key]:
 
 
 def default_name(path: Key) -> str | None:
-    """Return the name of a thing that gives none: its key for hooks, meters, evaluations."""
+    """Return the default name of a hook, meter or evaluation, which is its key; else None."""
     return path[-1] if path[:-1] in NAMED_ENTRIES else None
 
 

@@ -1,8 +1,8 @@
-"""A recipe and ``key=value``s become a Config, or a list of everything that is wrong with them.
+"""Load a Config from a recipe and ``key=value`` overrides, or report all problems at once.
 
-Three steps, each in a room of its own: ``compose`` makes nested values of files and command line,
-``sections`` reads them by the types of ``schema``, ``checks`` compares the values with each other.
-Nothing here imports torch.
+There are three steps. ``compose`` builds nested values from files and the command line,
+``sections`` converts them to the types of ``schema``, and ``checks`` compares the values with each
+other. Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ def load_config(recipe: str, overrides: list[str], *, trust: bool = True) -> Con
 
     Args:
         recipe: Name of the method or recipe, or path of the file.
-        overrides: ``key=value`` on top of it.
-        trust: Whether to import code that only a file names.
+        overrides: ``key=value`` arguments that override the recipe.
+        trust: Whether to import code that is named in a file but not on the command line.
 
     Raises:
-        ConfigError: With every problem, each at its ``file:line`` or ``command line: ...``.
-        UserError: If ``trust`` is False and a file names code; nothing of that was imported.
+        ConfigError: If anything is wrong; lists every problem with its ``file:line`` or
+            ``command line: ...``.
+        UserError: If ``trust`` is False and a file names code. That code is not imported.
     """
     composed = compose(recipe, overrides, trust=trust)
     reader = Reader(composed.layers)
     config = read_config(reader, composed.values)
-    unreadable = {text.lstrip("+").partition("=")[0] for text in overrides}  # given, so not missing
+    # A key whose override is invalid is reported for that, not as missing.
+    unreadable = {text.lstrip("+").partition("=")[0] for text in overrides}
     read = [p for p in reader.problems if p.partition(" is missing")[0] not in unreadable]
     if composed.problems or read or config is None:
         raise ConfigError([*composed.problems, *read])

@@ -1,6 +1,6 @@
-"""Description of every config key: type, default, limits and text, read from the config classes.
+"""Describe every config key: type, default, limits and text, read from the config classes.
 
-``selftask explain`` and the documentation show what this returns. Does not import torch.
+Used by ``selftask explain`` and the documentation. Does not import torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PLACES = {
     "meters": "meters.{name}.",
     "evaluations": "eval.evaluations.{name}.",
 }
-"""Where the keys of a named thing stand in a config."""
+"""Prefix of a component's keys in a config, by kind of component."""
 
 REQUIRED, FROM_RECIPE = NO_DEFAULT = ("required", "set by the recipe")
 IMAGE_SIZE = "Height and width of views, evaluated images and a vision transformer, in pixels."
@@ -48,7 +48,7 @@ _COUNTED = "Images|Samples|Steps|Epochs|Rows|Blocks|Channels|Tokens|Processes|Th
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """One key of a config, as text."""
+    """Description of one key of a config."""
 
     key: str
     type: str
@@ -56,11 +56,11 @@ class KeyEntry:
     limits: str
     text: str
     also: tuple[str, ...]  # names in other frameworks
-    owner: str = ""  # named thing that has the key
+    owner: str = ""  # name of the component that has the key
 
     @property
     def unit(self) -> str:
-        """Unit of the value, as its text says; empty for a plain number or no number."""
+        """Unit of the value, taken from its text; empty for other values and plain numbers."""
         if "duration" in self.type:
             return "steps, epochs or %"
         found = re.search(rf"\bin (?:optimizer )?({_UNITS})\b", self.text)
@@ -73,7 +73,7 @@ class KeyEntry:
 
 @dataclass(frozen=True)
 class NamedEntry:
-    """A method, hook, transform, ... with its keys."""
+    """Description of a method, hook, transform, ... with its keys."""
 
     kind: str
     name: str
@@ -83,7 +83,7 @@ class NamedEntry:
 
 
 def config_keys() -> list[KeyEntry]:
-    """Return every key of a config but those of named things, in the order of the sections."""
+    """Return every key of a config except those of components, in the order of the sections."""
     hidden = ("recipe", "places", "imports")
     entries = [
         replace(key, default=FROM_RECIPE) if "." not in key.key and key.default == REQUIRED else key
@@ -117,11 +117,11 @@ def all_named() -> Iterator[NamedEntry]:
 
 
 def _keys_of(config: type, prefix: str, without: tuple[str, ...] = ()) -> Iterator[KeyEntry]:
-    """Yield the keys of a config class, and of the sections in it."""
+    """Yield the keys of a config class and of its sections."""
     docs, hints = field_docs(config), typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         if field.name in without or (field.name == "args" and "name" in hints):
-            continue  # args: keys of the named thing, which stand in the section itself
+            continue  # args: in a config, the component's own keys
         key, kind = f"{prefix}{field.name}", hints[field.name]
         if field.metadata.get("flat"):
             key = f"{prefix}name"
@@ -203,7 +203,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    """Return a default as it stands in yaml."""
+    """Return a default as it is written in yaml."""
     if isinstance(value, Component):
         return value.name
     if isinstance(value, dict):

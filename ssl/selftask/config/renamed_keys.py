@@ -34,6 +34,6 @@ FORMER_NAMES = {
 
 
 def present_name(former: str, known: Container[str]) -> str | None:
-    """Return what a key is called now, if that is one of the known names."""
+    """Return the present name of a renamed key, or None if it is not one of the known names."""
     name = FORMER_NAMES.get(former, "")
     return name if name in known else None

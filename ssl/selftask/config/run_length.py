@@ -1,7 +1,7 @@
 """Length and progress of a run, without torch.
 
-A *step* is one optimizer update. It reads ``accumulate`` batches of ``batch_size`` samples, fewer
-at the end of an epoch that does not divide.
+A *step* is one optimizer update. It reads ``accumulate`` batches of ``batch_size`` samples. The
+last step of an epoch reads fewer batches if their number is not a multiple of ``accumulate``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The length of a run, from ``epochs``, ``max_steps`` or both: the shorter counts."""
+    """Length of a run, given by ``epochs``, ``max_steps`` or the shorter of both."""
 
     num_samples: int
     batch_size: int
     accumulate: int = 1
     epochs: float | None = None
     max_steps: int | None = None
-    phases_per_epoch: int = 1  # train phases, equally long but for a step
+    phases_per_epoch: int = 1  # train phases, whose lengths differ by at most one step
 
     @classmethod
     def of(cls, train: TrainConfig, num_samples: int) -> RunLength:
@@ -70,7 +70,7 @@ class RunLength:
         return -(-self.total_steps // self.steps_per_epoch)
 
     def phases_before(self, batch: int) -> int:
-        """Return the number of train phases that have ended before batch number ``batch``."""
+        """Return the number of train phases that end before batch number ``batch``."""
         epoch, inside = divmod(batch, self.batches_per_epoch)
         steps = (inside // self.accumulate + 1) * self.phases_per_epoch
         return epoch * self.phases_per_epoch - (-steps // self.steps_per_epoch) - 1
@@ -84,19 +84,19 @@ class RunLength:
 
 @dataclass
 class Clock:
-    """Progress of a run: the counters of a checkpoint."""
+    """Progress of a run: counters that are saved in checkpoints."""
 
     length: RunLength
     steps_done: int = 0  # finished steps
     batch: int = 0  # global batches that have been read
     phase: int = 0  # finished phases, train and test
-    skipped: int = 0  # global batches of skipped steps, which no schedule counts
+    skipped: int = 0  # global batches of skipped steps, which schedules do not count
     tested: int = 0  # `batch` at the last test phase
     stopped: str | None = None  # why training ends before its length; not part of the state
 
     @property
     def where(self) -> float:
-        """Progress in [0, 1): every schedule is a function of it."""
+        """Progress in [0, 1), the argument of every schedule."""
         return min(self.trained_batches / self.length.total_batches, 1.0 - 1e-9)
 
     @property
@@ -106,12 +106,12 @@ class Clock:
 
     @property
     def where_of_epoch(self) -> float:
-        """``where`` when this epoch began, without skipped steps: the same after a resume."""
+        """``where`` at the start of this epoch if no step were skipped; unchanged by a resume."""
         return min((self.batch - self.batch_in_epoch) / self.length.total_batches, 1.0 - 1e-9)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch."""
+        """Index of the epoch of the next batch, from 0."""
         return self.batch // self.length.batches_per_epoch
 
     @property
@@ -129,11 +129,11 @@ class Clock:
 
     @property
     def batches_left(self) -> int:
-        """Number of remaining batches of the train phase, were the run longer."""
+        """Number of remaining batches of the train phase, even if the run ends before."""
         return self.length.first_batch(self.length.phases_before(self.batch) + 1) - self.batch
 
     def test_is_due(self, every: int) -> bool:
-        """Return whether a test phase comes next: after so many train phases, and at the end."""
+        """Return whether a test phase is next: after ``every`` train phases, and at the end."""
         if self.batch == self.tested or not (self.between_phases or self.done):
             return False
         return self.done or self.length.phases_before(self.batch) % every == 0
@@ -144,7 +144,7 @@ class Clock:
         self.batch += batches
 
     def skip(self, batches: int = 1) -> None:
-        """Count one skipped step: the data go on, ``where`` does not."""
+        """Count one skipped step, which consumes its batches but does not advance ``where``."""
         self.advance(batches)
         self.skipped += batches
 
@@ -153,7 +153,8 @@ class Clock:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         batch, phase = state["batch"], state["phase"]
-        older = {"skipped": 0, "tested": batch if phase % 2 == 0 else 0}  # runs without these
+        # Checkpoints of older versions lack these counters.
+        older = {"skipped": 0, "tested": batch if phase % 2 == 0 else 0}
         state = {**older, **state}
         for name in _COUNTERS:
             setattr(self, name, state[name])

@@ -1,4 +1,4 @@
-"""Reads plain values by the types of dataclasses, and collects all problems."""
+"""Convert plain values to dataclasses by the types of their fields, and collect all problems."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from selftask.config.values.coerce import Mismatch, check_limits, convert, descr
 from selftask.errors import UserError, nearest, shorten
 from selftask.registry import REGISTRIES, SCHEDULES, Registry
 
-MISSING = "???"  # how yaml says that a value must be given
+MISSING = "???"  # OmegaConf's mark for a required value
 MAX_MESSAGE = 800  # characters
-_WRONG = object()  # result of reading a wrong value
+_WRONG = object()  # returned for an invalid value
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """The fields of a section, their types, and their owner for messages."""
+    """Fields of a section, their types, and their owner for messages."""
 
     fields: dict[str, dataclasses.Field[Any]]
     types: dict[str, Any]
@@ -38,7 +38,7 @@ class Schema:
 
     @classmethod
     def of(cls, config: type | None, owner: str = "", without: Iterable[str] = ()) -> Schema:
-        """Return the schema of a dataclass; None has no fields."""
+        """Return the schema of a dataclass, or an empty one for None."""
         if config is None:
             return cls({}, {}, owner)
         if not dataclasses.is_dataclass(config):
@@ -56,7 +56,7 @@ class Schema:
 
 
 class Reader:
-    """Reads sections; collects ``problems``, and in ``places`` where values come from."""
+    """Reader of sections; collects ``problems``, and the origin of each value in ``places``."""
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
@@ -64,19 +64,19 @@ class Reader:
         self.places: dict[str, str] = {}
 
     def problem(self, key: Key, text: str) -> None:
-        """Add a problem of the value at ``key``."""
+        """Add a problem with the value at ``key``."""
         place = self.layers.place_or_around(key)
         self.problems.append(shorten(f"{place}: {text}" if place else text, MAX_MESSAGE))
 
     def mapping(self, value: Any, key: Key) -> dict[str, Any]:
-        """Return ``value`` if it is a section; empty for null, and with a problem for all else."""
+        """Return ``value`` if it is a section, else an empty one; add a problem unless null."""
         if value is None or isinstance(value, dict):
             return value or {}
         self.problem(key, f"{dotted(key)}={value!r}: expected a section of key: value pairs")
         return {}
 
     def section(self, kind: type[T], value: Any, key: Key) -> T | None:
-        """Return a section as its dataclass; None if a part of it is wrong."""
+        """Return a section as its dataclass, or None if a part of it is invalid."""
         schema = Schema.of(kind)
         flat = next((f for f in schema.fields.values() if f.metadata.get("flat")), None)
         if flat is None:
@@ -95,7 +95,7 @@ class Reader:
         return kind(**named, **read)
 
     def fields(self, values: dict[str, Any], schema: Schema, key: Key) -> dict[str, Any]:
-        """Return all fields of ``schema``, from ``values`` or by default, without wrong ones."""
+        """Return the fields of ``schema`` from ``values`` or their defaults; omit invalid ones."""
         result: dict[str, Any] = {}
         for name, field in schema.fields.items():
             inner, kind = (*key, name), schema.types[name]
@@ -119,7 +119,7 @@ class Reader:
         return result
 
     def _read(self, value: Any, field: dataclasses.Field[Any], schema: Schema, key: Key) -> Any:
-        """Read the value of one field by its type; ``_WRONG`` after a problem."""
+        """Read the value of one field by its type; return ``_WRONG`` after a problem."""
         kind = schema.types[field.name]
         if "of" in field.metadata:
             return self._named(value, field, schema, key)
@@ -133,7 +133,7 @@ class Reader:
         return self._plain(value, field, kind, key)
 
     def _plain(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
-        """Read a value that is no section and no named thing."""
+        """Read a value that is neither a section nor a component."""
         try:
             converted = convert(value, kind)
             check_limits(converted, field.metadata)
@@ -145,7 +145,7 @@ class Reader:
         return os.path.expanduser(converted) if is_path else converted
 
     def _groups(self, value: Any, kind: type, key: Key) -> Any:
-        """Read a mapping of sections; null removes one that a file below has set."""
+        """Read a mapping of sections; null removes a section that an earlier layer sets."""
         groups = {str(name): section for name, section in self.mapping(value, key).items()}
         below = [layer.value(key) for layer in self.layers]
         sections = [section for section in below if isinstance(section, dict)]
@@ -168,7 +168,7 @@ class Reader:
         return _WRONG if None in read else read
 
     def _named(self, value: Any, field: dataclasses.Field[Any], schema: Schema, key: Key) -> Any:
-        """Read a named thing, or a list or mapping of them."""
+        """Read a component, or a list or mapping of components."""
         registry, kind = REGISTRIES[field.metadata["of"]], schema.types[field.name]
         self.note_place(key)
         if registry is SCHEDULES and typing.get_origin(kind) is not list:
@@ -195,7 +195,7 @@ class Reader:
         return dataclasses.replace(component, args={**component.args, **given})
 
     def _scheduled(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
-        """Read a number, a name, or a section with the name of a schedule; keep what it sets.
+        """Read a number, or a schedule as a name or a section; keep only the keys that it sets.
 
         A section without a name changes fields of the default.
         """
@@ -234,7 +234,7 @@ class Reader:
         return {"name": component.name, **given}
 
     def unknown_keys(self, values: dict[str, Any], key: Key, *schemas: Schema) -> None:
-        """Add a problem for each key that is in no schema."""
+        """Add a problem for each key that is in none of the schemas."""
         known = {name: field for schema in schemas for name, field in schema.fields.items()}
         owner = next((f" of {schema.owner}" for schema in reversed(schemas) if schema.owner), "")
         for name in values:
@@ -246,9 +246,9 @@ class Reader:
     def component(
         self, value: Any, registry: Registry, key: Key, *, ours: Schema | None = None
     ) -> tuple[Component | None, dict[str, Any]]:
-        """Return a named thing, and the values of ``ours``: fields of the section itself.
+        """Return a component and the values of ``ours``, the section's other fields.
 
-        The thing is None if its name is unknown or missing.
+        The component is None if its name is unknown or missing.
         """
         if not isinstance(value, dict):
             wanted = f"expected the name of a {registry.kind} or a section with `name`"
@@ -269,7 +269,7 @@ class Reader:
         return Component(name=name, args=self.fields(own, schema, key)), fixed
 
     def _of_others(self, component: Component, registry: Registry, key: Key) -> Component | None:
-        """Return a thing of Classy Vision or torch.optim; None, with a problem, if unknown."""
+        """Return a component of Classy Vision or torch.optim, or add a problem and return None."""
         kind, name = registry.kind, component.name
         if classy_has(kind, name) or is_torch_name(kind, name):
             for field in component.args:
@@ -289,9 +289,9 @@ class Reader:
     def components(
         self, value: Any, registry: Registry, key: Key, kind: type[Component]
     ) -> dict[str, Component]:
-        """Return the things of ``key: {args}`` entries with optional ``name``; null removes one.
+        """Return the components of ``key: {args}`` entries, whose ``name`` is optional.
 
-        ``kind`` is Component, or a subclass with further fields.
+        An entry that is null is removed. ``kind`` is Component or a subclass with further fields.
         """
         found = {}
         ours = Schema.of(kind, without=["name", "args"])
@@ -310,7 +310,7 @@ class Reader:
         return found
 
     def _removes(self, key: Key, registry: Registry) -> bool:
-        """Return whether null at ``key`` can remove something: a known name, or another entry."""
+        """Return whether null at ``key`` is valid: for a known name or an entry of any layer."""
         name = str(key[-1])
         return (
             name in registry
@@ -319,7 +319,7 @@ class Reader:
         )
 
     def pipeline(self, value: Any, registry: Registry, key: Key) -> list[Component]:
-        """Return a list of named things."""
+        """Return a list of components."""
         if value is None:
             return []
         if not isinstance(value, list):
@@ -335,7 +335,7 @@ class Reader:
         return [component for component in read if component is not None]
 
     def _nested(self, value: Any, registry: Registry, annotation: Any, key: Key) -> list[Any]:
-        """Return a list of named things, or of such lists, as plain values."""
+        """Return a list of components, or of such lists, as plain values."""
         (inner,) = typing.get_args(annotation)
         if typing.get_origin(inner) is not list:
             return [component.to_dict() for component in self.pipeline(value, registry, key)]
@@ -349,20 +349,23 @@ class Reader:
         ]
 
     def note_place(self, key: Key) -> None:
-        """Note where the value at ``key`` comes from."""
+        """Record the origin of the value at ``key``."""
         place = self.layers.place(key)
         self.places[dotted(key)] = place or "default"
 
 
 def schema_of(registry: Registry, name: str) -> Schema:
-    """Return the schema of a named thing."""
+    """Return the schema of a component."""
     address = registry.address(name)
     owner = f"{name} ({show_path(address.path)}:{address.line})"
     return Schema.of(config_class(registry, name), owner)
 
 
 def hint_for(name: str, known: Mapping[str, dataclasses.Field[Any]], key: Key) -> str:
-    """Return ``did you mean 'optimizer.lr'?``, also for former names and other frameworks'."""
+    """Return a hint such as ``did you mean 'optimizer.lr'?`` for an unknown key.
+
+    Former names of keys, and their names in other frameworks, are recognized.
+    """
     if present := present_name(name, known):
         return f"it is now {dotted((*key, present))!r}"
     words = {word: right for right, f in known.items() for word in f.metadata.get("also", ())}
@@ -372,7 +375,7 @@ def hint_for(name: str, known: Mapping[str, dataclasses.Field[Any]], key: Key) -
 
 
 def _holds(kind: Any) -> bool:
-    """Whether a type is a section or a mapping of sections or named things."""
+    """Return whether a type is a section or a mapping of sections or components."""
     if typing.get_origin(kind) is dict:
         kind = typing.get_args(kind)[1]
     return dataclasses.is_dataclass(kind)

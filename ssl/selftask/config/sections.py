@@ -1,4 +1,4 @@
-"""Second step of reading a config: nested values become a Config of typed sections."""
+"""Second step of reading a config: convert nested values to a Config of typed sections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMA = Schema.of(Config, without=["imports", "places"])
 
 
 def read_config(reader: Reader, values: dict[str, Any]) -> Config | None:
-    """Return the config, or None if a section cannot be read; the reader holds the problems."""
+    """Return the config, or None if a section cannot be read; problems are added to ``reader``."""
     _refuse_unknown(reader, values)
     sections = reader.fields(values, SCHEMA, ())
     imports = values.get("import") or []
@@ -29,7 +29,7 @@ def read_config(reader: Reader, values: dict[str, Any]) -> Config | None:
 
 
 def _refuse_unknown(reader: Reader, values: Mapping[str, Any]) -> None:
-    """Note a problem for each unknown top-level key; hints include keys inside sections."""
+    """Add a problem for each unknown top-level key; hints include keys inside sections."""
     top = {*SCHEMA.fields, "import", "image_size"}
     inner: dict[str, Field[Any]] = {
         f"{section}.{field.name}": field
@@ -52,7 +52,7 @@ def _refuse_unknown(reader: Reader, values: Mapping[str, Any]) -> None:
 
 
 def _image_size(reader: Reader, value: Any) -> int | None:
-    """Return the size in pixels, or None for the sizes of the recipe."""
+    """Return the size in pixels, or None to keep the sizes of the recipe."""
     try:
         size: int | None = convert(value, int | None)
         check_limits(size, {"min": 1})

@@ -1,4 +1,4 @@
-"""``torch:NAME``: optimizers of torch.optim by the names of their classes."""
+"""``torch:NAME``: optimizers of torch.optim by class name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REFUSED = {
     "SparseAdam": "it takes sparse gradients only",
     "Muon": "it takes matrices only; optimizer.name=muon also trains all other parameters",
 }
-_NOT_SHARDED = ("Adafactor",)  # torch has no form of it for DTensors
+_NOT_SHARDED = ("Adafactor",)  # not implemented for DTensors in torch
 
 
 def is_torch_name(kind: str, name: str) -> bool:
@@ -26,16 +26,17 @@ def is_torch_name(kind: str, name: str) -> bool:
 
 
 def torch_optimizer(name: str, args: dict[str, Any], params: Any) -> Any:
-    """Build the optimizer ``torch:NAME``; lists in ``args`` become tuples, as betas are.
+    """Build the optimizer ``torch:NAME``; lists in ``args`` become tuples, which betas must be.
 
-    Raises UserError if there is no such class.
+    Raises:
+        UserError: If there is no such class.
     """
     tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in args.items()}
     return _class(name)(params, **tuples)
 
 
 def _class(name: str) -> Any:
-    import torch  # slow: only if asked for
+    import torch  # slow, so only if needed
 
     kinds = {
         word: kind
@@ -78,7 +79,7 @@ def problems(whole: Config) -> Iterator[tuple[Key, str]]:
 
 
 def _refused_values(config: OptimizerConfig, owner: str) -> Iterator[tuple[Key, str]]:
-    """Yield what torch itself says about the values, by building the optimizer."""
+    """Yield the errors that torch itself raises for the values, by building the optimizer."""
     import torch
 
     try:

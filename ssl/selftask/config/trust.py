@@ -1,7 +1,7 @@
-"""Code that a received file names. Reading commands refuse it without ``trust=true``.
+"""Refuse code that a received file names, unless ``trust=true`` is given.
 
-A recipe that one trains with is code; a run, an export or a catalog that one only reads is not. See
-docs/security.md.
+Commands that only read a run, an export or a catalog must not run its code. A recipe to train with
+is code in any case. See docs/security.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from selftask.errors import UserError
 
 TRUST = "trust=true   import and call code that the run, file or catalog names (docs/security.md)"
 _ADDRESSES = ("model", "dataset", "transform")
-"""Fields of ``name: custom`` that hold package.module:callable."""
+"""Fields of ``name: custom`` with a value ``package.module:callable``."""
 
 
 def take_trust(words: list[str]) -> tuple[list[str], bool]:
@@ -28,7 +28,7 @@ def take_trust(words: list[str]) -> tuple[list[str], bool]:
 
 
 def code_in(values: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
-    """Yield key and address of all code that a config would import or call."""
+    """Yield key and address of all code that reading a config would import or call."""
     if isinstance(values, list):
         values = dict(enumerate(values))
     elif not isinstance(values, dict):
@@ -45,7 +45,13 @@ def code_in(values: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
 
 
 def refuse_code(found: Iterable[tuple[Key, str]], received: str, typed: Sequence[str] = ()) -> None:
-    """Raise UserError naming the code that ``received`` would run, if the user did not type it."""
+    """Raise UserError if ``received`` names code that is not also on the command line.
+
+    Args:
+        found: Key and address of the code, from ``code_in``.
+        received: The run, file or catalog, for the message.
+        typed: Words of the command line.
+    """
     named = [f"{'.'.join(key)}: {text}" for key, text in found if not _is_typed(key, text, typed)]
     if named:
         raise UserError(
@@ -55,7 +61,7 @@ def refuse_code(found: Iterable[tuple[Key, str]], received: str, typed: Sequence
 
 
 def _is_typed(key: Key, address: str, typed: Sequence[str]) -> bool:
-    """Whether the command line itself holds the address; modules count under ``import=`` only."""
+    """Return whether the command line has the address; a module must be in ``import=``."""
     pattern = re.compile(rf"(?<![\w.]){re.escape(address)}(?![\w.])")
     if key == ("import",):
         typed = [word for word in typed if word.lstrip("+").startswith("import=")]

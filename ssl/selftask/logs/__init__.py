@@ -1,4 +1,4 @@
-"""What a run writes down: lines of ``log.txt``, rows of ``metrics.jsonl``, events."""
+"""Records of a run: lines of ``log.txt``, rows of ``metrics.jsonl``, events."""
 
 from selftask.logs.lines import (
     LOGGER,

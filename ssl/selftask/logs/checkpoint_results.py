@@ -1,8 +1,8 @@
-"""Results of evaluations of a run's checkpoints, kept in the run folder.
+"""Evaluation results of a run's checkpoints, stored in the run folder.
 
-``RUN/evaluations/step_N.jsonl`` has a line for each time that checkpoint N was evaluated: the names
-of the evaluations, their settings, and metrics. Jobs that evaluate different checkpoints write
-different files. Does not import torch.
+``RUN/evaluations/step_N.jsonl`` has a line for each evaluation of checkpoint N: the names of the
+evaluations, their settings, and metrics. Jobs that evaluate different checkpoints write different
+files. Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from selftask.logs.rows import json_row, read_metrics, utc_now
 
-FOLDER = "evaluations"  # of a run
+FOLDER = "evaluations"  # in the run folder
 _FACTS = ("date", "step", "evaluations", "settings")
 _COUNTS = ("train_images", "test_images", "classes", "chance")  # the same for all checkpoints
 
@@ -24,7 +24,7 @@ class CheckpointResults:
     """Results of one run under the same settings."""
 
     run: Path
-    settings: Sequence[str]  # words of the command line that change the figures
+    settings: Sequence[str]  # words of the command line that affect the results
 
     def missing(self, step: int, evaluations: Iterable[str]) -> list[str]:
         """Return the evaluations of a checkpoint that have no result yet."""
@@ -41,7 +41,7 @@ class CheckpointResults:
             file.write(json_row({**facts, **metrics}) + "\n")
 
     def table(self) -> dict[int, dict[str, float]]:
-        """Return the metrics of each evaluated checkpoint by step, the newest ones if repeated."""
+        """Return step -> metrics of the evaluated checkpoints, the newest value of each metric."""
         rows = [row for path in result_files(self.run) for row in read_metrics(path)]
         return tables(rows).get(tuple(self.settings), {})
 
@@ -55,14 +55,14 @@ class CheckpointResults:
 
 
 def result_files(run: Path) -> list[Path]:
-    """Return the files of all evaluated checkpoints of a run."""
+    """Return the result files of a run, one for each evaluated checkpoint."""
     return sorted((run / FOLDER).glob("step_*.jsonl"))
 
 
 def tables(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], dict[int, dict[str, float]]]:
-    """Return the metrics in the lines of such files, by settings and by step in ascending order.
+    """Return settings -> step -> metrics from the rows of result files, with ascending steps.
 
-    Of a metric that was computed twice, the newest value counts. Other lines are left out.
+    The newest value of a metric is used. Rows of another form are ignored.
     """
     found: dict[tuple[str, ...], dict[int, dict[str, float]]] = {}
     for row in sorted(filter(_is_result, rows), key=lambda row: row["step"]):
@@ -80,7 +80,7 @@ def _is_metric(name: str) -> bool:
 
 
 def format_table(table: Mapping[int, Mapping[str, float]]) -> str:
-    """Return a line for each checkpoint and a column for each metric."""
+    """Format a table with a line for each checkpoint and a column for each metric."""
     names = list(dict.fromkeys(name for row in table.values() for name in row))
     lines = [["step", *names]]
     for step, row in table.items():

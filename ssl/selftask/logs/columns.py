@@ -1,7 +1,7 @@
-"""The columns of ``metrics.jsonl``: unit, meaning, and what writes them.
+"""Columns of ``metrics.jsonl``: unit, meaning, and which component writes them.
 
-The only place where a column is described; ``selftask explain`` and the documentation show it. Does
-not import torch.
+Columns are described nowhere else; ``selftask explain`` and the documentation show these texts.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Column(NamedTuple):
-    """One column, or several whose names have a variable part in capitals, as ``lr/GROUP``."""
+    """One column, or several whose names have a variable part in capitals (``lr/GROUP``)."""
 
     name: str
     unit: str
@@ -19,7 +19,7 @@ class Column(NamedTuple):
     written_by: str = "every run"
 
     def matches(self, name: str) -> bool:
-        """Return whether this describes a column of that name."""
+        """Return whether this is the description of the column ``name``."""
         pattern = re.sub(r"[A-Z]+", "[A-Za-z0-9_.-]+", re.escape(self.name))
         return re.fullmatch(pattern, name) is not None
 
@@ -202,9 +202,9 @@ COLUMNS = (
     Column("test_METER_METRIC", "", "A meter of a test phase.", "`meters`"),
     Column("AVERAGE_test_METRIC", "", "A test phase with averaged weights.", "hooks `ema`, `swa`"),
 )
-"""More specific names first: the first that matches describes a column."""
+"""Descriptions of columns. The first match applies, so more specific names come first."""
 
 
 def describe_column(name: str) -> Column | None:
-    """Return the description of a column, or None if it is not known: a metric of your own."""
+    """Return the description of a column, or None for an unknown one, such as your own metric."""
     return next((column for column in COLUMNS if column.matches(name)), None)

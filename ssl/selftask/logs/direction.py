@@ -1,4 +1,4 @@
-"""Whether large or small values of a metric are good."""
+"""Decide whether large or small values of a metric are better."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Mode = Literal["auto", "max", "min"]
 
 
 def direction(key: str, mode: Mode, metric: str) -> Literal["max", "min"]:
-    """Return ``mode``, or for ``auto`` what the metric's name says.
+    """Return ``mode``, or for ``auto`` the direction that follows from the metric's name.
 
     Names that contain ``loss`` or ``error`` are minimized, all others maximized.
 
     Args:
-        key: Where the mode stands in the config, for the log.
+        key: Key of the mode in the config, for the log.
         mode: The mode of the config.
         metric: Any column of metrics.jsonl.
     """

@@ -1,8 +1,8 @@
-"""Events of a run in ``events.jsonl``: one JSON object a line, appended by every attempt.
+"""Events of a run in ``events.jsonl``: one JSON object per line, appended by every attempt.
 
-``time`` (ISO 8601), ``step``, ``event``, ``text``, ``data``. Events are those of ``EVENTS``, and
-others that hooks add. Unlike rows of ``metrics.jsonl`` they are never removed: after a resume,
-steps repeat. Does not import torch.
+An object has ``time`` (ISO 8601), ``step``, ``event``, ``text`` and ``data``. The events are those
+of ``EVENTS``, and others that hooks add. Unlike rows of ``metrics.jsonl``, events are never
+removed, so steps repeat after a resume. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EVENTS = {
     "failure": "The run failed; with the rank and the error.",
     "finish": "The run is complete.",
 }
-"""Events of every run, and what they mean."""
+"""Events of every run, with their meaning."""
 
 
 def add_event(folder: Path, kind: str, text: str, *, step: int = 0, **data: Any) -> None:
@@ -37,27 +37,27 @@ def add_event(folder: Path, kind: str, text: str, *, step: int = 0, **data: Any)
 
     Args:
         folder: The run folder.
-        kind: What happened, in one word.
-        text: One line for people.
+        kind: Name of the event, one word.
+        text: Description in one line.
         step: Number of finished steps.
-        **data: Numbers, texts, and dicts of them.
+        **data: Numbers, strings, and dicts of them.
     """
     now = datetime.now().astimezone().isoformat(timespec="milliseconds")
     event = {"time": now, "step": step, "event": kind, "text": text, "data": data}
     try:
         with (folder / NAME).open("a", encoding="utf-8") as file:
-            file.write(json_row(event) + "\n")  # one write: lines stay whole
+            file.write(json_row(event) + "\n")  # a single write, so that lines are not mixed
     except OSError as error:
         print(f"{folder / NAME}: {error.strerror or error}", file=sys.stderr, flush=True)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of a run folder, oldest first; lines that were cut off are skipped."""
+    """Return the events of a run folder, oldest first, without incomplete lines."""
     return read_whole_lines(folder / NAME)[0]
 
 
 class WarningEvents(logging.Handler):
-    """Turns the warnings of a run into events."""
+    """Logging handler that records the warnings of a run as events."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(logging.WARNING)
@@ -65,6 +65,6 @@ class WarningEvents(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.WARNING:  # errors are part of the event `failure`
-            about = getattr(record, "about", None)  # a word for programs, given as `extra`
+            about = getattr(record, "about", None)  # machine-readable topic, given as `extra`
             data = {} if about is None else {"about": about}
             add_event(self.folder, "warning", record.getMessage(), step=HEARTBEAT.step, **data)

@@ -1,4 +1,4 @@
-"""The last values of each column of the rows, for hooks that decide by them."""
+"""History of each column of the rows, for hooks that depend on earlier values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from selftask.errors import nearest
 from selftask.logs.rows import is_measured
 
-LENGTH = 200  # rows kept
+LENGTH = 200  # number of values kept for a column
 
 
 class Series:
-    """The last values of one column, oldest first.
+    """Last values of one column, oldest first.
 
-    A ``window`` is a number of values, counted from the newest; None takes all that are kept.
+    A ``window`` is the number of newest values to use; None uses all values that are kept.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Series:
         self.values: deque[float] = deque(maxlen=LENGTH)
 
     def add(self, step: int, value: float) -> None:
-        """Add a value; a second one of the same step replaces the first."""
+        """Add a value; it replaces an earlier one of the same step."""
         if self.steps and self.steps[-1] == step:
             self.values[-1] = value
             return
@@ -38,7 +38,7 @@ class Series:
         return list(self.values)[-window:] if window else list(self.values)
 
     def count(self, steps: int) -> int:
-        """Return the number of values of the last ``steps`` steps, to be used as a window."""
+        """Return the number of values in the last ``steps`` steps, for use as a window."""
         return sum(step > self.steps[-1] - steps for step in self.steps)
 
     @property
@@ -62,15 +62,15 @@ class Series:
 class History(Mapping[str, Series]):
     """Columns by name: ``task.history["loss"].median(20)``.
 
-    The last 200 rows are kept, on every rank. They are part of a checkpoint, except for what a
-    clock measured, such as ``images_per_s``.
+    The last 200 values of each column are kept on every rank. They are saved in checkpoints, except
+    for measurements of time and memory, such as ``images_per_s``.
     """
 
     def __init__(self) -> None:
         self._columns: dict[str, Series] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row with its ``step``; values that are no numbers are left out."""
+        """Add the numbers of a row, which must have a ``step``; other values are ignored."""
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float):
                 self._columns.setdefault(name, Series()).add(row["step"], float(value))
@@ -90,7 +90,7 @@ class History(Mapping[str, Series]):
         return name in self._columns
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all columns but the measured ones, as tensors."""
+        """Return all columns as tensors, except measurements of time and memory."""
         return {
             name: {
                 "steps": torch.tensor(list(column.steps)),

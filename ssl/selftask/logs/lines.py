@@ -18,7 +18,7 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module; it has no handlers until ``start_log``."""
+    """Return the logger of a module, which has no handlers before ``start_log``."""
     return logging.getLogger(name if name.startswith("selftask") else f"selftask.{name}")
 
 
@@ -26,7 +26,7 @@ def start_log(folder: Path, rank: int) -> None:
     """Set up logging of a run.
 
     Rank 0 logs to the console and ``log.txt``, other ranks to ``log_rankN.txt`` only. Handlers of
-    the root logger get nothing until ``stop_log``.
+    the root logger receive no messages until ``stop_log``.
 
     Args:
         folder: The run folder.
@@ -76,7 +76,7 @@ def stop_log() -> None:
         if isinstance(handler, _LogFile):
             LOGGER.setLevel(handler.level_before)
             LOGGER.propagate = handler.propagate_before
-        with suppress(OSError):  # a full disk was reported at the write
+        with suppress(OSError):  # a full disk was already reported by the failed write
             handler.close()
 
 
@@ -84,7 +84,7 @@ def stop_log() -> None:
 def info_on_stderr() -> Iterator[None]:
     """Context that logs INFO lines to stderr, for commands that print results to stdout.
 
-    With ``--quiet`` only errors, with ``--verbose`` also DEBUG lines.
+    With ``--quiet`` it logs only errors, with ``--verbose`` also DEBUG lines.
     """
     handler, level = _Stderr(), LOGGER.level
     LOGGER.addHandler(handler)
@@ -101,7 +101,7 @@ def add_line(folder: Path, line: str) -> None:
 
     Args:
         folder: The run folder.
-        line: Text without time.
+        line: The line without a time stamp.
     """
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         log.write(f"{time.strftime(_TIME)} {line}\n")
@@ -139,7 +139,7 @@ class _Lasting:
     def _tried(self, do: Callable[..., Any], *args: Any) -> Any:
         try:
             return do(*args)
-        except (OSError, ValueError) as error:  # ValueError: closed
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self._redirect()
             LOGGER.warning("%s is lost (%s); the run goes on", self._stream.name, error)
             return None
@@ -157,7 +157,7 @@ class _Lasting:
 class _LogFile(logging.FileHandler):
     """A log file that reports a failed write in one line instead of a traceback.
 
-    It keeps the logger's level and propagation from before, for ``stop_log``.
+    It stores the previous level and propagation of the logger, which ``stop_log`` restores.
     """
 
     def __init__(self, path: Path, logger: logging.Logger) -> None:
@@ -172,9 +172,9 @@ class _LogFile(logging.FileHandler):
 
 
 class _Console(logging.Handler):
-    """Prints lines to stdout, above the live lines of stages if there are any."""
+    """Logging handler that prints to stdout, above the live lines of stages if there are any."""
 
-    live: Any = None  # the rich Console of live lines
+    live: Any = None  # rich Console that draws the live lines
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,27 +192,27 @@ class _Console(logging.Handler):
             self.print(line)
 
     def print(self, line: str) -> None:
-        """Print a line where nothing is drawn."""
+        """Print a line when there are no live lines."""
         print(line, file=sys.stdout, flush=True)
 
 
 class _Stderr(_Console):
-    """Prints lines to stderr."""
+    """Logging handler that prints to stderr."""
 
     def print(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
 def draw_over(console: Any) -> None:
-    """Print log lines through the rich console of a live display, or plainly if it is None."""
+    """Set the rich console through which log lines are printed; None prints them directly."""
     _Console.live = console
 
 
 def log_summary(lines: Iterable[str]) -> None:
-    """Log lines for the console that repeat in short what is in ``log.txt`` already."""
+    """Log lines to the console only, such as a summary of lines in ``log.txt``."""
     LOGGER.info("%s", "\n".join(lines), extra={"is_summary": True})
 
 
 def log_result(line: str) -> None:
-    """Log the last line of a run, which is printed with ``--quiet``, too."""
+    """Log the last line of a run, which is printed even with ``--quiet``."""
     LOGGER.info("%s", line, extra={"is_result": True})

@@ -1,4 +1,4 @@
-"""What a row says besides the loss: time a step, memory, settings of parameter groups."""
+"""Columns of a row besides the loss: step time, memory, settings of parameter groups."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _COLUMNS = {
 
 
 class Pace:
-    """Times of steps since the last row and since the start.
+    """Step times since the last row and since the start.
 
-    On a GPU the host runs ahead of the device, so that single steps, and with them the median, are
-    the time that it takes to queue them; a row waits for the device, and its mean is exact.
+    On a GPU the host runs ahead of the device. The times of single steps, and so their median, are
+    therefore times to queue a step. A row waits for the device, so the mean is exact.
     """
 
     def __init__(self) -> None:
         self.begun = self.since = time.perf_counter()
         self.waited_s = 0.0
         self.ends: list[float] = []
-        self.steps = 0  # of the rows so far
+        self.steps = 0  # number of steps in the rows so far
 
     def step_ends(self) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
         self.ends.append(time.perf_counter())
 
     def take(self, data_wait_s: float) -> dict[str, float]:
         """Return the times of this rank since the last call.
 
         Args:
-            data_wait_s: Time spent waiting for data since the start.
+            data_wait_s: Time spent waiting for data since the start, in seconds.
         """
         now = time.perf_counter()
         seconds = max(now - self.since, 1e-9)
@@ -61,15 +61,15 @@ class Pace:
 
     @property
     def mean_s(self) -> float:
-        """Mean time of a step since the start, with evaluations and checkpoints."""
+        """Mean time of a step since the start in seconds, with evaluations and checkpoints."""
         return (self.since - self.begun) / max(self.steps, 1)
 
 
 def take_memory_mb(device: torch.device) -> dict[str, float]:
-    """Return the memory of this process and of its device in MiB; peaks begin anew with each call.
+    """Return the memory of this process and of its device in MiB, and reset the device's peaks.
 
-    That of the process is its largest so far. Of the device there are the largest since the last
-    call, and the present values.
+    For the process, this is the peak since its start. For the device, these are the peaks since the
+    last call and the present values.
     """
     row = {}
     if sys.platform != "win32":
@@ -88,12 +88,13 @@ def over_ranks(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return ``means`` averaged over ranks, and the maximum over ranks of each of ``maxima``.
 
-    One collective, which every rank must call with the same names.
+    This is one collective, which every rank must call with the same names.
     """
     terms = [torch.as_tensor(value, device=device).detach().float() for value in means.values()]
     largest = torch.tensor(list(maxima.values()), device=device)
     row = torch.cat([*(term.reshape(1) for term in terms), largest])
-    columns = list(zip(*all_gather_cat(row.unsqueeze(0)).tolist(), strict=True))  # of all ranks
+    # Each column has the values of all ranks.
+    columns = list(zip(*all_gather_cat(row.unsqueeze(0)).tolist(), strict=True))
     mean, top = columns[: len(terms)], columns[len(terms) :]
     return (
         dict(zip(means, map(statistics.fmean, mean), strict=True)),
@@ -102,7 +103,7 @@ def over_ranks(
 
 
 def settings_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the largest weight decay, and the lr of each group if they differ, as ``lr/NAME``."""
+    """Return the largest weight decay, and ``lr/NAME`` for each group if the rates differ."""
     row: dict[str, float] = {}
     decay = max(float(group.get("weight_decay", 0.0)) for group in groups)
     if decay:

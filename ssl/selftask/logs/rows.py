@@ -1,4 +1,4 @@
-"""Rows of ``metrics.jsonl`` and small JSON files."""
+"""Read and write rows of ``metrics.jsonl`` and small JSON files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MetricsFile:
         """Open the file; raise RunError if it is not writable."""
         self.path = path
         try:
-            self._file = path.open("ab", buffering=0)  # unbuffered, so `close` cannot fail
+            self._file = path.open("ab", buffering=0)  # unbuffered, so that `close` cannot fail
         except OSError as error:
             raise RunError(f"{path}: {error.strerror or error}") from error
 
@@ -55,7 +55,7 @@ class MetricsFile:
 
 
 def json_row(row: dict[str, Any]) -> str:
-    """Return a row as one line of JSON; floats have 9 digits, and non-finite ones become null."""
+    """Format a row as one line of JSON; floats have 9 digits, and non-finite ones become null."""
     return json.dumps(_plain(row))
 
 
@@ -65,7 +65,7 @@ def utc_now() -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a ``metrics.jsonl`` without an incomplete last line."""
+    """Return the rows of a ``metrics.jsonl`` up to the first incomplete line."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -76,20 +76,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read a file of one JSON object a line, also one that is being written or is damaged.
+    """Read a file with one JSON object per line, which may be damaged or still being written.
 
     Returns:
-        The objects, and the number of lines that hold none; an incomplete last line is not counted.
+        The objects, and the number of damaged lines without an incomplete last line.
     """
     rows, damaged = [], 0
     *lines, last = path.read_bytes().split(b"\n")
-    with suppress(ValueError):  # all at once is twice as fast
+    with suppress(ValueError):  # parsing all lines at once is twice as fast
         if not last and all(map(_is_dict, whole := json.loads(b"[" + b",".join(lines) + b"]"))):
             return whole, 0
     for line in (*lines, last):
         try:
             row = json.loads(line)
-        except ValueError:  # UnicodeDecodeError is one
+        except ValueError:  # includes UnicodeDecodeError
             row = None
         if isinstance(row, dict):
             rows.append(row)
@@ -115,7 +115,7 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def is_shown(name: str) -> bool:
-    """Return whether the lines of the log have a column: not if it is one of many, or constant."""
+    """Return whether a column is shown in the log, rather than in ``metrics.jsonl`` only."""
     return name not in FILE_ONLY and not name.startswith(("lr/", "activations/"))
 
 
@@ -144,8 +144,8 @@ MEASURED = (
 
 
 def is_measured(name: str) -> bool:
-    """Return whether a column has time or memory, which differ between equal runs."""
-    return name in MEASURED or name.startswith("ms_")  # those of hooks.timing
+    """Return whether a column is a time or memory measurement, which differs between equal runs."""
+    return name in MEASURED or name.startswith("ms_")  # ms_: columns of hooks.timing
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

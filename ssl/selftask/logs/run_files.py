@@ -1,4 +1,4 @@
-"""The files of a run folder, and what is in them. Does not import torch."""
+"""Files of a run folder and their contents. Does not import torch."""
 
 from __future__ import annotations
 

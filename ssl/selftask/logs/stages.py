@@ -1,8 +1,8 @@
-"""Live lines on a terminal: one for each stage that is under way (scan, pretrain, evaluate, ...).
+"""Live progress lines on a terminal, one for each active stage (scan, pretrain, evaluate, ...).
 
-Nothing is drawn into a pipe or a file, on a dumb terminal, with ``--quiet``, or on other ranks than
-the first; the lines of the log say the same there. Colours follow ``NO_COLOR``. Does not import
-torch, and rich only if something is drawn.
+They are not drawn if stdout is a pipe or a file, on a dumb terminal, with ``--quiet``, or on ranks
+other than 0; the log has the same information. ``NO_COLOR`` is respected. Does not import torch,
+and imports rich only if a line is drawn.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from selftask.logs.verbosity import is_quiet
 T = TypeVar("T")
 
 REFRESHES_PER_S = 4
-_DELAY_S = 0.5  # a stage that is shorter is not drawn
+_DELAY_S = 0.5  # shorter stages are not drawn
 _DUMB = ("dumb", "unknown", "")
 
 
 def can_draw() -> bool:
-    """Return whether stdout is a terminal on which lines can be drawn over."""
+    """Return whether stdout is a terminal that can redraw lines, and lines are wanted."""
     return (
         sys.stdout.isatty()
         and os.environ.get("TERM", "") not in _DUMB
@@ -37,7 +37,7 @@ def can_draw() -> bool:
 
 
 class Stage:
-    """One live line; see ``open_stage``. Calls do nothing if nothing is drawn."""
+    """One live line; see ``open_stage``. Its methods do nothing if lines are not drawn."""
 
     def __init__(self, name: str, total: float | None, done: float) -> None:
         self.name, self.total, self.done = name, total, done
@@ -47,9 +47,10 @@ class Stage:
         self.line: Any = None  # a rich Task
 
     def update(self, done: float | None = None, text: str | None = None) -> None:
-        """Set how much is done, and the text at the end of the line.
+        """Set the progress, and the text at the end of the line.
 
-        Drawn at most four times a second, since it takes as long as all else of a step.
+        The line is drawn at most four times a second, since drawing takes as long as all other work
+        of the host in a step.
         """
         self.done = self.done if done is None else done
         self.text = self.text if text is None else text
@@ -58,18 +59,18 @@ class Stage:
             _DISPLAY.draw(self)
 
     def draw(self) -> None:
-        """Draw the line without waiting until the stage has taken a while."""
+        """Draw the line now, without the initial delay."""
         self.due -= _DELAY_S
         self.update()
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the line can be seen."""
+        """True if the line is visible."""
         return self.line is not None
 
     @property
     def is_due(self) -> bool:
-        """Whether the next update would be drawn: to leave out what an update costs."""
+        """True if the next update is drawn; otherwise callers can skip preparing it."""
         return time.monotonic() >= self.due
 
     def close(self) -> None:
@@ -79,12 +80,12 @@ class Stage:
 
 
 def open_stage(name: str, total: float | None = None, *, done: float = 0) -> Stage:
-    """Return a line for a stage; its owner closes it.
+    """Return a line for a stage. The caller must close it.
 
     Args:
         name: One word, such as ``scan``.
-        total: When ``done`` has reached it, the stage is finished; None if unknown.
-        done: Where the stage starts.
+        total: Value of ``done`` at which the stage is finished; None if unknown.
+        done: Initial progress.
     """
     return Stage(name, total, done)
 
@@ -95,8 +96,8 @@ def stage(name: str, total: float | None = None, *, at_once: bool = False) -> It
 
     Args:
         name: One word, such as ``scan``.
-        total: When that much is done, the stage is finished; None if unknown.
-        at_once: Draw the line before anything is done, for stages that do not count.
+        total: Value of ``done`` at which the stage is finished; None if unknown.
+        at_once: Draw the line immediately, for stages that do not report progress.
     """
     opened = open_stage(name, total)
     try:
@@ -108,7 +109,7 @@ def stage(name: str, total: float | None = None, *, at_once: bool = False) -> It
 
 
 def staged(name: str, items: Iterable[T], total: float | None = None) -> Iterator[T]:
-    """Yield the items, counted by a line for a stage."""
+    """Yield the items, and show their number in a line for the stage."""
     with stage(name, total) as line:
         for number, item in enumerate(items, 1):
             yield item
@@ -116,7 +117,7 @@ def staged(name: str, items: Iterable[T], total: float | None = None) -> Iterato
 
 
 class _Display:
-    """The lines of all open stages: rich draws one block of lines at a time."""
+    """Lines of all open stages in one rich display, since rich draws only one at a time."""
 
     def __init__(self) -> None:
         self.progress: Any = None

@@ -1,4 +1,4 @@
-"""How long the parts of start-up take, for ``--verbose``."""
+"""Durations of the parts of start-up, for ``--verbose``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _LAST = [time.perf_counter()]
 
 
 def lap(name: str) -> None:
-    """Note that a part of start-up is over."""
+    """Record the end of a part of start-up."""
     now = time.perf_counter()
     _LAPS.append((name, now - _LAST[0]))
     _LAST[0] = now
 
 
 def take_laps() -> str:
-    """Return the parts and their seconds, and forget them."""
+    """Return the parts with their durations in seconds, and clear them."""
     told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in _LAPS)
     _LAPS.clear()
     return told

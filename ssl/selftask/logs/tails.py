@@ -1,17 +1,20 @@
-"""The ends of files that a run appends to, without reading the whole of them."""
+"""Read the last lines of files that a run appends to, without reading the whole file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_BYTES = 1 << 16  # read from the end of a file
+_BYTES = 1 << 16  # number of bytes read from the end of a file
 
 
 def last_lines(path: Path, size: int = _BYTES) -> list[str]:
-    """Return the lines in the last ``size`` bytes, blank ends removed; none for a missing file.
+    """Return the lines in the last ``size`` bytes of a file, or none for a missing file.
 
-    The first one is whole or left out, the last one may be incomplete. Raises OSError for a file
-    that cannot be read.
+    An incomplete first line is left out; the last line may be incomplete. Blank lines at both ends
+    are removed.
+
+    Raises:
+        OSError: If the file cannot be read.
     """
     try:
         with path.open("rb") as file:

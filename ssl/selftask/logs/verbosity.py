@@ -1,6 +1,6 @@
-"""How much is printed: ``--quiet`` and ``--verbose`` of commands. ``log.txt`` is always complete.
+"""Verbosity of the console: ``--quiet`` and ``--verbose``. ``log.txt`` is always complete.
 
-Ranks, runs of a sweep and submitted jobs inherit the choice as an environment variable.
+Ranks, runs of a sweep and submitted jobs inherit it through an environment variable.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 VARIABLE = "SELFTASK_VERBOSITY"
-DETAIL = 15  # level of lines of log.txt that the terminal shows only if verbose
+DETAIL = 15  # logging level of lines that the terminal shows only if verbose
 _LEVELS = {"quiet": logging.ERROR, "verbose": logging.DEBUG}
 
 
 def console_level() -> int:
-    """Return the level of the least important lines that are printed: INFO, unless asked."""
+    """Return the lowest logging level that is printed, INFO by default."""
     return _LEVELS.get(os.environ.get(VARIABLE, ""), logging.INFO)
 
 
@@ -26,7 +26,7 @@ def is_quiet() -> bool:
 
 
 def is_verbose() -> bool:
-    """Return whether details of start-up are printed."""
+    """Return whether details, such as those of start-up, are printed."""
     return console_level() < logging.INFO
 
 
@@ -38,10 +38,10 @@ def announce(text: str) -> None:
 
 @contextmanager
 def verbosity(word: str | None) -> Iterator[None]:
-    """Context in which this process, and those that it starts, print as asked.
+    """Context that sets the verbosity of this process and of the processes that it starts.
 
     Args:
-        word: ``quiet``, ``verbose``, or None to keep what the environment says.
+        word: ``quiet``, ``verbose``, or None to keep the value of the environment variable.
     """
     before = os.environ.get(VARIABLE)
     if word is not None:

@@ -1,1 +1,1 @@
-"""``selftask plan``: what a run costs, computed from shapes before it is started."""
+"""``selftask plan``: the cost of a run, computed from shapes before it starts."""

@@ -1,4 +1,4 @@
-"""What a plan assumes beside the config: ``memory=80GB mtbf=24h images_per_s=12k ...``."""
+"""Assumptions of a plan that are not in the config: ``memory=80GB mtbf=24h images_per_s=12k``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _TIME_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "day": 86_400, "days":
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Facts about data and machines that no config has.
+    """Properties of data and machines that are not in a config.
 
     Args:
-        samples: Training images; None counts those of ``data``.
+        samples: Number of training images; None to count those of ``data``.
         side: Height and width of images in pixels, for views that keep their size.
-        classes: Classes of the labels.
-        channels: Channels of the images.
-        memory: Bytes of a rank's device; None if unknown.
-        mtbf: Seconds between failures of one node.
-        write_speed: Bytes a second of the file system that takes checkpoints.
-        images_per_s: Images a second that all ranks train on; None if unknown.
-        measured_on: Device on which one rank was measured; None if the figure was given.
+        classes: Number of classes.
+        channels: Number of image channels.
+        memory: Memory of a rank's device in bytes; None if unknown.
+        mtbf: Mean time between failures of one node, in seconds.
+        write_speed: Speed at which checkpoints are written, in bytes per second.
+        images_per_s: Throughput of all ranks in images per second; None if unknown.
+        measured_on: Device on which the throughput of one rank was measured; None if it was given.
         price_per_hour: Price of one rank for an hour, in any currency.
     """
 
@@ -47,10 +47,10 @@ class Assumptions:
 
 
 def take_assumptions(words: list[str]) -> tuple[list[str], Assumptions]:
-    """Split ``key=value`` words into those of the config and the plan's own.
+    """Split ``key=value`` words into overrides of the config and assumptions of the plan.
 
     Raises:
-        UserError: For a value that cannot be read.
+        UserError: If a value of the plan is invalid.
     """
     rest: list[str] = []
     found: dict[str, Any] = {}

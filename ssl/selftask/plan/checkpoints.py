@@ -1,4 +1,4 @@
-"""Size of a checkpoint, and the interval between two that loses the least time."""
+"""Size of a checkpoint, and the checkpoint interval that loses the least time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class CheckpointPlan:
     """Size and interval of checkpoints.
 
     Args:
-        size: Bytes of one checkpoint.
-        write_s: Seconds to write one.
-        mtbf_s: Seconds between failures of the whole job.
-        interval_s: Seconds between two checkpoints that lose the least time (Daly).
-        lost: Share of time that is then lost: writing, and repeating after failures.
+        size: Size of one checkpoint in bytes.
+        write_s: Time to write a checkpoint, in seconds.
+        mtbf_s: Mean time between failures of the whole job, in seconds.
+        interval_s: Interval between checkpoints that loses the least time (Daly), in seconds.
+        lost: Share of the time that is lost at this interval, to writing checkpoints and to
+            repeating steps after failures.
     """
 
     size: int
@@ -38,11 +39,14 @@ class CheckpointPlan:
 
 
 def checkpoint_size(task: FakeTask) -> int:
-    """Return the bytes of the file: that of the same state with empty tensors, and the tensors."""
+    """Return the size of a checkpoint file in bytes.
+
+    This is the size of the file with empty tensors, plus the size of the tensors.
+    """
     with SIMULATED.of(1), task.mode:
         state = task_state.take(task)
     state["config"] = task.config_text
-    empty: dict[int, Tensor] = {}  # storage -> tensor that stands in
+    empty: dict[int, Tensor] = {}  # storage -> empty tensor that replaces it
     size = 0
 
     def emptied(value: Any) -> Any:
@@ -66,16 +70,16 @@ def _file_size(state: Any) -> int:
 
 
 def plan_checkpoints(size: int, config: Config, *, mtbf_s: float, speed: float) -> CheckpointPlan:
-    """Return the best interval for a failure rate.
+    """Return the checkpoint interval that loses the least time for a failure rate.
 
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
     FGCS 22 (2006), eq. 37; its first term is Young's sqrt(2 * write * mtbf).
 
     Args:
-        size: Bytes of a checkpoint.
+        size: Size of a checkpoint in bytes.
         config: Config of the run.
         mtbf_s: Mean time between failures of one node, in seconds.
-        speed: Bytes written in a second.
+        speed: Speed of writing in bytes per second.
     """
     write, mtbf = size / speed, mtbf_s / config.launch.nodes
     interval = daly(write, mtbf)
@@ -83,7 +87,7 @@ def plan_checkpoints(size: int, config: Config, *, mtbf_s: float, speed: float) 
 
 
 def daly(write: float, mtbf: float) -> float:
-    """Return Daly's interval between checkpoints for a time to write one, all in seconds."""
+    """Return Daly's checkpoint interval, given the time to write a checkpoint; all in seconds."""
     if write >= 2 * mtbf:
         return mtbf
     ratio = write / (2 * mtbf)
@@ -91,7 +95,10 @@ def daly(write: float, mtbf: float) -> float:
 
 
 def lost_share(interval: float, write: float, mtbf: float) -> float:
-    """Return the share of time that is lost by Daly's model, eq. 20, with a restart as a write."""
+    """Return the share of lost time in Daly's model, eq. 20.
+
+    A restart is assumed to take as long as writing a checkpoint.
+    """
     exponent = (interval + write) / mtbf
     if exponent > 50:
         return 1.0

@@ -1,4 +1,4 @@
-"""The data of a plan: counted if they are here, else as assumed."""
+"""Data of a plan: counted if they are on this machine, otherwise as assumed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from selftask.errors import UserError
 from selftask.plan.assumptions import Assumptions
 from selftask.plan.fake_data import FakeData
 
-_CLASSES = 1000  # of labels that are not here: ImageNet's
+_CLASSES = 1000  # default without data, as in ImageNet
 
 
 @dataclass(frozen=True)
 class PlannedData:
-    """The stand-in for the data, and how its numbers are known."""
+    """Fake data, and a text on where its numbers are from."""
 
     fake: FakeData
     origin: str
 
 
 def plan_data(config: Config, given: Assumptions) -> PlannedData:
-    """Open the data, or take the assumed number of samples.
+    """Open the data, or use the assumed number of samples.
 
     Raises:
         UserError: If the data cannot be opened and no number of samples is given, or if the size
@@ -54,7 +54,7 @@ def plan_data(config: Config, given: Assumptions) -> PlannedData:
 
 
 def _missing_side(config: Config, source: Source | None) -> int | None:
-    """Return the side of the first image if views keep it, or None if all have a size."""
+    """Return the longer side of the first image if views keep its size, else None."""
     keeping = [
         name
         for name, group in config.views.items()

@@ -1,4 +1,4 @@
-"""Stand-ins for the data of a run: its numbers, and batches of the right shapes."""
+"""Fake data of a run: sizes, and random batches with the right shapes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from selftask.registry import TOKENIZERS
 
 @dataclass(frozen=True)
 class FakeData:
-    """What a task asks its data module for, without data.
+    """Replacement for the data module of a task, without data.
 
     Args:
         config: Config of the run.
-        num_samples: Samples of an epoch.
-        num_images: Training images.
-        channels: Channels of an image.
-        num_classes: Classes of the labels; 0 without labels.
-        side: Height and width of views that keep the size of the images.
+        num_samples: Number of samples in an epoch.
+        num_images: Number of training images.
+        channels: Number of image channels.
+        num_classes: Number of classes; 0 without labels.
+        side: Height and width in pixels of views that keep the size of the images.
     """
 
     config: Config
@@ -54,7 +54,7 @@ class FakeData:
 
     @cached_property
     def sides(self) -> dict[str, int]:
-        """Height and width of the views by group; 0 if they keep the size of the images."""
+        """Height and width of the views by group; 0 if they are unknown."""
         numbers = num_views(self.config.views)
         return {
             name: output_side(group.transforms) or self.side or 0
@@ -63,7 +63,7 @@ class FakeData:
         }
 
     def views(self, size: int, device: torch.device) -> dict[str, list[Tensor]]:
-        """Return random views of ``size`` images by group."""
+        """Return random views of ``size`` images, by group."""
         numbers = num_views(self.config.views)
         shape = (size, self.channels)
         return {
@@ -72,7 +72,7 @@ class FakeData:
         }
 
     def batch(self, views: dict[str, list[Tensor]], size: int, device: torch.device) -> Batch:
-        """Return a batch of ``size`` samples with these views; all but the views is real."""
+        """Return a batch of ``size`` samples with these views; all other tensors are real."""
         index = torch.arange(size) % self.num_images
         key = torch.stack([torch.zeros_like(index), index], dim=1)
         return Batch(
@@ -91,14 +91,14 @@ class FakeData:
         return "captions" in required(self.config.method.name)
 
     def _captions(self, size: int) -> Tensor:
-        """Return token ids (B, L) of captions of half the greatest length."""
+        """Return token ids (B, L) of captions with half the largest length."""
         tokens = torch.zeros(size, self.tokenizer.length, dtype=torch.int64)
         tokens[:, : self.tokenizer.length // 2] = 1
         return tokens
 
 
 def _draws(size: int, device: torch.device) -> Draws:
-    """Return the draws of views that are whole images."""
+    """Return the draws of views that show the whole image."""
     return Draws(
         matrix=torch.eye(2, 3, device=device).repeat(size, 1, 1),
         image_size=torch.ones(size, 2, device=device),

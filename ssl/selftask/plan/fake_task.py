@@ -1,4 +1,4 @@
-"""A task without data: on fake tensors, which have shapes but no memory, or on real ones."""
+"""A task without data, on fake tensors (which have shapes but no memory) or on real tensors."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from selftask.random.keyed import LAYER_DRAWS
 from selftask.task import Task, build
 
 _CPU = torch.device("cpu")
-_MOST_BATCHES = 2  # of a simulated step with accumulation; all others are like the second
+_MOST_BATCHES = 2  # simulated batches of a step with accumulation; later ones equal the second
 
 
 class FakeTask(Task):
     """A task for single steps of rank 0 among ``config.launch.world_size`` ranks, without data.
 
-    Build and use it under ``SIMULATED.of(...)``. The only hook is the method.
+    Create and use it within ``SIMULATED.of(...)``. Its only hook is the method.
 
     Args:
         config: Config of the run.
-        data: Stand-in for the data.
-        mode: Mode for fake tensors; None for real tensors on ``device``. With a mode, modules are
-            built on the meta device, where initial weights take no time. They become fake tensors
-            of the CPU, since autocast does not support the meta device.
+        data: Fake data.
+        mode: Mode for fake tensors, or None for real tensors on ``device``. With a mode, modules
+            are built on the meta device, where initialization takes no time. Their tensors then
+            become fake CPU tensors, since autocast does not support the meta device.
         device: Device of real tensors.
     """
 
@@ -58,7 +58,7 @@ class FakeTask(Task):
         with self.device:
             build.model(self)
         self.device = device
-        self.reduction = Reduction()  # gradients of one rank; the plan computes what it sends
+        self.reduction = Reduction()  # reduces nothing; the plan computes the traffic of gradients
         if mode:
             for module in (self.base_model, self.loss):
                 module._apply(lambda tensor: FakeTensor(mode, tensor.detach(), device))
@@ -70,24 +70,25 @@ class FakeTask(Task):
 
     @property
     def teachers(self) -> list[nn.Module]:
-        """The networks of all teachers."""
+        """Networks of all teachers."""
         return [part.network for part in self.loss.modules() if isinstance(part, Teacher)]
 
     @property
     def trained_parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer updates."""
+        """Parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @property
     def optimizer_state(self) -> list[Tensor]:
-        """The tensors that the optimizer keeps."""
+        """Tensors of the optimizer's state."""
         kept = self.optimizer.optimizer.state.values()
         return [value for state in kept for value in state.values() if isinstance(value, Tensor)]
 
     def read(self, size: int) -> list[Batch]:
-        """Make the batches of the next step ready, ``size`` samples each, and return them.
+        """Prepare the batches of the next step, with ``size`` samples each, and return them.
 
-        They are prepared outside of the mode: masks are drawn on the host, from values.
+        They are prepared without the fake tensor mode, since masks are drawn on the host and need
+        values.
         """
         prepared = []
         for _ in range(self.config.train.accumulate):
@@ -109,7 +110,7 @@ class FakeTask(Task):
 
 
 def _meta_backbone(component: Component, channels: int) -> nn.Module:
-    """Build a backbone on the meta device; on the CPU first if building it needs values."""
+    """Build a backbone on the meta device, or on the CPU first if its constructor needs values."""
     try:
         with torch.device("meta"):
             return build_backbone(component, channels)
@@ -118,7 +119,7 @@ def _meta_backbone(component: Component, channels: int) -> nn.Module:
 
 
 def _reduced(config: Config) -> Config:
-    """Return the config without what a simulated step cannot or need not do."""
+    """Return the config without features that a simulated step does not support or need."""
     train, parallel = config.train, config.parallel
     is_compiled = train.step.name == "compiled"
     asked = parallel.activation_checkpointing

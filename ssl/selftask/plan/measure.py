@@ -1,4 +1,4 @@
-"""Throughput of one rank, measured by real steps on this machine."""
+"""Measure the throughput of one rank with real steps on this machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from selftask.distributed.world import World
 from selftask.plan.fake_data import FakeData
 from selftask.plan.fake_task import FakeTask
 
-_STEPS, _SECONDS = 3, 20.0  # steps to time, at least; seconds after which no other one begins
+_STEPS, _SECONDS = 3, 20.0  # number of steps to time; seconds after which no further step begins
 
 
 def measure(config: Config, data: FakeData) -> tuple[float, torch.device]:
-    """Return images a second of one rank with its part of the batch, and the device.
+    """Return the images per second of one rank with its part of the batch, and the device.
 
-    The images are random and on the device already: neither loading nor communication counts. The
-    first step is not timed.
+    The images are random and already on the device, so loading and communication are not measured.
+    The first step is not timed.
     """
     device = pick_device(config.train.device, World())
     per_rank = config.train.batch_size // config.launch.world_size

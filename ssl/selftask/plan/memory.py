@@ -13,7 +13,7 @@ from selftask.plan.step_tracker import ACTIVATIONS, CASTS
 from selftask.registry import HOOKS
 
 AVERAGES, GATHERED, BUCKETS = "weight averages", "gathered", "compressed gradients"
-USABLE = 0.95  # share of a device's memory; the rest is fragmented
+USABLE = 0.95  # usable share of a device's memory; the rest is lost to fragmentation
 _ORDER = (
     *(WEIGHTS, TEACHER, AVERAGES, GRADIENTS, BUCKETS, STATE, MEMORY, INPUTS, CASTS),
     *(GATHERED, ACTIVATIONS),
@@ -22,12 +22,12 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank at the peak of a step.
+    """Memory of one rank at the peak of a step, in bytes.
 
     Args:
         of: Bytes by kind.
-        largest_gather: Bytes of the largest all-gather of parameters; 0 without FSDP.
-        on_host: Bytes that ``parallel.cpu_offload`` keeps in the memory of the host.
+        largest_gather: Size of the largest all-gather of parameters; 0 without FSDP.
+        on_host: Bytes that ``parallel.cpu_offload`` keeps in host memory.
     """
 
     of: dict[str, int]
@@ -39,12 +39,12 @@ class RankMemory:
         return sum(self.of.values())
 
     def fits(self, memory: float) -> bool:
-        """Return whether a device with ``memory`` bytes has enough."""
+        """Return whether a device with ``memory`` bytes is large enough."""
         return self.total <= USABLE * memory
 
 
 def rank_memory(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
-    """Return the memory of a rank, for the reduction that ``config.parallel`` names."""
+    """Return the memory of a rank for ``config.parallel.reduce``."""
     if config.parallel.reduce == "fsdp" and config.launch.world_size > 1:
         return _sharded(config, task, cost)
     found = dict(cost.at_peak)
@@ -55,7 +55,7 @@ def rank_memory(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
 
 
 def _sharded(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
-    """Return the memory of a rank that keeps shards, and gathers one block after another."""
+    """Return the memory of a rank with FSDP, which keeps shards and gathers block by block."""
     network = units_of(task.base_model, config, task)
     teachers = [units_of(module, config, task) for module in task.teachers]
     inside = set(task.base_model.parameters())
@@ -86,16 +86,16 @@ def _sharded(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
 
 
 def _of_backward(units: Units, prefetch: int) -> int:
-    """Return gathered parameters, gradients of the largest block, and their float32 copy to send.
+    """Return the bytes of gathered parameters and of the largest block's gradients.
 
-    The gradients have the precision of the gathered parameters.
+    The gradients have the precision of the gathered parameters, and a float32 copy to send.
     """
     largest = max(units.all(), key=lambda unit: unit.gathered)
     return units.in_a_pass(max(1, prefetch)) + largest.gathered + largest.trained
 
 
 def _averages(config: Config) -> int:
-    """Return how many averages of the weights hooks keep on the device."""
+    """Return the number of weight averages that hooks keep on the device."""
     return sum(
         issubclass(HOOKS[hook.name], WeightAverage) and hook.args.get("device", "same") == "same"
         for hook in config.hooks.values()

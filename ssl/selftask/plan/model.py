@@ -1,4 +1,4 @@
-"""Parameters of a run by part: trained, frozen, and of teachers."""
+"""Number of parameters of a run by part, trained and frozen."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from selftask.plan.fake_task import FakeTask
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of one part.
+    """Number of parameters of one part.
 
     Args:
-        name: Such as ``backbone``, ``head`` or ``teacher``.
-        trained: Those that the optimizer updates.
-        frozen: Those that it does not.
+        name: Name of the part, such as ``backbone``, ``head`` or ``teacher``.
+        trained: Number of parameters that the optimizer updates.
+        frozen: Number of all other parameters.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Part:
 
 
 def parts_of(task: FakeTask) -> list[Part]:
-    """Return the children of the network, the method's own parameters and the teachers."""
+    """Return the parts: children of the network, the method's own parameters and teachers."""
     trained = set(task.trained_parameters)
     seen: set[nn.Parameter] = set()
 

@@ -1,4 +1,4 @@
-"""A plan: what a run costs, from its config and a step on fake tensors."""
+"""A plan: the cost of a run, computed from its config and a step on fake tensors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from selftask.plan.traffic import Traffic, traffic
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run costs.
+    """Cost of a run.
 
     Args:
         config: Config of the run.
-        given: What the plan assumes beside the config.
-        data: The data, and how its numbers are known.
-        length: Steps and epochs.
-        parts: Parameters by part.
-        step: The simulated step.
+        given: Assumptions that are not in the config.
+        data: Fake data with the numbers of the real or assumed data.
+        length: Number of steps and epochs.
+        parts: Number of parameters by part.
+        step: Cost of the simulated step.
         memory: Memory of one rank.
         traffic: Bytes that one rank sends in a step.
-        checkpoints: Size and best interval.
+        checkpoints: Size and best interval of checkpoints.
     """
 
     config: Config
@@ -50,27 +50,27 @@ class Plan:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the whole run; a multiply-add is two."""
+        """FLOPs of the whole run; a multiply-add counts as two."""
         samples = self.length.total_batches * self.length.batch_size
         return sum(self.step.flops.values()) * samples
 
     @property
     def seconds(self) -> float | None:
-        """Time of all steps at ``images_per_s``; None if that is unknown."""
+        """Time of all steps at ``images_per_s``, in seconds; None if the throughput is unknown."""
         if self.given.images_per_s is None:
             return None
         return self.length.total_batches * self.length.batch_size / self.given.images_per_s
 
     @property
     def price(self) -> float | None:
-        """Price of all ranks; None if time or price is unknown."""
+        """Price of all ranks for the whole run; None if time or hourly price is unknown."""
         if self.seconds is None or self.given.price_per_hour is None:
             return None
         ranks = self.config.launch.world_size
         return self.seconds / 3600 * ranks * self.given.price_per_hour
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures as plain values, bytes and seconds."""
+        """Return all results as plain values, in bytes and seconds."""
         launch, length = self.config.launch, self.length
         return {
             "recipe": self.config.recipe,
@@ -97,15 +97,16 @@ class Plan:
 
 
 def make_plan(config: Config, given: Assumptions, *, measured: bool = False) -> Plan:
-    """Plan a run. Nothing is allocated, and no process group is needed.
+    """Plan a run. Tensors are fake, and no process group is needed.
 
     Args:
         config: Config of the run.
-        given: What the plan assumes beside it.
-        measured: Whether to train some real steps on this machine, for the throughput.
+        given: Assumptions that are not in the config.
+        measured: Whether to measure the throughput with some real steps on this machine.
 
     Raises:
-        UserError: If config, data or model do not fit together, or the step needs values.
+        UserError: If config, data or model do not fit together, or if a step needs the values of
+            tensors.
     """
     data = plan_data(config, given)
     per_rank = config.train.batch_size // config.launch.world_size

@@ -1,4 +1,4 @@
-"""What would make a run fit into a device's memory, nearest change first."""
+"""Config changes that make a run fit into a device's memory, the least intrusive first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from selftask.plan.memory import RankMemory, rank_memory
 from selftask.plan.plan import Plan
 from selftask.plan.simulation import fake_task, simulate
 
-_SPLITS = (2, 4, 8, 16, 32, 64)  # of the batch
+_SPLITS = (2, 4, 8, 16, 32, 64)  # divisors of the batch size
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Remedy:
 
     Args:
         words: The change, as ``key=value`` words.
-        effect: What else changes.
-        memory: Memory of a rank with it.
+        effect: Side effects of the change.
+        memory: Memory of a rank with the change.
     """
 
     words: str
@@ -31,14 +31,14 @@ class Remedy:
 
 
 def remedies(plan: Plan, given: Assumptions) -> list[Remedy]:
-    """Return changes that make the run fit, each alone; empty if it fits or none of them helps."""
+    """Return changes each of which makes the run fit; empty if it fits already or none helps."""
     memory = given.memory
     if memory is None or plan.memory.fits(memory):
         return []
     found: list[Remedy] = []
     for change in (_precision, _recompute, _shard, _recompute_and_shard, _accumulate, _smaller):
         if change is _recompute_and_shard and any("parallel." in one.words for one in found):
-            continue  # one of them is enough
+            continue  # one of the two alone is enough
         for config, words, effect in change(plan.config):
             planned = _memory(plan, config)
             if planned is not None and planned.fits(memory):
@@ -79,7 +79,7 @@ def _recompute_and_shard(config: Config) -> _Change:
 
 
 def _accumulate(config: Config) -> _Change:
-    """Smaller batches, as many to a step that its samples stay the same."""
+    """Yield smaller batches that are accumulated, with the same number of samples in a step."""
     train = config.train
     if train.step.name not in ("standard", "accumulate", "manual", "compiled"):
         return
@@ -107,11 +107,11 @@ def _divided(config: Config) -> Iterator[tuple[Config, int]]:
 
 
 def _memory(plan: Plan, config: Config) -> RankMemory | None:
-    """Return the memory of a rank of a changed config; None if that config is not possible."""
+    """Return the memory of a rank for a changed config, or None if the config is invalid."""
     data = replace(plan.data.fake, config=config)
     per_rank = config.train.batch_size // config.launch.world_size
     try:
         with fake_task(config, data) as task:
             return rank_memory(config, task, simulate(task, per_rank))
-    except UserError:  # such as a network without blocks to compute again
+    except UserError:  # for example, the network has no blocks to recompute
         return None

@@ -1,7 +1,7 @@
-"""Equal blocks of a deep network: a few are simulated, and the others follow from them.
+"""Equal blocks of a deep network: simulate only a few of them and extrapolate.
 
-The cost of a step is linear in the number of equal blocks. With few of them a step on fake tensors
-takes a tenth of the time: a ViT-g has 40.
+The cost of a step is linear in the number of equal blocks. A ViT-g has 40 blocks; with few of them
+a step on fake tensors takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import nn
 from selftask.config.checks.requirements import required
 from selftask.plan.fake_task import FakeTask
 
-_MIN_BLOCKS = 16  # fewer are simulated one by one
-_STEPS = ("standard", "manual")  # those with one forward and one backward pass
+_MIN_BLOCKS = 16  # networks with fewer equal blocks are simulated completely
+_STEPS = ("standard", "manual")  # train steps with one forward and one backward pass
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """Equal blocks in a row.
+    """Consecutive equal blocks.
 
     Args:
-        container: Name of the Sequential or ModuleList, the same in network and teachers.
-        names: Names of the blocks in it.
+        container: Name of their Sequential or ModuleList, in the network and in teachers.
+        names: Names of the blocks in the container.
     """
 
     container: str
@@ -36,7 +36,7 @@ class Repeated:
 
     @contextmanager
     def only(self, number: int, networks: list[nn.Module]) -> Iterator[None]:
-        """Context in which the networks have only so many of the blocks."""
+        """Context in which the networks have only the first ``number`` of the blocks."""
         containers = [network.get_submodule(self.container) for network in networks]
         before = [container._modules for container in containers]
         dropped = set(self.names[number:])
@@ -53,8 +53,8 @@ class Repeated:
 def repeated_blocks(task: FakeTask) -> Repeated | None:
     """Return the equal blocks of the network, or None if all blocks must be simulated.
 
-    A method that reads hidden layers has them by number, and train steps with several passes have
-    several peaks.
+    All blocks are needed for a method that reads hidden layers by index, and for train steps with
+    several passes, which have several memory peaks.
     """
     config = task.config
     several = config.train.step.name not in _STEPS or config.train.accumulate > 1
@@ -75,7 +75,7 @@ def _rows_of_equal_blocks(network: nn.Module) -> Iterator[Repeated]:
 
 
 def _kind(block: nn.Module) -> list[Any]:
-    """Return what equal blocks share: classes, shapes, and layers that are switched off."""
+    """Return a key that is equal for equal blocks: classes of modules, shapes of parameters, ..."""
     modules = [
         (name, type(part), bool(list(part.children()))) for name, part in block.named_modules()
     ]

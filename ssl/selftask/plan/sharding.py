@@ -1,4 +1,4 @@
-"""What FSDP shards and gathers: the units of a network, block by block."""
+"""Units of a network that FSDP shards and gathers: its blocks and the remaining parameters."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from selftask.config.schema import Config
 from selftask.parallel.blocks import find_blocks
 from selftask.plan.fake_task import FakeTask
 
-FULL, HALF = 4, 2  # bytes of a number
+FULL, HALF = 4, 2  # bytes per element
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together.
+    """Sizes in bytes of parameters that are gathered together.
 
     Args:
-        shard: Bytes of one rank's shard.
-        trained_shard: Bytes of the trained part of the shard.
-        gathered: Bytes of all parameters, in the precision in which they are gathered.
-        trained: Bytes of the trained parameters in float32.
+        shard: Shard of one rank.
+        trained_shard: Trained parameters in the shard.
+        gathered: All parameters, in the precision in which they are gathered.
+        trained: Trained parameters in float32.
     """
 
     shard: int
@@ -35,12 +35,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a network.
+    """Units of a network.
 
     Args:
-        blocks: One for each block.
-        root: All other parameters; they stay gathered during a pass.
-        is_low: Whether all are gathered in low precision, so that autocast copies none.
+        blocks: One unit for each block.
+        root: All other parameters, which stay gathered during a pass.
+        is_low: Whether all units are gathered in low precision, so that autocast makes no copies.
     """
 
     blocks: list[Unit]
@@ -59,14 +59,14 @@ class Units:
         """Return the bytes of gathered parameters during a pass.
 
         Args:
-            ahead: Blocks that are gathered beside the one that computes.
+            ahead: Number of blocks that are gathered in addition to the current one.
         """
         sizes = sorted((unit.gathered for unit in self.blocks), reverse=True)
         return self.root.gathered + sum(sizes[: 1 + ahead])
 
 
 def shard_size(config: Config) -> int:
-    """Return the number of ranks that hold one copy of the network together."""
+    """Return the number of ranks that together hold one copy of the network."""
     over = config.parallel.shard_over
     if over == "all":
         return config.launch.world_size
@@ -100,7 +100,7 @@ def _unit(parameters: Iterable[nn.Parameter], ranks: int, low: bool) -> Unit:
 
 
 def _padded(parameter: nn.Parameter, ranks: int) -> int:
-    """Return the elements of a parameter whose first dimension is padded to a multiple of ranks."""
+    """Return the number of elements after padding the first dimension to a multiple of ranks."""
     rows, *others = parameter.shape or (1,)
     return -(-rows // ranks) * ranks * prod(others)
 

@@ -1,4 +1,4 @@
-"""One training step of one rank on fake tensors: its memory, FLOPs and traffic."""
+"""Memory, FLOPs and traffic of one training step of one rank, simulated on fake tensors."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from selftask.plan.step_tracker import ACTIVATIONS, StepTracker
 WEIGHTS, TEACHER, STATE = "weights", "teacher", "optimizer"
 GRADIENTS, MEMORY, INPUTS = "gradients", "buffers", "inputs"
 
-_FEW = (1, 2)  # numbers of equal blocks that are simulated, if there are many
+_FEW = (1, 2)  # numbers of blocks to simulate for a network with many equal blocks
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step takes on one rank.
+    """Cost of a step on one rank.
 
     Args:
-        images: Images of one batch on this rank.
-        peak: Bytes at the peak.
+        images: Number of images in one batch of this rank.
+        peak: Peak memory in bytes.
         at_peak: Bytes at the peak, by kind.
-        activations: Largest bytes of activations at any time of the step.
-        flops: FLOPs of one image by phase (forward, backward, teacher); a multiply-add is two.
+        activations: Largest size of activations during the step, in bytes.
+        flops: FLOPs of one image by phase (forward, backward, teacher); a multiply-add counts as
+            two.
         sent: Bytes that loss and BatchNorm send in a step, by collective.
-        passes: Forward passes through the blocks of the network in a step.
-        teacher_passes: Forward passes through the blocks of each teacher in a step.
+        passes: Number of forward passes through the blocks of the network in a step.
+        teacher_passes: Number of forward passes through the blocks of each teacher in a step.
     """
 
     images: int
@@ -62,11 +63,11 @@ def fake_task(config: Config, data: FakeData) -> Iterator[FakeTask]:
 
 
 def simulate(task: FakeTask, images: int) -> StepCost:
-    """Run a step in the middle of a training, with gradients and optimizer state in place.
+    """Simulate a step in the middle of training, when gradients and optimizer state exist.
 
     Args:
         task: A task of ``fake_task``.
-        images: Images of one batch on this rank.
+        images: Number of images in one batch of this rank.
     """
     blocks = repeated_blocks(task)
     if blocks is None:
@@ -81,11 +82,11 @@ def simulate(task: FakeTask, images: int) -> StepCost:
 
 @dataclass
 class _Run:
-    """Figures of one simulated step, before they become those of an image or of a rank.
+    """Measurements of one simulated step, from which ``_cost`` computes a StepCost.
 
     Args:
-        excess: Bytes of the peak above the largest of the moments.
-        activations_excess: The same of activations alone.
+        excess: Bytes by which the peak exceeds the largest of the moments.
+        activations_excess: The same for activations only.
     """
 
     images: int
@@ -145,7 +146,7 @@ def _cost(run: _Run) -> StepCost:
 
 
 def _extrapolate(fewer: _Run, more: _Run, *, to: int) -> _Run:
-    """Return the figures for so many blocks: all are linear in their number but the excess."""
+    """Extrapolate to ``to`` blocks: all values except the excess are linear in their number."""
     few, many = _FEW
 
     def grown(first: Counter[str], second: Counter[str]) -> Counter[str]:
@@ -165,7 +166,7 @@ def _extrapolate(fewer: _Run, more: _Run, *, to: int) -> _Run:
 
 
 def _begin(task: FakeTask) -> None:
-    """Make gradients and optimizer state, as after the step before."""
+    """Create gradients and optimizer state, as a previous step would leave them."""
     with task.mode:
         for parameter in task.trained_parameters:
             if parameter.grad is None:
@@ -175,13 +176,14 @@ def _begin(task: FakeTask) -> None:
 
 
 def _watch(task: FakeTask, tracker: StepTracker) -> list[RemovableHandle]:
-    """Tell the tracker what exists before the step, and which of the new tensors are gradients.
+    """Register existing tensors with the tracker, and hooks that mark new gradients.
 
-    With several ranks gradients are parts of buckets, for manual reduction and DDP alike: they
-    stay, and what the backward pass makes is freed at once. A single rank frees them each step.
+    With several ranks, gradients are views of buckets, both for manual reduction and DDP. They are
+    kept, and the gradients that the backward pass creates are freed immediately. A single rank
+    frees its gradients in each step.
 
     Returns:
-        Handles of the parameters' hooks.
+        Handles of the hooks.
     """
     several = task.world.size > 1
     trained = task.trained_parameters
@@ -206,7 +208,7 @@ def _watch(task: FakeTask, tracker: StepTracker) -> list[RemovableHandle]:
 
 
 class _Passes:
-    """Counts the forward passes through the first block of a network; recomputing is none."""
+    """Counter of forward passes through the first block of a network, without recomputation."""
 
     def __init__(self, network: nn.Module) -> None:
         self.number = 0

@@ -1,4 +1,4 @@
-"""Memory and FLOPs of a step, operation by operation."""
+"""Track memory and FLOPs of a step, operation by operation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 class StepTracker(TorchDispatchMode):
-    """Counts the bytes of living storages, by kind, and FLOPs, by phase.
+    """Dispatch mode that counts the bytes of live storages by kind, and FLOPs by phase.
 
-    Storages that exist before are given by ``own``. A new one holds activations, unless it is a
-    copy of a weight in low precision or ``relabel`` says otherwise.
+    Storages that already exist are registered with ``own``. A new storage counts as activations,
+    unless it is a low-precision copy of a weight. ``relabel`` changes its kind.
     """
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class StepTracker(TorchDispatchMode):
         self.total = 0
         self.peak = 0
         self.at_peak: dict[str, int] = {}
-        self.most_activations = 0  # at any time
+        self.most_activations = 0  # largest size so far, in bytes
         self.flops: Counter[str] = Counter()
-        self.moments: dict[str, dict[str, int]] = {}  # living bytes by kind, at BEFORE, START, END
+        self.moments: dict[str, dict[str, int]] = {}  # live bytes by kind, at BEFORE, START, END
         self._known: dict[int, list[Any]] = {}  # storage -> kind, bytes, weak reference
         self._weights: set[int] = set()
 
     def own(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count the storages of tensors that exist already, as ``kind``."""
+        """Count the storages of existing tensors as ``kind``."""
         for tensor in tensors:
             self._add(tensor, kind)
 
@@ -111,9 +111,9 @@ class StepTracker(TorchDispatchMode):
 
 
 def _convolution_backward(gradient: Tensor, images: Tensor, weight: Tensor, *options: Any) -> int:
-    """Return the FLOPs: those of the forward pass for images and weight each, if asked for.
+    """Return the FLOPs: those of the forward pass for each computed gradient, of images and weight.
 
-    torch counts the gradient of a grouped convolution's weight as if it had one group.
+    torch's own formula counts the weight gradient of a grouped convolution as if it had one group.
     """
     transposed, asked = options[4], options[-1]
     x, w, out = list(images.shape), list(weight.shape), list(gradient.shape)

@@ -1,4 +1,4 @@
-"""A plan as lines for the terminal."""
+"""Format a plan as lines for the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def lines(plan: Plan) -> list[str]:
-    """Return the whole table: a header, and groups of rows with a title each."""
+    """Return the lines of the whole table: a header, and titled groups of rows."""
     config, launch = plan.config, plan.config.launch
     ranks = launch.world_size
     shape = f" ({launch.nodes:,} x {launch.processes:,})" if launch.nodes > 1 else ""
@@ -52,7 +52,7 @@ def lines(plan: Plan) -> list[str]:
 
 
 def short(plan: Plan) -> str:
-    """Return memory and verdict in one line."""
+    """Return the memory and whether it fits, in one line."""
     return f"{show_bytes(plan.memory.total)} a rank (estimate){_verdict(plan)}"
 
 
@@ -161,7 +161,7 @@ def _checkpoints(plan: Plan) -> Rows:
 
 
 def _now(plan: Plan) -> str:
-    """Return the time between the checkpoints of the recipe, and the share that is lost."""
+    """Return the recipe's time between checkpoints, and the share of time that it loses."""
     if plan.seconds is None:
         return " (give images_per_s= to compare)"
     steps = steps_in(plan.config.train.checkpoint_every, plan.length)
@@ -205,7 +205,7 @@ def _ranks(plan: Plan) -> int:
 
 
 def remedy_lines(found: list[Remedy]) -> list[str]:
-    """Return a line for each change that makes the run fit, and what else it changes."""
+    """Return a line for each change that makes the run fit, with its side effects."""
     if not found:
         return ["no single change makes it fit: take more ranks, or a smaller network or batch"]
     rows = [(remedy.words, show_bytes(remedy.memory.total), remedy.effect) for remedy in found]

@@ -12,10 +12,10 @@ from selftask.plan.simulation import StepCost
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends in a step, by purpose; it receives as many.
+    """Bytes that a rank sends in a step, by purpose; it receives the same number.
 
-    Ring algorithms are assumed: of N bytes an all-reduce sends 2 (W - 1) / W, an all-gather or a
-    reduce-scatter (W - 1) / W.
+    Ring algorithms are assumed: for N bytes on W ranks, an all-reduce sends 2 N (W - 1) / W bytes,
+    an all-gather or a reduce-scatter N (W - 1) / W.
     """
 
     of: dict[str, int]
@@ -26,7 +26,7 @@ class Traffic:
 
 
 def traffic(config: Config, task: FakeTask, cost: StepCost) -> Traffic:
-    """Return what a rank sends in a step of ``config``."""
+    """Return the bytes that a rank sends in a step of ``config``."""
     ranks = config.launch.world_size
     if ranks == 1:
         return Traffic({})
@@ -42,19 +42,20 @@ def traffic(config: Config, task: FakeTask, cost: StepCost) -> Traffic:
 
 
 def _sharded(config: Config, task: FakeTask, cost: StepCost) -> dict[str, int]:
-    """Return what FSDP sends: parameters for each pass, gradients, and those between copies."""
+    """Return the bytes that FSDP sends: parameters for each pass, and gradients."""
     ranks, shards = config.launch.world_size, shard_size(config)
     batches = config.train.accumulate / task.config.train.accumulate
     network = units_of(task.base_model, config, task)
     teachers = [units_of(module, config, task) for module in task.teachers]
     blocks, root = sum(unit.gathered for unit in network.blocks), network.root.gathered
-    in_pass = 2 * (cost.passes * blocks + task.config.train.accumulate * root)  # and back
+    # Parameters are gathered for the forward pass and again for the backward pass.
+    in_pass = 2 * (cost.passes * blocks + task.config.train.accumulate * root)
     of_teachers = sum(
         cost.teacher_passes * sum(unit.gathered for unit in units.blocks)
         + task.config.train.accumulate * units.root.gathered
         for units in teachers
     )
-    last = cost.passes / task.config.train.accumulate  # of the last batch, which reduces
+    last = cost.passes / task.config.train.accumulate  # only the last batch reduces gradients
     trained = last * sum(unit.trained for unit in network.blocks) + network.root.trained
     copies = ranks // shards
     return {

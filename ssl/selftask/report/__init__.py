@@ -1,1 +1,1 @@
-"""The report of a run: one HTML page with curves, events and a verdict in words."""
+"""Report of a run: one HTML page with curves, events and a verdict."""

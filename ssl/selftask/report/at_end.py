@@ -1,4 +1,4 @@
-"""``report.html`` at the end of a run. One that fails is a warning and changes nothing else."""
+"""Write ``report.html`` at the end of a run. A failure is logged and has no other effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-LIMIT_S = 20.0  # ordinary runs take less than a second; a file server may take forever
+LIMIT_S = 20.0  # usually it takes less than a second, but a file server may hang
 
 
 def write_end_page(
@@ -28,9 +28,9 @@ def write_end_page(
 
     Args:
         folder: The run folder.
-        limit_s: Seconds after which to go on without it, beside those of its images.
-        task: The finished task, whose images are shown. None: no images.
-        images_s: Seconds that its images may take.
+        limit_s: Time limit for the report without images, in seconds.
+        task: The finished task, whose images are shown; None for no images.
+        images_s: Additional time limit for the images, in seconds.
     """
     problems: list[str] = []
 
@@ -41,7 +41,7 @@ def write_end_page(
         try:
             more = [] if task is None else _images(task, images_s)
             write_run_report(RunRecord.read(folder), more=more)
-        except Exception as error:  # noqa: BLE001 - the run has ended, well or not
+        except Exception as error:  # noqa: BLE001 - the run has already ended
             problems.append(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=write, name="selftask report", daemon=True)
@@ -57,11 +57,11 @@ def write_end_page(
 
 
 def _images(task: Task, seconds: float) -> list[Section]:
-    """Return the sections with images; a failure of theirs is a warning and costs only them."""
+    """Return the sections with images; log a warning and return none if they fail."""
     from selftask.report.images.sections import ImageSections
 
     try:
         return ImageSections(run=task.out, limit_s=seconds, trust=True, task=task).make()
-    except Exception as error:  # noqa: BLE001 - the run has ended well
+    except Exception as error:  # noqa: BLE001 - the run has already finished
         log.warning("no images in the report (%s: %s)", type(error).__name__, error)
         return []

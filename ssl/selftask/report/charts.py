@@ -1,4 +1,4 @@
-"""Charts of a page, drawn by uPlot in the reader's browser; data are thinned here."""
+"""Charts of a page, drawn by uPlot in the browser; long curves are reduced to fewer points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from selftask.report.page import escape, json_data
 
-MAX_POINTS = 2000  # of a curve
+MAX_POINTS = 2000  # per curve
 MAX_POINTS_OF_PAGE = 40_000  # about 16 bytes each
 Format = Literal["number", "percent", "bytes", "seconds"]
 
@@ -22,11 +22,11 @@ class Curve:
 
     Args:
         label: Name in the legend.
-        steps: Increasing numbers of steps.
-        values: One for each step.
-        color: Number of the colour; curves that belong together share it. Default: by position.
-        thin: If True, drawn as a thin line, such as one seed of several.
-        clock: Key of ``clocks`` for epochs and time of this curve.
+        steps: Step numbers, increasing.
+        values: One value for each step.
+        color: Index of the colour, which related curves share. Default: by position.
+        thin: If True, drawn as a thin line, for example for one of several seeds.
+        clock: Key of the Clock in ``clocks`` that gives epochs and time of this curve.
     """
 
     label: str
@@ -39,7 +39,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Line:
-    """A horizontal line to compare with, such as the loss at chance."""
+    """A horizontal reference line, such as the loss at chance."""
 
     label: str
     value: float
@@ -51,11 +51,11 @@ class Chart:
 
     Args:
         title: Heading of the chart.
-        curves: What is drawn.
+        curves: The curves.
         lines: Horizontal lines.
-        format: How values are written.
+        format: Format of values.
         note: One line below the title.
-        smooth: If False, the page's smoothing does not apply, such as for a schedule.
+        smooth: If False, the page's smoothing does not apply, for example to a schedule.
         from_zero: If True, the y axis starts at 0.
     """
 
@@ -70,7 +70,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Clock:
-    """Epochs and seconds of training by step, for the choice of the x axis."""
+    """Epochs and seconds of training by step, for other units of the x axis."""
 
     steps: Sequence[int]
     epochs: Sequence[float]
@@ -93,13 +93,16 @@ def charts_html(
     marks: Sequence[Mark] = (),
     id: str = "charts",
 ) -> str:
-    """Return charts with their controls: x axis, smoothing, logarithmic y. Empty without charts.
+    """Return the HTML of charts and their controls: x axis, smoothing, logarithmic y axis.
 
     Args:
-        charts: Drawn in this order; charts without a curve are left out.
-        clocks: By the key that curves name; ``""`` is that of curves that name none.
-        marks: Events for vertical lines.
-        id: Of the element; one page may have several of them.
+        charts: The charts in order; charts without data are left out.
+        clocks: Clocks by key; curves without a key use ``""``.
+        marks: Events to draw as vertical lines.
+        id: Id of the element; a page may have several.
+
+    Returns:
+        HTML, or an empty string if no chart has data.
     """
     charts = [chart for chart in charts if any(len(curve.steps) for curve in chart.curves)]
     if not charts:
@@ -136,10 +139,10 @@ _CONTROLS = """<form class="controls">
 def thinned(
     steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS
 ) -> tuple[list[int], list[float | None]]:
-    """Return at most ``most`` points of a curve; the ends, minima and maxima stay.
+    """Return at most ``most`` points of a curve, including its ends, minima and maxima.
 
-    Of each of ``most / 2`` equal parts of the curve, the smallest and the largest value are kept.
-    Values that are not finite become None and count as neither.
+    The curve is divided into ``most / 2`` equal parts, and the smallest and largest value of each
+    part are kept. Values that are not finite become None and are never minima or maxima.
     """
     x, y = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
     if len(x) > most:
@@ -189,5 +192,5 @@ def _clock(clock: Clock) -> dict[str, list[Any]]:
 
 
 def _short(value: float) -> float | None:
-    """Return a value with six digits; None if it is not finite."""
+    """Round a value to six digits; return None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

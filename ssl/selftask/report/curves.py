@@ -1,4 +1,4 @@
-"""The curves of one run: which column of its rows belongs into which chart."""
+"""Curves of one run: the charts and their columns."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from selftask.report.page import Section
 from selftask.report.record import RunRecord, columns_of
 from selftask.report.verdict import collapse_limits
 
-MARKED = ("resume", "requeue", "stop", "warning", "failure")  # events with a line in all charts
+MARKED = ("resume", "requeue", "stop", "warning", "failure")  # events with a line in each chart
 MAX_MARKS = 200
-MAX_CURVES = 12  # of a chart
-SCALE = 30.0  # values that differ by more are not in one chart
+MAX_CURVES = 12  # per chart
+SCALE = 30.0  # columns whose sizes differ by a larger factor are in different charts
 MIB = 2**20
 
 _KNOWN = frozenset(
@@ -30,14 +30,14 @@ _KNOWN = frozenset(
 
 
 def curves_section(record: RunRecord) -> Section:
-    """Return the section with all curves of a run; empty if it has no rows yet."""
+    """Return the section with all curves of a run, which is empty before the first row."""
     clocks = {"": clock_of(record)}
     marks = marks_of(record)
     return Section("Curves", charts_html(run_charts(record), clocks=clocks, marks=marks), "curves")
 
 
 def run_charts(record: RunRecord) -> list[Chart]:
-    """Return the charts of a run; those without data have no curves."""
+    """Return the charts of a run; a chart without data has no curves."""
     return [
         _loss(record),
         _chance(record),
@@ -57,7 +57,7 @@ def run_charts(record: RunRecord) -> list[Chart]:
 
 
 def clock_of(record: RunRecord) -> Clock:
-    """Return epochs and time of training by step. Time between attempts does not count."""
+    """Return epochs and training time by step, without the time between attempts."""
     steps, epochs, seconds = [0], [0.0], [0.0]
     for row in record.rows:
         if "step_s" not in row or row["step"] <= steps[-1]:
@@ -69,7 +69,7 @@ def clock_of(record: RunRecord) -> Clock:
 
 
 def marks_of(record: RunRecord) -> list[Mark]:
-    """Return the events that are drawn in the charts, the newest if there are very many."""
+    """Return the events that are drawn in the charts, at most the newest ``MAX_MARKS``."""
     marks = [
         Mark(event.get("step") or 0, str(event["event"]), str(event.get("text", "")))
         for event in record.events
@@ -106,7 +106,7 @@ def _chance(record: RunRecord) -> Chart:
 
 
 def _evaluations(record: RunRecord) -> Iterator[Chart]:
-    """Columns of rows that are no rows of training, such as ``knn_top1``."""
+    """Yield charts of columns of evaluation rows, such as ``knn_top1``."""
     names = [name for name in _evaluated(record) if name not in _KNOWN]
     accuracies = [name for name in names if _is_share(name, record.columns[name].values)]
     yield _chart(record, "Evaluations", accuracies, format="percent", smooth=False)
@@ -114,7 +114,7 @@ def _evaluations(record: RunRecord) -> Iterator[Chart]:
 
 
 def _of_checkpoints(record: RunRecord) -> Iterator[Chart]:
-    """Metrics of ``selftask eval suite``; of other settings than the run's, with these."""
+    """Yield charts of results of ``selftask eval suite``; labels include its settings."""
     shares: list[Curve] = []
     others: list[Curve] = []
     for settings, table in tables(record.results).items():
@@ -129,7 +129,7 @@ def _of_checkpoints(record: RunRecord) -> Iterator[Chart]:
 
 
 def _others(record: RunRecord) -> Iterator[Chart]:
-    """Loss terms and what hooks log."""
+    """Yield charts of loss terms and of columns that hooks log."""
     evaluated = set(_evaluated(record))
     names = [n for n in record.columns if n not in _KNOWN | evaluated and not n.startswith("lr/")]
     groups: dict[str, list[str]] = {}
@@ -168,7 +168,7 @@ def _embeddings(record: RunRecord) -> Iterator[Chart]:
 
 
 def _weight_decay(record: RunRecord) -> Iterator[Chart]:
-    """Only if it has a schedule: a constant is in the config."""
+    """Yield a chart of the weight decay if it has a schedule; a constant is in the config."""
     column = record.columns.get("weight_decay")
     if column and len(set(column.values)) > 1:
         yield _chart(record, "Weight decay", ["weight_decay"], smooth=False, from_zero=True)
@@ -212,24 +212,24 @@ def _chart(
 
 
 def _named(record: RunRecord, name: str, prefix: str) -> list[str]:
-    """Return the columns of groups if there are any, else the column itself."""
+    """Return the columns of parameter groups if there are any, else the column itself."""
     return [column for column in record.columns if column.startswith(prefix)] or [name]
 
 
 def _evaluated(record: RunRecord) -> list[str]:
-    """Return the columns of rows without a loss of training."""
+    """Return the columns of evaluation rows, which have no learning rate."""
     names = (name for row in record.rows if "lr" not in row for name in row)
     return list(dict.fromkeys(name for name in names if name in record.columns))
 
 
 def _is_share(name: str, values: Sequence[float]) -> bool:
-    """Return True for an accuracy and its like, which are from 0 to 1."""
+    """Return True for an accuracy or a similar metric between 0 and 1."""
     words = ("top1", "top5", "accuracy", "precision", "recall")
     return any(word in name for word in words) and all(0 <= value <= 1 for value in values)
 
 
 def _by_scale(record: RunRecord, title: str, names: list[str]) -> Iterator[Chart]:
-    """Yield charts of columns whose values are of similar size."""
+    """Yield charts, each with columns of similar size."""
     left = sorted(names, key=lambda name: _size(record, name))
     while left:
         least = _size(record, left[0])

@@ -1,4 +1,4 @@
-"""Events of a run as a table: what happened, with checkpoints and evaluations folded."""
+"""Table of the events of a run, with checkpoints and evaluations folded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from selftask.report.record import RunRecord
 from selftask.report.verdict import Kind
 
 FOLDED = ("checkpoint", "evaluation")
-MAX_SHOWN = 300  # events of each table; the oldest and the newest half stay
+MAX_SHOWN = 300  # events per table: half of them the oldest, half the newest
 KINDS: dict[str, Kind] = {
     "failure": "bad",
     "warning": "warning",
@@ -41,7 +41,7 @@ def _table(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shown(events: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
-    """Yield the events, with a line for those in the middle of very many."""
+    """Yield the events; if there are too many, one line replaces those in the middle."""
     if len(events) <= MAX_SHOWN:
         yield from events
         return

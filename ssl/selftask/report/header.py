@@ -1,4 +1,4 @@
-"""What ran: the head of a report, its facts, and links to the files of the run."""
+"""Head of a report, facts about the run, and links to its files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATE_KINDS: dict[str, Kind] = {
     "lost": "bad",
 }
 _SYMBOLS: dict[Kind, str] = {"good": "✓", "warning": "!", "bad": "✗", "plain": "·"}
-MAX_CHECKPOINTS = 12  # rows; more are folded
+MAX_CHECKPOINTS = 12  # visible rows; further rows are folded
 
 
 def head_html(record: RunRecord) -> str:
@@ -48,7 +48,7 @@ def head_html(record: RunRecord) -> str:
 
 
 def facts_section(record: RunRecord) -> Section:
-    """Return what ran: recipe, data, length, hardware, time, versions, code."""
+    """Return the facts about a run: recipe, data, length, hardware, time, versions, code."""
     items = [
         *_what(record),
         *_where(record),
@@ -68,11 +68,11 @@ def facts_section(record: RunRecord) -> Section:
 
 
 def files_section(record: RunRecord, page: Path) -> Section:
-    """Return links to the files, checkpoints and exports of the run, relative to the page.
+    """Return the section with links to the files, checkpoints and exports of the run.
 
     Args:
         record: The run.
-        page: The file that the section is written to.
+        page: The file that the section is written to; links are relative to it.
     """
     names = [name for name in FILES if (record.folder / name).exists()]
     links = " · ".join(_link(record.folder / name, page, name) for name in names)
@@ -109,7 +109,7 @@ def _checkpoint_row(record: RunRecord, number: int, page: Path) -> str:
 def _link(path: Path, page: Path, text: str) -> str:
     try:
         relative = os.path.relpath(path.resolve(), page.resolve().parent)
-    except ValueError:  # another drive
+    except ValueError:  # on another drive
         return escape(text)
     return f'<a href="{escape(quote(relative))}">{escape(text)}</a>'
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: no request to any server, safe for any text of a user."""
+"""One self-contained HTML page that sends no requests and safely shows any text of a user."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ STATIC = Path(__file__).parent / "static"
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page under a heading. An empty one is left out.
+    """A part of the page with a heading. An empty section is left out.
 
     Args:
         title: Heading, as plain text.
-        html: Content. Texts of users must have gone through ``escape``; charts come from
+        html: Content. Texts of users must be passed through ``escape``; charts are made by
             ``selftask.report.charts``.
-        id: Anchor in the page, of letters and hyphens.
+        id: Anchor in the page, with letters and hyphens only.
         folded: If True, the section is closed until the reader opens it.
-        script: JavaScript of this section, run after the page's own; given by several sections, it
-            is included once.
-        style: Style sheet of this section, included once likewise.
+        script: JavaScript of this section, run after the page's own script. If several sections
+            have the same script, it is included once.
+        style: Style sheet of this section; equal ones are also included once.
     """
 
     title: str
@@ -40,24 +40,24 @@ class Section:
 
 
 def escape(text: object) -> str:
-    """Return a text for the content or a quoted attribute of an element."""
+    """Escape a text for use in the content or a quoted attribute of an element."""
     return html.escape(str(text), quote=True)
 
 
 def json_data(content: Any, id: str) -> str:
-    """Return a ``<script>`` element that holds data for the page's scripts.
+    """Return a ``<script>`` element with data for the page's scripts.
 
-    ``JSON.parse(document.getElementById(id).textContent)`` reads it. Floats that are not finite
-    become null.
+    Scripts read it with ``JSON.parse(document.getElementById(id).textContent)``. Floats that are
+    not finite become null.
     """
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    for character in "<>&\u2028\u2029":  # no text may close the element or open a comment
+    for character in "<>&\u2028\u2029":  # text must not close the element or open a comment
         text = text.replace(character, f"\\u{ord(character):04x}")
     return f'<script type="application/json" id="{escape(id)}">{text}</script>'
 
 
 def static_text(name: str) -> str:
-    """Return a file of ``report/static`` that scripts and styles of a page come from."""
+    """Return the text of a script or style sheet in ``report/static``."""
     return _static(name)
 
 
@@ -77,11 +77,11 @@ def page_html(
     """Return the whole page.
 
     Args:
-        title: Title of the window and, unless ``top`` is given, the heading.
-        sections: Content, in order.
+        title: Title of the window, and the heading unless ``top`` is given.
+        sections: Sections in order.
         top: HTML above the first section, with the page's heading.
         scripts: Further JavaScript.
-        connect: Content Security Policy for connections of the page; a file needs none.
+        connect: ``connect-src`` of the Content Security Policy; a page in a file needs none.
     """
     shown = [section for section in sections if section.html]
     own = [_static("uplot/uPlot.iife.min.js"), _static("page.js"), _static("charts.js")]
@@ -134,7 +134,7 @@ def write_page(
     top: str = "",
     scripts: Sequence[str] = (),
 ) -> None:
-    """Write the page atomically, so that a reader never sees half of it.
+    """Write the page atomically, so that a reader never sees an incomplete page.
 
     Raises:
         OSError: If the file cannot be written.
@@ -158,11 +158,11 @@ def _section(section: Section) -> str:
 
 
 def _unique(texts: Sequence[str]) -> list[str]:
-    """Return the texts without repetitions and empty ones, in order."""
+    """Return the distinct texts in order, without empty ones."""
     return [text for text in dict.fromkeys(texts) if text]
 
 
 def _digest(script: str) -> str:
-    """Return the source expression that allows this script, and no injected one."""
+    """Return the policy's source expression that allows this script but no injected script."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,4 +1,4 @@
-"""What a run folder holds, read without torch, also while the run goes on or if it is damaged."""
+"""Read a run folder without torch, even if the run is active or the folder is damaged."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Checkpoint:
 
     step: int
     path: Path
-    size: int  # bytes
-    why: str  # why it is kept: newest, best, for good; empty for a recent one
+    size: int  # in bytes
+    why: str  # why it is kept: newest, best, for good; empty if it is only recent
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ class Column:
 
 @dataclass
 class RunRecord:
-    """The files of a run folder as plain values; what is missing is empty.
+    """Contents of the files of a run folder as plain values, empty for missing files.
 
-    ``state`` is that of ``status.json``, or ``hung`` or ``lost`` if it says running but the process
-    does not run; ``lost`` says why. ``problems`` has a line for each file that could not be read.
+    ``state`` is that of ``status.json``, except that a run whose state is running but whose process
+    does not run is ``hung`` or ``lost``; the field ``lost`` has the reason. ``problems`` has a line
+    for each file that could not be read.
     """
 
     folder: Path
@@ -60,7 +61,7 @@ class RunRecord:
     environment: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    results: list[dict[str, Any]] = field(default_factory=list)  # of `selftask eval suite`
+    results: list[dict[str, Any]] = field(default_factory=list)  # rows of `selftask eval suite`
     events: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     exports: list[Path] = field(default_factory=list)
@@ -114,19 +115,19 @@ class RunRecord:
 
     @property
     def command(self) -> str:
-        """Command line that started the run, as one would type it, or an empty string."""
+        """Command line that started the run, as typed in a shell, or an empty string."""
         words = [str(word) for word in self.environment.get("command") or []]
         return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
 
     @property
     def step(self) -> int:
-        """Number of finished steps, as far as the files tell."""
+        """Number of finished steps, according to rows, status and events."""
         told = [self.rows[-1]["step"] if self.rows else 0, self.status.get("step") or 0]
         return max(told + [event.get("step") or 0 for event in self.events[-1:]])
 
     @property
     def epoch(self) -> float | None:
-        """Epochs done at the last row."""
+        """Number of finished epochs at the last row."""
         return next((row["epoch"] for row in reversed(self.rows) if "epoch" in row), None)
 
     @property
@@ -136,7 +137,7 @@ class RunRecord:
 
     @property
     def ended(self) -> datetime | None:
-        """Time of the last event or status; of a run that goes on, the time of reading."""
+        """Time of the last event or status, or the time of reading for an active run."""
         if self.state == "running":
             return datetime.fromtimestamp(self.read_at).astimezone()
         if self.status.get("updated"):
@@ -151,7 +152,7 @@ class RunRecord:
     def setting(self, key: str) -> Any:
         """Return a value of ``config.yaml`` by its dotted key, or None.
 
-        A section in its short form, such as ``method: simclr``, answers for its ``name``.
+        The value of a section in short form, such as ``method: simclr``, is used as its ``name``.
         """
         value: Any = self.config
         for name in key.split("."):
@@ -217,7 +218,10 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
-    """Return the numeric columns of rows, in order of appearance; of equal steps, the last row."""
+    """Return the numeric columns of rows, in order of appearance.
+
+    If several rows have the same step, the last one is used.
+    """
     found: dict[str, Column] = {}
     ordered = True
     for row in rows:
@@ -241,7 +245,7 @@ def _in_order(column: Column) -> Column:
 
 
 def is_run(folder: Path) -> bool:
-    """Return True if a folder holds a run, however little of it."""
+    """Return True if a folder is a run folder, even an incomplete one."""
     return any((folder / name).is_file() for name in ("config.yaml", "status.json", "log.txt"))
 
 
@@ -265,7 +269,7 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
         why = [word for word, holds in _reasons(step, number, best, kept) if holds]
         try:
             size = sum(file.stat().st_size for file in _files(path))
-        except OSError:  # removed by the rotation of the run meanwhile
+        except OSError:  # the run has removed it in the meantime
             continue
         found.append(Checkpoint(step, path, size, ", ".join(why)))
     return found

@@ -1,4 +1,4 @@
-"""``report.html`` of one run."""
+"""Write the ``report.html`` of one run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NAME = "report.html"
 
 
 def run_sections(record: RunRecord, page: Path | None = None) -> list[Section]:
-    """Return the sections of a run's page that need its files only, not its data or weights.
+    """Return the sections of a run's page that need neither its data nor its weights.
 
     Args:
         record: The run.
-        page: The file that they are written to; links are relative to it. Default:
+        page: The file that the sections are written to; links are relative to it. Default:
             ``report.html`` in the run folder.
     """
     return [
@@ -41,7 +41,7 @@ def write_run_report(
 
     Args:
         record: The run.
-        path: The file. Default: ``report.html`` in the run folder.
+        path: The file to write. Default: ``report.html`` in the run folder.
         more: Further sections, after the curves.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The config of a run as a table, values that the user or the recipe has set first."""
+"""Table of the config of a run; values set by the user or the recipe come first."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from selftask.report.record import RunRecord
 
 
 def config_section(record: RunRecord) -> Section:
-    """Return the section with the config; empty if it cannot be read.
+    """Return the section with the config, empty if the config cannot be read.
 
-    Where values come from stands in ``environment.json``; runs of older versions have no origins.
+    Origins of values are read from ``environment.json``; runs of older versions have none.
     """
     values = dict(flat(record.config))
     origins = record.environment.get("origins")
@@ -34,7 +34,7 @@ def config_section(record: RunRecord) -> Section:
 
 
 def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested sections by dotted keys; lists and empty sections are values."""
+    """Yield dotted key and value of nested sections; lists and empty sections are values."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
@@ -51,7 +51,7 @@ def _are_sections(value: Any) -> bool:
 
 
 def _origin(origins: dict[str, Any], key: str) -> str:
-    """Return where a key, or the section around it, was set; empty for a default."""
+    """Return the origin of a key or of the section around it; empty for a default."""
     while key:
         if key in origins:
             return str(origins[key])

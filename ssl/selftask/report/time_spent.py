@@ -1,4 +1,4 @@
-"""Where the time of a run went: parts of a step, evaluations, time between attempts."""
+"""Breakdown of a run's time: parts of a step, evaluations, time between attempts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from selftask.report.page import Section, escape
 from selftask.report.record import RunRecord
 from selftask.report.verdict import data_wait
 
-PARTS = "ms_"  # columns of the hook `timing`
+PARTS = "ms_"  # prefix of the columns of the hook `timing`
 LEAST = 0.001  # share of the time below which a part is left out
 
 
 def time_section(record: RunRecord) -> Section:
-    """Return bars of the run's time; empty if nothing was measured."""
+    """Return the section with bars of the run's time, empty if nothing was measured."""
     parts = step_parts(record)
     bars = [_bars("A step", "milliseconds of a step, mean over the run", parts, milliseconds=True)]
     bars.append(_bars("The run", "all attempts together", run_parts(record), milliseconds=False))
@@ -22,7 +22,8 @@ def time_section(record: RunRecord) -> Section:
 def step_parts(record: RunRecord) -> dict[str, float]:
     """Return the mean seconds of the parts of a step.
 
-    With the hook ``timing`` those that it measures; else waiting for data and the rest.
+    These are the parts that the hook ``timing`` measures. Without the hook, they are waiting for
+    data and everything else.
     """
     found: dict[str, float] = {}
     weights = _weights(record)
@@ -54,7 +55,7 @@ def run_parts(record: RunRecord) -> dict[str, float]:
 
 
 def _weights(record: RunRecord) -> dict[int, int]:
-    """Return the number of steps that the row of each step stands for."""
+    """Return step of a row -> number of steps since the previous row."""
     steps = record.columns["step_s"].steps if "step_s" in record.columns else []
     return {step: step - before for before, step in zip([0, *steps], steps, strict=False)}
 

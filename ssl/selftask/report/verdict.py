@@ -1,4 +1,4 @@
-"""The verdict on a run in words, from its rows, events and status alone."""
+"""Verdict on a run in words, from its rows, events and status."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from selftask.report.overview.durations import show_seconds
 from selftask.report.record import Column, RunRecord, columns_of
 
 Kind = Literal["good", "warning", "bad", "plain"]
-MIN_ROWS = 4  # of training, to say anything about learning
-GAIN = 0.02  # change of an accuracy that is worth a word
-CLEAR_GAIN = 0.05  # more than the noise of some hundred images
-NARROWER = 4.0  # ratio of the first and the last effective_rank that is worth a word
-LEAST_FALL = 1e-3  # of the loss, relative
-MANY_EVALUATIONS = 0.25  # share of the time
+MIN_ROWS = 4  # training rows needed for a verdict on learning
+GAIN = 0.02  # smallest change of an accuracy that is mentioned
+CLEAR_GAIN = 0.05  # change of an accuracy above the noise of some hundred images
+NARROWER = 4.0  # smallest ratio of first and last effective_rank that is mentioned
+LEAST_FALL = 1e-3  # smallest relative change of the loss that counts
+MANY_EVALUATIONS = 0.25  # time of evaluations relative to training that is mentioned
 DECODED = ("folder", "list", "glob", "table", "webdataset", "frames", "lmdb", "hdf5")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is known about a run."""
+    """One statement about a run."""
 
     kind: Kind
     text: str
@@ -41,9 +41,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a run, in one line, and what else a reader should know.
+    """Outcome of a run in one line, and further findings.
 
-    ``learns`` is whether the run learns, without its state; None if that cannot be said.
+    ``learns`` is whether the run learns, regardless of its state, or None if that is unknown.
     """
 
     kind: Kind
@@ -79,9 +79,9 @@ def judge(
         rows: Rows of ``metrics.jsonl``.
         events: Events of ``events.jsonl``.
         status: Content of ``status.json``.
-        config: Content of ``config.yaml``; for limits that the run has changed, and for advice.
+        config: Content of ``config.yaml``, for limits that the run has changed and for advice.
         environment: Content of ``environment.json``, for advice.
-        lost: Why a run whose status is ``running`` does not run; empty if it does.
+        lost: Why a run whose status is ``running`` does not run; empty if it runs.
     """
     config, environment = config or {}, environment or {}
     trained = [row for row in rows if "lr" in row and row.get("loss") is not None]
@@ -98,14 +98,14 @@ def judge(
     ended = _ended(rows, events, status, lost)
     if ended is None:
         return Verdict(learning.kind, learning.text, others, learns)
-    headline, _, more = ended.text.partition(". ")  # errors end with advice
+    headline, _, more = ended.text.partition(". ")  # advice follows the first sentence of an error
     details = [Finding(ended.kind, more)] if more else []
     shown = [*details, *([learning] if rows else []), *others]
     return Verdict(ended.kind, headline, shown, learns)
 
 
 def collapse_limits(config: Mapping[str, Any]) -> tuple[float, float]:
-    """Return emb_std and effective_rank below which the embeddings of a run have collapsed."""
+    """Return the limits of emb_std and effective_rank below which embeddings have collapsed."""
     hooks = config.get("hooks")
     health = hooks.get("health") if isinstance(hooks, dict) else None
     own = health if isinstance(health, dict) else {}
@@ -118,7 +118,7 @@ def _ended(
     status: Mapping[str, Any],
     lost: str,
 ) -> Finding | None:
-    """Return how the run ended, unless it finished or goes on."""
+    """Return how the run ended, or None if it finished or is still running."""
     state = status.get("state")
     step = status.get("step")
     at = f" at step {step:,}" if isinstance(step, int) else ""
@@ -145,7 +145,7 @@ def _learning(
     events: Sequence[Mapping[str, Any]],
     config: Mapping[str, Any],
 ) -> tuple[Finding, bool | None]:
-    """Return whether the run learns, in words and as a bool or None."""
+    """Return whether the run learns, in words, and as a bool or None if unknown."""
     if "loss" not in columns:
         return Finding("plain", "no step is logged yet"), None
     if collapse := _collapse(columns, config):
@@ -194,7 +194,7 @@ def _against_chance(ratio: Column, loss: Trend, gain: Trend) -> tuple[Finding, b
 
 
 def _collapse(columns: Mapping[str, Column], config: Mapping[str, Any]) -> str | None:
-    """Return since when the embeddings have been collapsed, or None."""
+    """Return a text on when the embeddings collapsed, or None."""
     least_std, least_rank = collapse_limits(config)
     for name, limit, what in (
         ("emb_std", least_std, "embeddings of different images are almost the same"),
@@ -209,7 +209,7 @@ def _collapse(columns: Mapping[str, Column], config: Mapping[str, Any]) -> str |
 
 
 def _since(column: Column, limit: float) -> int | None:
-    """Return the step from which all values to the last one are below the limit, or None."""
+    """Return the step from which on all values are below the limit, or None."""
     since = None
     for step, value in zip(reversed(column.steps), reversed(column.values), strict=True):
         if value >= limit:
@@ -219,7 +219,7 @@ def _since(column: Column, limit: float) -> int | None:
 
 
 def _frozen(columns: Mapping[str, Column], events: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return why no weight moves, or None."""
+    """Return why no weights change, or None if they do."""
     lr = columns.get("lr")
     rates = [value for name in columns if name.startswith("lr/") for value in columns[name].values]
     if lr and len(lr.values) > 1 and not any([*lr.values, *rates]):
@@ -232,7 +232,7 @@ def _frozen(columns: Mapping[str, Column], events: Sequence[Mapping[str, Any]]) 
 
 @dataclass(frozen=True)
 class Trend:
-    """Whether a column improves, in words; ``text`` is empty if there is no such column."""
+    """Trend of a column, also in words; ``text`` is empty if there is no such column."""
 
     text: str = ""
     falls: bool = False
@@ -244,7 +244,7 @@ class Trend:
 
 
 def _fall(loss: Column) -> Trend:
-    """Compare the start and the end of the loss, beyond its noise."""
+    """Compare the start and the end of the loss, ignoring changes within its noise."""
     part = max(2, len(loss.values) // 5)
     start, end = loss.values[:part], loss.values[-part:]
     first, last = statistics.fmean(start), statistics.fmean(end)
@@ -273,14 +273,14 @@ def _gain(rows: Sequence[Mapping[str, Any]]) -> Trend:
 
 
 def _accuracies(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-    """Return accuracies of evaluations while training; k-NN first."""
+    """Return accuracies of evaluations during training, k-NN first."""
     columns = columns_of(row for row in rows if "lr" not in row)
     names = [name for name in columns if name.endswith("top1")]
     return {name: columns[name] for name in sorted(names, key=lambda n: not n.startswith("knn"))}
 
 
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Report evaluations that were better before."""
+    """Report evaluations whose best value is clearly better than the last."""
     found = []
     for name, column in _accuracies(rows).items():
         best = max(column.values)
@@ -296,7 +296,7 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def _narrower(columns: Mapping[str, Column]) -> list[Finding]:
-    """Report embeddings that have come to vary in far fewer directions."""
+    """Report embeddings that now vary in far fewer directions than at first."""
     column = columns.get("effective_rank")
     if column is None or len(column.values) < MIN_ROWS:
         return []
@@ -309,9 +309,9 @@ def _narrower(columns: Mapping[str, Column]) -> list[Finding]:
 
 
 def data_wait(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of the training time spent waiting for data; None if not known yet.
+    """Return the share of the training time spent waiting for data, or None if not known yet.
 
-    The first row does not count: the workers start in it.
+    The first row is ignored, since it includes the start of the workers.
     """
     timed = [row for row in rows if row.get("data_wait") is not None and row.get("step_s")]
     if len(timed) < 2:
@@ -383,7 +383,7 @@ def _count(events: Sequence[Mapping[str, Any]], kind: str) -> int:
 
 
 def _end(values: Sequence[float]) -> float:
-    """Return the median of the last tenth."""
+    """Return the median of the last tenth of the values."""
     return statistics.median(values[-max(1, len(values) // 10) :])
 
 

@@ -1,1 +1,1 @@
-"""Running a task: folder, log, ranks, watchdog, exit."""
+"""Run a task: run folder, log, ranks, watchdog, exit code."""

@@ -37,7 +37,7 @@ class Board:
         if kept is not None:
             place = [(socket.gethostname(), os.getpid(), kept.port)]
         dist.broadcast_object_list(place, src=0)
-        self.host, self.pid, port = place[0]  # of rank 0
+        self.host, self.pid, port = place[0]  # host and process of rank 0
         self.limit_s = 30.0
         self._store = kept or TCPStore(
             os.environ.get("MASTER_ADDR", self.host),
@@ -75,7 +75,8 @@ class Board:
     def _ask(self, operation: Callable[..., Any], *args: Any) -> Any:
         """Return the result of a store operation.
 
-        Raises BoardLost after a timeout, and immediately in every later call.
+        Raises:
+            BoardLost: After a timeout or a lost connection, and immediately in every later call.
         """
         if self._is_ours:
             return operation(*args)

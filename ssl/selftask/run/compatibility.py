@@ -76,16 +76,16 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
         }
         for section in _SECTIONS
     }
-    fixed["data"].setdefault("sampler", {"name": "shuffled"})  # the only one in older runs
-    fixed["data"].setdefault("augment_on", "cpu")  # likewise
+    fixed["data"].setdefault("sampler", {"name": "shuffled"})  # the only sampler of older versions
+    fixed["data"].setdefault("augment_on", "cpu")  # the only place in older versions
     fixed["train"] = {key: (config.get("train") or {}).get(key) for key in _TRAIN}
-    parallel = config.get("parallel") or {}  # missing in older runs
+    parallel = config.get("parallel") or {}  # missing in runs of older versions
     fixed["parallel"] = {key: parallel.get(key, "none") for key in _PARALLEL}
     return fixed
 
 
 def changes(before: Any, now: Any, key: str) -> Iterator[str]:
-    """Yield ``method.temperature: 0.1 there, 0.2 now`` for each value that differs."""
+    """Yield a text such as ``method.temperature: 0.1 there, 0.2 now`` for each difference."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in {**before, **now}:
             yield from changes(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))

@@ -1,4 +1,4 @@
-"""Before the process group exists: errors of a rank, and who has arrived, by files in the run."""
+"""Report errors and missing ranks before the process group exists, through files in the run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from selftask.run.failure import Failure
 log = get_logger(__name__)
 
 _EVERY_S = 1.0
-_TELL_S = 60.0  # between two lines about ranks that have not arrived
-_MOST = 12  # ranks in such a line
+_TELL_S = 60.0  # interval between warnings about ranks that have not arrived
+_MOST = 12  # largest number of ranks in a warning
 
 
 @contextmanager
 def report_early_errors(out: str | Path) -> Iterator[None]:
-    """Context that writes an error of a rank other than 0 to ``out/errors``, for rank 0.
+    """Context that writes an error of a rank other than 0 to ``out/errors``, where rank 0 reads it.
 
-    Otherwise rank 0 would wait for this rank until the launcher kills it, and would be reported as
-    the cause.
+    Otherwise rank 0 would wait for this rank until the launcher kills rank 0, which would then be
+    reported as the cause.
     """
     world = read_world()
     path = _path(Path(out), world.rank)
@@ -60,10 +60,10 @@ def find_early_error(out: Path, attempt: str) -> Failure | None:
 
 @contextmanager
 def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> Iterator[None]:
-    """Context in which the ranks meet, and a thread of rank 0 watches who is missing.
+    """Context for creating the process group, in which a thread of rank 0 watches the others.
 
-    After an error of another rank it ends the process; while it waits, it logs once a minute which
-    ranks have not arrived. A thread is needed because the main thread waits for the other ranks in
+    The thread ends the process after an error of another rank. Once a minute it logs which ranks
+    have not arrived. A thread is needed because the main thread waits for the other ranks in
     torch's C++ code, which cannot be interrupted.
 
     Args:
@@ -98,11 +98,11 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
         if world.size > 1:
             with suppress(OSError):
                 sign.unlink(missing_ok=True)
-                sign.parent.rmdir()  # if it is empty, by the last rank
+                sign.parent.rmdir()  # succeeds for the last rank, if the folder is empty
 
 
 def missing_ranks(out: Path, world: World) -> list[int]:
-    """Return the ranks that have not arrived where all meet, in this attempt."""
+    """Return the ranks that have not arrived in ``watch_others`` in this attempt."""
     attempts = {rank: read_json(_sign(out, rank)).get("attempt") for rank in range(1, world.size)}
     return [rank for rank, attempt in attempts.items() if attempt != world.attempt]
 

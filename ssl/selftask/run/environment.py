@@ -22,7 +22,7 @@ from selftask.logs import write_json
 
 FILE = "environment.json"
 DIFF = "git.diff"
-MAX_DIFF = 2**20  # bytes; the rest is cut off
+MAX_DIFF = 2**20  # bytes; a longer diff is truncated
 
 
 def write(out: Path, origins: Mapping[str, str] | None = None) -> None:
@@ -30,13 +30,13 @@ def write(out: Path, origins: Mapping[str, str] | None = None) -> None:
 
     Args:
         out: The run folder.
-        origins: Where values of the config come from, by dotted key; defaults are left out.
+        origins: Dotted key -> origin of values of the config; defaults are left out.
     """
     found = describe()
     chosen = {key: place for key, place in (origins or {}).items() if not _is_default(place)}
     found["origins"] = chosen
     diff = _git("diff", "HEAD", "--no-ext-diff", "--no-color") or ""
-    (out / DIFF).unlink(missing_ok=True)  # of the attempt before
+    (out / DIFF).unlink(missing_ok=True)  # from the previous attempt
     if diff and found["git"]:
         cut = diff.encode()[:MAX_DIFF].decode(errors="ignore")
         (out / DIFF).write_text(f"{cut}\n", encoding="utf-8")
@@ -72,13 +72,13 @@ def _packages() -> dict[str, str]:
     found: dict[str, str] = {}
     for package in importlib.metadata.distributions():
         name, version = _name_and_version(package)
-        if name:  # not of a package whose removal was interrupted
-            found.setdefault(name, version)  # the first on the search path is the one imported
+        if name:  # empty for a package whose removal was interrupted
+            found.setdefault(name, version)  # the first one on the search path is imported
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
 def _name_and_version(package: importlib.metadata.Distribution) -> tuple[str, str]:
-    """Return what ``package.metadata`` holds, without parsing the readme in it."""
+    """Return name and version of a package without parsing all of its metadata."""
     text = package.read_text("METADATA") or package.read_text("PKG-INFO") or ""
     head = text.partition("\n\n")[0]
     fields = dict(re.findall(r"(?m)^(Name|Version):[ \t]*(.*?)[ \t]*$", head))

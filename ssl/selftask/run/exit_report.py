@@ -27,7 +27,7 @@ from selftask.task.memory_report import is_out_of_memory, memory_report
 
 
 class Ending:
-    """Reports how the run of ``task`` ended; rank 0 writes ``status.json``."""
+    """Reporter of how the run of ``task`` ended; rank 0 writes ``status.json``."""
 
     def __init__(self, task: Task, status: Status) -> None:
         self.task, self.status = task, status
@@ -79,7 +79,7 @@ class Ending:
         return leaving.code
 
     def failed(self, error: BaseException, watch: Watch | None) -> int:
-        """Report a failure, by its original cause if another rank failed first.
+        """Report a failure, with its original cause if another rank failed first.
 
         Args:
             error: The exception raised on this rank.
@@ -127,13 +127,13 @@ class Ending:
             print(line, file=sys.stderr, flush=True)
 
     def _write_page(self, *, for_rank0: bool = False, images_s: float = 0.0) -> None:
-        """Write the report, before the last line of the log; with images if they have time."""
+        """Write the report before the last line of the log, with images if ``images_s`` allows."""
         if self.task.config.train.report and (self.first or for_rank0):
             task = self.task if images_s else None
             write_end_page(self.task.out, task=task, images_s=images_s)
 
     def _write_error_for(self, failure: Failure) -> None:
-        """Write the error file of a rank that was killed or hangs, unless it wrote its own."""
+        """Write the error file of a rank that was killed or hangs, if it did not write its own."""
         path = self._errors_of(failure.rank)
         if not path.exists() or path.stat().st_mtime < self.status.started:  # stale file
             self._write_error(failure.rank, f"{failure.message}\n{failure.details}")
@@ -171,7 +171,7 @@ def explain(error: BaseException) -> str:
         return f"{message}; make room and start the same command again: it goes on"
     if isinstance(error, MemoryError):
         return f"the machine's memory is full; try fewer data.num_workers\n{message}"
-    if "DefaultCPUAllocator" in message:  # torch raises a RuntimeError
+    if "DefaultCPUAllocator" in message:  # torch raises a RuntimeError for CPU memory
         return f"the machine's memory is full; try a smaller model or train.batch_size\n{message}"
     return message
 

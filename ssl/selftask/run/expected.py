@@ -1,4 +1,4 @@
-"""Results that a config promises: ``expected: {knn_top1: [0.66, 0.74]}``."""
+"""Check the results that a config expects: ``expected: {knn_top1: [0.66, 0.74]}``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from selftask.task import Task
 
 
 class Missed(RunError):
-    """A finished run without the results that its config expects."""
+    """Raised if a finished run does not reach the results that its config expects."""
 
 
 def check_expected(task: Task) -> None:
-    """Raise Missed if the last value of an expected metric is out of its range, or there is none.
+    """Raise Missed if the last value of an expected metric is missing or outside its range.
 
-    Ranks have equal values and raise together.
+    All ranks have equal values, so all of them raise or none does.
     """
     problems = []
     for name, (low, high) in task.config.expected.items():

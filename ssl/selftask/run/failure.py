@@ -1,4 +1,4 @@
-"""Failure record that ranks exchange."""
+"""Failure of a run, in a form that ranks exchange."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Failure(Exception):
     def __init__(self, rank: int, message: str, details: str = "", *, lost: bool = False) -> None:
         super().__init__(message)
         self.rank, self.message, self.details, self.lost = rank, message, details, lost
-        self.rank0_hears = True  # if False, this rank writes the end of the run
+        self.rank0_hears = True  # if False, this rank reports the end of the run
 
     def to_json(self) -> str:
         names = ("rank", "message", "details", "lost")

@@ -1,7 +1,7 @@
 """Launch several ranks on this machine and wait for them.
 
-Each rank runs the same command. The parent never imports torch. It forwards signals, waits for the
-ranks, and reports how the run ended if they could not.
+Each rank runs the same command. The parent process never imports torch. It forwards signals, waits
+for the ranks, and reports how the run ended if they could not.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def start(config: Config, command: list[str]) -> int:
     attempts = config.launch.max_restarts + 1
     earlier = _saved(config)
     for attempt in range(1, attempts + 1):
-        before = status.read()  # possibly from an earlier run
+        before = status.read()  # possibly from an earlier command
         ranks = Ranks(command, config.launch.processes)
         code = ranks.wait()
         after = status.read()
@@ -65,7 +65,7 @@ def start(config: Config, command: list[str]) -> int:
             break
         announce(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
         if config.resume.checkpoint != "auto" and _saved(config) - earlier:
-            command = [*command, "resume=auto"]  # the given one was for the first attempt
+            command = [*command, "resume=auto"]  # the given checkpoint was for the first attempt
     return code
 
 
@@ -92,7 +92,7 @@ class Ranks:
             "MASTER_PORT": str(_free_port()),
             "SELFTASK_LAUNCHER": "selftask",
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-            # by default torch prints a C++ stack for each connection that a dying rank breaks
+            # By default torch prints a C++ stack for each connection that a dying rank breaks.
         }
         heeded = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
         self.previous = {number: signal.signal(number, self._hand_on) for number in heeded}
@@ -108,7 +108,7 @@ class Ranks:
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         self.asked_to_stop = True
         if number == signal.SIGINT and os.isatty(0):
-            return  # the terminal has sent it to the ranks, too
+            return  # the terminal has sent the signal to the ranks as well
         for process in getattr(self, "processes", []):
             with suppress(ProcessLookupError):
                 process.send_signal(number)
@@ -156,7 +156,7 @@ class Ranks:
 
 
 def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
-    """Write last log line, event and status of a run if no rank could write them."""
+    """Write the last log line, event and status of a run whose ranks could not write them."""
     message = ranks.describe_failure()
     status.path.parent.mkdir(parents=True, exist_ok=True)
     status.write("failed", rank=ranks.first_failed, error=message)
@@ -169,7 +169,7 @@ def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
 
 
 def starts_ranks(config: Config) -> bool:
-    """Return True if this process has to start the ranks, False if it is one.
+    """Return True if this process has to start the ranks, False if it is a rank.
 
     Raises:
         UserError: If the launcher of this process started a different number of ranks than the
@@ -193,7 +193,7 @@ def starts_ranks(config: Config) -> bool:
 
 
 def own_command(argv: list[str]) -> list[str]:
-    """Return the command line of ``selftask train`` with these words, as this process was started.
+    """Return the command line that runs ``selftask train`` with these words as this process runs.
 
     ``-m`` is used only if needed, since it puts the current folder first on the module search path.
     """

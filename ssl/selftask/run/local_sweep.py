@@ -1,7 +1,7 @@
-"""A sweep on this machine: the runs one after another, or several at a time.
+"""Sweeps on this machine, with one or several runs at a time.
 
-Each run is a process of ``selftask train`` with its own folder below ``out``. The parent never
-imports torch. The same command resumes: finished runs say so, the others go on.
+Each run is a process of ``selftask train`` with its own folder below ``out``. The parent process
+never imports torch. The same command resumes a sweep: runs that are not finished continue.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def train_sweep(recipe: str, points: Sequence[Point]) -> int:
         points: The runs.
 
     Returns:
-        0 if all runs are finished, else the exit code of the first that is not.
+        0 if all runs are finished, else the exit code of the first run that is not.
 
     Raises:
-        UserError: If a config is wrong; nothing is trained then.
+        UserError: If a config is invalid, before any run starts.
     """
     if read_world().launcher != "python":
         raise UserError("command line: a sweep starts its own processes; give one value a key")
@@ -70,7 +70,7 @@ def train_sweep(recipe: str, points: Sequence[Point]) -> int:
 
 
 def _read(recipe: str, points: Sequence[Point]) -> list[Config]:
-    """Return the config of each run. Raises ConfigError with the problems of all runs."""
+    """Return the config of each run; raise ConfigError with the problems of all runs."""
     configs: list[Config] = []
     problems: list[str] = []
     for point in points:
@@ -86,7 +86,7 @@ def _read(recipe: str, points: Sequence[Point]) -> list[Config]:
 
 
 def _own(out: Path, config: Config, at_once: int) -> list[str]:
-    """Return the overrides of one run: its folder, and its share of the cores."""
+    """Return the overrides that give a run its folder and its share of the cores."""
     words = [f"out={out}"]
     if at_once > 1 and config.train.threads == "auto":
         words.append(f"train.threads={max(1, cores() // at_once)}")
@@ -94,10 +94,10 @@ def _own(out: Path, config: Config, at_once: int) -> list[str]:
 
 
 class Sweep:
-    """Starts runs in their order, at most ``at_once`` at a time, and waits for all.
+    """Starts runs in order, at most ``at_once`` at a time, and waits for all of them.
 
-    With one at a time they print to this terminal. Otherwise their lines are in ``log.txt`` alone.
-    A stop signal is sent on to the runs, and no others are started.
+    If runs are trained one at a time, they print to this terminal. Otherwise their output is only
+    in ``log.txt``. A stop signal is forwarded to the active runs, and no further runs are started.
     """
 
     def __init__(self, runs: Sequence[Run], at_once: int) -> None:
@@ -182,7 +182,7 @@ def _row(run: Run) -> dict[str, str]:
     row = {"run": run.name, "state": str(status.get("state", "not started"))}
     path = run.out / "metrics.jsonl"
     metrics = read_metrics(path) if path.exists() else []
-    for values in metrics:  # the last value of each
+    for values in metrics:  # later values replace earlier ones
         is_evaluation = "loss" not in values
         names = [key for key in values if key == "step" or key == "loss" or is_evaluation]
         row |= {name: _show(values[name]) for name in names if name != "epoch"}

@@ -15,11 +15,11 @@ from selftask.logs import get_logger
 log = get_logger(__name__)
 
 _OURS = Path(__file__).resolve().parents[1]
-_INSTALLED = ("site-packages", "dist-packages")  # not copied; environment.json has some versions
+_INSTALLED = ("site-packages", "dist-packages")  # not copied; environment.json has the versions
 
 
 def copy_plugins(config: Config, out: Path) -> None:
-    """Copy the modules named in a config, and imported modules next to them, to ``code/``.
+    """Copy the modules named in a config, and imported modules next to them, to ``out/code``.
 
     Args:
         config: The config of the run.
@@ -47,7 +47,7 @@ def _files_of(tops: set[str]) -> Iterator[tuple[Path, Path]]:
     """Yield loaded files next to or below top-level modules, with their path in ``code/``."""
     roots = {folder for name in tops if (folder := _folder_of(name)) is not None}
     if not roots:
-        return  # thousands of modules are loaded, and each is a path to resolve
+        return  # resolving the paths of thousands of loaded modules is slow
     for module in list(sys.modules.values()):
         place = Path(getattr(module, "__file__", None) or "")
         file = place.resolve()

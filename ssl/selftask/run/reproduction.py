@@ -1,4 +1,4 @@
-"""Differences between what a run was made with and what is here now."""
+"""Compare the environment and config of a run with the present ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_environment(run: Path) -> dict[str, Any]:
 
 
 def differences(run: Path) -> dict[str, list[str]]:
-    """Return what differs here from a run, by topic; lists are empty if nothing does."""
+    """Return the differences between a run and the present environment, as a list by topic."""
     there, here = read_environment(run), environment.describe()
     return {
         "packages": [*changes(there.get("packages", {}), here["packages"], "")],
@@ -54,7 +54,7 @@ def _code(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
 
 
 def _config(run: Path, there: dict[str, Any]) -> Iterator[str]:
-    """Yield what the recorded command would train differently now."""
+    """Yield differences between the config of the run and that of its command now."""
     words = recipe_words(there)
     if not words:
         return
@@ -68,7 +68,7 @@ def _config(run: Path, there: dict[str, Any]) -> Iterator[str]:
 
 
 def recipe_words(there: dict[str, Any]) -> list[str]:
-    """Return the words after ``train`` of the recorded command; empty if it was another one."""
+    """Return the words after ``train`` in the recorded command; none for another command."""
     words = [str(word) for word in there.get("command", [])]
     if words[1:2] == ["train"]:
         return words[2:]
@@ -76,7 +76,7 @@ def recipe_words(there: dict[str, Any]) -> list[str]:
 
 
 def command(run: Path, there: dict[str, Any]) -> list[str]:
-    """Return the shell lines that train the same again, in a new folder."""
+    """Return the shell lines that repeat a run in a new folder."""
     git, folder = there.get("git") or {}, there.get("folder")
     run = run.resolve()
     lines = [f"cd {shlex.quote(folder)}"] if folder else []

@@ -146,7 +146,7 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
             stopped_by = _train(task)
             if stopped_by is None:
                 check_expected(task)
-            barrier()  # success means success on every rank
+            barrier()  # report success only if every rank has succeeded
             watch.stop()
             upload()
             code = ending.interrupted(stopped_by) if stopped_by else ending.finished()
@@ -164,14 +164,14 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
 
 
 def _log_origins(config: Config) -> None:
-    """Log each value that is not a default, and where it comes from, if verbose."""
+    """Log each value that is not a default, with its origin, if verbose."""
     if is_verbose():
         for line in explain_chosen(config):
             LOGGER.debug("config: %s", line)
 
 
 def _tell(ending: Ending, upload: Callable[[], None], failure: Failure) -> None:
-    """Report a failure from a thread that ends the process afterwards."""
+    """Report a failure from a thread that then ends the process."""
     ending.tell(failure)
     try:
         upload()
@@ -198,7 +198,7 @@ def _signals_told() -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # A closing terminal may send several SIGHUPs.
+    # SIGHUP stays ignored, since a closing terminal may send several.
     signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
     raise KeyboardInterrupt(signal.Signals(number).name)
 

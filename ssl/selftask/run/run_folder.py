@@ -1,4 +1,4 @@
-"""The run folder: created, checked for write access, and locked against other runs."""
+"""Create the run folder, check write access, and lock it against other runs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
     """Context that creates and locks the run folder.
 
     Without the lock, two runs would truncate each other's metrics and remove each other's
-    incomplete checkpoints. A folder that was made for a run which did not begin, because of an
-    error of the user, is removed.
+    incomplete checkpoints. A folder that was created for a run is removed again if a UserError
+    ended the run before it began.
 
     Args:
         out: The run folder or its address.
@@ -73,7 +73,7 @@ def _remove_unused(made: list[Path]) -> None:
     for path in made[0].iterdir():
         path.unlink()
     for folder in made:
-        if any(folder.iterdir()):  # another run's by now
+        if any(folder.iterdir()):  # used by another run in the meantime
             return
         folder.rmdir()
 
@@ -135,7 +135,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _lock(file: IO[str]) -> None:
-    """Take a per-process lock, which a worker that outlives a killed run does not inherit."""
+    """Take a per-process lock, which workers do not inherit if they outlive a killed run."""
     import fcntl
 
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,7 +165,7 @@ def _take(lock: IO[str], path: Path, out: str) -> None:
 
 
 def _try(lock: IO[str], out: str) -> bool:
-    """Return whether the lock was acquired, or the file system has no locks."""
+    """Return whether the lock was acquired; also True if the file system has no locks."""
     try:
         _lock(lock)
     except OSError as error:

@@ -26,7 +26,7 @@ class ExitDecision:
 
     state: str  # requeued | interrupted
     by: str
-    outlook: str  # how the run will continue
+    outlook: str  # how the run continues, for the log
     code: int
 
 
@@ -37,7 +37,7 @@ class Job:
     id: str
     state: str  # RUNNING, COMPLETING, PENDING, ...
     reason: str
-    restarts: int  # restarts by now
+    restarts: int  # restarts until now
     attempt: int  # restarts at the start of this process
     batch: bool  # False for an interactive job, which cannot be requeued
 

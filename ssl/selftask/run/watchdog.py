@@ -38,7 +38,7 @@ class AwakeClock:
     """Clock that pauses while this process is stopped or suspended.
 
     Args:
-        max_gap_s: The most that is counted between two calls, in seconds.
+        max_gap_s: Largest time that is counted between two calls, in seconds.
     """
 
     def __init__(self, max_gap_s: float) -> None:
@@ -68,7 +68,7 @@ class Watch:
         self.board = Board(rank) if size > 1 else None
         if self.board is not None:
             self.board.limit_s = timeout_s if self.board.is_here else min(timeout_s, SILENT_S)
-            # at once: a rank may die before its thread's first heartbeat
+            # Immediately, since a rank may die before the first heartbeat of its thread.
             _quietly(self._write_heartbeat)
         self._every_s = max(EVERY_S, size / 256)  # rank 0 reads every rank's heartbeat
         self._now = AwakeClock(2 * self._every_s)
@@ -133,7 +133,7 @@ class Watch:
             try:
                 told, gone = self._told(), None
                 if self.rank == 0:
-                    self._read_heartbeats()  # of a rank that died before the first was read, too
+                    self._read_heartbeats()  # a rank may have died before its first was read
                     gone = self._gone(silent_s=LEAVE_S / 2)
             except BoardLost as lost:
                 return self._rank0_is_gone(lost)
@@ -345,7 +345,7 @@ def _dead_here(sign: Sign) -> bool:
     try:
         with open(f"/proc/{sign['pid']}/stat", encoding="ascii") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended during the read
+    except (FileNotFoundError, ProcessLookupError):  # ProcessLookupError: it ended during the read
         return os.path.isdir("/proc/self")
 
 

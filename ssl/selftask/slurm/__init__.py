@@ -1,1 +1,1 @@
-"""Runs as SLURM jobs: plan, job, queue, epilogue of the batch script."""
+"""Training runs as SLURM jobs: plan, job, queue, epilogue of the batch script."""

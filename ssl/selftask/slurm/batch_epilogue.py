@@ -1,8 +1,8 @@
 """Epilogue of the batch script: ``python -m selftask.slurm.batch_epilogue CODE FOLDER``.
 
-Runs after srun, since killed ranks cannot report their end. It corrects ``status.json`` and the
-last log line, and requeues the job. After the loss of a rank (killed from outside, or node
-failure) it does so up to ``launch.max_requeues`` times, after other failures up to
+It runs after srun, since killed ranks cannot report their end. It corrects ``status.json`` and the
+last log line, and requeues the job. If a rank was lost (killed from outside, or node failure), the
+job is requeued up to ``launch.max_requeues`` times, after other failures up to
 ``launch.max_restarts`` times. Does not import torch.
 """
 
@@ -85,10 +85,10 @@ def _next_attempt(
     record: Record,
     paths: submitit_files.JobPaths,
 ) -> str:
-    """Count the failure; return how many attempts remain after the next, or an empty string."""
+    """Count the failure and return a text on the remaining attempts, empty if there are none."""
     if job is None:
         return ""
-    early = code == USR2  # the warning came before Python had installed its handler
+    early = code == USR2  # the signal before the time limit came before Python had a handler
     if not early and _is_the_users_to_mend(paths):
         return ""
     if lost or early:
@@ -122,14 +122,14 @@ class Record:
         self.content: dict[str, Any] = _read(out / "status.json")
         self.attempt = slurm_attempt()
         fresh = self.content.get("attempt") == self.attempt
-        self.state = self.content.get("state") if fresh else None  # None: an earlier attempt's
+        self.state = self.content.get("state") if fresh else None  # None: from an earlier attempt
 
     def write(self, state: str, line: str, **more: Any) -> None:
         """Write a new state and its log line.
 
         Args:
             state: The new state.
-            line: Appended to the log and printed.
+            line: The line, which is appended to the log and printed.
             **more: Further entries of ``status.json``.
         """
         self.out.mkdir(parents=True, exist_ok=True)
@@ -162,9 +162,10 @@ class Record:
 
 
 def _cause(code: int, log: Path, record: Record) -> tuple[str, bool]:
-    """Return the cause of the last attempt's end, and whether a rank was killed from outside.
+    """Return why the last attempt ended, and whether a rank was killed from outside.
 
-    Uses the run's own report if there is one, else srun's message about the first task that ended.
+    The cause is from the run's own report if there is one, otherwise from srun's message about the
+    first task that ended.
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     text = text.rpartition(MARK)[2]
@@ -187,7 +188,7 @@ def _cause(code: int, log: Path, record: Record) -> tuple[str, bool]:
 
 
 def _forget_results(paths: submitit_files.JobPaths) -> None:
-    """Delete the results of an attempt that was requeued, so ``job.result()`` ignores them."""
+    """Delete the results of a requeued attempt, so that ``job.result()`` ignores them."""
     for path in _results(paths):
         path.unlink(missing_ok=True)
 
@@ -213,5 +214,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it after our requeue
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it after `requeue`
     sys.exit(after(int(sys.argv[1]), Path(sys.argv[2]), current_job()))

@@ -1,6 +1,7 @@
-"""A copy of the working tree for a job, so that edits while it waits do not change it.
+"""Copy of the working tree for a job, so that edits do not affect a job that waits in the queue.
 
-Modules of ``import:`` are taken from the copy; selftask itself is not, and runs as installed.
+Modules of ``import:`` are imported from the copy. selftask itself is not copied; the installed
+version runs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from pathlib import Path
 
 from selftask.errors import UserError
 
-MAX_MB = 200.0  # code; data and runs belong into .gitignore
+MAX_MB = 200.0  # limit for code; data and runs should be in .gitignore
 
 
 @dataclass(frozen=True)
 class CodeSnapshot:
-    """The files of a git repository that git does not ignore, and where they are copied to."""
+    """Files of a git repository that git does not ignore, and the folder they are copied to."""
 
     repository: Path
     folder: Path
@@ -33,7 +34,7 @@ class CodeSnapshot:
         return cls(Path(top), folder)
 
     def place(self, path: Path) -> Path:
-        """Return where a path of the repository is copied to; other paths are unchanged."""
+        """Return the copied path of a path in the repository; other paths are unchanged."""
         whole = path.resolve()
         if not whole.is_relative_to(self.repository):
             return path
@@ -47,7 +48,7 @@ class CodeSnapshot:
         """
         listed = _git("-C", str(self.repository), "ls-files", "-coz", "--exclude-standard")
         files = [self.repository / name for name in listed.split("\0") if name]
-        files = [path for path in files if path.is_file()]  # not those deleted by hand
+        files = [path for path in files if path.is_file()]  # tracked files may have been deleted
         megabytes = sum(path.stat().st_size for path in files) / 1e6
         if megabytes > MAX_MB:
             largest = max(files, key=lambda path: path.stat().st_size)

@@ -1,6 +1,6 @@
 """The callable of a SLURM job and its sbatch script.
 
-Does not import torch at the top: a job unpickles this module first.
+torch is not imported at the top, since a job imports this module first to unpickle its callable.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from selftask.slurm.batch_epilogue import ENDED, MARK
 
 
 def signal_delay_s(limit: int) -> int:
-    """Return the default time between warning and time limit, in seconds.
+    """Return the default time between the warning signal and the time limit, in seconds.
 
-    It has to suffice for finishing a step and saving a checkpoint.
+    In this time the run finishes a step and saves a checkpoint.
 
     Args:
         limit: Time limit of the job, in minutes.
@@ -47,7 +47,7 @@ def signal_delay_s(limit: int) -> int:
 class Submission:
     """One run as a picklable callable for submitit, equal in every task."""
 
-    config: dict[str, Any]  # resolved, as plain types; each attempt resumes by its `resume`
+    config: dict[str, Any]  # resolved, as plain types; `resume` lets each attempt resume the run
     folder: str  # working directory of the submission, base of relative paths in the config
     modules: list[str] = field(default_factory=list)  # added to sys.path for `import:`
     requeues: int = 0  # of a local job, which does not count them itself
@@ -65,8 +65,8 @@ class Submission:
 
         Raises:
             RunError: If the run failed or was interrupted.
-            SystemExit: If the job was requeued, so that submitit records no result; its local job
-                starts again on the exit code 144.
+            SystemExit: If the job was requeued, so that submitit records no result. submitit
+                restarts a local job after the exit code 144.
         """
         os.chdir(self.folder)
         os.environ[LOCAL_REQUEUES] = str(self.requeues)
@@ -102,7 +102,7 @@ class Submission:
         """Return this submission to run after a requeue; its state is in the run folder."""
         return DelayedSubmission(self)
 
-    __submitit_checkpoint__ = checkpoint  # submitit 1.5.4 looks for both names
+    __submitit_checkpoint__ = checkpoint  # submitit 1.5.4 uses both names
 
     def read_config(self) -> Config:
         """Return the config as an object."""
@@ -115,7 +115,7 @@ class Submission:
 
 
 class Executor(SlurmExecutor):
-    """submitit's executor, which can also write its script without SLURM."""
+    """submitit's SLURM executor, extended to return its script without SLURM."""
 
     @classmethod
     def affinity(cls) -> int:
@@ -212,7 +212,7 @@ def submit(submissions: Sequence[Callable[[], Any]], made: Executor) -> list[Slu
 
 @contextmanager
 def _outside_of_jobs() -> Iterator[None]:
-    """Context without the SLURM variables of a surrounding job, which sbatch would inherit."""
+    """Context without the SLURM variables of the current job, which sbatch would inherit."""
     if "SLURM_JOB_ID" not in os.environ:
         yield
         return

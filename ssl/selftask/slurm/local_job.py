@@ -1,7 +1,7 @@
-"""The same submission on this machine, by submitit's local and debug executors.
+"""Jobs on this machine, with submitit's local and debug executors.
 
-A local job is a process of its own that outlives the command. It starts the ranks, warns them
-before the time limit, and starts them again after a requeue, as a cluster would.
+A local job is a separate process that continues after the command ends. As on a cluster, it starts
+the ranks, signals them before the time limit, and restarts them after a requeue.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from selftask.slurm.queue import LOCAL
 def submit_locally(
     configs: Sequence[Config], submissions: Sequence[Submission], folder: Path
 ) -> list[str]:
-    """Start a local job for each run, and return their ids.
+    """Start a local job for each run, and return the job ids.
 
     Args:
-        configs: The runs.
+        configs: Configs of the runs.
         submissions: The same runs as callables.
         folder: Folder of logs and pickles.
 
@@ -50,17 +50,18 @@ def submit_locally(
         signal_delay_s=given.get("signal_delay_s", signal_delay_s(limit)),
         setup=list(given.get("setup", [])),
     )
-    made.parameters["visible_gpus"] = gpus  # names, too, where update_parameters takes numbers only
+    made.parameters["visible_gpus"] = gpus  # may be UUIDs; update_parameters accepts numbers only
     with _as_of_nohup():
         return [f"{LOCAL}{made.submit(submission).job_id}" for submission in submissions]
 
 
 def _gpus(config: Config, asked: Any) -> list[str]:
-    """Return the GPUs of the ranks: the first that this process sees, by default one a rank.
+    """Return the GPUs of the ranks: the first ones visible to this process.
 
     Args:
-        config: The run.
-        asked: Value of ``launch.slurm.gpus_per_node``, such as ``2`` or ``a100:2``; None: default.
+        config: Config of the run.
+        asked: Value of ``launch.slurm.gpus_per_node``, such as ``2`` or ``a100:2``. None: one GPU
+            for each rank, or none if ``train.device`` is ``cpu``.
     """
     if asked is None:
         asked = 0 if config.train.device == "cpu" else config.launch.processes
@@ -71,7 +72,7 @@ def _gpus(config: Config, asked: Any) -> list[str]:
 
 @contextmanager
 def _as_of_nohup() -> Iterator[None]:
-    """Context whose child processes keep neither the streams nor the signals of the terminal."""
+    """Context whose child processes are detached from the terminal's output and signals."""
     ignored = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGHUP)}
     kept = [os.dup(number) for number in (1, 2)]
     null = os.open(os.devnull, os.O_WRONLY)
@@ -90,7 +91,7 @@ def _as_of_nohup() -> Iterator[None]:
 
 
 def run_in_debugger(configs: Sequence[Config], submissions: Sequence[Submission]) -> None:
-    """Train in this process; an exception opens pdb where it was raised.
+    """Train in this process; an exception opens pdb at the line that raised it.
 
     Raises:
         UserError: If several runs or ranks are requested.
@@ -104,7 +105,7 @@ def run_in_debugger(configs: Sequence[Config], submissions: Sequence[Submission]
 
 
 class _Debugged(Submission):
-    """A submission that raises what a run would only report."""
+    """A submission that raises errors which a run would otherwise only report."""
 
     def __call__(self) -> str:
         from selftask.run.run import run_task

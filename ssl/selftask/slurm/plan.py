@@ -1,4 +1,4 @@
-"""Plan and check a submission before it is passed to SLURM."""
+"""Plan and check a submission before it is sent to SLURM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Plan:
     snapshot: CodeSnapshot | None  # copied when the runs are submitted
 
     def script(self) -> str:
-        """Return the sbatch script as submitit would submit it."""
+        """Return the sbatch script that submitit would submit."""
         return self.executor.script(len(self.submissions))
 
     def submit(self) -> list[SlurmJob[Any]]:
@@ -89,7 +89,7 @@ class Plan:
 
 
 def plan(recipe: str, overrides: list[str]) -> Plan:
-    """Check a submission as far as this machine allows, and return its plan.
+    """Check a submission as far as possible on this machine, and return its plan.
 
     Args:
         recipe: Name or path of the recipe.
@@ -122,9 +122,10 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
 
 
 def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
-    """Return the common folder, the config of each run, and the number of images of the first.
+    """Return the common folder, the config of each run, and the samples per epoch of the first run.
 
-    Raises ConfigError with the problems of all runs.
+    Raises:
+        ConfigError: If a config is invalid, with the problems of all runs.
     """
     configs: list[Config] = []
     problems: list[str] = []
@@ -132,7 +133,7 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
     for point in points:
         try:
             config = load_config(recipe, point.overrides)
-            from selftask.run.compatibility import check_same_run  # imports torch, slow
+            from selftask.run.compatibility import check_same_run  # slow: imports torch
 
             if is_remote(config.out):
                 raise UserError(
@@ -153,7 +154,11 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
 
 
 def read_local(recipe: str, overrides: list[str]) -> tuple[list[Config], list[Submission]]:
-    """Check runs for this machine: their configs, and as callables. Raises as ``plan`` does."""
+    """Check runs that train on this machine; return their configs, and the runs as callables.
+
+    Raises:
+        UserError: As ``plan``.
+    """
     base, configs, _ = _read(recipe, expand_sweep(overrides))
     queue.check_idle(base)
     _check_space(configs[0], base, len(configs))
@@ -183,7 +188,7 @@ def derived_options(
     if "cpus_per_task" not in given:
         derived["cpus_per_task"] = max(1, workers)
         notes.append(f"{derived['cpus_per_task']} CPUs a rank; else launch.slurm.cpus_per_task=N")
-    elif config.place("data.num_workers").startswith("auto"):  # of this machine, not the nodes
+    elif config.place("data.num_workers").startswith("auto"):  # from this machine, not the nodes
         workers = min(int(given["cpus_per_task"]), MAX_WORKERS)
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
     asked = any(key in given for key in _GPUS)
@@ -199,7 +204,7 @@ def derived_options(
 
 
 def _check_space(config: Config, out: Path, runs: int) -> float:
-    """Return the size of a checkpoint in MB; raise UserError if ``out`` cannot hold the run's."""
+    """Return the size of a checkpoint in MB; raise UserError if ``out`` has too little space."""
     existing = out.resolve()
     while not existing.exists():
         existing = existing.parent
@@ -228,6 +233,6 @@ def _checkpoint_megabytes(config: Config) -> float:
     try:
         with torch.device("meta"):
             backbone = BACKBONES[component.name](**component.args).build()
-    except (RuntimeError, NotImplementedError):  # its constructor reads its weights
+    except (RuntimeError, NotImplementedError):  # the constructor reads values of its weights
         backbone = BACKBONES[component.name](**component.args).build()
     return sum(p.numel() for p in backbone.parameters()) * 4 * 4 / 1e6

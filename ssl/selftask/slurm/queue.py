@@ -14,7 +14,7 @@ from selftask.report.overview.run_line import RunLine, read_line
 from selftask.run.slurm_job import command
 
 WAITING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "STOPPED")
-LOCAL = "local-"  # id of a job on this machine, before the id of its process
+LOCAL = "local-"  # prefix of the id of a job on this machine, followed by its process id
 
 
 def note(out: Path, made: dict[Path, str]) -> None:
@@ -57,9 +57,10 @@ def check_idle(out: Path) -> None:
 
 
 def find(outs: list[Path]) -> list[Path]:
-    """Return the given folders, or all submitted runs and sweeps under ``runs``.
+    """Return the given folders, or all submitted runs and sweeps below ``runs``.
 
-    Raises UserError if a given folder was not submitted.
+    Raises:
+        UserError: If a given folder was not submitted.
     """
     if outs:
         for out in outs:
@@ -70,19 +71,19 @@ def find(outs: list[Path]) -> list[Path]:
 
 
 def stand(outs: list[Path]) -> list[RunLine]:
-    """Return the line of each run, with its job and the state by its own files and by SLURM."""
+    """Return a line for each run, with its job and the state from its files and from SLURM."""
     runs = {run: job for out in outs for run, job in noted(out).items()}
     states = queue(list(runs.values()))
     return [with_job(read_line(run), job, states.get(job, "")) for run, job in runs.items()]
 
 
 def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
-    """Return the line with its job, and the state that run and queue give together.
+    """Return the line with the job, and with the state of the run and its job combined.
 
     Args:
-        line: By the files of the run.
-        job: The id of its job.
-        in_slurm: State of the job, such as ``PENDING (Priority)``; empty if SLURM has forgotten it.
+        line: Line with the state from the files of the run.
+        job: Id of its job.
+        in_slurm: State of the job, such as ``PENDING (Priority)``; empty if unknown to SLURM.
     """
     own = line.state
     first = in_slurm.partition(" ")[0]
@@ -145,9 +146,9 @@ def _state_of_local(job: str) -> str:
 
 
 def _cancel_local(job: str) -> None:
-    """Send SIGTERM to the ranks of a local job: they save a checkpoint and stop."""
+    """Send SIGTERM to the ranks of a local job, so that they save a checkpoint and stop."""
     pid = job.removeprefix(LOCAL)
-    started = lines("pgrep", "-P", pid, "-f", "submitit.local._local")  # by a shell for set-up
+    started = lines("pgrep", "-P", pid, "-f", "submitit.local._local")  # child of the set-up shell
     try:
         os.kill(int(started[0] if started else pid), signal.SIGTERM)
     except ProcessLookupError:

@@ -1,1 +1,1 @@
-"""Commands that submit jobs and look after them."""
+"""Commands that submit, list and cancel jobs."""

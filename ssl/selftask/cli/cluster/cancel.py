@@ -1,4 +1,4 @@
-"""``selftask cancel``: take submitted runs out of the queue."""
+"""``selftask cancel``: cancel the jobs of submitted runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ checkpoint first; the same `selftask submit` command resumes it."""
 
 
 def main(argv: list[str]) -> int:
-    """Cancel the runs and print their jobs."""
+    """Cancel the runs and print their job ids."""
     if not argv:
         print(USAGE)
         return 2

@@ -1,4 +1,4 @@
-"""``selftask jobs``: state of submitted runs."""
+"""``selftask jobs``: show the state of submitted runs."""
 
 from __future__ import annotations
 

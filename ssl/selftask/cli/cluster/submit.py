@@ -1,4 +1,4 @@
-"""``selftask submit``: the same config on a SLURM cluster."""
+"""``selftask submit``: train a recipe on a SLURM cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLUSTERS = ("slurm", "local", "debug")
 
 
 def main(argv: list[str]) -> int:
-    """Check the config, print the plan, submit."""
+    """Check the config, print the plan and submit the job."""
     words, options = take_options(argv, OPTIONS)
     if not words or "=" in words[0]:
         raise UserError(f"submit needs a RECIPE before any key=value\n{USAGE}")
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def _submit_here(words: list[str], cluster: str) -> int:
-    """Start local jobs, or train in this process in a debugger."""
+    """Start local jobs, or train in this process under a debugger."""
     from pathlib import Path
 
     from selftask.slurm import local_job, queue

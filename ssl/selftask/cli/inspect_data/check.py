@@ -1,4 +1,4 @@
-"""``selftask data check``: read every image once and say what is wrong."""
+"""``selftask data check``: read every image once and report problems."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def main(argv: list[str]) -> int:
     else:
         lines = [f"{'source':<11}{survey.name}", *lines_of(report)]
         for line in [*lines, verdict(report, survey.config.max_unreadable)]:
-            sys.stdout.buffer.write(os.fsencode(line) + b"\n")  # names of files are any bytes
+            sys.stdout.buffer.write(os.fsencode(line) + b"\n")  # file names may be invalid UTF-8
         sys.stdout.flush()
     return 1 if report.unreadable else 0
 
 
 def _write(path: Path, unreadable: list[Bad]) -> None:
-    """Write the unreadable files, in the format of a run's ``bad_files.txt``."""
+    """Write a list of the unreadable files in the format of a run's ``bad_files.txt``."""
     path.write_bytes(b"".join(os.fsencode(f"{bad.path}\t{bad.reason}\n") for bad in unreadable))

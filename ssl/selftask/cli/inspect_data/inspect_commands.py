@@ -1,4 +1,4 @@
-"""Shared by commands that read a whole data set: opening it, and showing progress."""
+"""Helpers of commands that read a whole data set: open it and show progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from selftask.config.schema import DataConfig
     from selftask.data.source import Source
 
-BLANK = "base/evaluate.yaml"  # a recipe in which only the data is looked at
+BLANK = "base/evaluate.yaml"  # recipe of which only the data section is used
 
 
 class Survey(NamedTuple):
@@ -27,10 +27,17 @@ class Survey(NamedTuple):
 
 
 def open_for_survey(command: str, words: list[str], num_workers: int | None, usage: str) -> Survey:
-    """Open the SOURCE among the words of a command line; the rest is ``key=value``.
+    """Open the SOURCE of a command line.
 
-    Raises UserError as ``selftask train data=SOURCE key=value`` would, and for code that only a
-    catalog names, without ``trust=true``.
+    Args:
+        command: Name of the subcommand, for messages.
+        words: SOURCE, followed by ``key=value`` words.
+        num_workers: Number of reading processes, or None for one per core.
+        usage: Usage text, for messages.
+
+    Raises:
+        UserError: If ``selftask train data=SOURCE key=value`` would raise one, or if a catalog
+            names code without ``trust=true``.
     """
     words, trust = take_trust(words)
     if not words or not is_source(words[0]):
@@ -49,12 +56,15 @@ def open_for_survey(command: str, words: list[str], num_workers: int | None, usa
 
 
 def is_source(word: str) -> bool:
-    """Return whether a word is a source, not ``key=value``; a path may hold = after a slash."""
+    """Return whether a word is a source, not ``key=value``; a path may contain = after a slash."""
     return "=" not in word.split("/")[0] or word.startswith(("/", ".", "{"))
 
 
 class CountDone:
-    """Context manager that shows progress on stderr: in place on a terminal, else every 30 s."""
+    """Context manager that shows progress on stderr.
+
+    On a terminal the line is updated in place, otherwise a line is printed every 30 s.
+    """
 
     def __init__(self, doing: str, total: int) -> None:
         self.doing, self.total = doing, total

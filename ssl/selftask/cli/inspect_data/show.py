@@ -1,4 +1,4 @@
-"""``selftask data show``: draw the views that the network gets."""
+"""``selftask data show``: draw the views that the network receives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = {"--images": int, "--out": str}
 
 
 def main(argv: list[str]) -> int:
-    """Check the config, make the views and write the contact sheet."""
+    """Check the config, make the views and write them as one image."""
     words, options = take_options(argv, OPTIONS)
     named = [word.removeprefix("out=") for word in words if word.startswith("out=")]
     words = [word for word in words if not word.startswith("out=")]
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 
 def _drawn(channels: int) -> str:
-    """Return a note on how images of other than three channels are drawn."""
+    """Return a note on how images without exactly three channels are drawn."""
     if channels == 3:
         return ""
     drawn = "channels 0 to 2 as red, green and blue" if channels > 3 else "channel 0 in gray"

@@ -1,4 +1,4 @@
-"""``selftask data stats``: mean and std for ``normalize``, and how large the images are."""
+"""``selftask data stats``: mean and std for ``normalize``, and the sizes of the images."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ The last line is the transform to paste under views.*.transforms; each image wei
 as crops of one size do."""
 
 OPTIONS = {"--workers": int, "--max": int, "--seed": int, "--json": bool}
-_SAME = 5e-5  # moments that differ by less print the same four digits
+_SAME = 5e-5  # mean and std that differ by less are printed with the same four digits
 
 
 def main(argv: list[str]) -> int:
-    """Measure and print; return the exit code."""
+    """Measure, print the results and return the exit code."""
     words, options = take_options(argv, OPTIONS)
     most = options.get("--max")
     if most == 0:
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def lines_of(found: Statistics, num_images: int) -> Iterator[str]:
-    """Return the lines of the report; the last one can be pasted into a recipe."""
+    """Yield the lines of the report; the last one can be pasted into a recipe."""
     rate = found.num_images / max(found.seconds, 1e-9)
     unreadable = f", {found.num_unreadable:,} unreadable" if found.num_unreadable else ""
     yield (

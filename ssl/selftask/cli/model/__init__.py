@@ -1,1 +1,1 @@
-"""Commands that take a trained model."""
+"""Commands for trained models."""

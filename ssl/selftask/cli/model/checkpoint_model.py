@@ -1,4 +1,4 @@
-"""The backbone of one checkpoint of a run, frozen."""
+"""Frozen backbone of a checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from selftask.errors import UserError
 
 
 def open_checkpoint(checkpoint: Path, overrides: list[str]) -> Frozen:
-    """Return the model of a checkpoint and the images of its run, or of ``overrides``.
+    """Return the model of a checkpoint and the images of its run, or those in ``overrides``.
 
     Args:
-        checkpoint: Of a run, plain or sharded.
-        overrides: As of ``open_frozen``; ``weights=ema`` (``swa``) takes the average that this
-            hook keeps.
+        checkpoint: Checkpoint of a run, plain or sharded.
+        overrides: As for ``open_frozen``. ``weights=ema`` or ``weights=swa`` loads the average of
+            the weights that this hook keeps.
 
     Raises:
-        UserError: As ``open_frozen`` does, and if the checkpoint is damaged or has no such average.
+        UserError: As ``open_frozen``, or if the checkpoint is damaged or has no such average.
     """
     import_plugins(overrides)
     average, words = take("weights", overrides)

@@ -22,7 +22,7 @@ COMMANDS = {
     "retrieval": ("selftask.cli.model.retrieval", "find images of the same object"),
     "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
-}  # name -> module with USAGE and main(argv) -> exit code, one line
+}  # name -> module with USAGE and main(argv) -> exit code, description in one line
 
 USAGE = f"""\
 usage: selftask eval knn|linear|svm RUN_OR_MODEL [key=value ...]
@@ -41,7 +41,7 @@ Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one J
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, print the figures, and append them to the run's ``evaluations.jsonl``."""
+    """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
     if argv and argv[0] in COMMANDS:
         command = importlib.import_module(COMMANDS[argv[0]][0])
         if asks_for_help(argv):
@@ -81,13 +81,13 @@ def _check_name(name: str) -> None:
 
 
 def _only(config: Config, name: str) -> Config:
-    """Return the config with this evaluation only."""
+    """Return the config with no other evaluation."""
     chosen = {name: config.eval.evaluations[name]}
     return replace(config, eval=replace(config.eval, evaluations=chosen))
 
 
 def _spelt_out(name: str, overrides: list[str]) -> list[str]:
-    """Turn ``k=[5]`` into ``eval.evaluations.knn.k=[5]``; raise UserError for unknown fields."""
+    """Expand ``k=[5]`` to ``eval.evaluations.knn.k=[5]``; raise UserError for unknown fields."""
     config = config_class(EVALUATIONS, name)
     own = {field.name for field in fields(config)} if config is not None else set()
     check_words(name, overrides, own)

@@ -11,12 +11,12 @@ OTHERS = ("weights", "trust")
 
 
 def check_words(name: str, words: Iterable[str], own: Collection[str]) -> None:
-    """Raise UserError for a word that has no effect, such as what trains a run.
+    """Raise UserError for a word that has no effect, such as a setting of the optimizer.
 
     Args:
-        name: The evaluation, for the message.
-        words: ``key=value``.
-        own: Further keys of the evaluation.
+        name: Name of the evaluation, for the message.
+        words: ``key=value`` words.
+        own: Keys of the evaluation itself.
     """
     short = {*own, *OTHERS}
     for key in sorted({word.partition("=")[0] for word in words} - short):

@@ -1,4 +1,4 @@
-"""``selftask export``: write the backbone, or the whole state, of a run's newest checkpoint."""
+"""``selftask export``: write the backbone or the whole state of a checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FORMATS = (*LIBRARIES, *FOREIGN, "safetensors", "checkpoint", "onnx")
 
 
 def main(argv: list[str]) -> int:
-    """Export and print the folder."""
+    """Export the model and print the folder."""
     if not argv:
         print(USAGE)
         return 0
@@ -95,9 +95,10 @@ def main(argv: list[str]) -> int:
 def export_model(
     address: str, out: str | None, *, weights: str | None, to: str, trust: bool = False
 ) -> str:
-    """Write the backbone of a file or library; return the path of the file.
+    """Write the backbone of a file or library; return the path of the written file.
 
-    Raises UserError as ``export_run`` does, and without a folder to write to.
+    Raises:
+        UserError: As ``export_run``, or if ``out`` is None.
     """
     from selftask.logs import info_on_stderr
     from selftask.models.weights.model_source import PRETRAINED, open_model
@@ -115,7 +116,7 @@ def export_model(
 
 @dataclass(frozen=True)
 class Average:
-    """Which average of weights to export: one kept by a hook, or of so many checkpoints."""
+    """Average of weights to export: of the hook ``kept``, or of the newest ``checkpoints``."""
 
     kept: str | None = None
     checkpoints: int | None = None
@@ -136,18 +137,19 @@ def export_run(
     average: Average = Average(),
     checkpoint: Path | None = None,
 ) -> Path:
-    """Write the model of a checkpoint of ``run``, the newest one; return the path of the file.
+    """Write the model of a checkpoint of ``run``; return the path of the written file.
 
     Args:
-        run: The folder of the run.
+        run: The run folder.
         out: The folder to write to.
         to: A format of ``FORMATS``.
-        trust: Allow a backbone, or modules, of the user's own code that the run names.
-        average: Which average of weights to write.
-        checkpoint: Another checkpoint of the run than the newest.
+        trust: Allow a backbone or modules of the user's own code that the run names.
+        average: Average of weights to write, if any.
+        checkpoint: A checkpoint of the run; None for the newest.
 
     Raises:
-        UserError: Without the checkpoints, and if the library named by ``to`` is another one.
+        UserError: If the run lacks the checkpoints, or if the backbone does not belong to the
+            library named by ``to``.
     """
     from selftask.checkpoint import store
     from selftask.config.load import load_config
@@ -194,12 +196,12 @@ def export_run(
 
 
 def _of_average(kept: str, state: Mapping[str, Any], name: str) -> bool:
-    """Return whether a tensor of a checkpoint is of the backbone, or of its average ``kept``."""
+    """Return whether a tensor of a checkpoint is in the backbone or in its average ``kept``."""
     return name.startswith(("model.backbone.", f"hooks.{kept}."))
 
 
 def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> Path:
-    """Write a backbone in a format of ``FORMATS``, which must suit it; return the path of the file.
+    """Write a backbone in a format of ``FORMATS`` that supports it; return the path of the file.
 
     Args:
         backbone: The backbone.
@@ -224,7 +226,7 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
 
 
 def _newest(run: Path, number: int) -> list[Path]:
-    """Return the newest checkpoints of a run, newest first. Raises UserError if there are fewer."""
+    """Return ``number`` checkpoints, newest first; raise UserError if there are fewer."""
     from selftask.checkpoint.rotation import checkpoints
 
     paths = checkpoints(run / "checkpoints")
@@ -237,7 +239,7 @@ def _newest(run: Path, number: int) -> list[Path]:
 
 
 def _with_statistics(backbone: nn.Module, config: Config) -> nn.Module:
-    """Return the averaged backbone with its own BatchNorm statistics, if the run has the hook."""
+    """Recompute the BatchNorm statistics of the averaged backbone if the run has ``precise_bn``."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from selftask.data.loading.data_module import DataModule

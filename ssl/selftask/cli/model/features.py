@@ -35,7 +35,7 @@ CLUSTERS, RANKING = "clusters.csv", "ranking.csv"
 
 
 def main(argv: list[str]) -> int:
-    """Compute and write features; print the folder."""
+    """Compute and write the features, and print the folder."""
     if not argv:
         print(USAGE)
         return 0
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
-    """Return ``out``, the number of clusters (0: none), and the overrides of the config."""
+    """Return ``out``, the number of clusters (0: no clustering), and the config overrides."""
     asked = [text.partition("=")[2] for text in overrides if text.startswith("out=")]
     if not asked or not asked[-1]:
         raise UserError("features needs out=DIR, the folder to write to")
@@ -84,7 +84,7 @@ def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
 
 
 def _write(folder: Path, frozen: Frozen, facts: dict[str, Any]) -> np.ndarray:
-    """Write the features batch by batch; return those of the last file, mapped into memory."""
+    """Write the features batch by batch; return those of the last file, memory-mapped."""
     import numpy as np
 
     from selftask.evaluate.feature_files import write_features
@@ -107,7 +107,7 @@ def _write(folder: Path, frozen: Frozen, facts: dict[str, Any]) -> np.ndarray:
 
 
 def _write_clusters(folder: Path, features: np.ndarray, seed: int, num_clusters: int) -> None:
-    """Cluster the features and write each image's cluster as its label."""
+    """Cluster the features and write the cluster of each image as its label."""
     import numpy as np
     import torch
 
@@ -123,7 +123,7 @@ def _write_clusters(folder: Path, features: np.ndarray, seed: int, num_clusters:
 
 
 def _write_ranking(folder: Path, features: np.ndarray) -> None:
-    """Write each image's cosine to the nearest other image, smallest first."""
+    """Write the cosine similarity of each image to its nearest other image, smallest first."""
     import numpy as np
     import torch
 

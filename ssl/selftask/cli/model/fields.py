@@ -1,4 +1,4 @@
-"""``key=value`` words of a command as fields of a dataclass, by their types and limits."""
+"""Convert ``key=value`` words of a command to fields of a dataclass, with types and limits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def take_fields(words: list[str], kind: type[T]) -> tuple[T, list[str]]:
     """Return an instance of a dataclass from the words that name its fields, and the other words.
 
     Args:
-        words: Of the command line; values are YAML, as in a config.
-        kind: A dataclass, all of whose fields have defaults. Its ``problems()``, if it has them,
-            are sentences on what is wrong.
+        words: Words of the command line; values are YAML, as in a config.
+        kind: A dataclass whose fields all have defaults. If it has a method ``problems``, that
+            returns error messages.
 
     Raises:
-        UserError: For values of the wrong type or outside of their limits.
+        UserError: If a value has the wrong type or violates its limits, or if there are problems.
     """
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     types = typing.get_type_hints(kind)

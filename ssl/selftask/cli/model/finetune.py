@@ -36,7 +36,7 @@ normalization; `selftask config {RECIPE}` shows the recipe.
 
 
 def main(argv: list[str]) -> int:
-    """Translate the model into config overrides, then run ``selftask train``."""
+    """Convert the model to config overrides and run ``selftask train``."""
     if not argv:
         print(USAGE)
         return 0
@@ -50,13 +50,14 @@ def main(argv: list[str]) -> int:
 def recipe_words(address: str, words: list[str]) -> list[str]:
     """Return the overrides of RECIPE for this model and its run, followed by those in ``words``.
 
-    Raises UserError for a model that is not there, or whose architecture is code without
-    ``trust=true``.
+    Raises:
+        UserError: If there is no such model, or if its architecture is the user's code and
+            ``trust=true`` is not given.
     """
     from selftask.config.compose.compose import import_plugins
     from selftask.models.weights.model_source import NONE, PRETRAINED, describe_model
 
-    import_plugins(words)  # may have a handler for the address
+    import_plugins(words)  # a plug-in may register a handler for the address
     words, trust = take_trust(words)
     weights, words = take("weights", words)
     asked_size, words = take("image_size", words)
@@ -79,8 +80,8 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
 def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
     """Return overrides that give views and evaluation the model's size and normalization.
 
-    The recipe's crops get the model's size and normalization. A model that was shown images as they
-    are (the digits) is trained on what it was evaluated with.
+    A model that received images in their own size (the digits) is trained with the transforms of
+    its evaluation.
     """
     shown = facts.get("transforms")
     if not shown:
@@ -96,7 +97,7 @@ def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data_of_run(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
-    """Return the data of the run, unless ``words`` name other data."""
+    """Return the data of the run, or nothing if ``words`` give other data."""
     own = expand_user(local_run(address)) / "config.yaml"
     keys = {word.partition("=")[0] for word in words}
     if not exists(own) or keys & {"data", "data.name", "data.path"}:

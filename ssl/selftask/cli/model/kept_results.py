@@ -1,4 +1,4 @@
-"""Results of evaluations, appended to a file of the run."""
+"""Append results of evaluations to a file in the run folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from selftask.files.addresses import is_remote
 from selftask.files.paths import is_folder
 from selftask.logs import json_row, utc_now
 
-NAME = "evaluations.jsonl"  # in the folder of a run
+NAME = "evaluations.jsonl"  # in the run folder
 
 
 def keep(
@@ -22,10 +22,10 @@ def keep(
     """Append a result to the ``evaluations.jsonl`` of a run, if it can be written.
 
     Args:
-        address: A run; nothing is kept of other models.
+        address: The run; results of other models are not written.
         evaluation: Name of the evaluation.
         overrides: Its ``key=value`` words.
-        step: Number of steps of the weights.
+        step: Number of steps for which the weights were trained.
         row: Metrics by name.
     """
     if not (addresses.is_folder(address) if is_remote(address) else is_folder(address)):

@@ -1,4 +1,4 @@
-"""Frozen models and their images, for `eval` and `features`."""
+"""Load frozen models and their images for `eval` and `features`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.data.loading.open_data import Sources
 
-SHIPPED = "base/evaluate.yaml"  # the recipe for models that no run made
+SHIPPED = "base/evaluate.yaml"  # recipe for models that are not from a run
 MODEL = """\
 RUN_OR_MODEL  a run's folder (its export, or without one its newest checkpoint), the folder of a
               sharded checkpoint, an exported backbone.pt, timm:NAME or torchvision:NAME"""
@@ -32,7 +32,7 @@ eval.transforms=[...]  how images are shown; default: as in the run, or as the l
 
 @dataclass(frozen=True)
 class Frozen:
-    """A model on the CPU, its facts, the images and the device to compute on."""
+    """A model on the CPU, its metadata, the images, and the device to compute on."""
 
     backbone: nn.Module
     facts: dict[str, Any]
@@ -42,13 +42,19 @@ class Frozen:
 
 
 def open_frozen(address: str, overrides: list[str], export: Path | None = None) -> Frozen:
-    """Return the model at ``address`` and the images of its run, or of ``overrides``.
+    """Return the model at ``address`` and the images of its run, or those in ``overrides``.
 
-    Images are shown as the run's config says; without a run, as the model's own facts say. Settings
-    in ``overrides`` count more than both. ``trust=true`` among them allows code that the run or
-    file names. With ``export``, a ``backbone.pt``, the model is that one, and only the config is of
-    the run. Raises UserError for whatever is not there or does not fit, mistakes in
-    ``overrides`` before anything is loaded.
+    Images are transformed as in the run's config or, without a run, as in the model's metadata.
+
+    Args:
+        address: A run, a file, or a model of timm or torchvision.
+        overrides: ``key=value`` words, which take precedence over config and metadata.
+            ``trust=true`` allows code that the run or file names.
+        export: A ``backbone.pt`` to load in place of the run's weights.
+
+    Raises:
+        UserError: If anything is missing or does not fit. Mistakes in ``overrides`` are reported
+            before anything is loaded.
     """
     from selftask.checkpoint.mirror import local_run
     from selftask.config.compose import recipes
@@ -58,8 +64,8 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     from selftask.config.load import load_config
 
     overrides, trust = take_trust(overrides)
-    overrides = ["eval.loss=false", *overrides]  # of the method, which is not loaded
-    import_plugins(overrides)  # may have a handler for the address
+    overrides = ["eval.loss=false", *overrides]  # the method is not loaded
+    import_plugins(overrides)  # a plug-in may register a handler for the address
     weights, overrides = take("weights", overrides)
     address = local_run(address)
     own = expand_user(address) / "config.yaml"
@@ -79,7 +85,8 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     from selftask.models.weights.model_source import PRETRAINED, open_model
 
     asked = config.place("data.stage_to").startswith("command line")
-    stage_to = config.data.stage_to if trust or asked else None  # a received run writes nowhere
+    # A run of someone else must not choose a folder to write to.
+    stage_to = config.data.stage_to if trust or asked else None
     sources = copy_data(open_data(config.data), stage_to)
     chosen = weights or PRETRAINED
     with info_on_stderr():
@@ -100,7 +107,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
 
 
 def _has_lost_labels(config: Config) -> bool:
-    """Return whether images that are not the run's have its ``labels: false`` unasked."""
+    """Return whether other images than the run's have inherited its ``labels: false``."""
     given = [config.place(key).startswith("command line") for key in ("data.path", "data.labels")]
     return config.data.source.args.get("labels") is False and given == [True, False]
 

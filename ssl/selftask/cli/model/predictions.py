@@ -1,4 +1,4 @@
-"""``selftask eval predictions``: metrics of files that ``selftask test`` has written."""
+"""``selftask eval predictions``: compute metrics of files written by ``selftask test``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ confusion=FILE  also write the numbers of images by label (rows) and predicted c
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Words of the command line."""
+    """Options of the command line."""
 
     topk: list[int] | None = None
     bins: int = setting(15, min=1)

@@ -35,7 +35,7 @@ _OWN = ("truth", "whiten")
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, print the figures, and append them to the run's ``evaluations.jsonl``."""
+    """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
     if not argv or "=" in argv[0]:
         raise UserError(f"eval retrieval needs a run or model before any key=value\n{USAGE}")
     address, overrides = argv[0], argv[1:]
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 
 def _open_images(data: str) -> Source:
-    """Return the images of ``data``, as a config would open them."""
+    """Return the source of images that ``data=`` would open in a config."""
     from selftask.config.compose import recipes
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import open_data
@@ -83,7 +83,7 @@ def _open_images(data: str) -> Source:
 
 
 def _table(row: dict[str, float], parts: list[str]) -> str:
-    """Return the metrics of each part as a line."""
+    """Format the metrics of each part as a line."""
     first = next(f"retrieval_{part}_" for part in parts if f"retrieval_{part}_map" in row)
     names = [name.removeprefix(first) for name in row if name.startswith(first)]
     width = max(map(len, parts))

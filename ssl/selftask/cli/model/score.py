@@ -1,4 +1,4 @@
-"""``selftask test``: score a trained network, its classifier included, on labelled images."""
+"""``selftask test``: evaluate a trained network with its classifier on labelled images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ A method without a classifier has no meters: its loss is that of data=DIR in the
 
 
 def main(argv: list[str]) -> int:
-    """Print the scores of a run."""
+    """Print the loss and the meters of a run."""
     if not argv or "=" in argv[0]:
         raise UserError(f"test needs a RUN before any key=value\n{USAGE}")
     words, trust = take_trust(argv[1:])
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def _beside(config: Config, checkpoint: Path, folder: Path, average: str | None) -> Config:
-    """Return the config of a task that only loads the checkpoint, on one process."""
+    """Return the config of a task on one process that only loads the checkpoint."""
     from selftask.task.loaded import config_to_load
 
     hooks = {key: hook for key, hook in config.hooks.items() if key == average}
@@ -69,7 +69,10 @@ def _beside(config: Config, checkpoint: Path, folder: Path, average: str | None)
 
 
 def _scores(config: Config, predictions: str | None) -> dict[str, float]:
-    """Return step, loss and meters, and write predictions; or the loss in the views of training."""
+    """Return step, loss and meters, and write predictions.
+
+    If the method does not output logits, return its loss with the views of training.
+    """
     from contextlib import nullcontext
 
     from selftask.evaluate.predictions import prediction_file

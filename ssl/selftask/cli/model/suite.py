@@ -1,4 +1,4 @@
-"""``selftask eval suite``: the same evaluations of all checkpoints of a run."""
+"""``selftask eval suite``: run the same evaluations for all checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ weights=ema   the average that hooks.ema (swa) keeps, instead of the trained wei
 {VERBOSITY}"""
 
 OPTIONS = {"--follow": bool, "--slurm": bool, "--slurm-each": bool}
-_POLL_S = 10.0  # between two looks at a run that is followed
+_POLL_S = 10.0  # interval between checks for new checkpoints with --follow
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate or submit; print the table."""
+    """Evaluate and print the table, or submit a job that evaluates."""
     words, options = take_options(argv, OPTIONS)
     if "--slurm-each" in options and len(options) > 1:
         raise UserError("eval suite: --slurm-each goes without --slurm and --follow")
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def _evaluate(request: Request, *, follow: bool) -> None:
-    """Evaluate what has no result yet, and print the table."""
+    """Run the evaluations that have no result yet, and print the table."""
     from selftask.logs.checkpoint_results import CheckpointResults, format_table
     from selftask.report.overview.run_line import read_line
 
@@ -90,7 +90,7 @@ def _evaluate(request: Request, *, follow: bool) -> None:
 def _evaluate_one(
     request: Request, path: Path, evaluations: list[str], results: CheckpointResults
 ) -> None:
-    """Evaluate one checkpoint and keep its metrics."""
+    """Evaluate one checkpoint and store its metrics."""
     from selftask.cli.model.checkpoint_model import open_checkpoint
     from selftask.evaluate.offline import evaluate_backbone
 

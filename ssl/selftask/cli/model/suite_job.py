@@ -1,4 +1,4 @@
-"""``selftask eval suite`` as a SLURM job, through submitit."""
+"""``selftask eval suite`` as a SLURM job, submitted with submitit."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class SuiteJob:
-    """The command as a picklable callable for submitit; results that are there are not repeated."""
+    """The command as a picklable callable for submitit; existing results are not repeated."""
 
-    words: list[str]  # after `selftask eval suite`
+    words: list[str]  # arguments of `selftask eval suite`
     folder: str  # working directory of the submission
-    out: str  # where the end of a failed job is recorded: not in the run itself
-    config: dict[str, Any]  # `launch`, for the epilogue of the job
+    out: str  # folder in which the job's end is recorded; not the run folder itself
+    config: dict[str, Any]  # the section `launch`, for the epilogue of the job
 
     def __call__(self) -> None:
-        """Evaluate on the node.
+        """Run the evaluations on the node.
 
         Raises:
             RunError: If the command failed.
@@ -55,22 +55,23 @@ class SuiteJob:
         """Return this job to run after a requeue."""
         return DelayedSubmission(self)
 
-    __submitit_checkpoint__ = checkpoint  # submitit 1.5.4 looks for both names
+    __submitit_checkpoint__ = checkpoint  # submitit 1.5.4 uses both names
 
 
 def submit_suite(request: Request, config: Config, *, each: bool, follow: bool = False) -> str:
-    """Submit what has no result yet, and return the id of the job.
+    """Submit a job for the evaluations that have no result yet, and return its id.
 
     Args:
-        request: What is asked for.
-        config: The run's, with ``launch.slurm`` of the command line.
-        each: One job for each checkpoint, as an array, instead of one for all.
-        follow: The job goes on with new checkpoints until the run has ended.
+        request: The requested evaluations.
+        config: Config of the run, with ``launch.slurm`` of the command line.
+        each: Submit an array with one job for each checkpoint, not one job for all.
+        follow: The job waits for new checkpoints until the run has ended.
 
     Raises:
-        UserError: If there is nothing to do, a job does it already, or SLURM refuses it.
+        UserError: If there is nothing to do, an earlier job is still queued, or SLURM refuses the
+            job.
     """
-    open_data(config.data)  # mistakes are found here, not on the node
+    open_data(config.data)  # reports mistakes before the job is submitted
     out = request.run.absolute() / FOLDER
     results = CheckpointResults(request.run, request.settings)
     steps = [step_of(path) for path in request.chosen()]
@@ -98,7 +99,7 @@ def submit_suite(request: Request, config: Config, *, each: bool, follow: bool =
 
 
 def _check_idle(run: Path, noted: Path) -> None:
-    """Raise UserError if a job that was submitted before is still in the queue."""
+    """Raise UserError if an earlier job is still in the queue."""
     for job, state in queue.queue(read_json(noted).get("jobs", [])).items():
         if state.split()[0] in queue.WAITING:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What ``selftask eval suite`` is asked for: a run, its checkpoints, evaluations and settings."""
+"""Arguments of ``selftask eval suite``: a run, its checkpoints, evaluations and settings."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _ON_ANY_MACHINE = ("train.device", "train.threads", "data.num_workers", "launch"
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """Requested evaluations of the checkpoints of a run."""
 
     run: Path
     evaluations: list[str]
-    words: list[str]  # key=value for the config and the choice of weights
+    words: list[str]  # key=value words for the config and the choice of weights
     checkpoints: str
     every: int
 
     def chosen(self) -> list[Path]:
-        """Return the checkpoints that are there now, oldest first.
+        """Return the selected checkpoints that exist now, oldest first.
 
         Raises:
-            UserError: If there is no best one.
+            UserError: If the best checkpoint is selected and there is none.
         """
         if self.checkpoints == "best":
             best = named_checkpoint(f"{self.run}@best")
@@ -49,7 +49,7 @@ class Request:
         return [path for path in found if fnmatch(str(step_of(path)), pattern)]
 
     def overrides(self, evaluations: list[str]) -> list[str]:
-        """Return the words with the fields of evaluations spelt out."""
+        """Return the config overrides for these evaluations, with complete keys."""
         asked = ", ".join(f"{name}: {{}}" for name in evaluations)
         own = {word for word in self.words if word.partition(".")[0] in self.evaluations}
         rest = [word for word in self.words if word not in own]
@@ -58,18 +58,18 @@ class Request:
 
     @property
     def settings(self) -> list[str]:
-        """The words that change the figures."""
+        """The words that affect the results."""
         return sorted(w for w in self.words if not _key(w).startswith(_ON_ANY_MACHINE))
 
 
 def read_request(words: list[str]) -> tuple[Request, Config]:
-    """Return the request and the config of the run with its words.
+    """Return the request, and the config of the run with the overrides of the request.
 
     Args:
-        words: The run, names of evaluations, ``key=value``.
+        words: The run, followed by names of evaluations and ``key=value`` words.
 
     Raises:
-        UserError: If anything is wrong with them.
+        UserError: If a word is invalid or the run does not exist.
     """
     run = expand_user(words[0])
     if not exists(run / "config.yaml"):

@@ -1,4 +1,4 @@
-"""``selftask model-summary``: parameters, multiply-adds, activations, memory of each module."""
+"""``selftask model-summary``: parameters, multiply-adds, activations and memory by module."""
 
 from __future__ import annotations
 

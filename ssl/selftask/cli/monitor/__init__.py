@@ -1,1 +1,1 @@
-"""Commands that watch runs: ``runs``, ``watch``."""
+"""Commands that monitor runs: ``runs`` and ``watch``."""

@@ -1,4 +1,4 @@
-"""``selftask runs``: a table of all runs below a folder."""
+"""``selftask runs``: print a table of all runs below a folder."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _read(words: list[str]) -> _Wanted:
 
 
 def folder_of(word: str, command: str = "runs") -> Path:
-    """Return a folder of runs that a user names; raise UserError if it is none."""
+    """Return the local folder that a word names; raise UserError if there is none."""
     if is_remote(word):
         raise UserError(f"{word}: an address; copy its runs to a folder, or name a local one")
     if not paths.is_folder(word):
@@ -89,7 +89,7 @@ def folder_of(word: str, command: str = "runs") -> Path:
 
 
 def lines_of(folders: list[Path]) -> list[RunLine]:
-    """Return the lines of all runs below folders, with the states of their jobs."""
+    """Return a line for each run below the folders, with the state of its job."""
     runs: dict[Path, RunLine] = {}
     jobs: dict[Path, str] = {}
     for folder in folders:
@@ -125,7 +125,7 @@ def _text(wanted: _Wanted) -> list[str]:
 
 
 def _watch(wanted: _Wanted) -> int:
-    """Draw the table again and again; without a terminal raise UserError."""
+    """Redraw the table until Ctrl-C; raise UserError without a terminal."""
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         raise UserError("--watch needs a terminal; without it the table is printed once")
     try:

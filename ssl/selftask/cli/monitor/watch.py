@@ -1,4 +1,4 @@
-"""``selftask watch``: live pages of a folder of runs."""
+"""``selftask watch``: serve live pages of a folder of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``selftask new``: write the first files of a method, hook, train step or project."""
+"""``selftask new``: write a method, hook, train step or project from templates."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _FILES = {
         "project_images.yaml": "${name}/src/${name}/configs/${name}/images.yaml",
         "project_test.py": "${name}/tests/test_${name}.py",
     },
-}  # kind -> template -> path of the file
+}  # kind -> template -> path of the file to write
 _REGISTRIES = {"method": METHODS, "hook": HOOKS, "step": TRAIN_STEPS, "project": METHODS}
 
 
 def main(argv: list[str]) -> int:
-    """Write the files and print them, and what to do next."""
+    """Write the files; print their paths and the next steps."""
     if len(argv) != 2:
         raise UserError(f"new needs a kind and a NAME\n{USAGE}")
     kind, name = argv
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_name(kind: str, name: str) -> None:
-    """Raise UserError unless ``name`` is free as a module and as a registered name."""
+    """Raise UserError if ``name`` is already a module or a registered name."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         meant = "".join(c if c.isalnum() else "_" for c in name).strip("_").lower()
         hint = f", such as {meant!r}" if meant.isidentifier() and meant != name else ""
@@ -83,14 +83,14 @@ def _check_name(kind: str, name: str) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether a module is found elsewhere than in the current folder."""
+    """Return whether a module is found outside the current folder."""
     here = ("", os.getcwd())
     path = [folder for folder in sys.path if folder not in here]
     return importlib.machinery.PathFinder.find_spec(name, path) is not None
 
 
 def _fill(kind: str, name: str) -> dict[Path, str]:
-    """Return the text of each file."""
+    """Return path -> text of the files."""
     words = {
         "name": name,
         "dashed": name.replace("_", "-"),

@@ -1,4 +1,4 @@
-"""What may stand at the end of a command line. Does not import torch."""
+"""Completions of a command line. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIBRARIES = ("timm:", "torchvision:")
 
 
 def candidates(line: str) -> list[str]:
-    """Return whole words that the last word of ``line`` may become.
+    """Return the possible completions of the last word of ``line``, as whole words.
 
     Args:
         line: The command line up to the cursor, beginning with ``selftask``.
@@ -41,7 +41,10 @@ def candidates(line: str) -> list[str]:
 
 
 def _split(line: str) -> list[str]:
-    """Return the words of a line, the last one empty after a blank; an open quote is left open."""
+    """Return the words of a line; after a blank, the last one is empty.
+
+    A line with an unclosed quote is split at blanks.
+    """
     try:
         words = shlex.split(line)
     except ValueError:
@@ -54,13 +57,13 @@ def _matching(words: Iterable[str], start: str) -> list[str]:
 
 
 def _options(name: str) -> list[str]:
-    """Return the options that the command's help tells of."""
+    """Return the options in the command's usage text."""
     usage = str(importlib.import_module(COMMANDS[name][0]).USAGE)
     return list(dict.fromkeys([*_OPTION.findall(usage), "--help"]))
 
 
 def _arguments(name: str, before: list[str], last: str) -> list[str]:
-    """Return what fits the next argument, as the line of the command in ``--help`` names it."""
+    """Return completions of the next argument, by the command's line in ``selftask --help``."""
     given = [word for word in before if "=" not in word and not word.startswith("-")]
     if name == "list":
         from selftask.cli.list import KINDS
@@ -82,7 +85,7 @@ def _arguments(name: str, before: list[str], last: str) -> list[str]:
 
 
 def _of_kind(kind: str, last: str) -> list[str]:
-    """Return names or paths for an argument such as ``RECIPE`` or ``RUN_OR_MODEL``."""
+    """Return the names or paths that complete an argument ``RECIPE``, ``RUN_OR_MODEL``, ..."""
     found: list[str] = []
     if "RECIPE" in kind or "METHOD" in kind:
         found += _matching(recipe_names(), last)
@@ -97,7 +100,7 @@ def _of_kind(kind: str, last: str) -> list[str]:
 
 
 def recipe_names() -> list[str]:
-    """Return methods that have a recipe, then all recipes: those of a method after its slash."""
+    """Return the methods that have a recipe (``simclr``), then all recipes (``simclr/digits``)."""
     from selftask.config.compose.recipes import shipped
 
     names = list(shipped())

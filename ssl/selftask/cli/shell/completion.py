@@ -1,4 +1,4 @@
-"""``selftask completion``: a script that makes a shell complete selftask's commands."""
+"""``selftask completion``: print a script for shell completion of selftask's commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ key=value: the keys of `optimizer.`, the names of `optimizer=`.
   zsh:   eval "$(selftask completion zsh)"     in ~/.zshrc, after compinit
   fish:  selftask completion fish > ~/.config/fish/completions/selftask.fish"""
 
-# bash splits words at = and :, so it gets candidates without the part before the last of these.
+# bash splits words at = and :, so its candidates lack the part before the last of these.
 _BASH = r"""_selftask() {
     local line="${COMP_LINE:0:COMP_POINT}" IFS=$'\n' word before
     word="${line##*[[:space:]]}"
@@ -51,7 +51,7 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def main(argv: list[str]) -> int:
-    """Print the script of a shell; for those scripts, the candidates of ``--line TEXT``."""
+    """Print the script for a shell, or the completions of ``--line TEXT`` for such a script."""
     words, options = take_options(argv, {"--line": str})
     if "--line" in options:
         from selftask.cli.shell.candidates import candidates

@@ -1,4 +1,4 @@
-"""Keys and values of a config that a word ``key=value`` may become."""
+"""Completions of a word ``key=value``: keys and values of a config."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from selftask.config.schema_reader import Schema
 from selftask.config.sections import SCHEMA
 from selftask.registry import REGISTRIES, Registry
 
-_BESIDE = ("import", "image_size")  # keys that are no field of Config
-_GIVEN = ("recipe",)  # a field that is no key
+_BESIDE = ("import", "image_size")  # keys that are not fields of Config
+_GIVEN = ("recipe",)  # a field that is not a key
 
 
 @dataclass(frozen=True)
 class Place:
-    """What stands at a key.
+    """Possible values and inner keys of a key.
 
     Args:
         schema: Fields of a section; None for a plain value.
-        names: Registry of the names that the value may be.
-        entries: Registry of the keys below, such as those of ``hooks``.
+        names: Registry whose names are valid values.
+        entries: Registry whose names are valid inner keys, as for ``hooks``.
         kind: Type of a plain value.
-        is_entry: Whether ``{}`` puts it into a mapping, and ``null`` takes it out.
+        is_entry: Whether the key is an entry of a mapping, which ``{}`` adds and ``null`` removes.
     """
 
     schema: Schema | None = None
@@ -40,12 +40,12 @@ class Place:
 
 
 def override_candidates(word: str, before: list[str]) -> list[str]:
-    """Return whole words ``key=value`` that ``word`` may become.
+    """Return the completions of ``word`` to ``key=value``, as whole words.
 
     Args:
-        word: The beginning: of a key, or of a value after ``=``.
-        before: The words between the command and this one; a recipe or ``optimizer=sgd`` among
-            them decides which keys there are.
+        word: The beginning of a key, or a key with the beginning of its value after ``=``.
+        before: The words between the command and this one. A recipe or ``optimizer=sgd`` among
+            them determines the valid keys.
     """
     key, equals, value = word.partition("=")
     named = _names_in(before)
@@ -64,14 +64,14 @@ def override_candidates(word: str, before: list[str]) -> list[str]:
 
 
 def _names_in(words: list[str]) -> dict[str, str]:
-    """Return the names that the command line gives to ``method``, ``optimizer`` and so on."""
+    """Return the names of method, optimizer, ... on the command line, by key."""
     pairs = [word.partition("=")[::2] for word in words if "=" in word]
     method = {"method": words[0].partition("/")[0]} if words and "=" not in words[0] else {}
     return {**method, **{key.removesuffix(".name"): value for key, value in pairs}}
 
 
 def place_of(key: tuple[str, ...], named: dict[str, str]) -> Place | None:
-    """Return what stands at a key; None if there is nothing."""
+    """Return the possible values and inner keys of a key, or None for an unknown key."""
     place: Place | None = Place(schema=SCHEMA)
     for number, name in enumerate(key):
         if place is None:
@@ -88,7 +88,10 @@ def place_of(key: tuple[str, ...], named: dict[str, str]) -> Place | None:
 
 
 def _of_field(field: Field[Any], kind: Any, name: str) -> Place:
-    """Return what a field holds; ``name`` is that of its component, if the words give one."""
+    """Return the possible values and inner keys of a field.
+
+    ``name`` is the name of its component on the command line, or empty.
+    """
     registry = REGISTRIES.get(field.metadata.get("of", ""))
     options = _options(kind)
     if not name and isinstance(field.default, Component):
@@ -110,7 +113,7 @@ def _of_field(field: Field[Any], kind: Any, name: str) -> Place:
 
 
 def _component(registry: Registry, name: str) -> Place:
-    """Return the fields of a named thing; none if there is no such name."""
+    """Return the fields of a component, or no fields for an unknown name."""
     config = config_class(registry, name) if name in registry else None
     return Place(schema=Schema.of(config))
 
@@ -142,7 +145,7 @@ def _keys(place: Place | None) -> list[str]:
 
 
 def _ends(place: Place | None) -> Iterator[str]:
-    """Yield ``=`` if a key takes a value, and ``.`` if there are keys below."""
+    """Yield ``=`` if a key takes a value, and ``.`` if it has inner keys."""
     below = bool(_keys(place))
     plain = place is not None and any(not is_dataclass(o) for o in _options(place.kind) if o)
     if place is None or not below or plain or place.names is not None or place.is_entry:
@@ -152,7 +155,7 @@ def _ends(place: Place | None) -> Iterator[str]:
 
 
 def _values(key: str, named: dict[str, str]) -> list[str]:
-    """Return the values that can be listed: names, choices, true and false."""
+    """Return the values of a key that can be listed: names, choices, true and false."""
     place = place_of(tuple(key.split(".")), named)
     if place is None:
         return []

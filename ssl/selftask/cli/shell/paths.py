@@ -1,4 +1,4 @@
-"""Paths that a word may become."""
+"""Completions of paths."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_MANY = 2000  # names of a folder that are looked at; the folders of data sets have millions
+_MANY = 2000  # largest number of names read from a folder; data sets have millions
 
 
 def path_candidates(text: str, endings: tuple[str, ...] = ()) -> list[str]:
-    """Return the folders, with a slash, and files with these endings that begin with ``text``."""
+    """Return the folders (with a slash) and the files with these extensions that match ``text``."""
     found = []
     for shown, entry in _entries(text):
         if entry.is_dir():
@@ -21,7 +21,7 @@ def path_candidates(text: str, endings: tuple[str, ...] = ()) -> list[str]:
 
 
 def run_candidates(text: str) -> list[str]:
-    """Return the runs that begin with ``text``, and the folders on the way to others."""
+    """Return the run folders that begin with ``text``, and folders that may contain others."""
     found = []
     for shown, entry in _entries(text):
         if (Path(entry.path) / "config.yaml").is_file():
@@ -32,7 +32,7 @@ def run_candidates(text: str) -> list[str]:
 
 
 def _entries(text: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield what begins with ``text`` as it would be written, hidden names left out."""
+    """Yield path and entry of each name that begins with ``text``, except hidden ones."""
     folder, slash, start = text.rpartition("/")
     where = os.path.expanduser(f"{folder}{slash}") or "."
     try:
@@ -40,5 +40,5 @@ def _entries(text: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
             for _, entry in zip(range(_MANY), entries, strict=False):
                 if entry.name.startswith(start) and not entry.name.startswith("."):
                     yield f"{folder}{slash}{entry.name}", entry
-    except OSError:  # no such folder, or not allowed: nothing to offer
+    except OSError:  # the folder is missing or not readable
         return

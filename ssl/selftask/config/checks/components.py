@@ -1,4 +1,4 @@
-"""Problems reported by named things (methods, hooks, transforms, ...) themselves."""
+"""Problems reported by the components of a config themselves (methods, hooks, transforms, ...)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from selftask.registry import (
 
 
 def component_problems(config: Config) -> Iterator[tuple[Key, str]]:
-    """Yield the problems of all named things with their arguments and the rest of the config."""
+    """Yield the problems that components report about their arguments and the whole config."""
     whole = config.to_dict()
     named: list[tuple[Component, Registry, Key]] = [
         (config.data.source, SOURCES, ("data",)),
@@ -61,13 +61,13 @@ def component_problems(config: Config) -> Iterator[tuple[Key, str]]:
 def iter_problems(
     component: Component, registry: Registry, key: Key, whole: dict[str, Any]
 ) -> Iterator[tuple[Key, str]]:
-    """Yield key and text of each problem of one named thing and those in its arguments.
+    """Yield key and text of each problem of a component and of the components in its arguments.
 
     Args:
-        component: The thing, with complete arguments.
+        component: The component, with complete arguments.
         registry: The registry of its name.
-        key: Where it stands in the config.
-        whole: The whole config, plain.
+        key: Its key in the config.
+        whole: The whole config as plain values.
     """
     for nested, its_registry, place in inner_components(component, registry, key):
         yield from iter_problems(nested, its_registry, place, whole)
@@ -86,7 +86,7 @@ def iter_problems(
 def inner_components(
     component: Component, registry: Registry, key: Key
 ) -> Iterator[tuple[Component, Registry, Key]]:
-    """Yield the named things in the arguments of a named thing, one level deep."""
+    """Yield the components in the arguments of a component, one level deep."""
     config = _config_class(component, registry)
     for field in dataclasses.fields(config) if config else ():
         if "of" in field.metadata:
@@ -95,12 +95,12 @@ def inner_components(
 
 
 def _config_class(component: Component, registry: Registry) -> Any:
-    """Return the config class; None if there is none, as for Classy Vision's."""
+    """Return the config class, or None for components without one, such as Classy Vision's."""
     return config_class(registry, component.name) if component.name in registry else None
 
 
 def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
-    """Yield the named things in a list, tuple or mapping, or in lists in these, with their keys."""
+    """Yield the components in nested lists, tuples and mappings, with their keys."""
     if isinstance(value, dict) and "name" not in value:
         for name, item in value.items():
             yield from _named_in(item, (*key, name))

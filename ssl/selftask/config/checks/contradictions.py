@@ -1,4 +1,4 @@
-"""Checks of values against each other, across sections of a config."""
+"""Checks that values of different sections of a config do not contradict each other."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _views(config: Config) -> Iterator[Problem]:
         if key[0] == "eval" and not names and not config.eval.evaluations:
             continue
         if key[0] == "views" and not config.views[key[1]].count:
-            continue  # never reaches a network
+            continue  # its views are only inputs of other groups
         if not names or not grid.normalizes(names[-1]):
             last = f"its last is {names[-1]!r}" if names else "it is empty"
             known = " or ".join(repr(name) for name in TRANSFORMS if grid.normalizes(name))
@@ -123,7 +123,7 @@ def _views(config: Config) -> Iterator[Problem]:
 
 
 def _derived_views(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """Yield problems of groups that are made from others."""
+    """Yield problems of groups whose views are made from the views of another group."""
     above: list[str] = []
     for name, group in views.items():
         key = ("views", name, "of")
@@ -144,7 +144,7 @@ def _derived_views(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
 
 
 def _number_of_views(config: Config) -> Iterator[Problem]:
-    """Yield problems of views that are not those that the method declares."""
+    """Yield problems of views that do not match what the method declares."""
     method = config.method.name
     declared = METHODS.declared(method, "views", (1, None))
     numbers = num_views(config.views)
@@ -164,7 +164,7 @@ def _number_of_views(config: Config) -> Iterator[Problem]:
 
 
 def _range(least: int, most: int | None) -> str:
-    """``2 views``, ``1 view or more``, ``2 to 4 views``."""
+    """Format a range of view counts: ``2 views``, ``1 view or more``, ``2 to 4 views``."""
     if most == least:
         return f"{least} {plural('view', least)}"
     if most is None:
@@ -189,7 +189,10 @@ def _engine(config: Config) -> Iterator[Problem]:
 
 
 def unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """Yield transforms, also nested ones, without the batched form of data.augment_on=device."""
+    """Yield transforms without a batched form, which ``data.augment_on=device`` needs.
+
+    Nested transforms are included.
+    """
     for key, transforms in _of_views(views).items():
         for index, transform in enumerate(transforms):
             yield from _unbatched(transform, TRANSFORMS, (*key, str(index)))

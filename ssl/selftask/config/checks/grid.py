@@ -1,4 +1,4 @@
-"""Image sizes of views and evaluation, compared with the patch grid of a vision transformer."""
+"""Checks of the image sizes of views and evaluation against a vision transformer's patch grid."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Problem = tuple[Key, str]
 
 
 def problems(config: Config) -> Iterator[Problem]:
-    """Yield problems of image sizes that the config's vision transformer cannot take.
+    """Yield problems of image sizes that the config's vision transformer does not accept.
 
-    Models of timm and torchvision that have to be built to know are checked by
-    ``selftask.models.build.check_sizes``.
+    Some models of timm and torchvision must be built before their sizes are known.
+    ``selftask.models.build.check_sizes`` checks those.
     """
     key, args = _grid(config.backbone)
     patch = args.get("patch_size")
@@ -38,15 +38,16 @@ def other_sizes(
 ) -> Iterator[Problem]:
     """Yield problems of views and evaluation for a backbone with one fixed grid.
 
-    A backbone whose positions are interpolated takes views of other sizes besides its own.
+    A backbone that interpolates its position embeddings also accepts views of other sizes.
 
     Args:
-        config: the config to check.
-        key: the section that holds the backbone's size.
-        built: pixels that the backbone takes, or None if it is built for the size of the views.
-        patch: pixels of a patch, or None for a backbone whose positions are not interpolated.
-        size: the field at ``key`` that sets the size.
-        dynamic: whether the backbone takes ``dynamic_img_size``.
+        config: The config to check.
+        key: Section that holds the backbone's image size.
+        built: Image size of the backbone in pixels, or None if it is built for the size of the
+            views.
+        patch: Patch size in pixels, or None for a backbone that does not interpolate positions.
+        size: Field at ``key`` that sets the image size.
+        dynamic: Whether the backbone has an option ``dynamic_img_size``.
     """
     sides = _view_sides(config)
     known = {side for side in sides.values() if side is not None}
@@ -77,7 +78,7 @@ def other_sizes(
 
 
 def undivided_sizes(config: Config, patch: int, *, evaluated: bool = True) -> Iterator[Problem]:
-    """Yield problems of views, and evaluation, with sizes that are not multiples of ``patch``."""
+    """Yield problems of views and evaluations whose size is not a multiple of ``patch``."""
     pipelines: dict[Key, list[Component]] = {
         ("views", name, "transforms"): group.transforms
         for name, group in config.views.items()
@@ -104,7 +105,8 @@ def title(backbone: Component) -> str:
 def _grid(backbone: Component) -> tuple[Key, Mapping[str, Any]]:
     """Return the section and the values of img_size, patch_size and dynamic_img_size.
 
-    A backbone that keeps them in another field, ``sizes_in``, answers by a method ``grid``.
+    A backbone that declares ``sizes_in`` keeps them in that section; its method ``grid`` returns
+    them.
     """
     section = BACKBONES.declared(backbone.name, "sizes_in", None)  # imports nothing
     if section is None:
@@ -119,7 +121,7 @@ def patch_size(backbone: Component) -> int | None:
 
 
 def multiples(size: int, patch: int) -> str:
-    """The nearest multiples of ``patch``, as a hint: ``try 96 or 112``."""
+    """Return the nearest multiples of ``patch`` as a hint: ``try 96 or 112``."""
     below = size // patch * patch
     return f"try {below} or {below + patch}" if below else f"try {patch}"
 
@@ -136,20 +138,20 @@ def output_side(transforms: list[Component]) -> int | None:
 
 
 def resizes(name: str) -> str | None:
-    """Return what a transform makes of an image's size: ``"square"``, of ``size`` pixels, or else.
+    """Return the class attribute ``resizes`` of a transform, or None if it has none.
 
-    By its class attribute ``resizes``; None if it has none.
+    ``"square"`` means that its output is a square with a side of ``size`` pixels.
     """
     return TRANSFORMS.declared(name, "resizes", None) if name in TRANSFORMS else None
 
 
 def normalizes(name: str) -> bool:
-    """Return whether a transform makes the numbers that a network takes, the end of a pipeline."""
+    """Return whether a transform normalizes pixels for the network, and so ends a pipeline."""
     return name in TRANSFORMS and bool(TRANSFORMS.declared(name, "normalizes", False))
 
 
 def keeps_size(transform: Component) -> bool:
-    """Whether a transform, with those inside of it, never changes an image's size."""
+    """Return whether a transform and all transforms nested in it keep an image's size."""
     name = transform.name
     ours = name in TRANSFORMS and TRANSFORMS.address(name).module.startswith("selftask.")
     inner = inner_components(transform, TRANSFORMS, ())

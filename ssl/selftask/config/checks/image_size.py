@@ -1,7 +1,7 @@
 """``image_size=96``: one key for the sizes of views, evaluation and a vision transformer's grid.
 
-A short form, as ``data=DIR`` is one: it is written out into the keys that it stands for, and the
-resolved config holds those.
+This is a short form, as ``data=DIR`` is. It sets several keys, and the resolved config has only
+those.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ KEY: Key = ("image_size",)
 def with_image_size(config: Config, size: int, reader: Reader) -> Config:
     """Return ``config`` with all its image sizes set for images of ``size`` pixels.
 
-    The largest views get ``size``, smaller ones (multi-crop) keep their share of it, and so does a
-    resize before a crop. A size set by a later layer than ``image_size`` (by the command line over
-    a recipe, say) stays; another one set by the same layer is a problem of ``reader``.
+    The largest views get ``size``. Smaller views (multi-crop) and a resize before a crop keep their
+    ratio to it. A size that a later layer than ``image_size`` sets is kept, such as one of the
+    command line over one of the recipe. A different size set by the same layer is added to the
+    problems of ``reader``.
     """
     if text := undivided(config.backbone, size):
         reader.problem(KEY, text)
@@ -46,7 +47,7 @@ def with_image_size(config: Config, size: int, reader: Reader) -> Config:
 
 
 def _with_drawn_size(data: DataConfig, size: int, reader: Reader) -> DataConfig:
-    """The same data for a source of ours that makes its images in a size of its config (digits)."""
+    """Return the data with ``size`` set for built-in sources with a ``size`` key (digits)."""
     if not _has_size(data.source) or not _may_set([("data", "size")], reader):
         return data
 
@@ -64,7 +65,7 @@ def _with_drawn_size(data: DataConfig, size: int, reader: Reader) -> DataConfig:
 def _resized_views(
     config: Config, size: int, patch: int | None, reader: Reader
 ) -> dict[str, ViewConfig]:
-    """Return all groups of views resized; note a problem for a group without a known size."""
+    """Return all groups of views resized; add a problem for a group without a known size."""
     sizes = {name: nominal_size(group.transforms) for name, group in config.views.items()}
     largest = max((side for side in sizes.values() if side is not None), default=0)
     views = dict(config.views)
@@ -96,7 +97,10 @@ def _chosen(
 
 
 def _may_set(keys: list[Key], reader: Reader) -> bool:
-    """Return whether ``image_size`` overrides the values at ``keys``; if so, note its place."""
+    """Return whether ``image_size`` overrides the values at ``keys``; if so, record their origin.
+
+    Add a problem for each value that is set by the same layer.
+    """
     depths = [_depth(reader.layers, key) for key in keys]
     own = _depth(reader.layers, KEY)
     for key, depth in zip(keys, depths, strict=True):
@@ -117,7 +121,7 @@ def _depth(layers: Layers, key: Key) -> int:
 
 
 def undivided(backbone: Component, size: int) -> str | None:
-    """Yield a problem if ``size`` is not a multiple of the transformer's patch size."""
+    """Return a problem if ``size`` is not a multiple of the patch size, else None."""
     patch = patch_size(backbone)
     if not patch or size % patch == 0:
         return None
@@ -128,7 +132,7 @@ def undivided(backbone: Component, size: int) -> str | None:
 
 
 def resized_backbone(backbone: Component, size: int) -> Component:
-    """Return the backbone for images of ``size`` pixels; one that takes any size is unchanged."""
+    """Return the backbone for images of ``size`` pixels, unchanged if it accepts any size."""
     args = backbone.args
     if "img_size" in args and "patch_size" in args:
         return replace(backbone, args={**args, "img_size": size})
@@ -140,10 +144,10 @@ def resized_backbone(backbone: Component, size: int) -> Component:
 
 
 def resized_pipeline(transforms: list[Component], size: int) -> list[Component]:
-    """The same transforms for images of ``size`` pixels.
+    """Return the transforms for images of ``size`` pixels.
 
-    Sizes before the last one keep their ratio to it. A pipeline that keeps the size of its images
-    gets a resize and a crop of the middle first.
+    Earlier sizes keep their ratio to the last one. If no transform changes the size, a resize and
+    a center crop are put first.
     """
     nominal = nominal_size(transforms)
     if nominal is None and transforms and all(keeps_size(t) for t in transforms):
@@ -158,7 +162,7 @@ def resized_pipeline(transforms: list[Component], size: int) -> list[Component]:
 
 
 def nominal_size(transforms: list[Component]) -> int | None:
-    """Size argument of the last transform that changes the size of images; None without one."""
+    """Return the ``size`` of the last transform that resizes images, or None."""
     for transform in reversed(transforms):
         if resizes(transform.name) and isinstance(transform.args.get("size"), int):
             return int(transform.args["size"])
@@ -166,7 +170,7 @@ def nominal_size(transforms: list[Component]) -> int | None:
 
 
 def _scaled(value: Any, factor: float) -> Any:
-    """A named thing as in the yaml, with its size, and those of things inside, times ``factor``."""
+    """Return a component as plain yaml values, with its size and nested sizes times ``factor``."""
     if isinstance(value, list):
         return [_scaled(item, factor) for item in value]
     if not isinstance(value, dict):
@@ -178,11 +182,11 @@ def _scaled(value: Any, factor: float) -> Any:
 
 
 def _rounded(side: float, patch: int | None) -> int:
-    """A whole number of pixels, and of patches."""
+    """Round to a whole number of patches, or of pixels without patches."""
     return max(1, round(side / (patch or 1))) * (patch or 1)
 
 
 def _has_size(source: Component) -> bool:
-    """Whether a source of ours makes its images in a size that its config sets."""
+    """Return whether a source is built in and its config sets the size of its images."""
     ours = source.name in SOURCES and SOURCES.address(source.name).module.startswith("selftask.")
     return ours and isinstance(source.args.get("size"), int)

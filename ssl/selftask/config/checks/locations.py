@@ -1,4 +1,4 @@
-"""Files and addresses that a config names: ``out``, ``resume`` and ``init.backbone``."""
+"""Checks of files and addresses in a config: ``out``, ``resume`` and ``init.backbone``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Problem = tuple[Key, str]
 
 
 def problems(config: Config) -> Iterator[Problem]:
-    """Yield problems of what cannot be read, and of an ``out`` that is no known address."""
+    """Yield a problem for each file that cannot be read and for an ``out`` of unknown scheme."""
     try:
         if is_remote(config.out):
             addresses.manager(config.out)
@@ -41,7 +41,7 @@ def problems(config: Config) -> Iterator[Problem]:
         return
     run, at, which = start.rpartition("@")
     of_run = at and (which == "best" or which.isdecimal()) and is_folder(run)
-    if not of_run:  # a checkpoint of a run is looked up when weights are read
+    if not of_run:  # the checkpoint of a run is found later, when weights are read
         wanted = "neither a file or run nor timm:NAME or torchvision:NAME"
         yield from _unreadable(("init", "backbone"), "init.backbone", start, wanted)
 
@@ -56,7 +56,7 @@ def _broken_rules(config: Config) -> Iterator[Problem]:
 
 
 def _unreadable(key: Key, name: str, path: str, wanted: str) -> Iterator[Problem]:
-    """Yield a problem if no file or folder is there; reading a pipe would wait for ever."""
+    """Yield a problem unless the path is a file or folder; reading a pipe would block."""
     try:
         found = addresses.exists(path) if is_remote(path) else is_file(path) or is_folder(path)
     except UserError as error:

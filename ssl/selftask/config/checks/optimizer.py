@@ -1,4 +1,4 @@
-"""Checks of the ``optimizer`` section: schedules, complete and fitting the learning rate."""
+"""Checks of the ``optimizer`` section: schedules are complete and fit the learning rate."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def _of_rule(rule: GroupRule, key: Key, config: Config) -> Iterator[tuple[Key, s
 
 
 def _of_schedule(section: dict[str, Any], key: Key, config: Config) -> Iterator[tuple[Key, str]]:
-    """Yield problems of one schedule; Classy's own are built to see whether they can be."""
+    """Yield problems of one schedule; schedules of Classy Vision are built to check them."""
     args = {name: value for name, value in section.items() if name != "name"}
     if section["name"] in SCHEDULES:
         component = Component(name=section["name"], args=args)
         for place, text in iter_problems(component, SCHEDULES, key, config.to_dict()):
             yield place, text if text.startswith(dotted(key)) else f"{dotted(key)}: {text}"
         return
-    from selftask import classy  # imports torch: only if it is asked for
+    from selftask import classy  # imports torch, so only if needed
 
     epochs = math.ceil(config.train.epochs or 10**6)
     try:

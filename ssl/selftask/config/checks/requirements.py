@@ -1,7 +1,7 @@
-"""What a method declares that it needs (``Method.requires``), compared with the rest of a run.
+"""Checks that a run provides what its method requires (``Method.requires``).
 
-Each need is checked as soon as the answer is known, before a run starts: with the config
-(``of_config``), the opened data (``of_labels``, ``of_extras``) and the built backbone
+Each requirement is checked as early as possible, before a run starts: with the config
+(``of_config``), the opened data (``of_labels``, ``of_extras``) or the built backbone
 (``of_backbone``).
 """
 
@@ -19,13 +19,14 @@ from selftask.registry import BACKBONES, METHODS, REQUIREMENTS, TRANSFORMS, Regi
 Problem = tuple[Key, str]
 
 OF_BACKBONES = ("tokens", "subset", "dense", "hidden")
-"""Requirements that a backbone meets or not: the words of ``offers``."""
+"""Requirements of the backbone; a backbone declares those that it meets in ``offers``."""
 
 
 def required(method: str) -> frozenset[str]:
-    """Return what a method requires, without importing it.
+    """Return the requirements of a method, without importing it.
 
-    Raises UserError for a word that is no requirement.
+    Raises:
+        UserError: If the method declares an unknown requirement.
     """
     words = METHODS.declared(method, "requires", ())
     words = (words,) if isinstance(words, str) else words
@@ -39,16 +40,16 @@ def required(method: str) -> frozenset[str]:
 
 
 def of_config(config: Config) -> Iterator[Problem]:
-    """Yield problems of the backbone and of transforms, by what they declare."""
+    """Yield problems of the backbone and of transforms, from what they declare."""
     offered = BACKBONES.declared(config.backbone.name, "offers", None)
-    if offered is not None:  # None: known once it is built
+    if offered is not None:  # None: known only after the backbone is built
         for text in of_backbone(config, offered):
             yield ("backbone",), text
     yield from _of_transforms(config)
 
 
 def _of_transforms(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each transform after which a view has no box, if the method needs it."""
+    """Yield a problem for each transform that is not affine, if the method requires boxes."""
     method = config.method.name
     lists = {name: group.transforms for name, group in config.views.items()}
     for name, transforms in lists.items() if "boxes" in required(method) else ():
@@ -60,7 +61,7 @@ def _of_transforms(config: Config) -> Iterator[Problem]:
 
 
 def _not_affine(transform: Component, registry: Registry, key: Key) -> Iterator[Problem]:
-    """Places and names of transforms that are not affine, also inside of others."""
+    """Yield keys and names of transforms that are not affine, including nested ones."""
     for inner in inner_components(transform, registry, key):
         yield from _not_affine(*inner)
     if transform.name in registry and not registry.declared(transform.name, "affine", True):
@@ -68,7 +69,7 @@ def _not_affine(transform: Component, registry: Registry, key: Key) -> Iterator[
 
 
 def of_backbone(config: Config, offered: Collection[str]) -> Iterator[str]:
-    """Yield a problem for each need of the method that is not in what the backbone offers."""
+    """Yield a problem for each requirement of the method that is not in ``offered``."""
     for word in OF_BACKBONES:
         if word in required(config.method.name) - {*offered}:
             fit = [name for name in BACKBONES if word in BACKBONES.declared(name, "offers", ())]
@@ -96,11 +97,12 @@ def of_labels(config: Config, unlabelled: int, total: int, key: str = "data") ->
 
 
 def of_extras(config: Config, kinds: Mapping[str, str]) -> Iterator[str]:
-    """Yield a problem for each caption or further image that is needed and not in the data.
+    """Yield a problem for missing captions and for each missing further image.
 
     Args:
-        config: Whose method may need captions and whose groups of views name images.
-        kinds: What the data has beside image and label, as in ``Source.extras``.
+        config: The config; its method may require captions, and its groups of views may use
+            further images.
+        kinds: Kind of each field of the data besides image and label, as in ``Source.extras``.
     """
     method = config.method.name
     if "captions" in required(method) and kinds.get("caption") != "text":

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, by file names alone. Does not import torch."""
+"""Choice of the checkpoint that a run resumes from, by file names alone. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def has_checkpoints(config: Config) -> bool:
 
 
 def uses_newest(config: Config) -> bool:
-    """Return whether the newest checkpoint of ``out`` is taken, if there is one.
+    """Return whether the run resumes from the newest checkpoint of ``out``, if there is one.
 
-    One from elsewhere is where a run starts; once the run has its own, it goes on with that.
+    A checkpoint of another folder is only used until the run has its own.
     """
     asked = asked_checkpoint(config)
     if asked in ("auto", "never"):
@@ -31,7 +31,7 @@ def uses_newest(config: Config) -> bool:
 
 
 def asked_checkpoint(config: Config) -> str:
-    """Return ``resume``; one of the run's own at an address as its path in the local folder."""
+    """Return ``resume.checkpoint``; one below a remote ``out`` as a path in the local copy."""
     asked, own = config.resume.checkpoint, f"{config.out.rstrip('/')}/"
     if is_remote(config.out) and asked.startswith(own):
         return str(config.out_folder / asked.removeprefix(own))

@@ -31,7 +31,7 @@ OURS = {
     "max_requeues": "launch.max_requeues",
     "max_restarts": "launch.max_restarts",
     "name": "launch.slurm.job_name",
-}  # what other keys of the config decide: option -> what to set instead
+}  # options that other keys of the config set: option -> what to set instead
 _OPTIONS = """
     account acctg_freq batch bb bbf begin cluster_constraint clusters comment constraint container
     container_id contiguous core_spec cores_per_socket cpu_freq cpus_per_gpu cpus_per_task deadline
@@ -60,7 +60,7 @@ _SHAPES = {
         _GPUS,
         (re.compile(r"([^:,]+:)?[1-9]\d*(,([^:,]+:)?[1-9]\d*)*"), "a number, or as in a100:4"),
     ),
-}  # what sbatch would refuse
+}  # formats that sbatch accepts
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
@@ -112,9 +112,10 @@ def option(key: str) -> str:
 
 
 def minutes(time: Any) -> int | None:
-    """Return a time of sbatch in whole minutes, rounded up; None if it is invalid.
+    """Return a time limit of sbatch in whole minutes, rounded up, or None if it is invalid.
 
-    Minutes, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours[:minutes[:seconds]]``.
+    Accepted are minutes, ``minutes:seconds``, ``hours:minutes:seconds`` and
+    ``days-hours[:minutes[:seconds]]``.
     """
     match = _TIME.fullmatch(str(time))
     if match is None or isinstance(time, bool):
@@ -131,7 +132,7 @@ def minutes(time: Any) -> int | None:
 
 
 def show_minutes(limit: int) -> str:
-    """Format minutes as ``2 d 12 h``, so that mistaking hours for minutes is seen at once."""
+    """Format minutes as ``2 d 12 h``, so that hours given as minutes are easily noticed."""
     days, rest = divmod(limit, 1440)
     parts = [(days, "d"), (rest // 60, "h"), (rest % 60, "min")]
     return " ".join(f"{count} {unit}" for count, unit in parts if count)

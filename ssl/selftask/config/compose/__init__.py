@@ -1,1 +1,1 @@
-"""A config as nested values: recipes, short forms, overrides, and where each value comes from."""
+"""A config as nested values: recipes, short forms, overrides, and the origin of each value."""

@@ -1,6 +1,7 @@
 """Bases of recipes by path or address: ``~/base.yaml``, ``https://host/base.yaml``.
 
-Hydra looks names up in folders. A file elsewhere gets a short name, which Hydra reads as such.
+Hydra looks names up in its folders only. A file elsewhere therefore gets a short name, which our
+config source maps to the file.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ class Bases:
     """Files that have a short name during one composition."""
 
     def __init__(self) -> None:
-        self.files: dict[str, Path] = {}  # by short name
-        self.addresses: dict[Path, str] = {}  # of copies
+        self.files: dict[str, Path] = {}  # short name -> file
+        self.addresses: dict[Path, str] = {}  # local copy -> its address
         self.may_fetch = True
 
     def reset(self, *, may_fetch: bool) -> None:
-        """Forget the files of the last composition; ``may_fetch`` allows addresses in the next."""
+        """Forget all files before the next composition; ``may_fetch`` allows downloads in it."""
         self.files, self.addresses, self.may_fetch = {}, {}, may_fetch
 
     def add(self, file: Path) -> str:
-        """Return the short name of a file. It begins with ``~``, as no name in a recipe does."""
+        """Return the short name of a file. It begins with ``~``, which no recipe name does."""
         file = file.resolve()
         for name, known in self.files.items():
             if known == file:
@@ -37,13 +38,13 @@ class Bases:
         return name
 
     def name(self, entry: str, file: Path) -> str:
-        """Return what Hydra shall look up for an entry of ``defaults:``.
+        """Return the name under which Hydra finds an entry of ``defaults:``.
 
         Args:
-            entry: ``_self_``, or a base: a name or path relative to ``file``, the name of a recipe
-                that is shipped or installed (``/base/digits``), an absolute path with its ending,
-                ``~/...``, an address.
-            file: The file in which it stands.
+            entry: ``_self_``, or a base. A base is a name or path relative to ``file``, the name
+                of a shipped or installed recipe (``/base/digits``), an absolute path with its
+                extension, ``~/...`` or an address.
+            file: The file that contains the entry.
 
         Raises:
             UserError: If there is no such file, or it cannot be fetched.
@@ -64,11 +65,11 @@ class Bases:
         return entry if found is None else self.add(found)
 
     def show(self, file: Path) -> str:
-        """Return the address of a copy, or the path of any other file."""
+        """Return the address of a downloaded file, or the path of any other file."""
         return self.addresses.get(file) or show_path(file)
 
     def _address(self, entry: str, file: Path) -> str | None:
-        """Return the address of an entry that is one, or stands beside one."""
+        """Return the address of an entry, also if it is relative to a downloaded file; or None."""
         if is_remote(entry):
             return entry
         if file not in self.addresses or entry.startswith(("/", "~")):
@@ -90,7 +91,7 @@ class Bases:
 
 
 def _installed(name: str) -> Path | None:
-    """Return the file of an installed package's recipe, unless Hydra finds a shipped one."""
+    """Return the file of an installed package's recipe; None if there is none or it is shipped."""
     if find_recipe(recipes.folder() / name) is not None:
         return None
     recipe = recipes.available().get(name)
@@ -98,4 +99,7 @@ def _installed(name: str) -> Path | None:
 
 
 BASES = Bases()
-"""Of the composition under way. Hydra creates config sources itself and passes them nothing."""
+"""Bases of the current composition.
+
+Global, because Hydra creates config sources itself and passes them no arguments of ours.
+"""

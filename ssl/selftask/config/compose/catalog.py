@@ -1,8 +1,9 @@
 """Names for data sets: ``data=imagenet`` stands for a section of a ``catalog.yaml``.
 
-A catalog is ``$SELFTASK_CATALOG``, or else ``~/.config/selftask/catalog.yaml`` and the
-``catalog.yaml`` of the current folder, whose entries win. ``$SELFTASK_DATA_IMAGENET`` replaces the
-path of one entry, so that a recipe with names runs on another machine as it is.
+The catalog is the file ``$SELFTASK_CATALOG`` if that is set. Otherwise it is
+``~/.config/selftask/catalog.yaml`` together with ``catalog.yaml`` in the current folder, whose
+entries take precedence. ``$SELFTASK_DATA_IMAGENET`` replaces the path of one entry, so that a
+recipe with names runs unchanged on another machine.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from selftask.files.paths import expand_user, is_file
 from selftask.registry import SOURCES
 
 _NAME = re.compile(r"[A-Za-z][\w-]*")
-_PLACES = ("path", "pattern", "root")  # fields that say where the data is, by kind of source
+_PLACES = ("path", "pattern", "root")  # fields with the location of the data, by kind of source
 
 
 def look_up(name: str) -> dict[str, Any] | str | None:
-    """Return the entry of a name, a ``data:`` section or another short form; None without one.
+    """Return the entry of a name: a ``data:`` section or another short form; None without one.
 
-    Raises UserError for an invalid catalog, and for a misspelt entry if no file has this name.
+    Raises:
+        UserError: If the catalog is invalid, or if the name resembles an entry and no file has it.
     """
     if not _NAME.fullmatch(name):
         return None
@@ -48,12 +50,12 @@ def look_up(name: str) -> dict[str, Any] | str | None:
 
 
 def variable(name: str) -> str:
-    """Return ``SELFTASK_DATA_CUB_200`` for ``cub-200``."""
+    """Return the environment variable of an entry: ``SELFTASK_DATA_CUB_200`` for ``cub-200``."""
     return "SELFTASK_DATA_" + re.sub(r"\W", "_", name).upper()
 
 
 def read_catalog() -> dict[str, tuple[dict[str, Any] | str, str]]:
-    """Return name -> (entry, its file) of all catalogs."""
+    """Return name -> (entry, its file) for the entries of all catalogs."""
     entries: dict[str, tuple[dict[str, Any] | str, str]] = {}
     for path in _files():
         for name, entry in _read(path).items():

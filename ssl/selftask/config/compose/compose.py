@@ -1,7 +1,7 @@
-"""First step of reading a config: a recipe and ``key=value``s become nested values.
+"""First step of reading a config: compose a recipe and ``key=value`` arguments into nested values.
 
-Short forms are written out, references followed, and what every run has or what depends on the
-machine is filled in; ``layers`` knows where each value comes from. Nothing has a type yet.
+Expands short forms, resolves references, and fills in the default hooks and values that depend on
+the machine. ``layers`` has the origin of each value. Types are checked in a later step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from selftask.errors import ConfigError
 
 @dataclass(frozen=True)
 class Composition:
-    """Nested values, the layers they come from, and the problems found on the way."""
+    """Nested values, the layers they come from, and the problems found so far."""
 
     values: dict[str, Any]
     layers: Layers
@@ -37,16 +37,16 @@ class Composition:
 
 
 def compose(recipe: str, overrides: list[str], *, trust: bool = True) -> Composition:
-    """Compose a method, shipped recipe or recipe file with ``key=value`` on top.
+    """Compose a method, shipped recipe or recipe file with ``key=value`` overrides.
 
-    Users' modules are imported on the way, before the names that they register are looked up.
+    Users' modules are imported before the names that they register are looked up.
 
     Raises:
         ConfigError: If nothing can be composed (no such recipe, invalid yaml, a failing import).
-        UserError: If ``trust`` is False and a file names code, before that is imported.
+        UserError: If ``trust`` is False and a file names code. That code is not imported.
     """
     import_plugins(overrides)
-    parsed, problems = parse_overrides(overrides)  # short forms may name what was registered now
+    parsed, problems = parse_overrides(overrides)  # after the import: short forms may name plug-ins
     try:
         path = recipes.locate(recipe, _source_name(parsed))
         merged, layers = compose_recipe(path, recipes.folder(), may_fetch=trust)
@@ -65,9 +65,10 @@ def compose(recipe: str, overrides: list[str], *, trust: bool = True) -> Composi
 
 
 def import_plugins(overrides: list[str]) -> None:
-    """Import the plug-ins of installed packages and the command line's ``import=``.
+    """Import the plug-ins of installed packages and the modules of ``import=``.
 
-    Raises ConfigError with the line that failed.
+    Raises:
+        ConfigError: If an import fails, with the line that failed.
     """
     import_entry_points()
     imports, _ = parse_overrides([t for t in overrides if t.lstrip("+").startswith("import=")])
@@ -96,7 +97,7 @@ def _source_name(overrides: list[Override]) -> str | None:
 
 
 def _resolve(values: dict[str, Any], layers: Layers, problems: list[str]) -> dict[str, Any]:
-    """Replace ``${...}`` by the values it refers to; raise ConfigError if there is none."""
+    """Resolve ``${...}`` references; raise ConfigError if one cannot be resolved."""
     try:
         resolved = _plain(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
@@ -114,13 +115,13 @@ def _plain(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
 
 
 def _fill_in(values: dict[str, Any], layers: Layers, recipe: str) -> None:
-    """Add the names of recipe and run folder, the hooks of every run, and ``auto`` values."""
+    """Add the recipe's name, the run folder, the default hooks and ``auto`` values."""
     if values.get("recipe") is None:
         values["recipe"] = recipe
     if values.get("out") is None:
         values["out"] = _default_out(str(values["recipe"]))
     hooks = values.get("hooks")
-    if hooks is None or isinstance(hooks, dict):  # null takes a hook out
+    if hooks is None or isinstance(hooks, dict):  # a hook set to null is removed later
         values["hooks"] = {**{name: {} for name in DEFAULT_HOOKS}, **(hooks or {})}
     data, launch = values.get("data"), values.get("launch")
     if isinstance(data, dict) and data.get("num_workers", "auto") == "auto":
@@ -133,7 +134,10 @@ def _fill_in(values: dict[str, Any], layers: Layers, recipe: str) -> None:
 
 
 def _default_out(recipe: str) -> str:
-    """``runs/simclr_resnet18_cifar10`` for ``simclr/resnet18_cifar10``; a file gives its name."""
+    """Return the default run folder: ``runs/simclr_digits`` for ``simclr/digits``.
+
+    For a recipe file it has the name of the file.
+    """
     path = Path(recipe)
     name = path.stem if is_recipe_file(recipe) else recipe.replace("/", "_")
     return f"runs/{name}"

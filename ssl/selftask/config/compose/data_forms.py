@@ -25,18 +25,18 @@ _BY_CONTENT = {
     "data.mdb": "lmdb",
     "dataset_dict.json": "huggingface",
     "dataset_info.json": "huggingface",
-}  # a file in a folder, and what the folder then is
+}  # file in a folder -> kind of data set that the folder then is
 
 
 def expand_source(text: str) -> dict[str, Any]:
     """Return the ``data:`` section of a short form, as a plain dict with its ``name``.
 
-    ``digits`` (or any registered name that needs no arguments), a name in the catalog (which is
-    read by ``selftask.config.compose.catalog``), ``torchvision:CIFAR10``,
-    ``x.npz``, ``list.txt``, ``table.csv``, ``/x/**/*.jpg``, ``train-{000..146}.tar``,
-    ``s3://bucket/*.tar``, ``x.h5``, the folder of an LMDB or of Hugging Face's ``save_to_disk``,
-    ``package.module:Dataset``; everything else is a folder of images. A folder that is called like
-    a source is written with its path: ``./digits``.
+    Short forms are ``digits`` (or any registered name that needs no arguments), a name in the
+    catalog (see ``selftask.config.compose.catalog``), ``torchvision:CIFAR10``, ``x.npz``,
+    ``list.txt``, ``table.csv``, ``/x/**/*.jpg``, ``train-{000..146}.tar``, ``s3://bucket/*.tar``,
+    ``x.h5``, the folder of an LMDB or of Hugging Face's ``save_to_disk``, and
+    ``package.module:Dataset``. Everything else is a folder of images. A folder with the name of a
+    source needs a path: ``./digits``.
     """
     if text in SOURCES:
         return {"name": text}
@@ -62,7 +62,7 @@ def expand_source(text: str) -> dict[str, Any]:
 def _expand_entry(
     name: str, entry: dict[str, Any] | str, seen: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return the section of a catalog's entry, with short forms in it written out."""
+    """Return the section of a catalog entry with its short forms expanded."""
     if isinstance(entry, str):
         return _expand_from(name, entry, seen)
     section = dict(entry)
@@ -77,7 +77,7 @@ def _expand_entry(
 
 
 def _expand_from(name: str, text: str, seen: tuple[str, ...]) -> dict[str, Any]:
-    """Write out a short form within the entry ``name``; it may be the name of another entry."""
+    """Expand a short form in the entry ``name``; it may be the name of another entry."""
     if text in (*seen, name):
         raise UserError(f"the catalog's {name}: entries that stand for each other")
     inner = None if text in SOURCES else look_up(text)

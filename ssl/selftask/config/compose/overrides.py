@@ -1,4 +1,4 @@
-"""``key=value`` of the command line, in Hydra's grammar; keys need no ``+``."""
+"""``key=value`` arguments of the command line, in Hydra's grammar; keys need no ``+``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Override:
 
     @property
     def place(self) -> str:
-        """Its place for messages."""
+        """Origin of its value for messages."""
         return f"command line: {shorten(self.text)}"
 
 
 def parse_overrides(texts: list[str]) -> tuple[list[Override], list[str]]:
-    """Return the overrides with short forms written out, and a problem for each invalid one."""
+    """Return the overrides with short forms expanded, and a problem for each invalid one."""
     parsed, problems = [], []
     for text in texts:
         try:
@@ -48,7 +48,10 @@ def parse_overrides(texts: list[str]) -> tuple[list[Override], list[str]]:
 
 
 def split_override(text: str) -> tuple[Key, str | None]:
-    """Split ``a.b[0]=value`` into the key ``(a, b, 0)`` and the text of the value, or None."""
+    """Split ``a.b[0]=value`` into the key ``(a, b, 0)`` and the text of the value.
+
+    The text is None without ``=``.
+    """
     name, equals, value = text.lstrip("+").partition("=")
     key = tuple(name.strip().replace("[", ".").replace("]", "").split("."))
     return key, value if equals else None
@@ -57,13 +60,14 @@ def split_override(text: str) -> tuple[Key, str | None]:
 def parse_value(text: str, key: Key) -> hydra_types.Override | None:
     """Parse a value by Hydra's grammar; return None for a path, which is kept as text.
 
-    Raises UserError for text that is no value.
+    Raises:
+        UserError: If the text is not a valid value.
     """
-    null = text.lower() == "null"  # ./null is the folder
+    null = text.lower() == "null"  # a folder of this name is written ./null
     if is_path(key) and not null and (not _is_structured(text) or exists(expand_user(text))):
         return None
     try:
-        # The grammar of values only: its keys allow neither `classy:NAME` nor much else.
+        # Only values use Hydra's grammar: its keys do not allow names such as `classy:NAME`.
         return _parser().parse_override(f"key={text}")
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -95,7 +99,7 @@ def _parse(text: str) -> Override:
 
 
 def _is_structured(text: str) -> bool:
-    """Return whether the value of a path is written as a section, a list or a quoted text."""
+    """Return whether the value of a path is written as a section, a list or a quoted string."""
     ends = text[:1] + text[-1:]
     return len(text) > 1 and ends in ("{}", "[]", "''", '""')
 
@@ -106,7 +110,11 @@ def _parser() -> OverridesParser:
 
 
 def apply_overrides(config: DictConfig, layers: Layers, overrides: list[Override]) -> list[str]:
-    """Merge overrides into ``config``, append them to ``layers`` as one layer; return problems."""
+    """Merge overrides into ``config`` and append them to ``layers`` as one layer.
+
+    Returns:
+        The problems.
+    """
     problems = []
     layer = Layer({})
     for override in overrides:
@@ -142,7 +150,7 @@ def _delete(config: DictConfig, override: Override) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Turn Hydra's quoted strings into plain ones."""
+    """Convert Hydra's quoted strings to plain strings."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):

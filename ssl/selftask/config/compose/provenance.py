@@ -1,7 +1,8 @@
-"""The values of each file and of the command line, with their lines.
+"""Origin of config values: the values of each file and of the command line, with their lines.
 
-Merging forgets where a value came from; layers keep it. ``Layers.place(path)`` answers with
-``configs/simclr/digits.yaml:7`` or ``command line: train.epochs=3``.
+Merging loses the origin of a value, so the values before merging are kept as layers.
+``Layers.place(key)`` returns ``configs/simclr/digits.yaml:7`` or
+``command line: train.epochs=3``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from selftask.config.keys import Key, default_name, is_path, named_places
 
 @dataclass
 class Layer:
-    """The values of one source and the places of its keys."""
+    """Values of one file or of the command line, and the origins of its keys."""
 
     values: dict[str, Any]
     marks: dict[Key, str] = field(default_factory=dict)
@@ -34,7 +35,7 @@ class Layer:
     def replaces(self, key: Key) -> bool:
         """Return whether this layer holds a list or a plain value at or above ``key``.
 
-        Merging then took nothing from the layers below.
+        If so, merging ignored the value of earlier layers.
         """
         return any(
             found and not isinstance(value, dict)
@@ -42,14 +43,14 @@ class Layer:
         )
 
     def place(self, key: Key) -> str | None:
-        """Return the place of ``key``, else that of the section around it."""
+        """Return the origin of ``key``, or else of the section that contains it."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.marks:
                 return self.marks[key[:length]]
         return None
 
     def record(self, key: Key, value: Any, place: str) -> None:
-        """Set ``key`` as an override does: sections merge, everything else replaces."""
+        """Set ``key`` as an override does: sections are merged, other values replaced."""
         self.marks[key] = place
         if isinstance(value, dict) and value:
             for name, item in value.items():
@@ -69,10 +70,10 @@ class Layer:
 
 
 class Layers(list[Layer]):
-    """All layers; later ones override earlier ones."""
+    """All layers, in which later ones override earlier ones."""
 
     def place(self, key: Key) -> str | None:
-        """Return where ``key`` got its value, or None if no layer sets it."""
+        """Return the origin of the value at ``key``, or None if no layer sets it."""
         for layer in reversed(self):
             if layer.holds(key):
                 return layer.place(key)
@@ -81,7 +82,7 @@ class Layers(list[Layer]):
         return None
 
     def place_or_around(self, key: Key) -> str | None:
-        """Return where ``key``, or else the section around it or a key in that, was set."""
+        """Return the origin of ``key``, or else of a key inside it or of a section around it."""
         for length in range(len(key), 0, -1):
             place = self.place(key[:length]) or self._place_inside(key[:length])
             if place is not None:
@@ -93,10 +94,11 @@ class Layers(list[Layer]):
         return next((place for inner, place in marks if inner[: len(key)] == key), None)
 
     def forget_renamed(self, values: dict[str, Any], fixed: dict[Key, frozenset[str]]) -> None:
-        """Drop from ``values`` the arguments of named things that a later layer replaced.
+        """Remove from ``values`` the arguments of components that a later layer replaced.
 
         ``backbone=resnet18`` over ``{name: small_resnet, width: 32}`` must not keep the width.
-        Fields in ``fixed``, by section, belong to any such thing and stay (the ``lr``).
+        Fields in ``fixed``, given by section, apply to every component there and stay, such as
+        the ``lr`` of an optimizer.
         """
         for place in sorted(named_places(values), key=len, reverse=True):  # data.val before data
             renamed = self._last_renaming(place)
@@ -111,7 +113,7 @@ class Layers(list[Layer]):
                     del section[name]
 
     def _last_renaming(self, place: Key) -> int:
-        """Return the index of the last layer that renames the section there, or 0."""
+        """Return the index of the last layer that changes the name of the section, or 0."""
         name, renamed = None, 0
         for index, layer in enumerate(self):
             found, section = _walk(layer.values, place)
@@ -125,7 +127,7 @@ class Layers(list[Layer]):
 
 
 def read_marks(node: yaml.Node | None, shown: str) -> dict[Key, str]:
-    """Return ``file:line`` of every key of a yaml document; the file as it is ``shown``."""
+    """Return ``file:line`` for every key of a yaml document, with ``shown`` as the file."""
     marks: dict[Key, str] = {}
 
     def visit(node: yaml.Node, key: Key) -> None:
@@ -146,7 +148,7 @@ def read_marks(node: yaml.Node | None, shown: str) -> dict[Key, str]:
 
 
 def take_path_texts(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
-    """Return the values with those of paths as written: the folder ``1e3`` is not 1000."""
+    """Return the values with paths as written text: the folder ``1e3`` is not 1000."""
     if isinstance(values, dict) and isinstance(node, yaml.MappingNode):
         inner = {str(name.value): value for name, value in node.value}
         return {
@@ -159,7 +161,7 @@ def take_path_texts(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
 
 
 def show_path(path: Path) -> str:
-    """Return a path as short as it can be written from the current folder."""
+    """Return a path relative to the current folder if it is below that, else unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 

@@ -1,8 +1,8 @@
-"""Hydra's defaults lists over recipe files; the values of each file are kept as a layer.
+"""Compose recipe files with Hydra, and keep the values of each file as a layer.
 
-Recipes are ordinary Hydra configs (``defaults:`` lists, interpolations). Two things are ours: each
-file speaks about the whole config, so no ``# @package _global_`` line is needed, and short forms
-are written out as the file is read. Both are done by a config source, Hydra's extension point.
+Recipes are ordinary Hydra configs (``defaults:`` lists, interpolations) with two differences. The
+keys of each file are global, so no ``# @package _global_`` line is needed, and short forms are
+expanded when the file is read. Both are implemented by a config source, Hydra's extension point.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from selftask.config.compose.provenance import Layer, Layers, read_marks, take_p
 from selftask.config.compose.short_forms import expand
 from selftask.errors import ConfigError, UserError, nearest
 
-MAX_VALUES = 100_000  # of one file, with every anchor written out
+MAX_VALUES = 100_000  # per file, with every anchor expanded
 MAX_LEVELS = 50
 
-# Settings of Hydra's own launcher, logging and help, which nothing here uses: not read.
+# Settings of Hydra's own launcher, logging and help. They are not used here, so not read.
 HYDRA_GROUPS = (
     *("env", "help", "hydra_help", "hydra_logging", "job_logging"),
     *("launcher", "output", "sweeper"),
@@ -47,11 +47,13 @@ HYDRA_GROUPS = (
 def compose_recipe(
     path: Path, shipped: Path, *, may_fetch: bool = True
 ) -> tuple[DictConfig, Layers]:
-    """Return the merged config of a recipe file and the layers it is made of.
+    """Return the merged config of a recipe file and its layers.
 
-    ``defaults:`` entries are looked up beside the file, then among the ``shipped`` recipes; others
-    are paths and addresses (``Bases``). Raises ConfigError if a file is not valid yaml or a
-    defaults list is wrong.
+    ``defaults:`` entries are looked up in the folder of the file, then among the ``shipped``
+    recipes. ``Bases`` resolves entries that are paths or addresses.
+
+    Raises:
+        ConfigError: If a file is not valid yaml or a defaults list is wrong.
     """
     BASES.reset(may_fetch=may_fetch)
     _read_file.cache_clear()  # files may have changed since the last call
@@ -71,7 +73,7 @@ def compose_recipe(
 
 
 def _merge(layers: Layers) -> DictConfig:
-    """Merge the values of all files; later ones win. Nothing is resolved or validated yet."""
+    """Merge the values of all files, later ones over earlier ones, without resolving references."""
     merged = OmegaConf.create()
     for layer in layers:
         merged.merge_with(layer.values)
@@ -79,10 +81,10 @@ def _merge(layers: Layers) -> DictConfig:
 
 
 class _Recipes(ConfigSource):
-    """A folder of recipes: files are global, short forms are written out.
+    """Config source for a folder of recipes, with global keys and expanded short forms.
 
-    Folders are no groups of Hydra: else a folder ``data/`` beside a recipe would make ``data=DIR``
-    the choice of a group.
+    Folders are not Hydra groups. Otherwise a folder ``data/`` next to a recipe would turn
+    ``data=DIR`` into the choice of a group.
     """
 
     @staticmethod
@@ -91,7 +93,7 @@ class _Recipes(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         file = _file(Path(self.path), config_path)
-        assert file is not None  # Hydra asks is_config first
+        assert file is not None  # Hydra calls is_config first
         defaults, _ = _read_file(file)
         return ConfigResult(
             provider=self.provider,
@@ -117,7 +119,8 @@ class _Recipes(ConfigSource):
 def _hydra(recipe: str, folders: list[Path]) -> Iterator[str]:
     """Initialize Hydra for one composition; yield the name of the config to compose.
 
-    That config only points at the recipe and its folders. Hydra's global state is restored after.
+    That config only refers to the recipe and its folders. Hydra's global state is restored
+    afterwards.
     """
     search = [f"{_Recipes.scheme()}://{folder}" for folder in folders]
     unused = [{f"override hydra/{group}": None} for group in HYDRA_GROUPS]
@@ -159,14 +162,14 @@ def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{BASES.show(path)}: cannot be read: {error}"]) from error
     if path.suffix == ".json":
-        text = text.replace("\t", " ")  # only between tokens of JSON, where yaml has no tabs
+        text = text.replace("\t", " ")  # JSON has tabs between tokens only; yaml allows none there
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         _check_size(node, path)
         values = yaml.load(text, Loader=get_yaml_loader())
     except yaml.YAMLError as error:
         raise ConfigError([_explain_yaml(error, path)]) from error
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 1,000 brackets
+    except (ValueError, RecursionError) as error:  # such as 5,000 digits or 1,000 brackets
         reason = str(error).partition(";")[0]
         raise ConfigError([f"{BASES.show(path)}: cannot be read as yaml: {reason}"]) from error
     values = {} if values is None else take_path_texts(values, node)
@@ -184,7 +187,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
         defaults["defaults"] = _bases(values.pop("defaults"), path, place)
     try:
         return defaults, Layer(expand(_texts(values)), marks)
-    except UserError as error:  # of the catalog, or of a path that cannot be looked at
+    except UserError as error:  # from the catalog, or an inaccessible path
         raise ConfigError([f"{BASES.show(path)}: {error}"]) from error
 
 
@@ -208,7 +211,7 @@ def _check_size(document: yaml.Node | None, path: Path) -> None:
         if not isinstance(node, yaml.CollectionNode):
             return 1, 1
         if id(node) not in known:
-            known[id(node)] = (math.inf, math.inf)  # if it is met again inside itself
+            known[id(node)] = (math.inf, math.inf)  # in case the node contains itself
             pairs = isinstance(node, yaml.MappingNode)
             inner = [item for pair in node.value for item in pair] if pairs else node.value
             values, levels = zip((0, 0), *map(measure, inner), strict=True)
@@ -222,12 +225,12 @@ def _check_size(document: yaml.Node | None, path: Path) -> None:
 
 
 def _is_recipe_name(entry: Any) -> bool:
-    """Return whether an entry is a plain name, without Hydra's groups and packages."""
+    """Return whether an entry is a plain name without Hydra's group and package syntax."""
     return isinstance(entry, str) and not re.search(r"[@\s$]", entry)
 
 
 def _texts(value: Any) -> Any:
-    """Turn keys into strings (yaml's ``5:`` is a number), as on the command line."""
+    """Convert keys to strings, as on the command line; yaml reads ``5:`` as a number."""
     if isinstance(value, dict):
         return {str(key): _texts(item) for key, item in value.items()}
     return [_texts(item) for item in value] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
-"""Finding a recipe: a method's name, a shipped or installed recipe's, or a file.
+"""Find a recipe by the name of a method, by its own name, or by its file.
 
-An installed package that has an entry point of the group ``selftask`` may bring recipes in a folder
-``configs`` of its own: ``configs/mine/digits.yaml`` is the recipe ``mine/digits``.
+An installed package with an entry point of the group ``selftask`` may provide recipes in a folder
+``configs``: its ``configs/mine/digits.yaml`` is the recipe ``mine/digits``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from selftask.errors import ConfigError, nearest
 from selftask.files.paths import expand_user, is_file
 from selftask.registry import METHODS
 
-DEFAULT_SOURCE = "digits"  # ships with scikit-learn: what a bare method name trains on
+DEFAULT_SOURCE = "digits"  # data set of a bare method name; ships with scikit-learn
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Recipe:
 
     @property
     def header(self) -> list[str]:
-        """Its leading comment lines: paper, accuracy, hardware, command."""
+        """Leading comment lines of the file: paper, accuracy, hardware, command."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
         length = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
         return [line.lstrip("#").strip() for line in lines[:length]]
@@ -41,7 +41,7 @@ class Recipe:
 
 @cache
 def folder() -> Path:
-    """Return the folder of shipped recipes: ``configs/`` of a checkout or of the package."""
+    """Return the folder of shipped recipes: ``configs/`` in a checkout or in the package."""
     package = Path(selftask.__file__).resolve().parent
     for candidate in (package.parents[1] / "configs", package / "configs"):
         if candidate.is_dir():
@@ -50,14 +50,15 @@ def folder() -> Path:
 
 
 def shipped() -> dict[str, Recipe]:
-    """Return all shipped recipes by name, without the shared parts in ``base/``."""
+    """Return all shipped recipes by name, except for the shared parts in ``base/``."""
     return _recipes_in(folder())
 
 
 def available() -> dict[str, Recipe]:
-    """Return shipped recipes and those of installed packages.
+    """Return the recipes of selftask and of installed packages by name.
 
-    Raises ConfigError if two recipes have the same name; it shows both files.
+    Raises:
+        ConfigError: If two recipes have the same name.
     """
     found = dict(shipped())
     problems = []
@@ -77,7 +78,7 @@ def _recipes_in(place: Path) -> dict[str, Recipe]:
 
 
 def _installed_folders() -> list[Path]:
-    """Return the existing ``configs`` folders of packages with an entry point; imports nothing."""
+    """Return the ``configs`` folders of packages with an entry point, without importing them."""
     packages = _packages_on(tuple((place, _time_of_change(place)) for place in sys.path))
     specs = [importlib.util.find_spec(package) for package in packages]
     folders = [spec.submodule_search_locations or [] for spec in specs if spec is not None]
@@ -90,7 +91,8 @@ def _packages_on(search_path: tuple[tuple[str, int], ...]) -> list[str]:
     """Return the packages with an entry point.
 
     Args:
-        search_path: ``sys.path``, each folder with the time a package was last added or removed.
+        search_path: Folders of ``sys.path`` with their modification times. The result is cached
+            until one of them changes.
     """
     points = importlib.metadata.entry_points(group=GROUP)
     return sorted({point.module.partition(".")[0] for point in points})
@@ -99,15 +101,18 @@ def _packages_on(search_path: tuple[tuple[str, int], ...]) -> list[str]:
 def _time_of_change(place: str) -> int:
     try:
         return os.stat(place or ".").st_mtime_ns
-    except OSError:  # of a folder that is not there
+    except OSError:  # the folder does not exist
         return 0
 
 
 def locate(recipe: str, source: str | None) -> Path:
     """Return the file of a recipe.
 
-    A bare method means its ``digits`` recipe, and its ``images`` recipe when ``data=`` names
-    something else. Raises ConfigError with the nearest names.
+    The name of a method means its ``digits`` recipe, or its ``images`` recipe if ``data=`` gives
+    other data.
+
+    Raises:
+        ConfigError: If there is no such recipe or file, with the nearest names.
     """
     known = available()
     path = expand_user(recipe)

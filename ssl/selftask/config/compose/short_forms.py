@@ -1,8 +1,8 @@
-"""Short forms: a plain string where a section is expected.
+"""Short forms: a plain string in place of a section.
 
-``data=DIR``, ``backbone=timm:vit_small_patch16_224``, ``method=moco``, ``parallel=ddp``,
-``- horizontal_flip``. They are written out before anything is merged, so that a short form in a
-file and one on the command line mean the same.
+Examples are ``data=DIR``, ``backbone=timm:vit_small_patch16_224``, ``method=moco``,
+``parallel=ddp`` and ``- horizontal_flip``. They are expanded before files and overrides are
+merged, so that a short form means the same in a file and on the command line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from selftask.config.keys import NAMED, NAMED_ENTRIES, Key, is_pipeline, is_sour
 
 
 def expand(value: Any, path: Key = ()) -> Any:
-    """Write out every short form in ``value``, which stands at ``path`` of a config."""
+    """Expand every short form in ``value``, the value at ``path`` of a config."""
     if isinstance(value, str):
         return _expand_text(value, path)
     if isinstance(value, dict):
@@ -35,7 +35,7 @@ def expand_backbone(text: str) -> dict[str, Any]:
 
 
 def _expand_text(text: str, path: Key) -> Any:
-    if "${" in text or text == "???":  # OmegaConf's: a reference, or missing
+    if "${" in text or text == "???":  # a reference or a missing value of OmegaConf
         return text
     if is_source(path):
         section = expand_source(text)

@@ -1,4 +1,4 @@
-"""Comma lists on the command line: ``train.seed=1,2 optimizer.lr=0.1,0.2`` are four runs."""
+"""Sweeps from comma lists: ``train.seed=1,2 optimizer.lr=0.1,0.2`` are four runs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class Point:
 
 
 def expand_sweep(overrides: list[str]) -> list[Point]:
-    """Return the product of all comma lists, in the order of writing; one point without any.
+    """Return a point for each combination of values in comma lists; one point without lists.
 
-    Invalid overrides are passed on; reading the config reports them.
-    Raises ConfigError for a list that cannot be swept over.
+    Invalid overrides are returned unchanged; reading the config reports them.
+
+    Raises:
+        ConfigError: If a key cannot be swept over.
     """
     choices = [_choices(text) for text in overrides]
     keys = [key for key, values in choices if len(values) > 1]
@@ -47,18 +49,18 @@ def expand_sweep(overrides: list[str]) -> list[Point]:
         ]
         points.append(Point(list(values), "_".join(chosen)))
     names = [point.name for point in points]
-    if len(set(names)) < len(names):  # values that differ in signs no folder may have
+    if len(set(names)) < len(names):  # the values differ only in characters that `_plain` replaces
         points = [Point(p.overrides, f"{i}_{p.name}") for i, p in enumerate(points)]
     return points
 
 
 def _choices(text: str) -> tuple[str, list[str]]:
-    """Return the key of an override and the overrides that its comma list stands for."""
+    """Return the key of an override, and one override for each value of its comma list."""
     key, value = split_override(text)
     name = ".".join(key)
     if value is None or text.startswith("~"):
         return name, [text]
-    if is_path(key) and exists(expand_user(value)):  # with a comma in its name
+    if is_path(key) and exists(expand_user(value)):  # a path with a comma in its name
         return name, [text]
     try:
         parsed = parse_value(value, key)
@@ -68,11 +70,11 @@ def _choices(text: str) -> tuple[str, list[str]]:
         return name, [f"{name}={one}" for one in value.split(",")]
     if not parsed.is_sweep_override() or not parsed.is_choice_sweep():
         return name, [text]
-    if name.startswith("launch.slurm."):  # a list as sbatch knows it: partition=a,b
+    if name.startswith("launch.slurm."):  # a list for sbatch: partition=a,b
         return name, [f"{name}='{value}'"]
     return name, [f"{name}={one}" for one in parsed.sweep_string_iterator()]
 
 
 def _plain(override: str) -> str:
-    """Return the value of an override as a part of a file name."""
+    """Return the value of an override in a form that a folder name may contain."""
     return re.sub(r"[^\w.+-]+", "-", override.partition("=")[2]).strip("-")

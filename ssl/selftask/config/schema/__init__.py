@@ -1,9 +1,9 @@
-"""The sections of a config, with types, defaults, limits and units.
+"""Sections of a config, with types, defaults, limits and units.
 
-The fields of a *named* thing (method, backbone, hook, ...) are not here: its ``Config``, beside
-its code, is their schema, and in the yaml they stand flat beside ``name``.
+The fields of a component (method, backbone, hook, ...) are not here. They are declared by the
+``Config`` in the component's file. In yaml they are keys of the same section as ``name``.
 
-``config/load.py`` makes these objects; everybody else only reads them.
+``config/load.py`` creates these objects; all other code treats them as read-only.
 """
 
 from selftask.config.schema.component import Component, HookComponent, plain

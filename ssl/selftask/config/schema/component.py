@@ -1,4 +1,4 @@
-"""A named thing with its arguments, and how sections become yaml."""
+"""Components: registered names with their arguments. Conversion of sections to yaml."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """A named thing and its complete, validated arguments."""
+    """A registered method, hook, transform, ... with its complete, validated arguments."""
 
     name: str
     """Registered name."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of its ``Config``, complete with defaults."""
+    """Arguments of its ``Config``, including defaults."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{name: ..., **args}``, as in the yaml."""
@@ -23,10 +23,10 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class HookComponent(Component):
-    """A hook with its arguments, and its place among the others."""
+    """A hook with its arguments and its position among the others."""
 
     priority: int | None = None
-    """Place among the hooks, the lowest first; null: the hook's own."""
+    """Hooks run in the order of this number, lowest first; null: the hook's own priority."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{name: ..., **args}``, with the priority if it is set."""
@@ -35,7 +35,7 @@ class HookComponent(Component):
 
 
 def plain(value: Any) -> Any:
-    """Return a copy for yaml, with lists for tuples and mappings for sections."""
+    """Return a copy for yaml: tuples become lists, and sections become mappings."""
     if is_dataclass(value) and not isinstance(value, type):
         return own(value)
     if isinstance(value, dict):

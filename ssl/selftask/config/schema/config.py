@@ -1,4 +1,4 @@
-"""The complete config of a training."""
+"""Complete config of a training run."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ DEFAULT_HOOKS = (
     "checkpoint",
     "preemption",
 )
-"""Hooks that every run has unless its config takes them out: ``hooks.health=null``."""
+"""Hooks of every run, unless its config removes them: ``hooks.health=null``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Complete config of a training; equal configs give equal trainings."""
+    """Complete config of a training run; equal configs give equal runs."""
 
     recipe: str
     """Recipe as given on the command line."""
     task: str = "standard"
-    """Registered name of the task's class: ``Task``, or your own subclass of it."""
+    """Registered name of the task class: ``Task`` or your own subclass of it."""
     data: DataConfig = setting(missing="data=FOLDER takes any tree of images")
     """Images to train on; ``data=FOLDER`` is short for ``data.path=FOLDER``."""
     views: dict[str, ViewConfig]
-    """Groups of views, in the order in which they reach the method."""
+    """Groups of views, in the order in which the method receives them."""
     backbone: Component = setting(of="backbones", missing="give the name of a backbone")
     """Network that is trained, by name: ``resnet18``, ``timm:NAME``, ``torchvision:NAME``,
     ``module:function``.
@@ -55,19 +55,19 @@ class Config:
     meters: dict[str, Component] = setting(of="meters")
     """Meters of test phases, by name."""
     hooks: dict[str, HookComponent] = setting(of="hooks")
-    """Hooks, by name; null takes a default hook out."""
+    """Hooks by name; null removes a default hook."""
     eval: EvalConfig
     """Evaluations of the frozen backbone during training."""
     expected: dict[str, tuple[float, float]] = setting({}, also=["expected_results"])
-    """Lowest and highest last value of metrics, such as ``{knn_top1: [0.66, 0.74]}``; otherwise the
-    run has failed.
+    """Lowest and highest allowed last value of metrics, such as ``{knn_top1: [0.66, 0.74]}``; a
+    value outside this range fails the run.
     """
     init: InitConfig
     """Weights to start from."""
     resume: ResumeConfig
     """Checkpoint to resume from."""
     parallel: ParallelConfig
-    """How processes share the work."""
+    """How processes train together."""
     launch: LaunchConfig
     """Processes, machines and SLURM."""
     out: str = setting(path=True)
@@ -75,7 +75,7 @@ class Config:
     imports: list[str]
     """Your own modules, imported before names are looked up; ``import`` in yaml."""
     places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Dotted key -> where its value comes from; read it through ``place``."""
+    """Dotted key -> origin of its value; use ``place`` to read it."""
 
     @property
     def out_folder(self) -> Path:
@@ -83,9 +83,9 @@ class Config:
         return work_folder(self.out)
 
     def place(self, key: str) -> str:
-        """Return where a key was set: ``file.yaml:14``, ``command line: ...`` or a default.
+        """Return the origin of a value: ``file.yaml:14``, ``command line: ...`` or a default.
 
-        A key without a place of its own has that of the section around it.
+        A key without its own origin has that of the section that contains it.
         """
         while key not in self.places and "." in key:
             key = key.rpartition(".")[0]
@@ -93,7 +93,7 @@ class Config:
 
     @property
     def pipelines(self) -> dict[Key, list[Component]]:
-        """Every list of transforms by its key."""
+        """All lists of transforms by key."""
         lists: dict[Key, list[Component]] = {
             ("views", name, "transforms"): group.transforms for name, group in self.views.items()
         }
@@ -130,4 +130,4 @@ SHARED: dict[Key, frozenset[str]] = {
     ("data",): frozenset(f.name for f in fields(DataConfig)) - {"source", "val", "val_sets"},
     ("optimizer",): frozenset(f.name for f in fields(OptimizerConfig)) - {"name", "args"},
 }
-"""Fields of sections with a name that stay if the config names another thing there."""
+"""Fields of a component's section that are kept if a later layer names another component."""

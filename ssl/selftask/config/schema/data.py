@@ -11,36 +11,36 @@ from selftask.config.schema.component import Component, entries, own
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Data set, and how it is read."""
+    """The data set and how it is read."""
 
     source: Component = setting(of="sources", flat=True)
-    """Source of the images: in yaml ``data.name`` with the source's own keys."""
+    """Source of the images: ``data.name`` and the source's own keys."""
     val: Component | None = setting(None, of="sources", shared=["subset"])
-    """Labelled images for evaluations, as ``data``; null: no k-NN during training."""
+    """Labelled images for evaluations, in the form of ``data``; null: no k-NN during training."""
     val_sets: dict[str, Component] = setting({}, of="sources", also=["val_datasets", "test_sets"])
-    """Further labelled sets by name; rows get ``NAME/knn_top1`` and ``NAME/val_loss``."""
+    """Further labelled sets by name; their metrics are ``NAME/knn_top1`` and ``NAME/val_loss``."""
     sampler: Component = setting(Component(name="shuffled"), of="samplers")
     """Order of the images in an epoch."""
     tokenizer: Component = setting(Component(name="bytes"), of="tokenizers")
     """Tokenizer of captions."""
     relabel: Literal["no", "index", "zero", "none"] = "no"
-    """Labels of the training images: ``no`` keeps those of the source, ``index`` is the number of
-    the image, ``zero`` is 0 for all, ``none`` removes them.
+    """Labels of the training images: ``no`` keeps those of the source, ``index`` uses the index of
+    the image, ``zero`` uses 0 for all, ``none`` removes them.
     """
     augment_on: Literal["cpu", "device"] = "cpu"
-    """Who makes the views: worker processes on the CPU, or the device."""
+    """Where views are made: in worker processes on the CPU, or on the device."""
     max_side: int | None = setting(None, min=1)
-    """Largest longer side of images that are cached or sent to the device, in pixels; larger ones
-    are scaled down, and crops see no finer detail.
+    """Longer side, in pixels, to which larger images are scaled down before they are cached or sent
+    to the device; crops of them have less detail. null: no limit.
     """
     cache: Literal["none", "ram", "disk", "device"] = "none"
     """Cache of decoded images: in each process's memory, in a file below ``$SELFTASK_CACHE``, or on
     the device (small data sets with ``augment_on=device``).
     """
     num_workers: int = setting(0, min=0, also=["workers"])
-    """Loader processes per rank; ``auto`` in yaml: from the cores."""
+    """Loader processes per rank; ``auto``: from the number of CPU cores."""
     on_error: Literal["skip", "fail"] = "skip"
-    """What an unreadable file does: skip it, or end the run."""
+    """Whether an unreadable file is skipped or ends the run."""
     max_unreadable: float | None = setting(None, min=0, max=1)
     """Share of images that may be unreadable; null: 0.1 %, but at least 3 images."""
     max_pixels: int = setting(100_000_000, min=1)
@@ -48,8 +48,8 @@ class DataConfig:
     max_bytes: int = setting(1 << 30, min=1)
     """Largest size of an encoded image, in bytes; larger ones are not read."""
     max_scans: int = setting(100, min=1)
-    """Largest number of scans of a JPEG, each of which takes a pass over the image; most have 1,
-    progressive ones about 10.
+    """Largest number of scans of a JPEG, since each scan takes a pass over the image; most files
+    have 1, progressive ones about 10.
     """
     subset: float | int | dict[str, Any] | None = None
     """Part of the training images to use: a share, a number of images, or ``{count: 10, per_class:
@@ -63,7 +63,7 @@ class DataConfig:
     """Retries after a time-out or a temporary error."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml, the source's fields beside ours."""
+        """Return the section as in the yaml, with the source's keys."""
         named = {
             "val": self.val.to_dict() if self.val else None,
             "val_sets": entries(self.val_sets),

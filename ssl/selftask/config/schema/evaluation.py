@@ -20,18 +20,18 @@ class EvalConfig:
     every: int | str | None = setting(None, duration=True, min=1)
     """Time between evaluations; null: at step 0 and at the end only."""
     loss: bool = setting(False, also=["val_loss", "validation_loss"])
-    """Whether to compute the method's own loss on ``data.val``, in the views of training, as
+    """Whether to compute the method's own loss on ``data.val``, with the views of training, as
     ``val_loss``.
     """
     test_every: int = setting(1, min=1, also=["test_phase_period", "val_interval"])
-    """Train phases between test phases with meters, each an epoch or as ``train.phases_per_epoch``
-    says; one more comes at the end.
+    """Train phases between test phases with meters; the run also ends with a test phase. A train
+    phase is an epoch unless ``train.phases_per_epoch`` divides it.
     """
     layers: list[int] = setting([])
-    """Hidden layers to evaluate by number, -1 is the last; empty: the backbone's output."""
+    """Indices of hidden layers to evaluate, -1 for the last; empty: the backbone's output."""
     pool: Literal["mean", "prefix", "both"] = "mean"
-    """What is taken of a layer's tokens: mean of the patches, prefix tokens (class token,
-    registers), or both.
+    """Features from the tokens of a hidden layer: mean of the patch tokens, prefix tokens (class
+    token, registers), or both.
     """
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The sections ``launch`` and ``parallel``: processes and how they share the work."""
+"""The sections ``launch`` and ``parallel``: processes and how they train together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selftask.config.schema.component import own
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """Number of machines and processes, restarts, options of SLURM."""
+    """Number of machines and processes, restarts, SLURM options."""
 
     nodes: int = setting(1, min=1, also=["num_nodes"])
     """Number of machines."""
@@ -22,14 +22,14 @@ class LaunchConfig:
     ``teardown``, ``srun_args``, ``signal_delay_s``.
     """
     hang_timeout_s: float = setting(600.0, min=1)
-    """Time without progress on any rank after which the run is ended as stuck, in seconds."""
+    """Time without progress on any rank after which the run ends as stuck, in seconds."""
     snapshot: bool = False
     """SLURM: whether jobs import your modules from a copy of the git repository made at submission.
     """
     parallel_runs: int = setting(1, min=1)
     """Runs of a local sweep that train at the same time."""
     max_restarts: int = setting(0, min=0)
-    """New attempts after a rank failed; without SLURM also after one was killed."""
+    """Restarts after a rank failed, and without SLURM also after a rank was killed."""
     max_requeues: int = setting(100, min=0)
     """Requeues allowed after preemption, a time-out or the loss of a rank or node; 5 at most of a
     local job.
@@ -47,25 +47,26 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How processes share the work; without cost on one process."""
+    """How processes train together; costs nothing with one process."""
 
     reduce: Literal["manual", "ddp", "fsdp"] = setting("manual", also=["strategy", "backend"])
     """How gradients are reduced: by the train step itself, by DistributedDataParallel, or sharded
     by FSDP2.
     """
     bucket_mb: float = setting(25.0, min=0.001)
-    """Gradients that travel together, in MiB."""
+    """Size of the buckets in which gradients are reduced, in MiB."""
     grad_compression: Literal["none", "fp16", "bf16"] = "none"
-    """Type of gradients on their way between ranks (manual)."""
+    """Data type in which gradients are sent between ranks (manual)."""
     buffers: Literal["broadcast", "mean"] = "broadcast"
-    """Running statistics of BatchNorm and other buffers that ranks share: those of the first rank,
-    or the mean over ranks.
+    """How running statistics of BatchNorm and other buffers are synchronised: all ranks take those
+    of the first rank, or the mean over ranks.
     """
     sync_buffers: Literal["evaluation", "step", "never"] = setting(
         "evaluation", also=["broadcast_buffers", "broadcast_buffers_mode"]
     )
     """When buffers are synchronised over ranks: before evaluations, exports and saves; also after
-    every step; or never: each rank evaluates with its own, and those of the first are saved.
+    every ``step``; or ``never``: each rank evaluates with its own buffers, and those of the first
+    rank are saved.
     """
     static_graph: bool = False
     """Whether every step uses the same parameters, equally often (ddp)."""
@@ -76,25 +77,28 @@ class ParallelConfig:
     """Ranks that together hold one copy of the network (fsdp): all, those of a node, or a number.
     """
     cpu_offload: bool = setting(False, also=["offload_params"])
-    """Whether shards, their gradients and optimizer state are kept on the CPU, which takes the
-    steps (fsdp).
+    """Whether shards, their gradients and optimizer state are kept on the CPU, where the optimizer
+    then runs (fsdp).
     """
     meta_init: bool = setting(False, also=["meta_device", "delayed_init"])
-    """Whether only the first rank draws or reads the initial weights; the others receive them, part
-    by part, and never hold a whole network (fsdp).
+    """Whether only the first rank initialises or reads the weights; the others receive them part by
+    part and never hold the whole network (fsdp).
     """
     prefetch: int = setting(0, min=0, also=["forward_prefetch", "backward_prefetch"])
-    """Blocks to gather ahead of the one that computes (fsdp); 0: torch's choice, one."""
+    """Blocks to gather ahead of the current one (fsdp); 0: torch's default, one."""
     activation_checkpointing: float | str = setting(
         "none", also=["checkpointing", "grad_checkpointing", "gradient_checkpointing"]
     )
-    """Activations that are recomputed in the backward pass: ``none``; ``blocks`` keeps only the
-    inputs of blocks; a size ('8 GB') or a share (0.5): of as few blocks as keep the rest within it.
+    """Activations that are recomputed in the backward pass: ``none``; ``blocks``: all but the
+    inputs of blocks; a size ('8 GB') or a share (0.5): those of as few blocks as are needed to keep
+    the remaining activations below it.
     """
     sync_batch_norm: int | Literal["none", "all", "node"] = setting(
         "none", min=1, also=["sync_bn", "syncbn", "sync_batchnorm"]
     )
-    """BatchNorm statistics over all processes, those of a node, or groups of so many."""
+    """Groups of processes that share BatchNorm statistics: ``all``, those of a ``node``, or groups
+    of this size; ``none``: each process computes its own.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml."""

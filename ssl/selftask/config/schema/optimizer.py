@@ -18,27 +18,27 @@ _COMMON = (
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledLR:
-    """A learning rate for a reference batch, scaled with the batch of a step."""
+    """Learning rate for a reference batch size, scaled with the number of samples in a step."""
 
     base: float = setting(min=0)
-    """Learning rate for the reference batch."""
+    """Learning rate for the reference batch size."""
     per: int = setting(256, min=1)
-    """Reference batch, in samples."""
+    """Reference batch size, in samples."""
     rule: Literal["linear", "sqrt"] = "linear"
-    """Factor of the rate: batch / ``per``, or its square root."""
+    """How the rate is scaled: by batch / ``per``, or by its square root."""
 
     def factor(self, batch: int) -> float:
-        """Return the factor for a batch: all samples of a step, on all ranks."""
+        """Return the factor of the rate for ``batch`` samples in a step, over all ranks."""
         ratio = batch / self.per
         return ratio if self.rule == "linear" else math.sqrt(ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRule:
-    """A rule for some parameters, by name, by type of their module, or by both."""
+    """Rule for some parameters, selected by name, by type of their module, or by both."""
 
     match: str | list[str] | None = None
-    """Patterns with ``*``, or names of modules: ``backbone.layer1``, ``*.norm*``,
+    """Names of modules, or patterns with ``*``: ``backbone.layer1``, ``*.norm*``,
     ``loss.prototypes``.
     """
     type: str | list[str] | None = None
@@ -48,15 +48,15 @@ class GroupRule:
     weight_decay: float | dict[str, Any] | None = setting(None, of="schedules", min=0)
     """Weight decay of these parameters."""
     schedule: str | dict[str, Any] | None = setting(None, of="schedules")
-    """Schedule instead of ``optimizer.schedule``; start, end and warm-up are the learning rate's
-    unless given.
+    """Schedule in place of ``optimizer.schedule``; start, end and warm-up default to those of the
+    learning rate.
     """
     freeze: bool | int | str | None = setting(None, duration=True)
-    """How long to keep the values; true: the whole training, without computing gradients."""
+    """How long to freeze the parameters; true: the whole training, without computing gradients."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the settings that the rule makes; the schedule as a section."""
+        """Return the settings of the rule that are not null, with the schedule as a section."""
         made = {name: getattr(self, name) for name in ("lr", "weight_decay", "schedule", "freeze")}
         if isinstance(self.schedule, str):
             made["schedule"] = {"name": self.schedule}
@@ -67,18 +67,18 @@ class GroupRule:
 class OptimizerConfig:
     """Optimizer, learning rate and weight decay over the training.
 
-    Values that may change during training are a number, or a section with the name of a schedule:
+    A value that may change during training is a number, or a section with the name of a schedule:
     ``{name: cosine, start: 0.04, end: 0.4}``.
     """
 
     name: str = setting(of="optimizers", flat=True)
     """Registered name of the optimizer, or ``torch:NAME``."""
     args: dict[str, Any] = field(default_factory=dict)
-    """The named optimizer's own keys, which stand beside these."""
+    """The optimizer's own keys; in yaml they are keys of the same section."""
     lr: float | ScaledLR | dict[str, Any] = setting(
         of="schedules", min=0, also=["learning_rate", "base_lr", "blr"]
     )
-    """Peak learning rate; ``{base, per, rule}`` scales it with the batch; ``{name: ...}`` is a
+    """Peak learning rate; ``{base, per, rule}`` scales it with the batch size; ``{name: ...}`` is a
     complete schedule, which replaces ``schedule``, ``warmup``, ``warmup_shape``, ``start_lr`` and
     ``end_lr``.
     """
@@ -95,9 +95,9 @@ class OptimizerConfig:
     )
     """Shape of the warm-up."""
     start_lr: float = setting(0.0, min=0, also=["warmup_lr", "start_warmup"])
-    """Learning rate at the start of the warm-up; scaled as ``lr`` is."""
+    """Learning rate at the start of the warm-up; scaled like ``lr``."""
     end_lr: float = setting(0.0, min=0, also=["min_lr", "final_lr"])
-    """Learning rate at the end of training; scaled as ``lr`` is."""
+    """Learning rate at the end of training; scaled like ``lr``."""
     weight_decay: float | dict[str, Any] = setting(0.0, of="schedules", min=0, also=["wd"])
     """Weight decay: a number, or a schedule such as ``{name: cosine, start: 0.04, end: 0.4}``."""
     decay_1d: bool = False
@@ -109,18 +109,18 @@ class OptimizerConfig:
     highest layer.
     """
     groups: list[GroupRule] = setting([], also=["param_groups", "paramwise_cfg", "custom_keys"])
-    """Rules for some parameters; for each setting the first rule that matches counts."""
+    """Rules for some parameters; for each setting, the first matching rule applies."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml, the optimizer's fields beside ours."""
+        """Return the section as in the yaml, with the optimizer's own keys."""
         return {"name": self.name, **plain(self.args), **own(self, without=("name", "args"))}
 
     def lr_section(self, batch: int, instead: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the schedule of the learning rate, complete.
+        """Return the complete schedule of the learning rate.
 
         Args:
-            batch: Samples of a step.
-            instead: Schedule of some parameters, instead of ``schedule``.
+            batch: Number of samples in a step.
+            instead: Schedule of some parameters in place of ``schedule``.
         """
         if isinstance(self.lr, dict):
             kept = {key: self.lr[key] for key in _COMMON if key in self.lr}

@@ -11,12 +11,12 @@ from selftask.config.schema.component import Component, own
 
 @dataclass(frozen=True, kw_only=True)
 class KeepBest:
-    """Which checkpoints stay because a metric of theirs is best."""
+    """Checkpoints that are kept because they have the best values of a metric."""
 
     metric: str | None = None
     """Any column of metrics.jsonl, such as ``knn_top1``; null: keep no best checkpoints."""
     mode: Literal["auto", "max", "min"] = "auto"
-    """Whether large or small values are good; auto: small ones of names with loss or error."""
+    """Whether large or small values are better; auto: small if the name contains loss or error."""
     count: int = setting(1, min=1)
     """Number of best checkpoints to keep."""
 
@@ -26,13 +26,13 @@ class GradScalerConfig:
     """Scaling of the loss, so that float16 represents small gradients."""
 
     enabled: bool | None = None
-    """Whether the loss is scaled; null: with float16 only."""
+    """Whether to scale the loss; null: with float16 only."""
     init_scale: float = setting(2.0**16, above=0, also=["loss_scale"])
-    """First factor of the loss."""
+    """Initial scale of the loss."""
     growth_factor: float = setting(2.0, min=1)
-    """Factor of the scale after ``growth_interval`` steps without overflow."""
+    """Factor that multiplies the scale after ``growth_interval`` steps without overflow."""
     backoff_factor: float = setting(0.5, above=0, below=1)
-    """Factor of the scale after an overflow, which also skips the step."""
+    """Factor that multiplies the scale after an overflow, which also skips the step."""
     growth_interval: int = setting(2000, min=1)
     """Steps without overflow after which the scale grows."""
 
@@ -46,7 +46,7 @@ class CompileConfig:
     mode: str | None = None
     """Mode of torch.compile, such as ``reduce-overhead`` or ``max-autotune``."""
     dynamic: bool | None = None
-    """Whether shapes are dynamic; null: shapes that change become dynamic."""
+    """Whether shapes are dynamic; null: a shape becomes dynamic when it changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,35 +56,36 @@ class TrainConfig:
     epochs: int | float | None = setting(
         None, above=0, also=["num_epochs", "max_epochs", "n_epochs"]
     )
-    """Length in epochs; at least one of ``epochs`` and ``max_steps`` is needed, and the shorter
-    counts.
+    """Length in epochs; at least one of ``epochs`` and ``max_steps`` is required, and the shorter
+    one applies.
     """
     max_steps: int | None = setting(None, min=1, also=["steps", "num_steps", "iterations"])
     """Length in optimizer steps."""
     phases_per_epoch: int = setting(1, min=1, also=["num_phases", "train_phases_per_epoch"])
-    """Train phases of an epoch: hooks at the start and end of a phase, and test phases, come so
-    much more often.
+    """Train phases per epoch; with several, hooks at the start and end of a phase, and test phases,
+    run more often.
     """
     batch_size: int = setting(256, min=1, also=["batch", "bs"])
-    """Images of a batch, over all processes."""
+    """Images in a batch, over all processes."""
     precision: Literal["float32", "bfloat16", "float16"] = setting(
         "float32", also=["amp", "fp16", "bf16", "dtype"]
     )
-    """Type of forward and backward passes under autocast; weights stay float32."""
+    """Data type of forward and backward passes under autocast; weights stay float32."""
     step: Component = setting(Component(name="standard"), of="train_steps", also=["train_step"])
     """Train step, by name."""
     accumulate: int = setting(1, min=1, also=["accum", "grad_accum", "accumulation"])
-    """Batches of a step (``step: accumulate``), each of ``batch_size`` images; a loss sees one
-    batch at a time.
+    """Batches per step with ``step: accumulate``, each of ``batch_size`` images; the loss is
+    computed on one batch at a time.
     """
     seed: int = setting(0, min=0)
-    """Seed of weights, order and augmentations."""
+    """Seed of initial weights, order of the images and augmentations."""
     on_nan: Literal["stop", "skip", "rollback"] = setting("stop", also=["terminate_on_nan"])
-    """What NaN or infinity does: end the run; skip the step, for which each step waits for the
-    device; or return to the last checkpoint and leave out the batches in question.
+    """What to do after NaN or infinity: ``stop`` ends the run; ``skip`` skips the step, and makes
+    every step wait for the device; ``rollback`` returns to the last checkpoint and leaves out the
+    batches concerned.
     """
     nan_budget: int = setting(3, min=0)
-    """Largest number of skipped steps in a row, or of rollbacks of a run."""
+    """Largest number of skipped steps in a row, or of rollbacks in a run."""
     grad_scaler: GradScalerConfig = setting(GradScalerConfig(), also=["scaler", "amp_args"])
     """Scaling of the loss for float16."""
     matmul_precision: Literal["highest", "high", "medium"] | None = setting(
@@ -94,9 +95,9 @@ class TrainConfig:
     bfloat16 (7 bits); null: torch's default, highest.
     """
     cudnn_benchmark: bool = setting(False, also=["benchmark"])
-    """Whether to measure convolution algorithms once for each shape and take the fastest."""
+    """Whether cuDNN times its convolution algorithms once for each shape and uses the fastest."""
     deterministic: bool = setting(False, also=["cudnn_deterministic"])
-    """Whether to allow only operations with the same result each time; others are an error."""
+    """Whether to allow only deterministic operations; others raise an error."""
     compile: Literal[False, "model", "step"] = False
     """What torch.compile compiles: nothing, forward and backward of the network, or the step."""
     compile_options: CompileConfig = CompileConfig()
@@ -104,7 +105,7 @@ class TrainConfig:
     log_every: int = setting(50, min=1, also=["log_interval"])
     """Steps between rows of metrics.jsonl."""
     device: str = setting("auto", also=["gpu", "accelerator"])
-    """``auto``: the accelerator that torch sees, else the CPU; or ``cpu``, ``cuda``, ``mps``,
+    """``auto``: the accelerator that torch finds, or else the CPU; or ``cpu``, ``cuda``, ``mps``,
     ``xpu``.
     """
     checkpoint_every: int | str = setting(
@@ -114,23 +115,23 @@ class TrainConfig:
     keep_checkpoints: int = setting(3, min=1)
     """Newest checkpoints to keep; older ones are deleted."""
     keep_every: int | str | None = setting(None, duration=True, min=1)
-    """Time between checkpoints that are kept for good; null: none are."""
+    """Time between checkpoints that are kept permanently; null: none are."""
     keep_best: KeepBest = setting(KeepBest(), also=["save_best", "monitor", "best_checkpoint"])
-    """Checkpoints to keep because a metric of theirs is best."""
+    """Checkpoints to keep because they have the best values of a metric."""
     async_checkpoints: bool = True
-    """Whether to write checkpoints while training goes on, from a copy in host memory."""
+    """Whether to write checkpoints while training continues, from a copy in host memory."""
     sharded_checkpoints: bool = setting(False, also=["sharded", "dcp"])
-    """Whether every process writes its part into a folder and nothing is gathered
-    (``parallel.reduce=fsdp``).
+    """Whether a checkpoint is a folder to which every process writes its own part, without
+    gathering (``parallel.reduce=fsdp``).
     """
     report: bool = True
     """Whether to write ``report.html`` into the run folder when the run ends."""
     threads: int | Literal["auto"] = setting("auto", min=1, max=1024)
-    """Threads of torch on the CPU, per process; auto: three quarters of the cores, with a GPU those
-    that workers leave; kept on resume.
+    """Threads of torch on the CPU, per process; auto: three quarters of the cores, or with a GPU
+    the cores that loader workers leave free; kept on resume.
     """
     stop_at: int | None = setting(None, min=1)
-    """Step after which to stop as if interrupted; for tests."""
+    """Step after which the run stops as if interrupted; for tests."""
 
     @property
     def uses_compiler(self) -> bool:

@@ -12,20 +12,20 @@ from selftask.config.schema.component import Component, own
 
 @dataclass(frozen=True, kw_only=True)
 class ViewConfig:
-    """A group of views made by one pipeline."""
+    """Group of views made by one list of transforms."""
 
     count: int = setting(1, min=0, also=["num", "crops", "num_crops", "number"])
-    """Views of each image, or with ``of`` of each view of that group; 0: only for groups made from
-    it.
+    """Views of each image, or of each view in the group ``of``; 0: the group is only the input of
+    other groups.
     """
     image: str | None = None
-    """Further image of the sample, by its name in the data; null: the image itself."""
+    """Name of a further image of the sample to make views of; null: its main image."""
     of: str | None = None
-    """Group whose views are transformed; null: the image."""
+    """Group whose views are the input of the transforms; null: the image."""
     draws: bool = False
-    """Whether ``batch.draws`` has the parameters of this group's transforms."""
+    """Whether ``batch.draws`` contains the parameters of this group's transforms."""
     transforms: list[Component] = setting([], of="transforms")
-    """Transforms of a view, in order."""
+    """Transforms that make a view, in order."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml."""
@@ -34,7 +34,7 @@ class ViewConfig:
 
 
 def num_views(views: Mapping[str, ViewConfig]) -> dict[str, int]:
-    """Return how many views of an image each group adds to a batch."""
+    """Return the number of views of an image that each group adds to a batch."""
     made: dict[str, int] = {}
     for name, group in views.items():
         made[name] = max(1, group.count) * made.get(group.of or "", 1)
@@ -42,6 +42,6 @@ def num_views(views: Mapping[str, ViewConfig]) -> dict[str, int]:
 
 
 def total_views(section: Mapping[str, Any]) -> int:
-    """Return how many views of an image a ``views`` section in the form of ``to_dict`` makes."""
+    """Return the number of views of an image for a ``views`` section, given as plain values."""
     groups = {n: ViewConfig(count=group["count"], of=group["of"]) for n, group in section.items()}
     return sum(num_views(groups).values())

@@ -1,1 +1,1 @@
-"""Amounts of time and memory, conversion to annotated types, automatic values."""
+"""Conversion of values to annotated types, lengths of training, memory sizes, automatic values."""

@@ -1,4 +1,4 @@
-"""Values that are ``auto`` in a recipe, computed for the machine that reads it."""
+"""Values that are ``auto`` in a recipe, computed for this machine."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-MAX_WORKERS = 8  # per process; more only fight over memory and disk
+MAX_WORKERS = 8  # per process; more only compete for memory and disk
 
 
-_MANY = 1 << 20  # cores: no limit
+_MANY = 1 << 20  # number of cores that means no limit
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use, also in a job or container."""
+    """Return the number of CPU cores available to this process, also in a job or container."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(usable or 1, _quota()))
 
 
 def _quota() -> int:
-    """Return the cores of a container's share of CPU time (control groups, version 2 and 1)."""
+    """Return the CPU quota of a container in cores (control groups, version 2 and 1)."""
     with suppress(OSError, ValueError):
         share, period = (_CGROUP / "cpu.max").read_text(encoding="ascii").split()
         return _MANY if share == "max" else math.ceil(int(share) / int(period))
@@ -35,9 +35,11 @@ def _quota() -> int:
 
 
 def num_workers(processes: int) -> tuple[int, str]:
-    """Return the number of loader workers for each of ``processes``, and its origin as text.
+    """Return the number of loader workers per process, and a text that explains it.
 
-    Ranks started by other launchers (torchrun) are counted by LOCAL_WORLD_SIZE.
+    Args:
+        processes: Processes on this machine. The number in LOCAL_WORLD_SIZE, which launchers such
+            as torchrun set, is used if it is larger.
     """
     started = os.environ.get("LOCAL_WORLD_SIZE", "")
     processes = max(processes, int(started) if started.isdecimal() else 1)

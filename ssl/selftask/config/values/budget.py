@@ -1,4 +1,4 @@
-"""Amounts of memory: ``8 GB``, or a share of all activations."""
+"""Memory budgets: ``8 GB``, or a share of all activations."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ _WORDS = ("none", "blocks")
 
 @dataclass(frozen=True)
 class Budget:
-    """``value`` bytes, or a share of what would be kept without a budget."""
+    """``value`` bytes, or ``value`` as a share of the bytes that are kept without a budget."""
 
     value: float
     unit: Literal["byte", "share"]
 
     def limit(self, total: int) -> int:
-        """Return the budget in bytes; without one, ``total`` bytes would be kept."""
+        """Return the budget in bytes, given the ``total`` bytes that are kept without a budget."""
         return int(self.value if self.unit == "byte" else self.value * total)
 
 
 def show_bytes(size: float) -> str:
-    """Format bytes as ``1.5 GB`` or ``20.0 MB``, which ``parse_budget`` reads."""
+    """Format bytes as ``1.5 GB`` or ``20.0 MB``, which ``parse_budget`` accepts."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def parse_budget(text: float | str) -> Budget:
-    """Read ``8 GB``, ``512 MiB`` (K, M, G, T) or a share from 0 to 1.
+    """Parse ``8 GB``, ``512 MiB`` (K, M, G, T) or a share from 0 to 1.
 
-    Raises ValueError, with the accepted forms, for anything else.
+    Raises:
+        ValueError: For any other text; the message has the accepted forms.
     """
     match = _PATTERN.fullmatch(str(text))
     if match is None:

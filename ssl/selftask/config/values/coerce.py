@@ -1,7 +1,8 @@
-"""Values checked and converted by the type and the limits of a field.
+"""Check and convert values by the type and the limits of a field.
 
-Scalars follow OmegaConf's typed nodes (``3`` is a float, ``"3"`` an int, ``3.5`` no int); Literal,
-unions, tuples and nested containers, which OmegaConf has no nodes for, are added here.
+Scalars follow OmegaConf's typed nodes: ``3`` is a valid float and ``"3"`` a valid int, but ``3.5``
+is not. OmegaConf has no nodes for Literal, unions, tuples and nested containers; they are
+implemented here.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from selftask.errors import UserError, nearest
 _NODES: dict[type, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
-# Far from what overflows 64 bits in products with sizes, or float32.
+# Limits far from overflow: of 64 bits in products with sizes (int), and of float32 (float).
 _LARGEST: dict[type, float] = {int: 10**15, float: 1e30}
 
 
 class Mismatch(Exception):
-    """A value of the wrong type; the message says what was expected."""
+    """Raised for a value of the wrong type; the message names the expected type."""
 
 
 def convert(value: Any, annotation: Any) -> Any:
@@ -77,7 +78,7 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
     if metadata.get("duration") and value is not None and not isinstance(value, bool):
         length = parse_duration(value)
         too_short = length.value < metadata.get("min", 0)
-        if too_short and (length.unit == "step" or not length.value):  # half an epoch is fine
+        if too_short and (length.unit == "step" or not length.value):  # half an epoch is allowed
             raise ValueError("must be longer than nothing")
         return
     if isinstance(value, list | tuple):
@@ -96,7 +97,7 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
 
 
 def _scalar(value: Any, kind: type) -> Any:
-    """Convert by OmegaConf's node, but never between bools and numbers."""
+    """Convert a scalar with OmegaConf's node, but never between bools and numbers."""
     odd = isinstance(value, bool) != (kind is bool) and not isinstance(value, str)
     if value is None or odd or isinstance(value, list | dict | tuple):
         raise Mismatch(f"expected {_WORDS[kind]}")
@@ -105,7 +106,7 @@ def _scalar(value: Any, kind: type) -> Any:
     except (ValidationError, OverflowError):
         raise Mismatch(f"expected {_WORDS[kind]}") from None
     limit = _LARGEST.get(kind)
-    if limit is not None and not abs(converted) <= limit:  # so is NaN
+    if limit is not None and not abs(converted) <= limit:  # also true for NaN
         raise Mismatch(f"expected {_WORDS[kind]} between {-limit:.0e} and {limit:.0e}")
     return converted
 
@@ -120,7 +121,7 @@ def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def _first_of(value: Any, annotation: Any) -> Any:
-    """Convert to the value's own type (3 stays an int in int | float), else the first that fits."""
+    """Convert to the value's own type (3 stays an int in int | float), or the first that fits."""
     options = get_args(annotation)
     exact = [option for option in options if option is type(value)]
     hint = None

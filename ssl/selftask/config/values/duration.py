@@ -26,9 +26,10 @@ class Duration:
 
 
 def parse_duration(text: str | int) -> Duration:
-    """Read ``10 epochs``, ``0.5 epoch``, ``500 steps``, ``5%`` or a number of steps.
+    """Parse ``10 epochs``, ``0.5 epoch``, ``500 steps``, ``5%`` or a number of steps.
 
-    Raises ValueError, with the accepted forms, for anything else.
+    Raises:
+        ValueError: For any other text; the message has the accepted forms.
     """
     match = None if isinstance(text, bool) else _PATTERN.fullmatch(str(text))
     if match is None:
@@ -47,5 +48,5 @@ def parse_duration(text: str | int) -> Duration:
 
 
 def steps_in(text: str | int, length: RunLength) -> int:
-    """Return a length such as ``10 epochs`` in steps of a run of this length."""
+    """Return a duration such as ``10 epochs`` in steps, for a run of the given length."""
     return parse_duration(text).steps(length.steps_per_epoch, length.total_steps)

@@ -1,1 +1,1 @@
-"""Several runs on one page: what differs, what they reached, curves over each other."""
+"""Comparison of several runs on one page: differences, results, overlaid curves."""

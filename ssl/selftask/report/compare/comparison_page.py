@@ -1,4 +1,4 @@
-"""The page of a comparison."""
+"""Page that compares several runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from selftask.report.overview.table import small_is_good
 from selftask.report.page import Section, escape, static_text, write_page
 from selftask.report.record import RunRecord
 
-MOST_CURVES = 40  # runs whose curves are drawn: the best ones
+MOST_CURVES = 40  # the curves of this many runs are drawn, best runs first
 _TITLES = {
     "loss": "Loss",
     "chance_ratio": "Loss relative to chance",
@@ -36,18 +36,18 @@ _FROM_ZERO = ("lr", "images_per_s", "data_wait")
 
 
 def write_comparison(folders: Sequence[Path], path: Path, sort: str = "") -> Comparison:
-    """Write the page of several runs.
+    """Write the page that compares several runs.
 
     Args:
         folders: The run folders.
-        path: The file.
+        path: The file to write.
         sort: Column by which runs are ranked. Default: the first evaluation, or else the loss.
 
     Returns:
         The comparison, best first.
 
     Raises:
-        UserError: If a folder is not of a run, or no run has the column.
+        UserError: If a folder is not a run folder, or no run has the column.
         OSError: If the file cannot be written.
     """
     comparison = read_comparison(folders, sort)
@@ -64,12 +64,15 @@ def write_comparison(folders: Sequence[Path], path: Path, sort: str = "") -> Com
 def read_comparison(
     folders: Sequence[Path], sort: str = "", names: Sequence[str] = ()
 ) -> Comparison:
-    """Return the runs in groups, the best first.
+    """Return the runs in groups, best first.
 
     Args:
         folders: The run folders.
-        sort: As for ``write_comparison``, which raises the same errors.
-        names: Of the runs. Default: from their folders.
+        sort: As for ``write_comparison``.
+        names: Names of the runs. Default: from their folders.
+
+    Raises:
+        UserError: As for ``write_comparison``.
     """
     records = [RunRecord.read(folder) for folder in folders]
     comparison = compare(records, names or names_of(folders))
@@ -86,14 +89,14 @@ def read_comparison(
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return names for runs: their folders below the one that all have in common."""
+    """Return names for runs: their folders relative to the common parent folder."""
     whole = [folder.resolve() for folder in folders]
     shared = os.path.commonpath([folder.parent for folder in whole])
     return [folder.relative_to(shared).as_posix() for folder in whole]
 
 
 def comparison_head(comparison: Comparison) -> str:
-    """Return the heading: how many runs, which is best, and what to beware of."""
+    """Return the heading: number of runs, the best one, and caveats."""
     members = comparison.members
     counts: dict[str, int] = {}
     for member in members:
@@ -111,7 +114,7 @@ def comparison_head(comparison: Comparison) -> str:
 
 
 def best_line(comparison: Comparison) -> str:
-    """Return which group is the best, in words; empty if there is nothing to rank by."""
+    """Return a sentence that names the best group; empty if there is nothing to rank by."""
     name, first = comparison.ranked_by, comparison.groups[0]
     found = first.final(name) if name else None
     if found is None:
@@ -125,7 +128,7 @@ def best_line(comparison: Comparison) -> str:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Return what a reader has to know to compare fairly, as HTML."""
+    """Return caveats of the comparison, as HTML."""
     notes = []
     for member in comparison.members:
         line = member.line

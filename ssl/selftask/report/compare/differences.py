@@ -1,4 +1,4 @@
-"""In which keys the configs of runs differ."""
+"""Differences between the configs of runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SEED = "train.seed"
-# Where a run lies, how it was started, what it logs and keeps: no part of what it computes.
+# Keys that do not affect the result: run folder, launch options, logging, kept checkpoints.
 _PLACE = (
     *("out", "recipe", "import", "train.threads", "data.num_workers"),
     *("train.report", "train.log_every", "train.keep_checkpoints"),
@@ -16,7 +16,7 @@ _PLACES = ("launch.", "resume.")
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return dotted keys and values as text; entries of a list of sections have numbers."""
+    """Return dotted key -> value as text; sections in a list have their index as a key."""
     found: dict[str, str] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
@@ -38,18 +38,18 @@ def _text(value: Any) -> str:
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """Return a text that is equal for configs that differ in seed and place only."""
+    """Return a text that is equal for configs that differ only in seed and ``_PLACE`` keys."""
     kept = {key: value for key, value in flat(config).items() if key != SEED and not _is_place(key)}
     return json.dumps(kept, sort_keys=True)
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys in which configs differ, in the order of the first; the seed is last.
+    """Return the keys in which configs differ, in the order of the first config, the seed last.
 
-    If a component differs by name (``optimizer.name``), settings that only one of the two has
-    follow from that and are left out.
+    If the name of a component differs (``optimizer.name``), settings that not all of the components
+    have are left out.
     """
-    texts = [flat(config) for config in configs if config]  # some may be unreadable
+    texts = [flat(config) for config in configs if config]  # empty if it could not be read
     keys = list(dict.fromkeys(key for text in texts for key in text))
     found = [key for key in keys if not _is_place(key) and len({t.get(key) for t in texts}) > 1]
     named = {key.removesuffix("name") for key in found if key.endswith(".name")}
@@ -64,7 +64,7 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return the last parts of keys, with as many before as it takes to tell them apart."""
+    """Return key -> short name: as many of the last parts of each key as make it unique."""
     names = {}
     for key in keys:
         parts = key.split(".")

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed only are one group."""
+"""Group runs that differ only in their seed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Member:
 
     record: RunRecord
     line: RunLine
-    name: str  # its folder, below the folder that all have in common
-    settings: dict[str, str] = field(default_factory=dict)  # flat config
+    name: str  # run folder relative to the common parent folder
+    settings: dict[str, str] = field(default_factory=dict)  # config as dotted key -> text
 
     @property
     def is_complete(self) -> bool:
-        """Whether its last values are those of the whole training."""
+        """True if the run has finished, so that its last values are final."""
         return self.line.state == "finished"
 
     @property
@@ -39,7 +39,7 @@ class Member:
         return self.record.last(column)
 
     def best(self, column: str) -> float | None:
-        """Return the best value of a column: the smallest of a loss, else the largest."""
+        """Return the best value of a column: the smallest or the largest, by its name."""
         found = self.record.columns.get(column)
         if found is None:
             return None
@@ -47,19 +47,19 @@ class Member:
 
     @property
     def hours(self) -> float | None:
-        """Time of training, without that between attempts."""
+        """Training time in hours, without the time between attempts."""
         seconds = clock_of(self.record).seconds[-1]
         return seconds / 3600 if seconds else None
 
     @property
     def images_per_s(self) -> float | None:
-        """Median of the rows."""
+        """Median throughput of the rows."""
         found = self.record.columns.get("images_per_s")
         return statistics.median(found.values) if found else None
 
     @property
     def memory(self) -> float | None:
-        """Peak in bytes: of the GPU if it has one, else of the process."""
+        """Peak memory in bytes: of the device if it was measured, else of the process."""
         columns = self.record.columns
         found = columns.get("device_memory_mb") or columns.get("memory_mb")
         return max(found.values) * MIB if found else None
@@ -67,15 +67,15 @@ class Member:
 
 @dataclass
 class Group:
-    """Runs with equal configs but for the seed."""
+    """Runs whose configs are equal except for the seed."""
 
     label: str
-    number: int  # by which it has its colour
+    number: int  # position in the ranking, which determines the colour
     members: list[Member]
 
     @property
     def counted(self) -> list[Member]:
-        """The runs that count for means: complete ones, or all if none is complete."""
+        """Runs over which means are computed: the complete ones, or all if none is complete."""
         return [m for m in self.members if m.is_complete] or self.members
 
     def final(self, column: str) -> Interval | None:
@@ -85,7 +85,7 @@ class Group:
         return self._over([member.best(column) for member in self.counted])
 
     def cost(self, name: str) -> Interval | None:
-        """Return ``hours``, ``images_per_s`` or ``memory`` of its runs."""
+        """Return the mean of ``hours``, ``images_per_s`` or ``memory`` over the runs."""
         return self._over([getattr(member, name) for member in self.counted])
 
     def _over(self, values: Sequence[float | None]) -> Interval | None:
@@ -97,9 +97,9 @@ class Comparison:
     """Runs in groups, and the columns by which they can be compared."""
 
     groups: list[Group]
-    keys: list[str]  # in which configs differ
+    keys: list[str]  # keys in which the configs differ
     evaluations: list[str]
-    ranked_by: str = ""  # column of `rank`
+    ranked_by: str = ""  # column passed to `rank`
 
     @property
     def members(self) -> list[Member]:
@@ -113,11 +113,11 @@ class Comparison:
 
     @property
     def of_one_loss(self) -> bool:
-        """Whether losses can be compared: one method with equal settings."""
+        """True if losses are comparable, because all runs have one method with equal settings."""
         return not any(key.startswith("method.") for key in self.keys)
 
     def rank(self, column: str) -> None:
-        """Order groups, and runs in a group, by a column, the best first."""
+        """Sort groups, and the runs in a group, by a column, best first."""
         sign = 1 if small_is_good(column) else -1
 
         def place(value: float | None) -> tuple[bool, float]:
@@ -131,11 +131,11 @@ class Comparison:
 
 
 def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
-    """Return the runs in groups, in their order.
+    """Return the runs in groups, in the given order.
 
     Args:
         records: The runs.
-        names: One for each, to show.
+        names: Displayed name of each run.
     """
     keys = differing([record.config for record in records])
     members = [
@@ -144,7 +144,7 @@ def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
     ]
     groups: dict[str, list[Member]] = {}
     for member in members:
-        # without a config nothing tells that it is the same as another
+        # A run without a readable config is a group of its own.
         same = identity(member.record.config) if member.record.config else member.name
         groups.setdefault(same, []).append(member)
     labels = _labels(list(groups.values()), [key for key in keys if key != SEED])
@@ -158,7 +158,7 @@ def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
 
 
 def _labels(groups: Sequence[Sequence[Member]], keys: Sequence[str]) -> list[str]:
-    """Return what sets groups apart, such as ``lr 0.003``, by as few keys as it takes."""
+    """Return a label for each group, such as ``lr 0.003``, with few keys that distinguish it."""
     chosen = [key for key in keys if key == "method.name"]
 
     def told(keys: Sequence[str]) -> list[tuple[str, ...]]:

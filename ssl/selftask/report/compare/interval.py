@@ -12,7 +12,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of ``count`` values; ``half`` is half the width of its interval, None for one value."""
+    """Mean of ``count`` values; ``half`` is half the width of the interval, None for one value."""
 
     mean: float
     half: float | None
@@ -20,10 +20,10 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean and the 95 % interval by Student's t; None without values.
+    """Return the mean and the 95 % interval by Student's t, or None without values.
 
-    The values, such as those of runs that differ in their seed only, are taken for independent
-    draws of a normal distribution: mean +- t(0.975, n - 1) * s / sqrt(n).
+    The values, such as those of runs with different seeds, are assumed to be independent samples of
+    a normal distribution: mean +- t(0.975, n - 1) * s / sqrt(n).
     """
     values = [value for value in values if math.isfinite(value)]
     if not values:

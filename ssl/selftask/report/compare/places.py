@@ -1,4 +1,4 @@
-"""Folders of runs that a user names."""
+"""Find the run folders that a user names."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from selftask.report.record import is_run
 
 
 def runs_in(place: Path) -> list[Path]:
-    """Return the run folder that a user names, or all runs below it.
+    """Return the given run folder, or all run folders below it.
 
-    Raises UserError if there are none.
+    Raises:
+        UserError: If there are none.
     """
     if not is_folder(place):
         raise UserError(f"{place}: there is no such run; {nearest_path(place)}")

@@ -1,4 +1,4 @@
-"""Tables of a comparison as HTML; a click on the head of a column sorts by it."""
+"""Tables of a comparison as HTML; a click on a column head sorts by that column."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from selftask.report.page import escape
 from selftask.report.verdict import verdict_of
 
 GIB = 2**30
-MOST_COLUMNS = 12  # groups whose settings are set against each other
+MOST_COLUMNS = 12  # largest number of groups in the table of differences
 _STATE_CLASS = {"finished": "good", "running": "plain", **dict.fromkeys(TROUBLE, "bad")}
 
 
@@ -25,8 +25,8 @@ class Head:
     """Head of a column.
 
     Args:
-        text: What it says.
-        best: What a first click puts on top: ``min``, ``max``, or empty for texts.
+        text: Text of the head.
+        best: Value that a first click puts on top: ``min``, ``max``, or empty for texts.
         title: Explanation, shown on hover.
     """
 
@@ -37,14 +37,14 @@ class Head:
 
 @dataclass(frozen=True)
 class Datum:
-    """A cell: HTML, and the value to sort by (None: always last)."""
+    """A cell: HTML and the value to sort by, or None to be always last."""
 
     html: str
     key: float | str | None = None
 
 
 def sortable(heads: Sequence[Head], rows: Sequence[Sequence[Datum]], id: str) -> str:
-    """Return a table that the page's script sorts."""
+    """Return a table that the page's script can sort."""
     body = "".join(f"<tr>{cells_html(heads, row)}</tr>" for row in rows)
     return (
         f'<div class="scroll"><table class="sortable" id="{escape(id)}">'
@@ -76,7 +76,7 @@ def _cell(head: Head, datum: Datum) -> str:
 
 
 def group_table(comparison: Comparison) -> str:
-    """Return the table of groups: means over seeds with their intervals."""
+    """Return the table of groups, with means over seeds and their intervals."""
     heads = [Head("configuration"), Head("runs", "max", "finished runs, of all")]
     for name in comparison.metrics:
         heads.append(Head(name, _best(name), "last value: mean over seeds, 95 % interval"))
@@ -111,11 +111,11 @@ Link = Callable[[Member], str]
 
 
 def run_table(comparison: Comparison, link: Link) -> str:
-    """Return the table of single runs, with links to their own reports.
+    """Return the table of single runs, with links to their reports.
 
     Args:
         comparison: The runs.
-        link: Returns the address of a run's report, empty if there is none.
+        link: Function that returns the address of a run's report, empty if there is none.
     """
     seeds = len({member.seed for member in comparison.members}) > 1
     heads = [Head("run"), Head("configuration"), Head("state"), Head("step", "max")]
@@ -156,7 +156,7 @@ def _run_row(
 
 
 def differences_table(comparison: Comparison) -> str:
-    """Return the keys in which the configs of groups differ, one column for each group."""
+    """Return the table of keys in which the configs differ, with one column for each group."""
     keys = [key for key in comparison.keys if key != SEED]
     groups = comparison.groups[:MOST_COLUMNS]
     if not keys or len(groups) < 2:
@@ -186,14 +186,14 @@ def swatch(group: Group) -> str:
 
 
 def state_badge(state: str, note: str = "") -> str:
-    """Return a state as a coloured word; the note is shown on hover."""
+    """Return a state as a coloured word, with a note that is shown on hover."""
     first = state.split(",")[0].partition(":")[0]
     kind = _STATE_CLASS.get(first, "warning")
     return f'<span class="state {kind}" title="{escape(note)}">{escape(state)}</span>'
 
 
 def reports_from(folder: Path) -> Link:
-    """Return a function that gives the path of a run's report, from a page in ``folder``."""
+    """Return a function that returns the path of a run's report, relative to ``folder``."""
 
     def link(member: Member) -> str:
         report = member.record.folder / "report.html"
@@ -233,18 +233,18 @@ def _mean(
 
 
 def _unfinished(members: Sequence[Member]) -> str:
-    """Return a mark for values of runs that did not get to their end."""
+    """Return a mark for values of runs that did not finish."""
     states = ", ".join(dict.fromkeys(member.line.state for member in members))
     return f'<sup title="{escape(states)}: not the end of training">*</sup>'
 
 
 def show_hours(hours: float) -> str:
-    """Return hours as ``2.4 h``, and short ones as ``1.6 min``."""
+    """Format hours as ``2.4 h``, or short times as ``1.6 min``."""
     return f"{hours:.3g} h" if hours >= 1 else f"{60 * hours:.2g} min"
 
 
 def show_memory(size: float) -> str:
-    """Return bytes in GiB."""
+    """Format bytes in GiB."""
     return f"{size / GIB:.2f} GiB"
 
 

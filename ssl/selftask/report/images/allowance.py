@@ -1,19 +1,19 @@
-"""How long a report may take to make its images."""
+"""Time limit for the images of a report."""
 
 from __future__ import annotations
 
 import time
 
-_SHARE, _LEAST_S, _MOST_S = 0.05, 3.0, 60.0  # of the run's time
-_SHORT_S = 20.0  # a run that is over sooner has its images by `selftask report` only
+_SHARE, _LEAST_S, _MOST_S = 0.05, 3.0, 60.0  # share of the run's time; its limits in seconds
+_SHORT_S = 20.0  # shorter runs get images only from `selftask report`
 
 
 class TooExpensive(Exception):
-    """A section would take longer than is allowed; the message says so."""
+    """Raised if a section would exceed the time limit."""
 
 
 class Allowance:
-    """Seconds that may still be spent; without a limit if ``seconds`` is None."""
+    """Time limit that starts now; ``seconds`` is None for no limit."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self._until = None if seconds is None else time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Finished sections in ``RUN/report/images.json``: a second report of the same weights is quick."""
+"""Cache of sections in ``RUN/report/images.json``, so that a second report is fast."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from selftask.report.images.image_section import image_section
 from selftask.report.page import Section
 
 FOLDER, NAME = "report", "images.json"
-FORMAT = f"1 {__version__}"  # raise the number if the content of a section changes
+FORMAT = f"1 {__version__}"  # increase the number if the content of a section changes
 
 
 class SectionCache:
-    """Sections of a run by group, valid for a key: of the weights, the config and the options.
+    """Sections of a run by group, valid for a key of the weights, the config and the options.
 
-    A file that is missing, damaged or of another version is an empty cache; a folder that cannot
-    be written to keeps nothing.
+    The cache is empty if its file is missing, damaged or of another version. Nothing is stored if
+    the run folder is read-only.
     """
 
     def __init__(self, run: Path) -> None:
@@ -34,8 +34,8 @@ class SectionCache:
 
         Args:
             group: Name of the group.
-            key: What the sections depend on.
-            full: If True, do not accept sections that were made in a hurry.
+            key: Digest of all inputs of the sections.
+            full: If True, ignore sections that were made with a time limit.
         """
         known = self._groups.get(group)
         if known is None or known["key"] != key or (full and not known["full"]):
@@ -43,12 +43,12 @@ class SectionCache:
         return [image_section(*fields) for fields in known["sections"]]
 
     def put(self, group: str, key: str, sections: Sequence[Section], *, full: bool) -> None:
-        """Keep the sections of a group; replaces those of another key."""
+        """Store the sections of a group, in place of those with another key."""
         kept = [[section.title, section.html, section.id] for section in sections if section.html]
         self._groups[group] = {"key": key, "full": full, "sections": kept}
         temporary = self._path.with_name(f".{NAME}.{os.getpid()}.tmp")
         content = json.dumps({"format": FORMAT, "groups": self._groups})
-        with suppress(OSError):  # a run that may only be read is reported on all the same
+        with suppress(OSError):  # a report is also made of a read-only run
             self._path.parent.mkdir(exist_ok=True)
             temporary.write_text(content, encoding="utf-8")
             os.replace(temporary, self._path)
@@ -64,7 +64,7 @@ class SectionCache:
 
 
 def digest(*parts: str | bytes | int) -> str:
-    """Return a short text that differs if any part does."""
+    """Return a short hash of all parts."""
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()

@@ -1,4 +1,4 @@
-"""k-NN accuracy by class, the worst classes first, and what they are taken for."""
+"""k-NN accuracy by class, worst classes first, and their most frequent wrong predictions."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from selftask.report.images.gathered import Gathered
 from selftask.report.images.image_section import image_section
 from selftask.report.page import Section, escape
 
-_K, _TEMPERATURE = 20, 0.07  # as evaluate.knn.KNN
-_SHOWN = 15  # rows of the table; the others are folded
-_MOST_IN_MATRIX = 20  # classes
+_K, _TEMPERATURE = 20, 0.07  # as in evaluate.knn.KNN
+_SHOWN = 15  # visible rows of the table; the others are folded
+_MOST_IN_MATRIX = 20  # largest number of classes in a confusion matrix
 
 
 @dataclass(frozen=True)
 class ByClass:
-    """Counts of true and predicted classes: (C, C), rows are true classes."""
+    """Confusion matrix (C, C) of counts; rows are true classes."""
 
     confusion: np.ndarray
 
     @property
     def classes(self) -> np.ndarray:
-        """Numbers of the classes that have images, those of lowest accuracy first."""
+        """Indices of the classes that have images, lowest accuracy first."""
         present = np.flatnonzero(self.confusion.sum(axis=1))
         order = np.lexsort((present, self.accuracy[present]))
         return np.asarray(present[order])
 
     @property
     def accuracy(self) -> np.ndarray:
-        """Fraction of each class that is predicted correctly; 0 without images."""
+        """Fraction of correct predictions for each class; 0 for a class without images."""
         return np.asarray(self.confusion.diagonal() / self.confusion.sum(axis=1).clip(min=1))
 
     @property
     def overall(self) -> float:
-        """Fraction of all images that is predicted correctly."""
+        """Fraction of correct predictions for all images."""
         return float(self.confusion.trace() / max(1, self.confusion.sum()))
 
     def mistakes(self, label: int) -> list[tuple[int, int]]:
-        """Return the classes that images of a class are taken for, and how many, most first."""
+        """Return the wrongly predicted classes of a class with their counts, largest first."""
         row = self.confusion[label].copy()
         row[label] = 0
         order = np.argsort(-row, kind="stable")
@@ -50,7 +50,7 @@ class ByClass:
 
 
 def by_class(features: np.ndarray, labels: np.ndarray) -> ByClass:
-    """Predict each labelled image by its nearest labelled others.
+    """Predict the class of each labelled image from its nearest labelled neighbours.
 
     Args:
         features: (N, E).
@@ -69,9 +69,9 @@ def by_class(features: np.ndarray, labels: np.ndarray) -> ByClass:
 
 
 def class_section(images: Gathered) -> Section:
-    """Return the section with the table, and the confusion matrix if there are few classes.
+    """Return the section with the table, and a confusion matrix if there are few classes.
 
-    It is empty unless images of at least two classes are labelled.
+    It is empty if the labelled images have fewer than two classes.
     """
     labels = images.labels
     if len(np.unique(labels[labels >= 0])) < 2:
@@ -121,7 +121,7 @@ def _table(images: Gathered, found: ByClass, classes: list[int]) -> str:
 
 
 def _matrix(images: Gathered, found: ByClass, classes: list[int]) -> str:
-    """Return the confusion matrix; shading is the share of the row."""
+    """Return the confusion matrix, with cells shaded by their share of the row."""
     names = [escape(images.class_text(label)) for label in classes]
     head = "".join(f"<th scope=col><span>{name}</span></th>" for name in names)
     rows = []

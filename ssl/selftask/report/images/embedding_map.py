@@ -1,4 +1,4 @@
-"""A map of the embeddings: SVG made here, with thumbnails, zoom and keyboard by ``map.js``."""
+"""Map of the embeddings as SVG; ``map.js`` adds thumbnails, zoom and keyboard control."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from selftask.report.images.sprite import Sprite
 from selftask.report.page import Section, escape, json_data
 
 ID = "map-of-embeddings"
-BUDGET = 1_300_000  # characters of the thumbnails
+BUDGET = 1_300_000  # largest size of the thumbnails, in characters
 MOST_POINTS = 2000
 _SIDE = 64
-_WIDTH, _HEIGHT, _MARGIN = 640, 520, 14  # of the drawing
-_COLORS = 8  # those of the style sheet: .c0 ... .c7, and .other
+_WIDTH, _HEIGHT, _MARGIN = 640, 520, 14  # size of the drawing
+_COLORS = 8  # colours in the style sheet: .c0 ... .c7, besides .other
 _SHAPES = (
     "M-3.6 0a3.6 3.6 0 1 0 7.2 0a3.6 3.6 0 1 0 -7.2 0z",  # circle
     "M-3.2-3.2h6.4v6.4h-6.4z",  # square
@@ -29,7 +29,7 @@ _SHAPES = (
 
 @dataclass(frozen=True)
 class Projection:
-    """Positions of the images by one method: (N, 2), and what its axes are."""
+    """Positions (N, 2) of the images from one method, and labels of its axes."""
 
     title: str
     positions: np.ndarray
@@ -39,8 +39,8 @@ class Projection:
 def map_section(images: Gathered, projections: Mapping[str, Projection]) -> Section:
     """Return the section with the map; the first projection is shown first.
 
-    Classes have a colour and a shape each. If there are more than can be told apart, the most
-    frequent ones do.
+    Each class has its own colour and shape. If there are too many classes, only the most frequent
+    ones have.
     """
     sprite = Sprite("spot", _SIDE, BUDGET)
     tiles = [sprite.tile(sprite.add(pixels)) for pixels in images.thumbnails]
@@ -74,22 +74,22 @@ def _note(images: Gathered) -> str:
 
 
 def _marks(images: Gathered) -> dict[int, int]:
-    """Return the number of colour and shape of each class that gets one of its own."""
+    """Return class -> number of its colour and shape, for classes that have their own."""
     counts = Counter(images.labels[images.labels >= 0].tolist())
     frequent = sorted(label for label, _ in counts.most_common(_COLORS * len(_SHAPES)))
     return {label: number for number, label in enumerate(frequent)}
 
 
 def _kind(mark: int | None) -> tuple[str, str]:
-    """Return CSS class and address of the shape of a mark; None is of the other images."""
+    """Return CSS class and shape reference of a mark; None is the mark of all other images."""
     if mark is None:
         return "other", "#shape-0"
-    shape = (mark + mark // _COLORS) % len(_SHAPES)  # neighbours in the legend differ in both
+    shape = (mark + mark // _COLORS) % len(_SHAPES)  # successive marks differ in colour and shape
     return f"c{mark % _COLORS}", f"#shape-{shape}"
 
 
 def _scaled(positions: np.ndarray) -> np.ndarray:
-    """Return positions in the drawing, upwards and with the same scale on both axes: (N, 2)."""
+    """Return positions (N, 2) in the drawing, with y upwards and equal scales on both axes."""
     low, high = positions.min(axis=0), positions.max(axis=0)
     room = np.array([_WIDTH, _HEIGHT]) - 2 * _MARGIN
     scale = float((room / np.maximum(high - low, 1e-12)).min())
@@ -98,7 +98,7 @@ def _scaled(positions: np.ndarray) -> np.ndarray:
 
 
 def _choice(projections: Mapping[str, Projection]) -> str:
-    """Return buttons that choose the projection, and those that zoom."""
+    """Return buttons for the choice of the projection and for zoom."""
     buttons = "".join(
         f'<button type=button data-projection="{key}" aria-pressed={str(not place).lower()}>'
         f"{escape(one.title)}</button>"

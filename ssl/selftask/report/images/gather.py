@@ -1,4 +1,4 @@
-"""Features and thumbnails of some images of a run, in one pass over them."""
+"""Compute features and thumbnails of some images of a run in one pass."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from selftask.report.images.sprite import short_names, thumbnail
 
 _BATCH_SIZE = 64
 _SIDE = 96  # longest side of a thumbnail that is kept, in pixels
-_SHOWN = 8  # images that are shown one by one
+_SHOWN = 8  # number of images that are shown individually
 _TOLD_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """Result of ``gather``, with Q images drawn at random to be shown one by one."""
+    """Result of ``gather``, with Q randomly chosen images to be shown individually."""
 
     images: Gathered
-    shown: list[int]  # rows of the Q images
-    inputs: Tensor  # (Q, C, H, W), as the network gets them
-    pixels: np.ndarray  # (Q, H, W, C) uint8, the same un-normalised
+    shown: list[int]  # indices of the Q images in `images`
+    inputs: Tensor  # (Q, C, H, W), inputs of the network
+    pixels: np.ndarray  # (Q, H, W, C) uint8, the inputs without normalization
 
 
 def gather(
@@ -58,11 +58,14 @@ def gather(
         backbone: Images (B, C, H, W) -> features (B, E).
         config: Config of the run.
         source: The images to choose from.
-        what: Of the images, for sentences: ``validation images``.
+        what: Name of the images in texts, such as ``validation images``.
         count: Number of images; all if there are fewer.
-        device: To compute features on.
-        allowance: Raises TooExpensive after the first batch if the others would take too long.
-        tell: Called with lines of progress.
+        device: Device on which features are computed.
+        allowance: Time limit, which is checked after each batch.
+        tell: Called with progress messages.
+
+    Raises:
+        TooExpensive: If the remaining batches would exceed the time limit.
     """
     part = {"count": min(count, len(source)), "seed": config.train.seed}
     chosen = subset_of(source, part if count < len(source) else None)
@@ -91,7 +94,8 @@ def _batches(
     config: Config, source: Source, device: torch.device, allowance: Allowance
 ) -> EvalBatches:
     pipeline = build_pipeline(config.eval.transforms, "eval.transforms", channels_of(source))
-    data = replace(config.data, on_error="skip", max_unreadable=1.0)  # a report stops nothing
+    # Unreadable images must not fail a report.
+    data = replace(config.data, on_error="skip", max_unreadable=1.0)
     return EvalBatches(
         EvalDataset(source, pipeline, config.train.seed),
         batch_size=_BATCH_SIZE,
@@ -103,14 +107,14 @@ def _batches(
 
 @dataclass
 class _Watched:
-    """Batches whose images are kept as thumbnails while they are read."""
+    """Batches that keep thumbnails of their images while they are read."""
 
     config: Config
     batches: EvalBatches
     allowance: Allowance
     tell: Callable[[str], None]
     what: str
-    wanted: set[int] = field(default_factory=set)  # numbers of images whose input is kept
+    wanted: set[int] = field(default_factory=set)  # indices of images whose input is kept
     thumbnails: list[np.ndarray] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
     pixels: list[np.ndarray] = field(default_factory=list)

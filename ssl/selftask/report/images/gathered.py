@@ -1,4 +1,4 @@
-"""The images that a report is about: thumbnails, names, labels and features."""
+"""Images of a report: thumbnails, names, labels and features."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Gathered:
         labels: (N,) int64, -1 for images without a label.
     """
 
-    what: str  # for sentences: "validation images"
+    what: str  # name of the images in texts: "validation images"
     names: Sequence[str]
     labels: np.ndarray
     features: np.ndarray
     thumbnails: Sequence[np.ndarray]  # uint8 (h, w, 3) each
-    classes: Sequence[str] = field(default=())  # names by number, if they have any
+    classes: Sequence[str] = field(default=())  # class names by label, if there are any
 
     def __len__(self) -> int:
         return len(self.names)
@@ -33,17 +33,17 @@ class Gathered:
         return bool((self.labels >= 0).any())
 
     def label_text(self, row: int) -> str:
-        """Return the class of an image, or an empty text."""
+        """Return the class of an image as text, or an empty string."""
         return self.class_text(int(self.labels[row]))
 
     def class_text(self, label: int) -> str:
-        """Return the name of a class, its number if it has no name; empty for -1."""
+        """Return the name of a class, or its number without a name; empty for -1."""
         if label < 0:
             return ""
         return str(self.classes[label]) if label < len(self.classes) else str(label)
 
     def draw(self, count: int) -> Gathered:
-        """Return ``count`` images at random, in order; all of them if there are fewer."""
+        """Return ``count`` random images in their order, or all of them if there are fewer."""
         if count >= len(self):
             return self
         rows = np.sort(np.random.default_rng(0).permutation(len(self))[:count])

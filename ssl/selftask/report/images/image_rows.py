@@ -1,4 +1,4 @@
-"""Samples with several images each, such as views, in rows that wrap and scroll."""
+"""Rows of samples with several images each, such as views; they wrap and scroll."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def image_rows(
     """Return a figure for each sample, which scrolls sideways if it is wider than the page.
 
     Args:
-        sprite: Gets the images.
-        kinds: What the images of a sample are: ``original``, ``global 1``.
-        samples: Images (H, W, C) uint8 of each sample, its name, and a text or "".
+        sprite: Sprite sheet to which the images are added.
+        kinds: Names of the images of a sample, such as ``original``, ``global 1``.
+        samples: Images (H, W, C) uint8, name, and text (or "") of each sample.
     """
     figures = []
     for images, name, text in samples:

@@ -1,4 +1,4 @@
-"""A section of the page with a sprite sheet of its own."""
+"""Section of the page with its own sprite sheet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SCRIPTS = {"map-of-embeddings": "map.js"}  # by the section's id
 
 
 def image_section(title: str, html: str, id: str, sprite: Sprite | None = None) -> Section:
-    """Return a section with the style of images, its script, and the sheet of its thumbnails."""
+    """Return a section with the style of images, its script and its sprite sheet."""
     sheet = f"<style>{sprite.css()}</style>" if sprite is not None and len(sprite) else ""
     script = static_text(_SCRIPTS[id]) if id in _SCRIPTS else ""
     return Section(title, sheet + html, id, script=script, style=static_text("images.css"))

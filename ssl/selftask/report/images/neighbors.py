@@ -1,4 +1,4 @@
-"""Nearest neighbours of some images by cosine, with their images."""
+"""Nearest neighbours of some images by cosine similarity, shown as images."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from selftask.report.images.image_section import image_section
 from selftask.report.images.sprite import Sprite
 from selftask.report.page import Section, escape
 
-BUDGET = 500_000  # characters of the images
+BUDGET = 500_000  # largest size of the images, in characters
 _SIDE = 96
 _NEIGHBORS = 8
 
 
 @dataclass(frozen=True)
 class Neighbors:
-    """Nearest neighbours of Q images among N: rows and cosines (Q, k), nearest first."""
+    """Nearest neighbours of Q images among N: row indices and cosines (Q, k), nearest first."""
 
     queries: np.ndarray
     rows: np.ndarray
@@ -31,12 +31,12 @@ class Neighbors:
 
 
 def nearest_neighbors(features: Tensor, queries: Sequence[int], k: int) -> Neighbors:
-    """Find the ``k`` nearest other images of each query by cosine.
+    """Find the ``k`` nearest other images of each query by cosine similarity.
 
     Args:
         features: (N, E).
-        queries: Rows of the Q images to search for.
-        k: Number of neighbours; all others if there are fewer.
+        queries: Row indices of the Q query images.
+        k: Number of neighbours; all other images if there are fewer.
     """
     asked = torch.as_tensor(list(queries), dtype=torch.int64)
     bank = Bank(features)
@@ -85,7 +85,7 @@ def _query(images: Gathered, sprite: Sprite, row: int) -> str:
 
 
 def _neighbor(images: Gathered, sprite: Sprite, query: int, row: int, cosine: float) -> str:
-    """Return one neighbour; a mark, a word and the frame say whether its class is right."""
+    """Return one neighbour; a mark, a word and the frame show whether it has the query's class."""
     kind, mark = "", ""
     distance = f"<span class=dist>{max(0.0, 1 - cosine):.3f}</span>"
     if images.labels[query] >= 0 and images.labels[row] >= 0:

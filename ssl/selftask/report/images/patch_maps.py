@@ -1,4 +1,4 @@
-"""Patch tokens of images as colours: their first three principal components.
+"""Show patch tokens of images as colours: their first three principal components.
 
 B images, N patches in a grid of h x w, E features.
 """
@@ -18,13 +18,13 @@ from selftask.report.images.projections import pca
 from selftask.report.images.sprite import Sprite
 from selftask.report.page import Section, escape
 
-BUDGET = 250_000  # characters of the images
+BUDGET = 250_000  # largest size of the images, in characters
 _SIDE = 160
-_CLIPPED = 1.0  # per cent of the values at each end that get the same colour
+_CLIPPED = 1.0  # per cent of the values that are clipped at each end of the colour range
 
 
 def has_patches(backbone: nn.Module) -> bool:
-    """Return whether a backbone is made of patches, as vision transformers are."""
+    """Return whether a backbone has patch tokens, as vision transformers have."""
     return {"dense", "tokens"} <= offers(backbone)
 
 
@@ -40,8 +40,8 @@ def patch_tokens(backbone: nn.Module, images: Tensor) -> np.ndarray:
 def patch_colors(tokens: np.ndarray) -> np.ndarray:
     """Return the first three principal components of all patches as colours.
 
-    The components are those of the patches of all images together, so that a colour means the
-    same in every image.
+    The components are computed over the patches of all images together, so that a colour has the
+    same meaning in every image.
 
     Args:
         tokens: (B, h, w, E).
@@ -58,7 +58,7 @@ def patch_colors(tokens: np.ndarray) -> np.ndarray:
 def patch_section(
     pixels: Sequence[np.ndarray], names: Sequence[str], tokens: np.ndarray
 ) -> Section:
-    """Return the section with images (uint8, as the network saw them) and their maps beside."""
+    """Return the section with images (uint8, the network's input) next to their colour maps."""
     sprite = Sprite("patches", _SIDE, BUDGET)
     pairs = []
     for image, name, colors in zip(pixels, names, patch_colors(tokens), strict=True):
@@ -79,7 +79,7 @@ def patch_section(
 
 
 def _as_large(colors: np.ndarray, image: np.ndarray) -> np.ndarray:
-    """Repeat the patches (h, w, 3) to about the size at which the image is drawn."""
+    """Enlarge a map (h, w, 3) by repetition to about the displayed size of the image."""
     side = max(max(image.shape[:2]), _SIDE)
     times = max(1, round(side / max(colors.shape[:2])))
     return colors.repeat(times, axis=0).repeat(times, axis=1)

@@ -1,4 +1,4 @@
-"""Features in two dimensions: PCA, t-SNE and UMAP. N images, E features."""
+"""Projections of features to two dimensions: PCA, t-SNE and UMAP. N images, E features."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from importlib.util import find_spec
 
 import numpy as np
 
-_SEED = 0  # of t-SNE and UMAP: the same features give the same map
+_SEED = 0  # for t-SNE and UMAP, so that equal features give equal maps
 
 
 def pca(values: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the first principal components and their shares of the variance.
 
-    Computed in float64. The sign of a component is such that its largest loading is positive.
+    They are computed in float64. The sign of a component is chosen so that its largest loading is
+    positive.
 
     Args:
         values: (N, E).
-        components: Number K of components; missing ones (N or E is smaller) are zero.
+        components: Number K of components; those beyond N or E are zero.
 
     Returns:
         Scores (N, K) and shares (K,).
@@ -38,7 +39,7 @@ def pca(values: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tsne(features: np.ndarray) -> np.ndarray:
-    """Return t-SNE of L2-normalised features, started from PCA: (N, 2)."""
+    """Return the t-SNE (N, 2) of L2-normalised features, initialised with PCA."""
     from sklearn.manifold import TSNE
 
     reduced, _ = pca(features, min(50, *features.shape))
@@ -49,7 +50,7 @@ def tsne(features: np.ndarray) -> np.ndarray:
 
 
 def umap(features: np.ndarray) -> np.ndarray:
-    """Return UMAP of features by cosine: (N, 2)."""
+    """Return the UMAP (N, 2) of features by cosine distance."""
     import umap as package
 
     neighbors = max(2, min(15, len(features) - 1))
@@ -64,7 +65,7 @@ def has_umap() -> bool:
 
 
 def normalized(features: np.ndarray) -> np.ndarray:
-    """Return features (N, E) of length 1."""
+    """Return features (N, E) normalised to length 1."""
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
     result: np.ndarray = features / np.maximum(lengths, 1e-12)
     return result

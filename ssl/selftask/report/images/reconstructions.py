@@ -1,4 +1,4 @@
-"""What a method makes of a batch as images: masks, reconstructions."""
+"""Images that a method makes of a batch: masks, reconstructions."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from selftask.report.page import Section, escape
 from selftask.task import Task
 from selftask.task.loaded import config_to_load
 
-BUDGET = 250_000  # characters of the images
+BUDGET = 250_000  # largest size of the images, in characters
 NUM_IMAGES = 6
 _SIDE = 112
 
 
 def visualizes(method: str) -> bool:
-    """Return whether a method has images to show. One of the user's own, not imported, has."""
+    """Return whether a method may have images to show; True for an unknown one."""
     return method not in METHODS or METHODS[method].visualize is not Method.visualize
 
 
 def reconstructions_of(config: Config, sources: Sources, checkpoint: Path) -> Section:
-    """Return the section of the first images of epoch 0, by the network of a checkpoint."""
+    """Return the section for the first images of epoch 0, with the network of a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         task = Task(
             config_to_load(replace(config, meters={}), checkpoint, Path(folder), {}),
@@ -53,7 +53,7 @@ def reconstructions_of(config: Config, sources: Sources, checkpoint: Path) -> Se
 def visualize(task: Task, sources: Sources) -> tuple[dict[str, np.ndarray], list[str]]:
     """Return the images of the task's method by name, uint8 (B, H, W, C), and names of the rows.
 
-    The state of the task does not change, except ``last_batch``.
+    The task does not change, except for ``last_batch``.
     """
     batch = first_batch(task.config, sources, NUM_IMAGES)
     batch.views = {name: [v.to(task.device) for v in group] for name, group in batch.views.items()}
@@ -75,9 +75,9 @@ def reconstruction_section(
     """Return the section with a row for each image.
 
     Args:
-        columns: Images (B, H, W, C) uint8 by name; without any the section is empty.
-        names: Of the B rows.
-        note: Paragraph above, plain text.
+        columns: Images (B, H, W, C) uint8 by name; if there are none, the section is empty.
+        names: Names of the B rows.
+        note: Paragraph above the images, plain text.
     """
     if not columns:
         return Section("Masks and reconstructions", "", "reconstructions")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from selftask.task import Task
 
 DEFAULT_IMAGES = 1000
-_FEWEST_FOR_MAPS = 15  # images for t-SNE and UMAP, which look at so many neighbours
+_FEWEST_FOR_MAPS = 15  # smallest number of images for t-SNE and UMAP, which use 15 neighbours
 
 log = get_logger(__name__)
 
@@ -52,16 +52,17 @@ def log_detail(text: str) -> None:
 
 @dataclass(kw_only=True)
 class ImageSections:
-    """Makes the sections of one run.
+    """Maker of the image sections of one run.
 
     Args:
         run: The run folder, on this machine.
-        images: Number of images that features are computed of.
-        limit_s: Sections that would take longer together are left out, and t-SNE or UMAP in any
-            case; 0 shows finished ones only. None: no limit.
+        images: Number of images for which features are computed.
+        limit_s: Time limit for all sections in seconds; sections that would exceed it are left
+            out. With a limit, t-SNE and UMAP are never computed, and with 0 only cached sections
+            are shown. None: no limit.
         trust: Allow code that the run names.
-        tell: Called with lines of progress.
-        task: The run's task if this process trains it, for its config and its opened data.
+        tell: Called with progress messages.
+        task: The run's task if this process trains it; its config and opened data are used.
     """
 
     run: Path
@@ -77,7 +78,7 @@ class ImageSections:
         self._opened: tuple[Config, Sources] | None = None
 
     def make(self) -> list[Section]:
-        """Return the sections; what cannot be shown says why in its place."""
+        """Return the sections; a section that cannot be shown contains the reason."""
         if not self.images or not (self.run / "config.yaml").is_file():
             return []
         settings = digest((self.run / "config.yaml").read_bytes())
@@ -103,7 +104,7 @@ class ImageSections:
     def _group(
         self, title: str, name: str, key: str, make: Callable[[], list[Section]]
     ) -> list[Section]:
-        """Return the sections of a group, from the cache if they are there."""
+        """Return the sections of a group, from the cache if possible."""
         full = not self._allowance.limited
         found = self._cache.get(name, key, full=full)
         if found is not None:
@@ -130,7 +131,7 @@ class ImageSections:
         return str(config["method"]["name"])
 
     def _open(self) -> tuple[Config, Sources]:
-        """Return config and data. Raises UserError if they are not those of the run any more."""
+        """Return config and data; raise UserError if the training images have changed."""
         if self.task is not None:
             module = self.task.data_module
             return self.task.config, Sources(module.train_source, module.val_source)
@@ -153,7 +154,7 @@ class ImageSections:
         return [views_of(*self._open())]
 
     def _features(self, weights: Weights) -> list[Section]:
-        """Return all sections that need features: one pass over the images makes them."""
+        """Return all sections that need features, from one pass over the images."""
         self._allowance.check(1.0)
         config, sources = self._open()
         source, what = (sources.train, "training images")

@@ -1,4 +1,4 @@
-"""Thumbnails of many images in one embedded file: a sprite sheet with a limited size."""
+"""Sprite sheet: thumbnails of many images in one embedded file of limited size."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from PIL import Image, features
 from selftask.data.inspect.contact_sheet import as_seen, printable
 from selftask.report.page import escape
 
-GUTTER = 2  # pixels around a tile that repeat its edge, so that neighbours do not bleed into it
-_COLUMNS = 32  # of tiles
-_BLOCK = 16  # pixels; tiles begin at a block of the codec
+GUTTER = 2  # pixels around a tile that repeat its edge, so that adjacent tiles do not bleed into it
+_COLUMNS = 32  # tiles in a row
+_BLOCK = 16  # block size of the codec in pixels; tiles begin at a block
 _QUALITIES = (80, 65, 50, 35)
-_SCALES = (0.75, 0.5, 0.33, 0.2)  # if the lowest quality is still too large
-_MAX_SIDE = 16383  # of a WebP image, in pixels
+_SCALES = (0.75, 0.5, 0.33, 0.2)  # used if the image is too large even at the lowest quality
+_MAX_SIDE = 16383  # largest side of a WebP image, in pixels
 
 
 class Tile(NamedTuple):
@@ -32,13 +32,13 @@ class Tile(NamedTuple):
 
 
 class Sprite:
-    """Collects thumbnails and encodes them as one image of at most ``budget`` characters.
+    """Collector of thumbnails, encoded as one image of at most ``budget`` characters.
 
-    Equal images share a tile. Images keep their aspect ratio; small ones are enlarged by a whole
-    number, so that single pixels can be seen.
+    Equal images share a tile. Images keep their aspect ratio. Small images are enlarged by an
+    integer factor, so that single pixels are visible.
 
     Args:
-        name: CSS class of the tiles; letters and hyphens.
+        name: CSS class of the tiles, with letters and hyphens only.
         side: Longest side of a thumbnail in pixels.
         budget: Largest number of characters of the data URI.
     """
@@ -46,7 +46,7 @@ class Sprite:
     def __init__(self, name: str, side: int, budget: int) -> None:
         self.name, self.side, self.budget = name, side, budget
         self._pixels: list[np.ndarray] = []
-        self._known: dict[bytes, int] = {}  # hash of a thumbnail -> its number
+        self._known: dict[bytes, int] = {}  # hash of a thumbnail -> number of its tile
 
     def add(self, image: np.ndarray) -> int:
         """Add an image, uint8 (H, W, C), and return the number of its tile."""
@@ -61,7 +61,7 @@ class Sprite:
         return len(self._pixels)
 
     def tile(self, number: int) -> Tile:
-        """Return the position of a tile; later tiles do not move it."""
+        """Return the position of a tile, which does not change when tiles are added."""
         row, column = divmod(number, _COLUMNS)
         height, width = self._pixels[number].shape[:2]
         return Tile(column * self._pitch + GUTTER, row * self._pitch + GUTTER, width, height)
@@ -71,7 +71,7 @@ class Sprite:
         return -(-(self.side + 2 * GUTTER) // _BLOCK) * _BLOCK
 
     def css(self) -> str:
-        """Return the style that shows this sheet in elements of class ``name``."""
+        """Return the CSS that shows this sheet in elements of class ``name``."""
         if not self._pixels:
             return ""
         sheet = self._sheet()
@@ -82,7 +82,7 @@ class Sprite:
         )
 
     def html(self, number: int, label: str) -> str:
-        """Return the element that shows a tile, with ``label`` for those who cannot see it."""
+        """Return the element that shows a tile, with ``label`` for screen readers."""
         left, top, width, height = self.tile(number)
         return (
             f'<span class="tile {self.name}" role="img" aria-label="{escape(label)}" '
@@ -91,7 +91,7 @@ class Sprite:
         )
 
     def _sheet(self) -> np.ndarray:
-        """Return all thumbnails in one image (H, W, 3)."""
+        """Return one image (H, W, 3) with all thumbnails."""
         columns, rows = min(_COLUMNS, len(self)), -(-len(self) // _COLUMNS)
         sheet = np.full((rows * self._pitch, columns * self._pitch, 3), 128, dtype=np.uint8)
         padding = ((GUTTER, GUTTER), (GUTTER, GUTTER), (0, 0))
@@ -103,9 +103,9 @@ class Sprite:
 
 
 def thumbnail(image: np.ndarray, side: int) -> np.ndarray:
-    """Return an image uint8 (H, W, C) as red, green and blue, its longest side near ``side``.
+    """Return an image uint8 (H, W, C) as RGB, with its longest side near ``side``.
 
-    Of more than three channels the first three are shown, of one or two the first in gray.
+    With more than three channels the first three are used, with one or two the first one, in gray.
     """
     seen = Image.fromarray(np.ascontiguousarray(as_seen(image))).convert("RGB")
     longest = max(seen.size)
@@ -118,9 +118,9 @@ def thumbnail(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def encode(pixels: np.ndarray, budget: int) -> str:
-    """Return an image (H, W, 3) as a data URI of at most ``budget`` characters.
+    """Encode an image (H, W, 3) as a data URI of at most ``budget`` characters.
 
-    Quality is reduced first, then resolution.
+    If necessary, the quality is reduced first, then the resolution.
 
     Raises:
         ValueError: If even the smallest version is too large.
@@ -152,7 +152,7 @@ def _data_uri(image: Image.Image, quality: int) -> str:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the paths without the folders or the file that all of them share, printable."""
+    """Return the paths as printable text, without the folders or the file that all share."""
     parts = [path.split("/") for path in paths]
     shared = 0
     if len(parts) > 1:
@@ -160,7 +160,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
         while shared < shortest and len({part[shared] for part in parts}) == 1:
             shared += 1
     names = ["/".join(part[shared:]) for part in parts]
-    files = {name.rpartition(":")[0] for name in names}  # table.csv:17, where all are in one file
+    files = {name.rpartition(":")[0] for name in names}  # table.csv:17 if all are in one file
     if len(names) > 1 and len(files) == 1:
         names = [name.rpartition(":")[2] for name in names]
     return [printable(name) for name in names]

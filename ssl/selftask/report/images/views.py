@@ -1,4 +1,4 @@
-"""The views that the network saw of some training images."""
+"""Show the views of some training images that the network received."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from selftask.report.images.image_section import image_section
 from selftask.report.images.sprite import Sprite, short_names
 from selftask.report.page import Section, escape
 
-BUDGET = 600_000  # characters of the images
+BUDGET = 600_000  # largest size of the images, in characters
 NUM_IMAGES = 6
 _SIDE = 112
-_LONGEST_TEXT = 160  # characters of a caption that are shown
+_LONGEST_TEXT = 160  # largest number of characters of a caption
 
 
 def views_of(config: Config, sources: Sources) -> Section:
@@ -37,12 +37,12 @@ def views_of(config: Config, sources: Sources) -> Section:
 def views_section(
     rows: Sequence[Row], names: Sequence[str], captions: Sequence[str], note: str
 ) -> Section:
-    """Return the section with a table: a row for each image, a column for each view.
+    """Return the section with a table that has a row for each image and a column for each view.
 
     Args:
         rows: Images with their views.
-        names: Of the views.
-        captions: Text of each image, often empty.
+        names: Names of the views.
+        captions: Text of each image, which may be empty.
         note: Paragraph above the table, plain text.
     """
     sprite = Sprite("view", _SIDE, BUDGET)
@@ -53,6 +53,6 @@ def views_section(
 
 
 def caption(source: Source, index: int) -> str:
-    """Return the texts of an image, shortened; empty if the data has none."""
+    """Return the texts of an image, shortened; an empty string if the data has none."""
     named = [name for name, kind in extras_of(source).items() if kind == "text"]
     return printable(" / ".join(str(source.extra(index, name)) for name in named))[:_LONGEST_TEXT]

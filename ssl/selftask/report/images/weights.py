@@ -1,4 +1,4 @@
-"""The weights of a run that its report is about: its export, or its newest checkpoint."""
+"""Weights of a run for its report: the export or the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from selftask.models.weights.read import backbone_state, read_backbone, read_sta
 
 @dataclass(frozen=True)
 class Weights:
-    """A file of weights, not yet read."""
+    """A file with weights that has not been read yet."""
 
-    path: Path  # of an export or a checkpoint
+    path: Path  # path of an export or a checkpoint
     step: int
     exported: bool
 
     @property
     def digest(self) -> str:
-        """What tells these weights from others: the checksum of the file."""
+        """Identifier of these weights: step and checksum of the file."""
         if self.exported:
             return f"{self.step}-{crc32(self.path):08x}"
         manifest = self.path / MANIFEST if self.path.is_dir() else self.path.with_suffix(".json")
@@ -53,9 +53,9 @@ class Weights:
 
 
 def trained_on(run: Path) -> dict[str, Any] | None:
-    """Return what identifies the training images of a run, by its newest checkpoint.
+    """Return the fingerprint of the training images in the newest checkpoint of a run.
 
-    None without a checkpoint, and for a sharded one.
+    None without a checkpoint, or if it is sharded or damaged.
     """
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     if newest is None or newest.is_dir():
@@ -68,7 +68,7 @@ def trained_on(run: Path) -> dict[str, Any] | None:
 
 
 def find_weights(run: Path) -> Weights | None:
-    """Return the export of a run, or its newest checkpoint if that is newer; None if neither."""
+    """Return the export of a run, or its newest checkpoint if that is newer; None without both."""
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     exported = run / "export" / WEIGHTS
     step = _exported_step(run) if exported.is_file() else None
@@ -81,4 +81,4 @@ def _exported_step(run: Path) -> int | None:
     try:
         return int(json.loads((run / "export" / META).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # half an export: the checkpoint is better
+        return None  # incomplete export; the checkpoint is used instead

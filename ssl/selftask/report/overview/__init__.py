@@ -1,1 +1,1 @@
-"""All runs below a folder: their states, newest values, and the table of them."""
+"""Overview of all runs below a folder: states, newest values, table."""

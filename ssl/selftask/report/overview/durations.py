@@ -1,10 +1,10 @@
-"""Lengths of time as people say them: ``12 s``, ``3 min``, ``5 h 20 min``."""
+"""Format lengths of time: ``12 s``, ``3 min``, ``5 h 20 min``."""
 
 from __future__ import annotations
 
 
 def show_seconds(seconds: float) -> str:
-    """Return a length of time in its two largest units."""
+    """Format a length of time in its two largest units."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"

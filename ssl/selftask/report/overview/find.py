@@ -1,4 +1,4 @@
-"""Run folders and submissions below a folder."""
+"""Find run folders and submissions below a folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _INSIDE = frozenset(
         *("checkpoints", "evaluations", "export", "errors", "failures", "slurm", "report"),
         *("tensorboard", "wandb", "profile"),
     )
-)  # folders of a run, which hold no runs
+)  # subfolders of a run, which contain no other runs
 
 
 @dataclass
 class Found:
-    """What lies below a folder, sorted by name."""
+    """Run folders and submissions below a folder, sorted by name."""
 
     runs: list[Path] = field(default_factory=list)
     submissions: list[Path] = field(default_factory=list)  # folders with a slurm/jobs.json
@@ -29,8 +29,10 @@ class Found:
 def find_runs(folder: Path, depth: int = DEPTH) -> Found:
     """Return the run folders and submissions in ``folder`` and below it.
 
-    Folders that cannot be listed, hidden folders and links to folders are passed over. Raises
-    OSError if ``folder`` itself cannot be listed.
+    Folders that cannot be listed, hidden folders and links to folders are skipped.
+
+    Raises:
+        OSError: If ``folder`` itself cannot be listed.
     """
     found = Found()
     _search(folder, depth, found)
@@ -56,6 +58,6 @@ def _search(folder: Path, depth: int, found: Found) -> None:
 
 
 def natural(name: str) -> list[tuple[int, float, str]]:
-    """Return a sort key by which ``lr_2`` is before ``lr_10``."""
+    """Return a sort key that puts ``lr_2`` before ``lr_10``."""
     parts = re.split(r"(\d+(?:\.\d+)?)", name)
     return [(0, float(part), "") if i % 2 else (1, 0.0, part) for i, part in enumerate(parts)]

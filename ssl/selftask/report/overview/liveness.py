@@ -1,4 +1,4 @@
-"""Whether a run whose status is ``running`` really runs."""
+"""Decide whether a run whose status is ``running`` really runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from selftask.distributed.local_process import is_gone
 from selftask.report.overview.durations import show_seconds
 
 LOCK = ".lock"  # rank 0 touches it every 5 s while it runs
-SILENT_S = 180.0  # age of the lock file after which the process is not believed to run
-LEAST_QUIET_S = 120.0  # a run may go this long without a row
-QUIET_ROWS = 10  # and for this many of its usual intervals between rows
-FIRST_ROW_S = 600.0  # before the first row: data are scanned, the model is compiled
+SILENT_S = 180.0  # age of the lock file after which the process is assumed not to run
+LEAST_QUIET_S = 120.0  # allowed time without a row,
+QUIET_ROWS = 10  # or this many of its usual intervals between rows if that is longer
+FIRST_ROW_S = 600.0  # allowed time before the first row, for scanning data and compilation
 _GROWING = ("metrics.jsonl", "events.jsonl", "log.txt")
 
 
@@ -24,8 +24,8 @@ def judge(
     Args:
         folder: The run folder.
         status: Its ``status.json``.
-        interval_s: Usual time between two rows, or None before there are two.
-        now: Seconds since 1970.
+        interval_s: Usual time between two rows in seconds, or None before there are two.
+        now: Current time in seconds since 1970.
     """
     process = f"process {status.get('pid')} on {status.get('host')}"
     if is_gone(status):

@@ -1,6 +1,6 @@
-"""One line about a run: its state, progress and newest values, from the ends of its files.
+"""Summary of a run in one line: state, progress and newest values, from the ends of its files.
 
-Does not import torch, and reads a few kB of each run, so that a thousand runs take a second.
+Does not import torch, and reads only a few kB of each run, so that a thousand runs take a second.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class RunLine:
     method: str = ""
     step: int | None = None
     total_steps: int | None = None
-    values: dict[str, float] = field(default_factory=dict)  # the newest of each column
+    values: dict[str, float] = field(default_factory=dict)  # newest value of each column
     evaluations: tuple[str, ...] = ()  # columns of `values` that are results of evaluations
-    age_s: float | None = None  # since the last row
-    eta_s: float | None = None  # of a run that trains
-    note: str = ""  # why it is not running or finished, in one line
-    last_line: str = ""  # of log.txt
-    job: str = ""  # id of the job that makes it
+    age_s: float | None = None  # seconds since the last row
+    eta_s: float | None = None  # remaining seconds of a running run
+    note: str = ""  # why it is neither running nor finished, in one line
+    last_line: str = ""  # last line of log.txt
+    job: str = ""  # id of its job
 
     @property
     def share(self) -> float | None:
@@ -48,11 +48,11 @@ class RunLine:
 
 
 def read_line(folder: Path, now: float | None = None) -> RunLine:
-    """Return the line of a run folder; what cannot be read is said in ``note``.
+    """Return the line of a run folder; ``note`` names a file that cannot be read.
 
     Args:
         folder: The run folder, which may be incomplete or missing.
-        now: Time for ages, in seconds since 1970; None for the current time.
+        now: Reference for ages, in seconds since 1970; None for the current time.
     """
     try:
         return _read(folder, time.time() if now is None else now)
@@ -96,7 +96,7 @@ def _read(folder: Path, now: float) -> RunLine:
 
 
 def _status(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the content of ``status.json``, and what is wrong with it or an empty string."""
+    """Return the content of ``status.json``, and an error message or an empty string."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def _status(path: Path) -> tuple[dict[str, Any], str]:
 class _Rows:
     values: dict[str, float]
     evaluations: tuple[str, ...]
-    interval_s: float | None  # between the last two rows of training
+    interval_s: float | None  # seconds between the last two training rows
 
 
 def _newest_rows(path: Path) -> _Rows:
@@ -123,10 +123,10 @@ def _newest_rows(path: Path) -> _Rows:
     for text in reversed(last_lines(path)):
         of_training = '"loss": ' in text
         if of_training and len(trained) == 2:
-            continue  # unparsed: a thousand runs have many
+            continue  # parsing all rows of a thousand runs would be slow
         try:
             row = json.loads(text)
-        except ValueError:  # cut off: being written, or a full disk
+        except ValueError:  # incomplete: still being written, or the disk is full
             continue
         if not isinstance(row, dict):
             continue
@@ -151,7 +151,7 @@ def _largest(*steps: Any) -> int | None:
 
 
 def _total_steps(status: dict[str, Any], values: dict[str, float], step: int | None) -> int | None:
-    """Return the length of a run in steps: known once a row tells how long an epoch is."""
+    """Return the length of a run in steps, or None before a row shows the length of an epoch."""
     if status.get("state") == "finished":
         return step
     length = status.get("length")
@@ -164,7 +164,7 @@ def _total_steps(status: dict[str, Any], values: dict[str, float], step: int | N
 
 
 def _names(path: Path) -> tuple[str, str]:
-    """Return recipe and method of a ``config.yaml`` without parsing all of it."""
+    """Return recipe and method of a ``config.yaml`` without parsing the whole file."""
     try:
         with path.open("rb") as file:
             text = file.read(_CONFIG_BYTES).decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""The table of runs: which columns, in which order, and as text or JSON."""
+"""Table of runs: choice of columns, order of rows, output as text or JSON."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ STATES = (
     *("running", "finished", "interrupted", "requeued", "failed", "hung", "lost", "cancelled"),
     *("pending", "not started", "unknown", "unreadable"),
 )
-TROUBLE = ("failed", "hung", "lost", "unreadable")  # states that somebody must look at
-MOST_EVALUATIONS = 3  # columns that are chosen without `columns=`
-_ASCENDING = ("loss", "_s", "_mb", "wait", "error", "perplexity")  # in names: small is good
+TROUBLE = ("failed", "hung", "lost", "unreadable")  # states that need attention
+MOST_EVALUATIONS = 3  # number of evaluation columns without `columns=`
+_ASCENDING = ("loss", "_s", "_mb", "wait", "error", "perplexity")  # parts of names: small is good
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: its text, and what it is sorted by."""
+    """One cell: its text and its sort key."""
 
     text: str
     key: float | str | None
 
 
 def short_path(folder: Path) -> str:
-    """Return the folder as it is written in the current one."""
+    """Return the path of a folder, relative to the current folder if it is below that."""
     here = Path.cwd()
     whole = folder.absolute()
     return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
@@ -61,18 +61,21 @@ def cell(line: RunLine, column: str) -> Cell:
 
 
 def show_number(value: float) -> str:
-    """Return a number with four digits: ``0.8556``, ``17.27``, ``1,409``."""
+    """Format a number with four digits: ``0.8556``, ``17.27``, ``1,409``."""
     if isinstance(value, float) and abs(value) >= 1000 and math.isfinite(value):
         return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def columns_of(lines: Iterable[RunLine], chosen: Sequence[str] = ()) -> list[str]:
-    """Return the columns of the table; raise UserError for a chosen one that no run has.
+    """Return the columns of the table.
 
     Args:
         lines: The runs.
-        chosen: Columns of metrics; empty takes the loss and the newest evaluations.
+        chosen: Columns of metrics; if empty, the loss and the newest evaluations.
+
+    Raises:
+        UserError: If no run has a chosen column.
     """
     lines = list(lines)
     known = {name for line in lines for name in line.values}
@@ -93,7 +96,11 @@ def check_column(name: str, known: Iterable[str]) -> None:
 
 
 def with_states(lines: Iterable[RunLine], states: Sequence[str]) -> list[RunLine]:
-    """Return the runs in one of the states; all if none are given. Raises UserError for a typo."""
+    """Return the runs in one of the states, or all if none are given.
+
+    Raises:
+        UserError: If there is no such state.
+    """
     lines = list(lines)
     for state in states:
         if state not in STATES:
@@ -107,16 +114,19 @@ def _plain(state: str) -> set[str]:
 
 
 def small_is_good(column: str) -> bool:
-    """Return whether a table sorted by this column begins with the smallest value."""
+    """Return whether a table sorted by this column starts with the smallest value."""
     fixed = column in ("age", "eta", "run", "method", "recipe", "job", "state")
     of_speed = column.endswith("per_s")
     return fixed or (not of_speed and any(part in column for part in _ASCENDING))
 
 
 def sort_by(lines: Iterable[RunLine], column: str) -> list[RunLine]:
-    """Return the runs, best first; ``-column`` turns the order round. Those without it are last.
+    """Sort the runs by a column, best first; ``-column`` reverses the order.
 
-    Raises UserError if no run has the column.
+    Runs without the column are last.
+
+    Raises:
+        UserError: If no run has the column.
     """
     lines = list(lines)
     name = column.removeprefix("-")
@@ -132,12 +142,12 @@ def sort_by(lines: Iterable[RunLine], column: str) -> list[RunLine]:
 
 
 def text_table(lines: Sequence[RunLine], columns: Sequence[str], width: int = 0) -> list[str]:
-    """Return the lines of the table; under a run that has one, why it does not run.
+    """Return the lines of the table; the note of a run is below its line.
 
     Args:
         lines: The runs.
-        columns: As from ``columns_of``.
-        width: Width of the terminal, to which notes are cut; 0 leaves them whole.
+        columns: Columns from ``columns_of``.
+        width: Width of the terminal, to which notes are truncated; 0 does not truncate them.
     """
     heads = [name.upper() if name in _FIXED else name for name in columns]
     body = [[cell(line, name).text for name in columns] for line in lines]

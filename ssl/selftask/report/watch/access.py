@@ -1,4 +1,4 @@
-"""Who may read which page: hosts, token, and names in addresses."""
+"""Access control of the server: hosts, token, and paths of requests."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from urllib.parse import unquote_to_bytes
 
 COOKIE = "selftask_watch"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-MOST_NAME = 1000  # characters of a path
+MOST_NAME = 1000  # largest number of characters of a path
 
 
 def new_token() -> str:
-    """Return 256 random bits as text for an address."""
+    """Return 256 random bits as URL-safe text."""
     return secrets.token_urlsafe(32)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a server on ``host``."""
+    """Return whether a server on ``host`` can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -33,11 +33,11 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Access:
-    """Decides on requests.
+    """Access rules for requests.
 
     Args:
         host: The host that the server listens on.
-        token: What a reader must know, or None on loopback.
+        token: Secret that a reader must send, or None on loopback.
     """
 
     host: str
@@ -46,9 +46,9 @@ class Access:
     def knows_host(self, header: str | None) -> bool:
         """Return whether a ``Host`` header names this server.
 
-        A page of another site can have its own name point to this machine (DNS rebinding) and
-        would then read everything. Its requests carry that name. Numeric addresses need no check
-        beyond loopback: no name stands behind them.
+        A page of another site can make its own name resolve to this machine (DNS rebinding) and
+        could then read everything. Its requests carry that name in this header. Numeric addresses
+        cannot be rebound, so they are accepted unless the server listens on loopback.
         """
         name = _name_of(header)
         if name is None:
@@ -77,15 +77,15 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """Value of ``Set-Cookie``: for this server only, and not for scripts."""
+        """Value of ``Set-Cookie``, for a cookie of this server only that scripts cannot read."""
         return f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Strict"
 
 
 def path_parts(target: str) -> list[str] | None:
-    """Return the decoded parts of a request's path, or None for one that is not allowed.
+    """Return the decoded parts of a request's path, or None for a path that is not allowed.
 
-    Decoded once, as a browser encodes it. Not allowed are empty parts, ``.``, ``..``, backslashes,
-    null bytes, and what is no UTF-8. A slash at the end does not count.
+    Percent-encoding is decoded once. Empty parts, ``.``, ``..``, encoded slashes, backslashes,
+    control characters and invalid UTF-8 are not allowed. A final slash is ignored.
     """
     path = target.partition("?")[0]
     if not path.startswith("/") or len(path) > MOST_NAME:

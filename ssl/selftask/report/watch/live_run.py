@@ -1,4 +1,4 @@
-"""A run that is read again whenever its files change, and what a page has to know of that."""
+"""A run that is read again when its files change, and the updates for its page."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from selftask.report.header import head_html
 from selftask.report.record import RunRecord
 from selftask.report.run_report import NAME, run_sections
 
-FRESH_S = 1.0  # for so long all readers get the same
-REST = 10  # a result is kept for this many times what it took to make
+FRESH_S = 1.0  # shortest time for which a result is reused, in seconds
+REST = 10  # a result is reused for at least this many times the time it took to compute
 _CHANGING = ("metrics.jsonl", "events.jsonl", "status.json", "config.yaml", "checkpoints", "export")
-_STEADY = ("curves", "config")  # sections that are not sent again
+_STEADY = ("curves", "config")  # sections that are sent only once
 T = TypeVar("T")
 
 
 class Cached(Generic[T]):
-    """Result of an expensive function, shared by all threads, made anew when it is too old."""
+    """Result of an expensive function, shared by all threads, recomputed when it is too old."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -52,7 +52,7 @@ class LiveRun:
         self.record = Cached(self._read)
 
     def _read(self) -> RunRecord:
-        """Raises UserError if the folder is not that of a run, or no longer."""
+        """Return the record; raise UserError if the folder is not, or no longer, a run folder."""
         stamp = [_stamp(self.folder / name) for name in _CHANGING]
         if self._record is None or stamp != self._stamp:
             self._record = RunRecord.read(self.folder)
@@ -61,20 +61,20 @@ class LiveRun:
 
 
 def live_state(record: RunRecord) -> dict[str, Any]:
-    """Return what a page sends with its questions: which charts it has, up to which step."""
+    """Return the state that a page sends with its requests: its charts and its last step."""
     return {"step": _last_step(record), "shape": _shape(run_charts(record))}
 
 
 def changes(record: RunRecord, step: int, shape: str) -> dict[str, Any]:
-    """Return what a page needs to go on: points of curves from ``step`` on, and the new head.
+    """Return the update of a page: points of curves from ``step`` on, and the new head.
 
     Points of ``step`` itself are sent again, since an evaluation adds values to the last step.
 
     Args:
         record: The run.
         step: Last step that the page has.
-        shape: Of ``live_state``; with other charts, or after rows were removed by a resume, the
-            page has to load again.
+        shape: ``shape`` of ``live_state``. If the charts have changed, or a resume has removed
+            rows, the page must reload.
     """
     charts = run_charts(record)
     now = _last_step(record)
@@ -113,7 +113,7 @@ def _clock(record: RunRecord) -> dict[str, dict[str, list[Any]]]:
 
 
 def _shape(charts: list[Chart]) -> str:
-    """Return a short text that changes when charts or their curves do."""
+    """Return a hash of the titles of charts and the labels of their curves."""
     names = [
         (chart.title, [curve.label for curve in chart.curves]) for chart in charts if chart.curves
     ]

@@ -1,4 +1,4 @@
-"""The pages of ``selftask watch``: overview, one run, comparison."""
+"""Pages of ``selftask watch``: overview, one run, comparison."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def overview_page(title: str, lines: Mapping[str, RunLine]) -> str:
     """Return the page with the table of all runs.
 
     Args:
-        title: The folder.
+        title: Name of the folder.
         lines: The runs by name, in order.
     """
     top = (
@@ -56,14 +56,14 @@ def overview_page(title: str, lines: Mapping[str, RunLine]) -> str:
 
 
 def table_changes(lines: Mapping[str, RunLine]) -> dict[str, Any]:
-    """Return the new content of the overview."""
+    """Return the update of the overview."""
     head = heads_html(_heads(_columns(lines)))
     body = table_body(lines)
     return {"tag": table_tag(lines), "head": head, "body": body, "told": _counts(lines)}
 
 
 def table_tag(lines: Mapping[str, RunLine]) -> str:
-    """Return a short text that changes when the table does."""
+    """Return a short text that changes when the table changes."""
     return hashlib.sha256(table_body(lines).encode()).hexdigest()[:16]
 
 
@@ -96,7 +96,7 @@ def run_page(name: str, record: RunRecord) -> str:
 
 
 def comparison_page(folders: Mapping[str, Path], sort: str = "") -> str:
-    """Return the comparison of runs as they are now.
+    """Return the page that compares runs in their present state.
 
     Args:
         folders: Run folders by name.

@@ -1,4 +1,4 @@
-"""The web server of ``selftask watch``: GET only, and nothing outside of run folders."""
+"""Web server of ``selftask watch``, for GET requests and files of run folders only."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from selftask.report.watch.access import Access, path_parts
 from selftask.report.watch.live_run import changes
 from selftask.report.watch.site import TEXTS, NotThere, Site
 
-PORTS = 20  # tried one after another
+PORTS = 20  # number of ports that are tried
 MOST_CONNECTIONS = 64
-TIMEOUT_S = 30.0  # of a connection on which nothing comes
-_SMALL = 1400  # bytes that are not worth compressing
+TIMEOUT_S = 30.0  # time after which an idle connection is closed
+_SMALL = 1400  # responses of fewer bytes are not compressed
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -36,7 +36,7 @@ _NO_CODE = "default-src 'none'; frame-ancestors 'none'"
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a site; connections beyond ``MOST_CONNECTIONS`` are closed at once."""
+    """Server of a site; connections beyond ``MOST_CONNECTIONS`` are closed immediately."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -62,13 +62,13 @@ class Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that goes away is no error; others are printed."""
+        """Print errors, except those of a reader that has disconnected."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
 
 def open_server(site: Site, access: Access, port: int) -> Server:
-    """Return a server on the port, or on the next free one. Raises UserError if none is free."""
+    """Return a server on the port or on the next free one; raise UserError if none is free."""
     tried = [port] if port == 0 else range(port, min(port + PORTS, 65536))
     for number in tried:
         try:
@@ -80,7 +80,7 @@ def open_server(site: Site, access: Access, port: int) -> Server:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request after another on a connection."""
+    """Handler of the requests of a connection."""
 
     protocol_version = "HTTP/1.1"
     server_version = "selftask"
@@ -139,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
         site = self.server.site
         name, rest = site.split(parts)
         if not rest and not urlsplit(self.path).path.endswith("/"):
-            self._redirect(pages.run_url(name))  # links on the page start there
+            self._redirect(pages.run_url(name))  # links on the page are relative to this address
         elif not rest:
             self._page(pages.run_page(name, site.run(name).record()))
         elif rest == ["live.json"]:
@@ -151,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
             self._file(site.file(name, rest))
 
     def _sign_in(self, path: str, token: str) -> None:
-        """Exchange the token in an address for a cookie, so that it stays out of the history."""
+        """Replace the token in an address by a cookie, to keep it out of the browser history."""
         access = self.server.access
         if access.has_token(token):
             self._redirect(path if path_parts(path) else "/", {"Set-Cookie": access.cookie})
@@ -191,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _file(self, path: Path) -> None:
-        """Send a file; texts are shown, weights are saved by the browser."""
+        """Send a file; the browser shows texts and downloads weights."""
         is_text = path.name in TEXTS
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -204,13 +204,13 @@ class Handler(BaseHTTPRequestHandler):
             if not is_text:
                 self.send_header("Content-Disposition", "attachment")
             self.end_headers()
-            remaining = size  # a log grows meanwhile
+            remaining = size  # a log may grow while it is sent
             while remaining and (piece := file.read(min(remaining, 1 << 20))):
                 self.wfile.write(piece)
                 remaining -= len(piece)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what is no GET, or no HTTP: in plain text, without repeating the request."""
+        """Answer requests that are not GET or not HTTP in plain text, without echoing them."""
         self.close_connection = True
         body = b"GET only\n" if code in (405, 501) else b"bad request\n"
         self.send_response(405 if code == 501 else code)
@@ -222,4 +222,4 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged."""
+        """Do nothing, so that requests are not logged."""

@@ -1,4 +1,4 @@
-"""Which runs and files a server shows."""
+"""Runs and files that the server shows."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from selftask.report.overview.run_line import RunLine
 from selftask.report.record import FILES
 from selftask.report.watch.live_run import Cached, LiveRun
 
-TEXTS = frozenset((*FILES, "groups.txt"))  # files of a run that are shown
-_WEIGHTS = ("checkpoints", "export")  # folders whose files can be saved
+TEXTS = frozenset((*FILES, "groups.txt"))  # files of a run that are shown as text
+_WEIGHTS = ("checkpoints", "export")  # folders whose files can be downloaded
 
 
 class NotThere(Exception):
-    """The answer is 404."""
+    """Raised if there is no such page or file; the response is 404."""
 
 
 class Site:
-    """Content of the pages, by path.
+    """Runs and files by the path of a request.
 
     Args:
         root: The folder of runs.
-        read_lines: Returns the lines of all runs below it, with the states of their jobs.
+        read_lines: Function that returns a line for each run below it, with the state of its job.
     """
 
     def __init__(self, root: Path, read_lines: Callable[[], Sequence[RunLine]]) -> None:
@@ -43,7 +43,7 @@ class Site:
         return whole.relative_to(self.root).as_posix()
 
     def split(self, parts: Sequence[str]) -> tuple[str, list[str]]:
-        """Return the run that the first parts of a path name, and the parts after it."""
+        """Return the run named by the first parts of a path, and the remaining parts."""
         lines = self.lines()
         for count in range(len(parts), 0, -1):
             name = "/".join(parts[:count])
@@ -52,7 +52,7 @@ class Site:
         raise NotThere
 
     def folder(self, name: str) -> Path:
-        """Return the folder of a run; links that lead out of the folder of runs do not count."""
+        """Return the folder of a run, unless it is a link that leads out of the folder of runs."""
         lines = self.lines()
         if name not in lines:
             raise NotThere
@@ -67,7 +67,7 @@ class Site:
             return self._runs.setdefault(folder, LiveRun(folder))
 
     def file(self, name: str, parts: Sequence[str]) -> Path:
-        """Return a file of a run that may be read: its records, checkpoints and exports."""
+        """Return a file of a run that may be read: a record, a checkpoint or an export."""
         folder = self.folder(name)
         is_text = len(parts) == 1 and parts[0] in TEXTS
         if not is_text and not (len(parts) == 2 and parts[0] in _WEIGHTS):
