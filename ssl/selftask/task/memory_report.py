@@ -76,8 +76,7 @@ def _bytes_of_a_sample(task: Task) -> dict[str, int]:
 
 
 def fixed_bytes(task: Task) -> int:
-    """Return the bytes of weights, gradients and optimizer state, which do not depend on the batch.
-    """
+    """Return the bytes of weights, gradients and optimizer state, at any batch size."""
     trained = [p for group in task.optimizer.param_groups for p in group["params"]]
     weights = [p for module in (*task.networks, task.loss) for p in module.parameters()]
     state = [

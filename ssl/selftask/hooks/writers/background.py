@@ -42,7 +42,7 @@ class Background:
             self._changed.notify_all()
 
     def wait(self) -> int:
-        """Wait until no call is pending, or none returns for ``PATIENCE_S``; return the number
+        """Wait for pending calls until none returns for ``PATIENCE_S``; return how many are
         pending.
         """
         with self._changed:
