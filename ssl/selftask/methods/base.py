@@ -100,8 +100,7 @@ class Method(nn.Module, Hook):
         return Network(backbone, head, per_view=self.per_view)
 
     def setup(self, task: Task) -> None:
-        """Build parts that depend on network or data (teacher, memory), before a checkpoint loads.
-        """
+        """Build parts that depend on network or data (teacher, memory); called before loading."""
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Set ``batch.input``, the argument of the network; all views by default."""

@@ -42,9 +42,7 @@ class Background:
             self._changed.notify_all()
 
     def wait(self) -> int:
-        """Wait for pending calls until none returns for ``PATIENCE_S``; return how many are
-        pending.
-        """
+        """Wait until no call is pending, or none returns for ``PATIENCE_S``; return the rest."""
         with self._changed:
             left = len(self._calls)
             while left:

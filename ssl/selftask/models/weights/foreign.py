@@ -25,7 +25,7 @@ _TO_DETECTRON2 = (  # as in MoCo's convert-pretrain-to-detectron2.py
 
 
 def check_foreign(backbone: nn.Module, layout: str) -> None:
-    """Raise UserError for a backbone that is not a ResNet under torchvision's names."""
+    """Raise UserError unless a backbone is a ResNet with torchvision's names."""
     if "layer4.0.conv1.weight" not in backbone.state_dict():
         raise UserError(
             f"export: --to {layout} is for ResNets with torchvision's names, and not for a "
@@ -55,7 +55,7 @@ def save_foreign(backbone: nn.Module, folder: Path, layout: str) -> Path:
 
 
 def to_detectron2(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the content of a file that detectron2 matches with its ResNet by key suffixes."""
+    """Return the content of a file whose keys detectron2 matches with its ResNet by suffix."""
     arrays = {}
     for key, value in state.items():
         if key.endswith("num_batches_tracked"):
