@@ -183,7 +183,7 @@ class _CollectiveCounter:
 
 
 class _InDouble:
-    """Wraps a DataModule to convert its batches to float64."""
+    """DataModule whose batches are converted to float64."""
 
     def __init__(self, feed: Any) -> None:
         self._feed = feed
