@@ -97,7 +97,7 @@ class CheckpointWriter:
         """Wait for the current write after another error; log a failure instead of raising it."""
         try:
             self.wait()
-        except Exception:  # already logged
+        except Exception:  # noqa: BLE001 - already logged
             log.warning("the newest checkpoint is missing, too")
 
     def _wait_for_the_one_before(self) -> None:

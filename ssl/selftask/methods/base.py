@@ -109,9 +109,9 @@ class Method(nn.Module, Hook):
     def forward(self, output: Any, batch: Batch) -> Loss:
         """Return the loss of this rank's part of the batch, a mean over its samples.
 
-        It must not change the method's state, and may be called more than once in a step. Memories
-        are updated in ``on_update``. A predictor with BatchNorm is part of the network, see
-        ``models.heads.ProjectorPredictor``.
+        It is a pure function of the output, the batch and the method's state, which it does not
+        change. It may be called more than once in a step. Memories are updated in ``on_update``. A
+        predictor with BatchNorm is part of the network, see ``models.heads.ProjectorPredictor``.
 
         Args:
             output: Output of the network.
