@@ -1,4 +1,4 @@
-"""Alignment and uniformity: a contrastive loss in two terms that can be read separately.
+"""Alignment and uniformity: a contrastive loss with two separate terms.
 
 Wang and Isola, Understanding Contrastive Representation Learning through Alignment and Uniformity
 on the Hypersphere, ICML 2020, arXiv:2005.10242.
@@ -27,7 +27,7 @@ from selftask.registry import register_method
 
 @register_method("align_uniform")
 class AlignUniform(Method):
-    """Two views of an image are close, and all images are spread over the unit sphere."""
+    """Close views of the same image, and all images spread over the unit sphere."""
 
     loss_reduction = "gathered"  # distances to the images of all ranks
     views = 2
@@ -55,7 +55,7 @@ class AlignUniform(Method):
 
     @property
     def chance_loss(self) -> float | None:
-        """None: the loss crosses zero, so its ratio to that of chance would say nothing."""
+        """None: the loss crosses zero, so its ratio to the chance loss would be meaningless."""
         return None
 
 
