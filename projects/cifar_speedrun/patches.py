@@ -122,7 +122,7 @@ class PatchKMeans(Method):
         return BestSimilarity(backbone, nn.Identity())
 
     def on_phase_start(self, task: Task) -> None:
-        """Before the first step, set the whitening and initialise filters with spread patches."""
+        """Before the first step: compute the whitening and initialise the filters with patches."""
         if task.train and task.clock.batch == 0:
             self._read_patches(task)
 

@@ -21,7 +21,7 @@ class CentralizeGradients(Hook):
     """Subtracts from the gradient of each weight its mean over the inputs (eq. 1)."""
 
     priority: ClassVar[int] = 15  # before clipping
-    min_dims: int = 2  # of a weight; biases and norms have one
+    min_dims: int = 2  # minimum dimensions of a weight; biases and norms have one
 
     def on_backward(self, task: Task) -> None:
         for group in task.optimizer.param_groups:

@@ -23,7 +23,7 @@ from selftask.task import Task
 class NoisyWeights:
     """The standard step, with Gaussian noise on the weights until they are updated."""
 
-    std: float = setting(0.01, min=0)  # of the noise, relative to the RMS of each tensor
+    std: float = setting(0.01, min=0)  # standard deviation, relative to the RMS of each tensor
 
     def __call__(self, task: Task) -> None:
         """Run one step; a test phase has no noise and stops after the loss."""

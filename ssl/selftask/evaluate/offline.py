@@ -74,7 +74,7 @@ def evaluate_backbone(
         with stage("evaluate", at_once=True):
             figures = evaluate_features(backbone, evaluations, train, test)
         before = known[name]
-        counts = LabelCounts.of_targets(  # of readable images only
+        counts = LabelCounts.of_targets(  # readable images only
             train.targets,
             test.targets,
             names=None if before is None else before.names,

@@ -21,7 +21,7 @@ from selftask.errors import UserError, nearest_path
 from selftask.files.paths import is_file
 
 _COLUMNS = ("path", "label", "predicted", "probability")
-_ARRAYS = ("paths", "labels", "scores")  # of a .npz; `classes` is optional
+_ARRAYS = ("paths", "labels", "scores")  # arrays of a .npz; `classes` is optional
 _MALFORMED = (ValueError, TypeError, AttributeError, KeyError, csv.Error, zipfile.BadZipFile)
 
 

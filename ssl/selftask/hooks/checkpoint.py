@@ -37,11 +37,11 @@ class SaveCheckpoints(Hook):
         train = task.config.train
         self.wanted = train.keep_best
         self.every = max(1, steps_in(train.checkpoint_every, task.length))
-        self.forever = 0  # steps; 0: none is kept forever
+        self.forever = 0  # period in steps; 0: no checkpoint is kept forever
         if train.keep_every is not None:
             self.forever = max(1, steps_in(train.keep_every, task.length))
         self.saved_at = task.steps_done
-        self.is_best = False  # whether a row of this step has the best value so far
+        self.is_best = False  # whether a row of this step has a value to keep
         self.names: set[str] | None = set()  # metrics seen in rows; None once ``metric`` is found
         self.kept = self._resumed(task)
         task.checkpoints.kept = self.kept

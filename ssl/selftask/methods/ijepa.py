@@ -213,7 +213,7 @@ def initialize(module: nn.Module, *, std: float | None) -> None:
     Args:
         module: Module to initialise in place.
         std: Standard deviation of all linear layers, as in the published code. (It first divides
-            the residual weights of block l by sqrt(2 l), but then draws all linear layers anew.)
+            the residual weights of block l by sqrt(2 l), but then draws all linear layers again.)
             None, for narrow networks: at least 1 / sqrt(3 n) for n inputs, with that division.
     """
     for part in module.modules():

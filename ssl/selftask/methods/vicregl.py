@@ -92,7 +92,7 @@ class VICRegL(Method):
         """Compute ``batch["centers"]``, the position of each cell in the image."""
         batch = task.last_batch
         draws = [one for group in batch.draws.values() for one in group]
-        maps = batch.output["cells"]  # of each view (B, L, h, w)
+        maps = batch.output["cells"]  # (B, L, h, w) for each view
         pairs = zip(draws, maps, strict=True)
         batch["centers"] = [one.centers(*cells.shape[2:]) for one, cells in pairs]  # (B, N, 2)
 
@@ -198,7 +198,7 @@ def nearest_cells(here: Tensor, there: Tensor, num_matches: int) -> tuple[Tensor
 
 
 def matched_terms(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """VICReg's terms of matched cells (B, M, L), with statistics of each of the M separately."""
+    """Return VICReg's terms of matched cells (B, M, L), with separate statistics for each match."""
     terms = [variance_covariance(cells.transpose(0, 1)) for cells in (first, second)]
     (variance, covariance), (other_variance, other_covariance) = terms
     invariance = F.mse_loss(first, second)

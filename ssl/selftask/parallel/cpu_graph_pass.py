@@ -1,4 +1,4 @@
-"""Rewrites of inductor's CPU graphs that are slower than eager torch: linear, attention, GELU.
+"""Rewrites of slow parts of inductor's CPU graphs: linear layers, attention, GELU.
 
 Imported only for compilation, since importing inductor takes a second.
 """

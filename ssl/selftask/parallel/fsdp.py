@@ -130,7 +130,7 @@ class FSDPReduction(Reduction):
     def _find_idle(self) -> list[tuple[str, nn.Parameter]]:
         """Return and log the parameters without a gradient on any rank in the first step.
 
-        Raises RunError if only some ranks lack a gradient and this torch cannot use zeros for it.
+        Raises RunError if only some ranks lack a gradient and this torch cannot fill in zeros.
         """
         counts = count_ranks([name in self._arrivals.names for name in self._inner_names])
         if min(counts, default=world_size()) < world_size():

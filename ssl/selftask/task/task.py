@@ -98,8 +98,8 @@ class Task(Recorder, ClassyTaskNames):
         self.low_precision = _DTYPES.get(config.train.precision)  # None: float32
         self.train_step_function = build.train_step(config.train.step)
         self.train = True
-        self.losses: list[Tensor] = []  # of this phase, on the device
-        self.added_hooks: dict[str, Any] = {}  # by ``add_hook``, in addition to the config's
+        self.losses: list[Tensor] = []  # losses of this phase, on the device
+        self.added_hooks: dict[str, Any] = {}  # added by ``add_hook``
         self.exception: BaseException | None = None  # ends the run; for ``on_exception``
         self.interrupted_by: str | None = None  # stop reason; stops after this step
         self.calls: dict[str, list[Callable[[Task], None]]] = {}  # hook point -> methods of hooks

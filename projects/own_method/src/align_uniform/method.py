@@ -35,9 +35,9 @@ class AlignUniform(Method):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         out_dim: int = setting(128, min=2, tiny=16)  # D
-        hidden_dim: int = setting(512, min=1, tiny=32)  # of the projector
+        hidden_dim: int = setting(512, min=1, tiny=32)  # width of the projector's hidden layer
         alpha: float = setting(2.0, above=0)  # power of the distance in eq. 5
-        t: float = setting(2.0, above=0)  # of the Gaussian potential in eq. 6
+        t: float = setting(2.0, above=0)  # parameter of the Gaussian potential in eq. 6
         weight: float = setting(1.0, min=0)  # of uniformity; lambda in appendix B of the paper
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:

@@ -37,7 +37,7 @@ class ExponentialAverage(WeightAverage):
     every: int = setting(1, min=1)
     """Steps between updates; each update applies the decay to this power."""
     start: int | str = setting(0, duration=True, min=0)
-    """Time of the first averaged step; until then the average is a copy of the network."""
+    """Time until which the average is a copy of the network."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from super().problems(config)

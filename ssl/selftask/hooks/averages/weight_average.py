@@ -1,7 +1,7 @@
 """Averages of the trained weights, for any method: base class of the hooks ``ema`` and ``swa``.
 
-An average is stored as tensors beside the network. Evaluations, test phases and exports swap them
-into the network, and restore the network's weights afterwards.
+An average is stored as separate tensors. Evaluations, test phases and exports swap them into the
+network, and restore the network's weights afterwards.
 """
 
 from __future__ import annotations

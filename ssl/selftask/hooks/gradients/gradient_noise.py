@@ -73,7 +73,7 @@ class GradientNoise(Hook):
             return
         parameters = [p for group in task.optimizer.param_groups for p in group["params"]]
         big = float(total_norm(gradients(parameters)) ** 2)
-        scale = task.grad_scaler.get_scale() / self.parts  # of the loss of a part
+        scale = task.grad_scaler.get_scale() / self.parts  # scale of a part's loss
         small = float(all_reduce_mean(self.square)) / self.parts / scale**2
         size = task.length.batch_size * self.parts
         found = estimate(small, big, size / number, size)

@@ -44,7 +44,7 @@ class TimmViT(Adapter):
     @staticmethod
     def fits(backbone: Any) -> bool:
         """Return True if a model is a VisionTransformer with that class's own forward pass."""
-        if "timm" not in sys.modules:  # slow to import, and needless for models of other libraries
+        if "timm" not in sys.modules:  # slow import; without it no object is timm's
             return False
         from timm.layers import PatchEmbed
         from timm.models import VisionTransformer

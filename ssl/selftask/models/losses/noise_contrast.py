@@ -60,7 +60,7 @@ def nce(
     *,
     num_images: int,
 ) -> Tensor:
-    """Noise-contrastive estimation with uniform noise, averaged over images; eq. 6 and 7.
+    """Return the noise-contrastive loss with uniform noise, averaged over images; eq. 6 and 7.
 
     The probability h that an entry is data and not noise is a sigmoid of
     ``log P - log(K / N)``. The loss of an image is ``-log h`` of its positive minus the sum of
@@ -89,7 +89,7 @@ def chance_of_nce(num_negatives: int) -> float:
 def estimate_normalizer(
     features: Tensor, negatives: Tensor, temperature: float, num_images: int
 ) -> Tensor:
-    """Monte Carlo estimate of Z, averaged over this rank's images; eq. 8.
+    """Return a Monte Carlo estimate of Z, averaged over this rank's images; eq. 8.
 
     Args:
         features: (B, D), of any length.

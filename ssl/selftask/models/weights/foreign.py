@@ -49,7 +49,7 @@ def save_foreign(backbone: nn.Module, folder: Path, layout: str) -> Path:
         content = {"classy_state_dict": {"base_model": {"model": model}}}
         write_whole(path, lambda temporary: write_checked(content, temporary))
     else:
-        text = pickle.dumps(to_detectron2(state), protocol=2)  # as the zoo's files
+        text = pickle.dumps(to_detectron2(state), protocol=2)  # as in detectron2's model zoo
         write_whole(path, lambda temporary: temporary.write_bytes(text))
     return path
 
