@@ -62,8 +62,8 @@ class ScheduleConfig:
     warmup_shape: Literal["linear", "cosine", "exponential", "constant"] = "linear"
     """Shape of the warm-up."""
     warmup_interval: Literal["rescaled", "fixed"] = "rescaled"
-    """rescaled: the schedule starts after the warm-up. fixed: it extends over the whole run, and
-    the warm-up rises to its value at the end of the warm-up.
+    """Place of the schedule. rescaled: it starts after the warm-up. fixed: it extends over the
+    whole run, and the warm-up rises to the schedule's value at the end of the warm-up.
     """
     update: Literal["step", "epoch"] = setting("step", also=["update_interval", "by_epoch"])
     """Whether the value changes at each step or once per epoch."""

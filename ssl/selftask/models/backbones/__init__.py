@@ -1,5 +1,7 @@
-"""Backbones by name. Each is a dataclass of options with a method ``build() -> nn.Module``, or
-``build(channels)`` if it supports other numbers of channels than three.
+"""Backbones by name.
+
+Each is a dataclass of options with a method ``build() -> nn.Module``, or ``build(channels)`` if it
+supports other numbers of channels than three.
 
 A class attribute ``offers`` lists what the backbone returns in addition to pooled features, in the
 words of ``Method.requires`` (``"tokens"``, ``"dense"``). Without it, this is known only after
