@@ -59,8 +59,8 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
 
     Hooks run in the order of ``priority``, lowest first, after the method; ``hooks.NAME.priority``
     changes it for one run. A hook with state returns it from ``state_dict`` as tensors and plain
-    Python objects. Defining a method whose name starts like a point but is none, such as
-    ``on_stpe``, raises a TypeError.
+    Python objects. A method named ``on_...``, ``before_...`` or ``after_...`` that is not a hook
+    point raises a TypeError.
     """
 
     priority: ClassVar[int] = 50

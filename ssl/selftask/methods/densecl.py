@@ -87,7 +87,7 @@ class DenseCL(Method):
         self.pending: list[tuple[Tensor, Tensor]] = []  # rows for both queues since the last step
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build two heads like MoCo's; those of the dense head are 1x1 convolutions in effect.
+        """Build two heads like MoCo's; layers of the dense head act as 1x1 convolutions.
 
         See section 3.2. The published code initialises them from a normal distribution of deviation
         0.01. Here they have torch's default initialisation, as in MoCo.

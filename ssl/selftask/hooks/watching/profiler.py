@@ -113,7 +113,7 @@ class Profiler(Hook):
 
 
 def describe_operators(profile: Any, top: int, steps: int) -> list[str]:
-    """Return a line for each of the operators with the largest own time.
+    """Return a line for each of the operators with the largest self time.
 
     Args:
         profile: A finished ``torch.profiler.profile``.
