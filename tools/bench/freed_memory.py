@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python tools/bench/freed_memory.py [--batch 128] [--size 32] [--rounds 8]
 
 ResNet-18 with forward, backward and SGD runs in two alternating processes: one with glibc's
-defaults, one after ``environment.keep_freed_memory``. Figures are CPU time of a step, pages mapped
+defaults, one after ``keep_freed_memory``. Figures are CPU time of a step, pages mapped
 in it (minor faults) and peak memory of the process.
 """
 
