@@ -1,8 +1,8 @@
-"""What a run learned, beside raw pixels and its own network untrained.
+"""Compare the features of a run with raw pixels and with its untrained network.
 
     python tools/baselines.py RUN [key=value ...]
 
-k-NN and linear accuracy with 10 labels a class, on the labelled images of the run.
+Shows k-NN and linear accuracy with 10 labels per class, on the labelled images of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVALUATIONS = "eval.evaluations={knn: {}, linear: {few_labels: [10], repeats: 3}
 
 
 def show(run: str, overrides: list[str]) -> None:
-    """Print one line for pixels, for the untrained and for the trained network."""
+    """Print one line each for pixels, the untrained network and the trained network."""
     config = load_config(f"{run}/config.yaml", [EVALUATIONS, *overrides])
     sources = open_data(config.data)
     device = pick_device(config.train.device, World())

@@ -1,9 +1,9 @@
-"""Two minutes of self-supervised learning: SimCLR on handwritten digits, and what came of it.
+"""Two minutes of self-supervised learning: SimCLR on handwritten digits, and its accuracy.
 
-The images are rotated, scaled, shifted and of any contrast, so that comparing raw pixels or the
-features of an untrained network says little about the digit. No label is used in training.
+The images are rotated, scaled, shifted and vary in contrast, so that raw pixels or features of an
+untrained network contain little information about the digit. No label is used in training.
 
-    python tools/demo.py [OUT]          (`make demo` does it all)
+    python tools/demo.py [OUT]          (`make demo` runs everything)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from selftask.cli.main import main as selftask
 
 
 def main(out: str) -> int:
-    """Train, then show k-NN and few-labels accuracy of pixels, untrained and trained network."""
+    """Train, then show k-NN and few-label accuracy of pixels, untrained and trained network."""
     shutil.rmtree(out, ignore_errors=True)
     code = selftask(["train", "simclr", f"out={out}"])
     if code:

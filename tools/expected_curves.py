@@ -1,7 +1,7 @@
 """Draw docs/images/expected-curves.svg from runs: ``tools/expected_curves.py RUN [RUN ...]``.
 
-The page's runs are the digits recipes, ``selftask train moco/digits out=moco eval.every='10 epochs'
-train.log_every=2``, and two that fail: one that collapses, one that stays at chance.
+The runs of the page are the digits recipes, ``selftask train moco/digits out=moco eval.every='10
+epochs' train.log_every=2``, and two that fail: one collapses, the other stays at chance.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SMOOTHED = ("chance_ratio", "emb_std")
 
 
 def smooth(values: list[float], over: int) -> list[float]:
-    """Mean of each value and those before it, at most ``over`` of them."""
+    """Return the means of each value and those before it, at most ``over`` values."""
     return [
         sum(values[max(0, at - over + 1) : at + 1]) / min(at + 1, over) for at in range(len(values))
     ]
 
 
 def draw(axis: Any, name: str, color: str, rows: list[dict[str, Any]], column: str) -> None:
-    """One run's column over its progress from 0 to 1; nothing if the run does not have it."""
+    """Draw one run's column over its progress from 0 to 1; nothing if the run has none."""
     length = max(row["step"] for row in rows)
     found = [(row["step"] / length, row[column]) for row in rows if row.get(column) is not None]
     if found:

@@ -3,9 +3,9 @@
     python tools/feature_matrix.py
 
 The table has one line for each feature of the frameworks that selftask replaces: id, whether it is
-essential, feature, status (works, in part, missing, left out), the file where it lives, its proof
-(a test as ``tests/file.py::test_name``, or a command), and a note: what is missing, or why it is
-left out. ``tests/test_feature_matrix.py`` checks that files, tests and commands exist.
+essential, feature, status (works, in part, missing, left out), the file that implements it, its
+proof (a test as ``tests/file.py::test_name``, or a command), and a note on what is missing, or why
+it is left out. ``tests/test_feature_matrix.py`` checks that files, tests and commands exist.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The accuracy gate: every method learns on handwritten digits, by the margin its recipe promises.
+"""The accuracy gate: every method must gain on handwritten digits by the margin of its recipe.
 
-Runs ``configs/<method>/digits.yaml`` of every method (or of those named), two at a time on two
-cores, and prints one table. A recipe promises in its header, ``# Gate: knn_top1 >= untrained +
-0.30``, what its evaluations have to gain; or, if its features are meant to be fine-tuned, ``# Gate:
-finetune_top1 >= untrained + 0.20``: the top-1 of ``selftask finetune`` with ten labels a class,
-against the same from random weights. ``# Teacher of the gate: dino/digits`` names the recipe of a
-run that is trained before, as ``method.teacher``. A recipe that says ``# Gate: none`` is named and
-left out.
-Exit code 1 if a promise is not kept.
+Runs ``configs/<method>/digits.yaml`` of every method (or of the given ones), two at a time on two
+cores, and prints one table. The header of a recipe defines the required gain of its evaluations,
+such as ``# Gate: knn_top1 >= untrained + 0.30``. If its features are meant for fine-tuning, this is
+``# Gate: finetune_top1 >= untrained + 0.20``: the top-1 of ``selftask finetune`` with ten labels
+per class, compared with random initial weights. ``# Teacher of the gate: dino/digits`` is the
+recipe of a run that is trained first and used as ``method.teacher``. A recipe with ``# Gate: none``
+is listed and skipped. The exit code is 1 if a gain is too small.
 
     python tools/gates.py [METHOD ...] [--out DIR] [--parallel N]
 """
@@ -35,12 +34,12 @@ FEW_LABELS = ["data.subset={count: 10, per_class: true}", "train.epochs=60"]  # 
 
 
 class Failed(Exception):
-    """A run that ended early, or a recipe without a promise."""
+    """Raised if a run ends early, or a recipe defines no gate."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """What one method promised and what it reached."""
+    """Required and measured accuracy of one method."""
 
     method: str
     metric: str
@@ -79,20 +78,20 @@ def main() -> int:
 
 
 def recipe(method: str) -> Path:
-    """The recipe that makes the promise."""
+    """Return the recipe that defines the gate."""
     return ROOT / "configs" / method / "digits.yaml"
 
 
 def run_in_scratch(method: str) -> Gate:
-    """Run a gate and keep nothing of it but its figures."""
+    """Run a gate in a temporary folder; return its figures."""
     with tempfile.TemporaryDirectory() as scratch:
         return run(method, Path(scratch))
 
 
 def run(method: str, out: Path, seed: int = 0) -> Gate:
-    """Train one recipe on one thread; its first and last value of the promised metric.
+    """Train one recipe on one thread; return the first and last value of the gate's metric.
 
-    Raises Failed if the run fails, or if the recipe promises nothing.
+    Raises Failed if the run fails or the recipe defines no gate.
     """
     text = recipe(method).read_text(encoding="utf-8")
     promise, taught_by = PROMISE.search(text), TEACHER.search(text)
@@ -121,7 +120,7 @@ def run(method: str, out: Path, seed: int = 0) -> Gate:
 
 
 def selftask(out: Path, metric: str, *words: str) -> list[float]:
-    """Run a command on one thread and return its rows of ``metric``. Raises Failed."""
+    """Run a command on one thread and return its rows of ``metric``; raise Failed if it fails."""
     command = [sys.executable, "-m", "selftask", *words, f"out={out}"]
     command += ["train.threads=1", "data.num_workers=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -136,7 +135,7 @@ def selftask(out: Path, metric: str, *words: str) -> list[float]:
 
 
 def table(gates: list[Gate]) -> str:
-    """One line a method."""
+    """Return a table with one line per method."""
     head = (
         f"{'method':<13}{'metric':<14}{'untrained':>10}{'trained':>9}{'promised':>10}{'s':>6}  gate"
     )

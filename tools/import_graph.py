@@ -1,7 +1,7 @@
-"""Who imports whom in the package, read from the source: for tests and the ledger of proofs.
+"""Import graph of the package, read from the source; for tests and the ledger of proofs.
 
-python tools/import_graph.py              print the circles, if there are any
-python tools/import_graph.py MODULE       print what a module imports, directly or not
+python tools/import_graph.py              print import cycles, if any
+python tools/import_graph.py MODULE       print all modules that a module imports, also indirectly
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ LEVELS = [
     {"cli", "api"},
     {"__main__"},
 ]
-"""Packages and modules of selftask by level; each may import what is above it in this list."""
+"""Packages and modules of selftask by level; each may import those above it in this list."""
 
 
 class Import(NamedTuple):
-    """One imported name: ``a.b`` for ``import a.b``, ``a.b.c`` too for ``from a.b import c``."""
+    """One imported name: ``a.b`` for ``import a.b``, also ``a.b.c`` for ``from a.b import c``."""
 
     name: str
     line: int
     at_load: bool
-    """Whether it is imported when the file is, and not when a function is called."""
+    """True if it is imported with the file, False if only when a function is called."""
 
 
 def imports(path: Path) -> Iterator[Import]:
-    """Yield what a file imports at run time, anywhere in it, also by ``importlib``.
+    """Yield all run-time imports of a file, including those by ``importlib``.
 
-    Imports under ``if TYPE_CHECKING`` are left out. Raises ValueError for a relative import.
+    Imports under ``if TYPE_CHECKING`` are skipped. Raises ValueError for a relative import.
     """
     yield from _visit(_parse(path), path, at_load=True)
 
@@ -83,17 +83,17 @@ def _is_import_call(function: ast.expr) -> bool:
 
 
 class Graph:
-    """Modules of a source root, and which of them each one imports."""
+    """Modules of a source root, and the modules that each of them imports."""
 
     def __init__(self, root: Path = ROOT / "ssl") -> None:
         self.files = {_module(path, root): path for path in sorted(root.rglob("*.py"))}
         self.edges = {module: self._imported(module) for module in self.files}
 
     def _imported(self, module: str) -> set[str]:
-        """Modules of the graph that one imports.
+        """Return the modules of the graph that a module imports.
 
-        Importing ``a.b`` runs ``a/__init__.py`` first, which counts if it has code; not for the
-        modules in ``a`` themselves, whose package is on its way in.
+        Importing ``a.b`` runs ``a/__init__.py`` first, which counts if it has code. It does not
+        count for modules in ``a``, whose package is already being imported.
         """
         names = {found.name for found in imports(self.files[module])}
         for name in [name for name in names if name in self.files]:
@@ -102,11 +102,11 @@ class Graph:
         return {name for name in found if not f"{module}.".startswith(f"{name}.")}
 
     def _has_code(self, module: str) -> bool:
-        """Whether there is more in a file than a docstring."""
+        """Return True if a file has code in addition to a docstring."""
         return any(not isinstance(node, ast.Expr) for node in _parse(self.files[module]).body)
 
     def closure(self, modules: Iterable[str]) -> set[str]:
-        """The modules and all that they import, directly or not."""
+        """Return the modules and all that they import, directly or indirectly."""
         seen: set[str] = set()
         waiting = list(modules)
         while waiting:
@@ -117,7 +117,7 @@ class Graph:
         return seen
 
     def module_of(self, path: Path) -> str:
-        """The name of a module by its file."""
+        """Return the name of a module from its file."""
         return next(name for name, file in self.files.items() if file == path)
 
 

@@ -1,9 +1,9 @@
-"""The ledger of proofs: what was tried of each method, on which code, with which figures.
+"""The ledger of proofs: proofs of each method, with the version of the code and the figures.
 
-``proofs/METHOD.json`` holds the newest entry of each proof. An entry counts as proof only while its
-digest is that of the files it depends on now: the code of the method, of everything its recipe
-names and of what they import (``own``), and that of the proof and the engine under it. Comments and
-docstrings do not count.
+``proofs/METHOD.json`` contains the newest entry of each proof. An entry is valid only while its
+digest equals that of the files on which it depends. These are the code of the method, of everything
+that its recipe names and of their imports (``own``), and the code of the proof and the engine.
+Comments and docstrings do not count.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ State = Literal["proved", "engine changed", "method changed", "never proved"]
 
 @dataclass(frozen=True)
 class Proof:
-    """A kind of proof: what it is run with, and where its engine starts."""
+    """A kind of proof: its command, and the modules of its engine."""
 
     name: str
     roots: tuple[str, ...]
-    """Modules of the engine; what they import belongs to it."""
+    """Modules of the engine; modules that they import belong to it, too."""
     files: tuple[str, ...]
-    """The proof's own files, from the root of the repository."""
+    """The proof's own files, relative to the root of the repository."""
     test: str | None = None
-    """The test of ``files[0]`` with a parameter ``method``; None for a tool."""
+    """The test in ``files[0]`` with a parameter ``method``; None for a tool."""
 
 
 TRAIN = ("selftask.cli.train",)
@@ -68,9 +68,9 @@ class Entry:
     """A passed proof."""
 
     digest: str
-    """Of all files that the proof depends on."""
+    """Digest of all files on which the proof depends."""
     own: str
-    """Of those of the method alone."""
+    """Digest of the files of the method alone."""
     figures: dict[str, Any]
     seconds: float
     date: str
@@ -78,7 +78,7 @@ class Entry:
 
 
 def read(method: str, folder: Path = LEDGER) -> dict[str, Entry]:
-    """Return the entries of a method by proof."""
+    """Return the entries of a method by name of the proof."""
     path = folder / f"{method}.json"
     if not path.exists():
         return {}
@@ -86,7 +86,7 @@ def read(method: str, folder: Path = LEDGER) -> dict[str, Entry]:
 
 
 def write(method: str, proof: str, entry: Entry | None, folder: Path = LEDGER) -> None:
-    """Set an entry; None, after a failure, removes it."""
+    """Set an entry; None removes it, after a failure."""
     entries = {name: asdict(old) for name, old in read(method, folder).items() if name != proof}
     if entry is not None:
         entries[proof] = asdict(entry)
@@ -96,7 +96,7 @@ def write(method: str, proof: str, entry: Entry | None, folder: Path = LEDGER) -
 
 
 def state(method: str, proof: str, folder: Path = LEDGER) -> State:
-    """Return whether an entry is proof of the code as it is now, and if not, why."""
+    """Return whether an entry proves the current code, and if not, the reason."""
     entry = read(method, folder).get(proof)
     if entry is None:
         return "never proved"
@@ -118,9 +118,9 @@ OWN = ("methods", "backbones", "sources", "samplers", "transforms", "optimizers"
 
 @cache
 def own_files(method: str) -> frozenset[Path]:
-    """The method, the parts that its recipe on digits names, what they import, and the recipe.
+    """Return the files of the method, the parts in its digits recipe and imports, and recipes.
 
-    And those of the run that teaches it, if its gate has one.
+    The files of the teacher's run are included if its gate has one.
     """
     recipe = ROOT / "configs" / method / "digits.yaml"
     taught_by = gates.TEACHER.search(recipe.read_text(encoding="utf-8"))
@@ -131,7 +131,7 @@ def own_files(method: str) -> frozenset[Path]:
 
 @cache
 def files(method: str, proof: str) -> frozenset[Path]:
-    """All files that a proof depends on: hooks, evaluations and the train step, too."""
+    """Return all files on which a proof depends, with hooks, evaluations and train step."""
     engine = graph().closure(PROOFS[proof].roots)
     kernel = [*PACKAGE.rglob("*.c"), *PACKAGE.rglob("*.h")]
     tests = [ROOT / name for name in PROOFS[proof].files]
@@ -140,7 +140,7 @@ def files(method: str, proof: str) -> frozenset[Path]:
 
 
 def _with_imports(method: str, registries: Iterable[Registry]) -> frozenset[Path]:
-    """The files of what a method's recipe names, and those that they import."""
+    """Return the files of all names in a method's recipe, and of their imports."""
     words = {method, *_strings(load_config(f"{method}/digits", []).to_dict())}
     named = {r.address(word).path for r in registries for word in words if word in r}
     modules = graph().closure(graph().module_of(path) for path in named)
@@ -148,12 +148,12 @@ def _with_imports(method: str, registries: Iterable[Registry]) -> frozenset[Path
 
 
 def digest(method: str, proof: str) -> str:
-    """Of the files that a proof depends on."""
+    """Return the digest of the files on which a proof depends."""
     return _digest(files(method, proof))
 
 
 def own_digest(method: str) -> str:
-    """Of the files of the method alone."""
+    """Return the digest of the files of the method alone."""
     return _digest(own_files(method))
 
 
@@ -171,7 +171,7 @@ def _hash_of(path: Path) -> str:
 
 
 def code(text: str) -> str:
-    """Python source without comments, docstrings and empty lines."""
+    """Return Python source without comments, docstrings and empty lines."""
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -186,7 +186,7 @@ def code(text: str) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string in a config, keys too: some of them are registered names."""
+    """Yield every string in a config, including keys, some of which are registered names."""
     if isinstance(value, dict):
         yield from (key for key in value if isinstance(key, str))
         value = list(value.values())

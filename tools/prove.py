@@ -1,17 +1,17 @@
-"""Prove what is expensive to prove of a method, and keep the figures in ``proofs/METHOD.json``.
+"""Run the expensive proofs of methods, and keep the figures in ``proofs/METHOD.json``.
 
     python tools/prove.py [METHOD ...] [--proof NAME ...]    run all of them and write the ledger
     python tools/prove.py --budget MINUTES [--slow-tests]    run what is not proved, write nothing
-    python tools/prove.py --list                             what is proved now
+    python tools/prove.py --list                             list what is proved
 
-Within a budget the methods that changed come first, the newest change before others; then what the
-engine's changes made stale, in an order drawn from the commit's hash, and a few proved ones. What
-the budget did not reach is printed. ``--slow-tests`` runs the slow tests that are about no single
-method first, within the same budget.
+Within a budget, methods that changed come first, the latest changes before others. Then come proofs
+that are invalid because of changes of the engine, in an order drawn from the commit's hash, and a
+few valid ones. Proofs that did not fit into the budget are printed. ``--slow-tests`` first runs the
+slow tests that do not concern single methods, within the same budget.
 
-Proofs of a method: ``gate``: it learns on digits (tools/gates.py); ``ranks``: 2 and 4 ranks equal
-one (`selftask check`); ``kills``: ten SIGKILLs leave no trace; ``reductions``: two ranks equal one
-by every way of sharing gradients. Exit code 1 if one fails.
+Proofs of a method are ``gate``: it learns on digits (tools/gates.py); ``ranks``: 2 and 4 ranks
+equal one (`selftask check`); ``kills``: ten SIGKILLs do not change the result; ``reductions``: two
+ranks equal one with every gradient reduction. The exit code is 1 if one fails.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ import ledger
 from import_graph import ROOT
 from selftask.registry import METHODS
 
-LIMIT_S = 1800  # of one proof, on a busy machine
-USUAL_S = 120.0  # of a proof that was never run
-PICKS = 3  # proved ones that are tried again
+LIMIT_S = 1800  # per proof, on a busy machine
+USUAL_S = 120.0  # assumed for a proof that was never run
+PICKS = 3  # number of valid proofs that are run again
 DIFFERENCE = re.compile(r"^  \w+ +[\d >]+  +(\d\.\de[+-]\d+)", re.MULTILINE)
 
 
@@ -51,7 +51,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a proof."""
+    """Result of a proof."""
 
     pair: Pair
     passed: bool
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def all_pairs(methods: Iterable[str], proofs: Iterable[str]) -> Iterable[Pair]:
-    """Every proof of every method; a gate only if the recipe promises one."""
+    """Yield every proof of every method; a gate only if the recipe defines one."""
     for method in methods:
         for proof in proofs:
             if proof != "gate" or gates.PROMISE.search(gates.recipe(method).read_text("utf-8")):
@@ -111,7 +111,7 @@ def select(pairs: list[Pair], seed: str) -> list[Pair]:
 
 
 def newest_change(paths: Iterable[Path]) -> float:
-    """Seconds since 1970 of the last change of any of these files, committed or not."""
+    """Return the time, in seconds since 1970, of the last change of any of these files."""
     names = sorted(str(path) for path in paths)
     changed = git("diff", "--name-only", "HEAD", "--", *names).split()
     edited = [(ROOT / name).stat().st_mtime for name in changed if (ROOT / name).exists()]
@@ -120,20 +120,20 @@ def newest_change(paths: Iterable[Path]) -> float:
 
 
 def commit() -> str:
-    """The hash of the checked out commit."""
+    """Return the hash of the checked out commit."""
     return git("rev-parse", "HEAD").strip()
 
 
 def git(*words: str) -> str:
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout  # nothing in a copy that is no checkout: then every order is as good
+    return done.stdout  # empty without a checkout: then any order is fine
 
 
 # -- running -------------------------------------------------------------------------------------
 
 
 def run_all(pairs: list[Pair], end: float, parallel: int, *, record: bool) -> list[Result]:
-    """Run proofs until ``end``; one that would last longer by its last time is not started."""
+    """Run proofs until ``end``; skip those that would not finish, judged by their last duration."""
 
     def run_one(pair: Pair) -> Result | None:
         known = ledger.read(pair.method).get(pair.proof)
@@ -160,7 +160,7 @@ def run_all(pairs: list[Pair], end: float, parallel: int, *, record: bool) -> li
 
 
 def run(pair: Pair) -> Result:
-    """Run one proof in processes of its own."""
+    """Run one proof in separate processes."""
     start = time.monotonic()
     try:
         passed, figures, output = _gate(pair) if pair.proof == "gate" else _command(pair)
@@ -196,7 +196,7 @@ def _command(pair: Pair) -> tuple[bool, dict[str, Any], str]:
 
 
 def run_slow_tests(end: float) -> bool:
-    """Run the slow tests that are about no single method; those on the SLURM cluster alone."""
+    """Run the slow tests that do not concern single methods; those on the SLURM cluster alone."""
     start = time.monotonic()
     passed = True
     for chosen, workers in (("not slurm", "2"), ("slurm", "0")):
@@ -227,7 +227,7 @@ def _run(words: list[str], limit_s: float) -> tuple[str, int]:
 
 
 def entry_of(result: Result) -> ledger.Entry | None:
-    """The entry of a result; None for a failure."""
+    """Return the entry of a result, or None for a failure."""
     if not result.passed:
         return None
     import torch
@@ -245,7 +245,7 @@ def entry_of(result: Result) -> ledger.Entry | None:
 
 
 def print_summary(pairs: list[Pair], chosen: list[Pair], results: list[Result]) -> None:
-    """Say what passed, failed and was left."""
+    """Print what passed, failed and was not run."""
     tried = {result.pair: result for result in results}
     failed = [result for result in results if not result.passed]
     left = [pair for pair in chosen if pair not in tried and ledger.state(*pair) != "proved"]

@@ -1,6 +1,6 @@
 """Submit from a checkout: ``python tools/submit.py simclr launch.nodes=2 out=runs/mine``.
 
-The same as ``selftask submit``, step by step, for those who want to change a step.
+The steps of ``selftask submit``, as a script to modify.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from selftask.slurm.plan import plan
 
 
 def main(argv: list[str]) -> int:
-    """Plan, show it, submit; with --dry-run show the sbatch script instead."""
+    """Print the plan and submit it; with --dry-run print the sbatch script instead."""
     words = [word for word in argv if word != "--dry-run"]
     planned = plan(words[0] if words else "simclr", words[1:])
     print(planned.describe())

@@ -1,4 +1,4 @@
-"""Write a text list of N images a class from a tree of class folders, for `data=LIST.txt`.
+"""Write a text list of N images per class from a tree of class folders, for `data=LIST.txt`.
 
 python tools/subset.py cifar10/train 2000 cifar10_20k.txt
 """

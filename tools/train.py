@@ -1,6 +1,6 @@
 """Train from a checkout: ``python tools/train.py simclr out=runs/mine``; again: resume.
 
-The same as ``selftask train``, step by step, for those who want to change a step.
+The steps of ``selftask train``, as a script to modify.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from selftask.run.local_ranks import start, starts_ranks
 
 
 def main(argv: list[str]) -> int:
-    """Read the config, open the data, train; the exit code."""
+    """Read the config, open the data and train; return the exit code."""
     config = load_config(argv[0] if argv else "simclr", argv[1:])
     with report_early_errors(config.out):
         sources = open_data(config.data)

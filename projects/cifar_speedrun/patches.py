@@ -1,10 +1,10 @@
-"""One wide layer of whitened patches, trained by k-means: the fastest features that we know.
+"""One wide layer on whitened patches, trained by k-means: the fastest features that we know.
 
 Coates, Lee and Ng, An Analysis of Single-Layer Networks in Unsupervised Feature Learning, AISTATS
-2011; with cosine similarities and a fixed threshold in place of the triangle activation, as in
+2011; with cosine similarities and a fixed threshold instead of the triangle activation, as in
 Coates and Ng, Learning Feature Representations with K-means, 2012.
 
-B: images, P: patches of an image, D: numbers in a patch, K: filters.
+B: images, P: patches of an image, D: values in a patch, K: filters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from selftask.registry import register_backbone, register_method
 if TYPE_CHECKING:
     from selftask.task import Task
 
-IMAGES_AT_ONCE = 8  # so that similarities of their patches stay in the cache
+IMAGES_AT_ONCE = 8  # so that the similarities of their patches stay in the cache
 
 
 @register_backbone("patch_bank")
@@ -122,7 +122,7 @@ class PatchKMeans(Method):
         return BestSimilarity(backbone, nn.Identity())
 
     def on_phase_start(self, task: Task) -> None:
-        """Before the first step: whiten, and start from patches of images spread over the set."""
+        """Before the first step: compute the whitening and initialise the filters with patches."""
         if task.train and task.clock.batch == 0:
             self._read_patches(task)
 

@@ -1,12 +1,13 @@
-"""Train on CIFAR-10 for a wall-clock budget, then measure: k-NN and linear, for each seed.
+"""Train on CIFAR-10 for a wall-clock budget, then measure k-NN and linear accuracy, for each seed.
 
     python run.py DATA [--recipe patches] [--minutes 15] [--seeds 3] [--out runs/speedrun]
                        [key=value ...]
 
 DATA/train and DATA/test hold one folder of images for each class. Recipes: patches (k-means on
 whitened patches; it needs less than the budget), network (SimCLR, low resolution first) and gpu.
-Pretraining reads no labels. The speed of each stage is measured in a few steps, which count as part
-of the budget, and sets its number of steps. Evaluations come after the budget and are timed too.
+Pretraining reads no labels. The speed of each stage is measured in a few steps, which are part of
+the budget, and determines its number of steps. Evaluations run after the budget and are timed
+separately.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from selftask.random.process_state import seed_all
 
 HERE = Path(__file__).resolve().parent
 PROBE_STEPS = 30
-QUIET = "eval.evaluations={knn: null, linear: null}"  # evaluated afterwards, see below
+QUIET = "eval.evaluations={knn: null, linear: null}"  # evaluated after training, see below
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Training at one size for a share of the budget; no share: as long as the recipe says."""
+    """Training at one image size for a share of the budget; None for the length in the recipe."""
 
     share: float | None = None
     size: int | None = None
@@ -123,14 +124,14 @@ def _train(recipe: str, words: list[str]) -> None:
 
 
 def _seconds_per_step(run: Path) -> float:
-    """Return the time of a step from the speed of the last rows, without the first ones."""
+    """Return the time of a step, from the speed in the last row."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "images_per_s" in row]
     config = load_config(str(run / "config.yaml"), [])
     return config.train.batch_size / float(rows[-1]["images_per_s"])
 
 
 def evaluate(name: str, run: Path | None, words: list[str], config_file: Path) -> Result:
-    """Return k-NN and linear accuracy on the test images; no run: of random weights."""
+    """Return k-NN and linear accuracy on the test images; without a run, of random weights."""
     config = load_config(str(config_file), words)
     seed = config.train.seed
     seed_all(seed, 0)
@@ -145,7 +146,7 @@ def evaluate(name: str, run: Path | None, words: list[str], config_file: Path) -
 
 
 def print_table(results: list[Result]) -> None:
-    """Print one line a run, and the means, ready for a README."""
+    """Print one line per run, and the means, in Markdown."""
     print(f"\n{os.cpu_count()} CPU cores")
     print("| features | seed | training, min | evaluation, min | k-NN | linear |")
     print("|---|---|---|---|---|---|")

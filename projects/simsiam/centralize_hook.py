@@ -1,4 +1,4 @@
-"""A hook that changes gradients between backward and update.
+"""A hook that changes gradients between the backward pass and the optimizer step.
 
 Yong et al., Gradient Centralization, ECCV 2020, arXiv:2004.01461.
 """
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @register_hook("centralize_gradients")
 @dataclass(eq=False, kw_only=True)
 class CentralizeGradients(Hook):
-    """Takes from the gradient of each weight the mean over its inputs (eq. 1)."""
+    """Subtracts from the gradient of each weight its mean over the inputs (eq. 1)."""
 
     priority: ClassVar[int] = 15  # before clipping
-    min_dims: int = 2  # of a weight; biases and norms have one
+    min_dims: int = 2  # minimum dimensions of a weight; biases and norms have one
 
     def on_backward(self, task: Task) -> None:
         for group in task.optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""A train step that looks for flat minima: the gradient at weights with noise.
+"""A train step for flat minima: the gradient is computed at noisy weights.
 
 Bisla et al., Low-Pass Filtering SGD for Recovering Flat Optima in the Deep Learning Optimization
 Landscape, AISTATS 2022, arXiv:2201.08025; with one draw per step.
@@ -23,10 +23,10 @@ from selftask.task import Task
 class NoisyWeights:
     """The standard step, with Gaussian noise on the weights until they are updated."""
 
-    std: float = setting(0.01, min=0)  # of the noise, relative to the RMS of each tensor
+    std: float = setting(0.01, min=0)  # standard deviation, relative to the RMS of each tensor
 
     def __call__(self, task: Task) -> None:
-        """Do one step; a test phase has no noise and stops after the loss."""
+        """Run one step; a test phase has no noise and stops after the loss."""
         batch = task.last_batch = next(task.batches)
 
         with self._noise(task):

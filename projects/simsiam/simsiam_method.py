@@ -1,4 +1,4 @@
-"""SimSiam: no negatives, no slow teacher; a predictor and a stopped gradient are enough.
+"""SimSiam: a predictor and a stop-gradient, without negatives or a slow teacher.
 
 Chen and He, Exploring Simple Siamese Representation Learning, CVPR 2021, arXiv:2011.10566.
 
@@ -21,7 +21,7 @@ from selftask.registry import register_method
 
 @register_method("simsiam")
 class SimSiam(Method):
-    """Each view predicts the other's projection, which does not move towards it."""
+    """Prediction of each view's projection from the other view, with a stop-gradient."""
 
     loss_reduction = "samples"
     views = 2
@@ -33,7 +33,7 @@ class SimSiam(Method):
         hidden_dim: int = 512  # the predictor's bottleneck
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """The projector of section 3, three layers with BatchNorm after each, and the predictor."""
+        """Build the projector of section 3, three layers each with BatchNorm, and the predictor."""
         dim = self.config.out_dim
         return ProjectorPredictor(
             mlp(embed_dim, dim, dim, dim, bias=False, last_norm=True, last_affine=False),
@@ -41,18 +41,18 @@ class SimSiam(Method):
         )
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Eq. 2; ``output`` (2, B, 2, D)."""
+        """Return eq. 2 for both directions; ``output`` (2, B, 2, D)."""
         projection, prediction = output.unbind(2)  # (2, B, D)
         first, second = negative_cosine(prediction, projection.detach().flip(0)) / 2
         return {"first": first, "second": second}
 
     @property
     def chance_loss(self) -> float | None:
-        """None: vectors that know nothing of each other have a loss of 0."""
+        """None: the expected loss of unrelated vectors is 0, so a ratio to it is undefined."""
         return None
 
 
 @in_full_precision
 def negative_cosine(prediction: Tensor, projection: Tensor) -> Tensor:
-    """Eq. 1 of each view, averaged over images; both (2, B, D); -1 if all agree."""
+    """Return eq. 1 of each view, averaged over images; both (2, B, D); -1 if all agree."""
     return -F.cosine_similarity(prediction, projection, dim=2).mean(dim=1)

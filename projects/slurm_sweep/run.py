@@ -1,13 +1,13 @@
-"""A sweep on SLURM of which one run is preempted; is it the same run afterwards, bit for bit?
+"""A SLURM sweep with one preempted run, which must be bit-identical to an undisturbed one.
 
     python run.py [--virtual] [--out runs/slurm_sweep] [--seeds 4] [key=value ...]
 
-Submits recipe.yaml with a list of seeds, waits until the second run has done some steps, and lets a
-job of the partition `urgent` take its node: SLURM requeues the run, which saves, waits and resumes.
-At the end the same seed is trained once more, on this machine and undisturbed, and both final
-checkpoints are compared, tensor by tensor. --virtual starts a cluster of two nodes on this machine
-(root, Debian; tools/slurm/cluster.py); else the cluster of the shell needs a partition `main` whose
-jobs are preempted (PreemptMode=REQUEUE) by those of `urgent`.
+Submits recipe.yaml with a list of seeds and waits until the second run has done some steps. Then a
+job of the partition `urgent` takes its node: SLURM requeues the run, which saves, waits and
+resumes. At the end the same seed is trained again on this machine without interruption, and both
+final checkpoints are compared tensor by tensor. --virtual starts a cluster of two nodes on this
+machine (root, Debian; tools/slurm/cluster.py). Otherwise the cluster of the shell needs a partition
+`main` whose jobs are preempted (PreemptMode=REQUEUE) by those of `urgent`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from selftask.logs import read_json, read_metrics
 
 HERE = Path(__file__).resolve().parent
 ENDS = ("finished", "failed", "interrupted")
-NOT_COMPARED = ("config", "metrics_bytes")  # they hold the folder and the times of a run
+NOT_COMPARED = ("config", "metrics_bytes")  # they contain the folder and the times of a run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +119,7 @@ def was_requeued(run: Path) -> bool:
 
 
 def node_of(run: Path) -> str:
-    """Return the node of the run's job, whose number `selftask submit` noted."""
+    """Return the node of the run's job, whose id is in ``jobs.json`` of `selftask submit`."""
     job = str(read_json(run.parent / "slurm/jobs.json")[str(run.resolve())])
     listed = ["squeue", "--noheader", f"--jobs={job}", "--format=%N"]
     node = subprocess.run(listed, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
@@ -129,13 +129,13 @@ def node_of(run: Path) -> str:
 
 
 def events_of(run: Path) -> list[str]:
-    """Return the lines of the log in which the run stops and resumes."""
+    """Return the log lines in which the run stops and resumes."""
     words = ("interrupted", "requeue", "back into the queue", "resumed from", "RUN finished")
     return [line for line in log_of(run).splitlines() if any(word in line for word in words)]
 
 
 def table(runs: Sequence[Path]) -> str:
-    """Return a line for each run: state, steps, attempts, loss and k-NN accuracy at the end."""
+    """Return a line for each run: state, steps, attempts, final loss and k-NN accuracy."""
     lines = [f"\n{'run':<34}{'state':<10}{'steps':>6}{'attempts':>10}{'loss':>9}{'k-NN':>8}"]
     for run in runs:
         rows = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
@@ -148,13 +148,13 @@ def table(runs: Sequence[Path]) -> str:
 
 
 def last_state(run: Path) -> dict[str, Any]:
-    """Return the newest checkpoint, without the paths and times in it."""
+    """Return the newest checkpoint without the paths and times in it."""
     state = store.load(rotation.checkpoints(run / "checkpoints")[0])
     return {key: item for key, item in state.items() if key not in NOT_COMPARED}
 
 
 def differences(first: Any, second: Any, place: str = "checkpoint") -> list[str]:
-    """Return the places at which two nested states differ in a single bit."""
+    """Return the places at which two nested states are not bit-identical."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         same = first.dtype == second.dtype and first.shape == second.shape
         same = same and first.numpy().tobytes() == second.numpy().tobytes()

@@ -1,12 +1,12 @@
-"""Which method for a small set of images: k-NN and linear accuracy of several, with intervals.
+"""Compare methods on a small set of images: k-NN and linear accuracy, with intervals.
 
     python compare.py DATA [--images 1000] [--test-images 2000] [--methods simclr,byol] [--seeds 3]
                            [--out runs/small_data] [key=value ...]
 
 DATA/train and DATA/test hold one folder of images for each class. Every method trains on the same
-images, once for each seed, as a local sweep; run the command again to continue, or with more
-seeds. Training reads no labels; k-NN and the linear probe are fitted on the labels of the same
-images. The interval is that of Student's t for the mean over seeds: the images do not change.
+images, once for each seed, as a local sweep. Run the command again to continue, or with more seeds
+to extend it. Training reads no labels; k-NN and the linear probe use the labels of the same images.
+The interval is Student's t interval for the mean over seeds; the images do not change.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def _list(folder: Path, count: int, out: Path) -> Path:
 
 
 def _sweep(method: str, overrides: list[str], seeds: int) -> None:
-    """Train one run for each seed in folders ``seed_1`` and so on; finished ones say so."""
+    """Train one run for each seed in folders ``seed_1`` and so on; finished ones are reported."""
     words = [sys.executable, "-m", "selftask", "train", str(HERE / f"{method}.yaml"), *overrides]
     numbers = ",".join(str(seed) for seed in range(1, seeds + 1))
     subprocess.run([*words, f"train.seed={numbers}"], check=True)
 
 
 def raw_pixels(method: str, overrides: list[str]) -> dict[str, Any]:
-    """Return the accuracies of the normalised pixels."""
+    """Return the accuracies of the normalised raw pixels."""
     config = load_config(str(HERE / f"{method}.yaml"), overrides)
     device = pick_device(config.train.device, World())
     return evaluate_backbone(nn.Flatten(), config, open_data(config.data), device=device)
@@ -100,7 +100,7 @@ def evaluations(run: Path) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and half the width of its 95 % interval; half of one value is NaN."""
+    """Return the mean and half the width of its 95 % interval; NaN for a single value."""
     count, mean = len(values), sum(values) / len(values)
     if count < 2:
         return mean, float("nan")
@@ -109,7 +109,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def print_table(rows: list[tuple[str, list[dict[str, float]]]]) -> None:
-    """Print mean and interval of each metric, one line a method, ready for a README."""
+    """Print mean and interval of each metric, one line per method, in Markdown."""
     print(
         f"\n| {'features':<18} | seeds | " + " | ".join(f"{n:^15}" for n in METRICS.values()) + " |"
     )

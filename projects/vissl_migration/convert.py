@@ -3,9 +3,9 @@
     python convert.py train_config.yaml [--out recipe.yaml]
 
 The file is a VISSL yaml with ``config:`` at the top, or the ``train_config.yaml`` that VISSL wrote
-to the folder of a run. Known methods: SimCLR, MoCo, SwAV, Barlow Twins; other losses are reported.
-Every key is either converted, or without effect here, or printed with its reason. Exit code 0 if
-the recipe is complete, 1 if keys that change the training were not converted.
+to the folder of a run. Known methods are SimCLR, MoCo, SwAV and Barlow Twins; other losses are
+reported. Every key is converted, has no effect here, or is printed with a reason. The exit code is
+0 if the recipe is complete, and 1 if keys that change the training were not converted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what appears twice twice, instead of an alias."""
+    """YAML dumper that repeats repeated values instead of writing an alias."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -104,7 +104,7 @@ def _data(keys: Keys) -> dict[str, Any]:
     if (limit := keys.take("DATA.TRAIN.DATA_LIMIT", -1)) > 0:
         data["subset"] = limit
     workers = keys.take("DATA.NUM_DATALOADER_WORKERS", None)
-    before = keys.take("MACHINE.NUM_DATALOADER_WORKERS", None)  # its place in older versions
+    before = keys.take("MACHINE.NUM_DATALOADER_WORKERS", None)  # its location in older versions
     if (workers := before if workers is None else workers) is not None:
         data["num_workers"] = workers
     destination = keys.take("DATA.TRAIN.COPY_DESTINATION_DIR", None)
@@ -147,7 +147,7 @@ def _method(keys: Keys) -> dict[str, Any] | None:
 
 
 def _mlp_head(keys: Keys) -> dict[str, Any]:
-    """Return the widths of a head of one or two ``mlp`` entries, as VISSL's projectors are."""
+    """Return the widths of a head of one or two ``mlp`` entries, as in VISSL's projectors."""
     layers = keys.take("MODEL.HEAD.PARAMS", [])
     if not layers or any(kind != "mlp" for kind, _ in layers):
         keys.refuse("MODEL.HEAD.PARAMS", f"{layers}: set method.hidden_dim and method.out_dim")
@@ -286,7 +286,7 @@ def _schedule(lr: dict[str, Any], node_batch: int, nodes: int) -> dict[str, Any]
         share = lr["lengths"][0]
         made["warmup"] = f"{100 * share:g}%"
         start = float(parts[0]["start_value"])
-        if auto and nodes > 1:  # that of one node's batch
+        if auto and nodes > 1:  # the values are for the batch of one node
             start = scaling["base_value"] * node_batch / scaling["base_lr_batch_size"]
         made["start_lr"] = start
         parts = parts[1:]

@@ -1,10 +1,10 @@
-"""Write a ResNet as VISSL writes a checkpoint of its training, to try the walk without one.
+"""Write a ResNet in the format of a VISSL checkpoint, to try the migration without one.
 
     python make_checkpoint.py RUN_OR_MODEL model_final_checkpoint_phase9.torch
 
-All of VISSL's keys are there (vissl/utils/checkpoint.py): trunk under its ``_feature_blocks``, a
-head, the optimizer's state, and the loss with a queue and a momentum encoder, whose weights are
-zero and must not be taken for the trunk.
+The file has all of VISSL's keys (vissl/utils/checkpoint.py): the trunk under ``_feature_blocks``, a
+head, the optimizer's state, and the loss with a queue and a momentum encoder. The weights of the
+latter are zero and must not be mistaken for the trunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def checkpoint(trunk: dict[str, Tensor]) -> dict[str, object]:
-    """Return the content of VISSL's file."""
+    """Return the content of a VISSL checkpoint."""
     width = trunk["_feature_blocks.layer4.1.bn2.weight"].numel()
     heads = {
         "0.clf.0.weight": torch.zeros(width, width),

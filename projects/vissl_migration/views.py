@@ -6,15 +6,15 @@ from typing import Any
 
 from vissl_keys import Unconvertible
 
-# VISSL takes torchvision's default, bilinear, and torchvision's scale
+# VISSL uses torchvision's defaults: bilinear interpolation and this scale
 CROP_SCALE = [0.08, 1.0]
 DROPPED = ("ToTensor",)
 
 
 def to_views(transforms: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return groups of views: one, or one for each size of crop.
+    """Return groups of views: one, or one for each crop size.
 
-    Raises Unconvertible with the first transform that has no counterpart.
+    Raises Unconvertible for the first transform without a counterpart.
     """
     first, *rest = [dict(transform) for transform in transforms]
     name = first.pop("name")
@@ -44,7 +44,7 @@ def _convert(transform: dict[str, Any]) -> list[dict[str, Any]]:
         made = [crop | {"scale": arguments.pop("scale", CROP_SCALE)}]
         if "ratio" in arguments:
             made[0]["ratio"] = arguments.pop("ratio")
-        if arguments.get("interpolation") in (2, 3):  # PIL's numbers
+        if arguments.get("interpolation") in (2, 3):  # PIL's constants
             made[0]["interpolation"] = {2: "bilinear", 3: "bicubic"}[arguments.pop("interpolation")]
     elif name == "RandomHorizontalFlip":
         made = [{"name": "horizontal_flip", "p": arguments.pop("p", 0.5)}]

@@ -1,12 +1,12 @@
-"""The keys of a VISSL config: which were converted, which have no effect here, which are left."""
+"""The keys of a VISSL config: converted, without effect here, or not converted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# No effect on training here: what selftask does by itself, or logs, or how VISSL launches.
-# A key stands for all below it.
+# Keys without effect on training here: automatic in selftask, logging, or VISSL's launcher. A key
+# includes all keys below it.
 IDLE = (
     *("VERBOSE", "VERSION", "TEST_ONLY", "TEST_MODEL", "TEST_EVERY_NUM_EPOCH", "MACHINE"),
     *("MULTI_PROCESSING_METHOD", "MONITOR_PERF_STATS", "PERF_STAT_FREQUENCY", "METERS"),
@@ -20,14 +20,14 @@ IDLE = (
 
 
 class Unconvertible(Exception):
-    """Raised for a value that has no counterpart; the text says what to write instead."""
+    """Raised for a value without a counterpart; the message says what to write instead."""
 
 
 class Keys:
-    """A VISSL config whose keys are taken one after another.
+    """A VISSL config that records which keys have been read.
 
     Args:
-        config: What stands below ``config:``.
+        config: The content of ``config:``.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -35,11 +35,11 @@ class Keys:
         self._taken: set[str] = set()
         self._refused: dict[str, str] = {}
         self.notes: list[str] = []
-        self.num_off = 0  # unknown keys that are switched off
+        self.num_off = 0  # number of unknown keys that are switched off
 
     @property
     def processes(self) -> int:
-        """Processes on each node, one for each GPU."""
+        """Number of processes on each node, one per GPU."""
         count: int = self.take("DISTRIBUTED.NUM_PROC_PER_NODE", 1)
         return count
 
@@ -56,7 +56,7 @@ class Keys:
         return list(found) if isinstance(found, dict) else []
 
     def take(self, key: str, default: Any) -> Any:
-        """Return the value of a key and count it as converted; ``default`` if it is not given."""
+        """Return the value of a key and count it as converted; ``default`` if it is missing."""
         found = self._find(key)
         if found is None:
             return default
@@ -68,7 +68,7 @@ class Keys:
         self._taken |= {path for path, _ in _leaves(self._config) if path.startswith(f"{key}.")}
 
     def attempt(self, key: str, make: Callable[[Any], Any]) -> Any:
-        """Return what ``make`` makes of a value, or None; it is reported if it fails."""
+        """Return ``make(value)`` for the value of a key, or None; report the key if that fails."""
         value = self.take(key, None)
         if value is None:
             return None
@@ -81,14 +81,14 @@ class Keys:
         return None
 
     def refuse(self, key: str, reason: str) -> None:
-        """Report a key."""
+        """Report a key as not converted."""
         self._refused[key] = reason
 
     def not_converted(self) -> list[str]:
-        """Return a line for each key that is left: refused with its reason, or unknown.
+        """Return a line for each key that was not converted: refused with its reason, or unknown.
 
-        Unknown keys that are switched off (False, None, -1, empty) are counted, not listed: a
-        ``train_config.yaml`` holds hundreds of them.
+        Unknown keys that are switched off (False, None, -1, empty) are counted and not listed,
+        since a ``train_config.yaml`` contains hundreds of them.
         """
         lines = [f"{key}: {reason}" for key, reason in self._refused.items()]
         known = (*self._taken, *self._refused, *IDLE)

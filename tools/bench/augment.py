@@ -1,20 +1,19 @@
-"""CPU time to make an image's views: selftask beside what people use, interleaved in one process.
+"""CPU time of an image's views: selftask and other libraries, interleaved in one process.
 
     python tools/bench/augment.py [simclr|dino|cifar ...] [--rounds 10] [--images 40]
 
 ``simclr`` makes two views of 224 from JPEGs of 500x375 in memory, ``dino`` 2x224 + 8x96, ``cifar``
 two views of 32 from 32x32 arrays; all with crop, flip, colour jitter (p .8, strengths .8 .8 .8 .2),
-gray (.2) and blur (.5, sigma .1-2; not in ``cifar``), normalised float32 (3, H, W) at the end.
-One thread. A round is one turn of each entry over the same images, another one first in each;
-figures are process CPU time per image: the median over rounds and the least.
+gray (.2) and blur (.5, sigma .1-2; not in ``cifar``), normalised float32 (3, H, W) at the end. One
+thread is used. In a round each entry processes the same images once; the first entry changes with
+the round. Figures are process CPU time per image: the median and the minimum over rounds.
 
-``selftask`` includes the floats, made a batch at a time, as training on a CPU makes them;
-``selftask bytes`` ends with what a worker hands over; ``by opencv`` does without the compiled
-kernel. Peers that are not installed are left out and named. What differs in meaning:
-albumentations does not antialias where it shrinks; kornia draws the order of the jitter per batch
-and blurs with a kernel of 23, as torchvision v2 on tensors does; lightly's and solo-learn's are
-their own defaults (solo-learn's pipeline is rebuilt here from torchvision: bicubic crops, Pillow's
-blur).
+``selftask`` includes the conversion of batches to floats, as in training on a CPU. ``selftask
+bytes`` ends with the output of a worker. ``by opencv`` does not use the compiled kernel. Libraries
+that are not installed are skipped and named. The operations differ in some ways. albumentations
+does not antialias when it reduces sizes. kornia draws the order of the jitter per batch and blurs
+with a kernel of 23, as does torchvision v2 on tensors. lightly and solo-learn use their own
+defaults (solo-learn's pipeline is rebuilt from torchvision: bicubic crops, Pillow's blur).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it asks the network at import
+os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it accesses the network at import
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
 import numpy as np
@@ -43,13 +42,13 @@ from selftask.config.schema import Component, ViewConfig
 from selftask.data.reading.image import decode_image
 from selftask.data.views import Views
 
-Work = Callable[[Sequence[Any]], None]  # all views of all images
+Work = Callable[[Sequence[Any]], None]  # makes all views of all images
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 JITTER = (0.8, 0.8, 0.8, 0.2)
 
 
 def jpegs(count: int) -> list[bytes]:
-    """Crops of scikit-learn's two photographs with sensor noise, quality 90, about 64 KB each."""
+    """Return crops of scikit-learn's two photos with sensor noise, quality 90, about 64 KB each."""
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(0)
@@ -66,7 +65,7 @@ def jpegs(count: int) -> list[bytes]:
 
 
 def arrays(count: int) -> list[np.ndarray]:
-    """32x32 pieces of the same."""
+    """Return 32x32 crops of the same photos."""
     rng = np.random.default_rng(0)
     photos = [np.asarray(Image.open(io.BytesIO(data)).resize((250, 188))) for data in jpegs(4)]
     corners = [rng.integers(0, 150, 2) for _ in range(count)]
@@ -77,7 +76,7 @@ def arrays(count: int) -> list[np.ndarray]:
 
 
 class Contest:
-    """Sizes and numbers of the views; entries build their pipelines from it."""
+    """Sizes and numbers of the views, from which entries build their pipelines."""
 
     def __init__(
         self, views: list[tuple[int, int, tuple[float, float]]], *, blur: bool, encoded: bool
@@ -98,7 +97,7 @@ class Contest:
         return decode_image(image, "jpeg") if self.encoded else image
 
     def each(self, build: Callable[[int, tuple[float, float]], Any]) -> list[Any]:
-        """A pipeline for each single view."""
+        """Return a pipeline for each single view."""
         return [build(size, scale) for count, size, scale in self.views for _ in range(count)]
 
 
@@ -110,7 +109,7 @@ CONTESTS = {
 
 
 def view_configs(contest: Contest) -> dict[str, ViewConfig]:
-    """The ``views:`` of a recipe."""
+    """Return the ``views:`` of a recipe."""
 
     def view(count: int, size: int, scale: tuple[float, float]) -> ViewConfig:
         jitter = dict(zip(("brightness", "contrast", "saturation", "hue"), JITTER, strict=True))
@@ -132,7 +131,7 @@ def selftask(contest: Contest, *, floats: bool = True, compiled: bool = True) ->
     for view in views.made:
         view.pipeline.compiled = view.pipeline.compiled and compiled
 
-    epochs = itertools.count()  # each turn draws anew, as the others do
+    epochs = itertools.count()  # new draws in each turn, as in the other entries
 
     def work(images: Sequence[Any]) -> None:
         epoch = next(epochs)
@@ -233,7 +232,7 @@ def albumentations(contest: Contest) -> Work:
 
 
 def kornia_pipelines(contest: Contest) -> list[Any]:
-    """Its pipeline for each view, for float32 (B, 3, H, W) in [0, 1]."""
+    """Return kornia's pipeline for each view, for float32 (B, 3, H, W) in [0, 1]."""
     import kornia.augmentation as K
 
     def build(size: int, scale: tuple[float, float]) -> Any:
@@ -297,7 +296,7 @@ def _pillow_blur(image: Image.Image) -> Image.Image:
 
 
 def entries_of(contest: Contest) -> Iterator[tuple[str, Work]]:
-    """The entries whose package is installed."""
+    """Yield the entries whose package is installed."""
     for name, (build, package) in ENTRIES.items():
         if name == "decoding alone" and not contest.encoded:
             continue
@@ -310,7 +309,7 @@ def entries_of(contest: Contest) -> Iterator[tuple[str, Work]]:
 
 
 def measure(contest: Contest, rounds: int, count: int) -> dict[str, list[float]]:
-    """Milliseconds of CPU time per image, a figure for each round."""
+    """Return milliseconds of CPU time per image, one figure per round."""
     images = contest.images(count)
     works = dict(entries_of(contest))
     times: dict[str, list[float]] = {name: [] for name in works}

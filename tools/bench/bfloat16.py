@@ -2,7 +2,7 @@
 
     python tools/bench/bfloat16.py [--rounds 6]
 
-One thread, the two in turns; figures are process CPU time, the least and the median of rounds.
+One thread is used, and the two alternate. Figures are process CPU time: minimum and median.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from selftask.config.schema import Component
 from selftask.distributed.device import bfloat16_instructions
 from selftask.models.build import build_backbone
 
-NETS = {  # backbone -> batch, pixels of a side
+NETS = {  # backbone -> batch size, image side in pixels
     "vit_tiny": (16, 224),
     "resnet18": (16, 96),
     "small_resnet": (64, 32),
@@ -27,14 +27,14 @@ NETS = {  # backbone -> batch, pixels of a side
 
 
 def measure(name: str, rounds: int) -> dict[bool, list[float]]:
-    """CPU seconds of each step, in bfloat16 (True) and in float32."""
+    """Return CPU seconds of each step, in bfloat16 (True) and in float32 (False)."""
     batch, side = NETS[name]
     torch.manual_seed(0)
     network = build_backbone(Component(name=name))
     images = torch.randn(batch, 3, side, side).contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
     times: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(rounds + 1):  # the first one warms up
+    for number in range(rounds + 1):  # the first round is a warm-up
         for low, seconds in times.items():
             start = time.process_time()
             with torch.autocast("cpu", torch.bfloat16, enabled=low):

@@ -1,23 +1,23 @@
-"""How long a save of a checkpoint holds up the training loop: sync, async, and what limits both.
+"""Time for which saving a checkpoint blocks training: sync, async, and their lower bounds.
 
     python tools/bench/checkpoint.py [--megabytes 100,300,1000] [--rounds 5] [--device cpu]
 
-The state looks like a network and its AdamW: three times 160 tensors, half of them matrices, half
-vectors. The loop takes equal small steps (matrix products) that share nothing with the state but
-the machine. A round is one turn of each entry:
+The state resembles a network with AdamW: three times 160 tensors, half of them matrices, half
+vectors. The loop runs equal small steps (matrix products) that share only the machine with the
+state. Each round runs every entry once:
 
-    memcpy      one copy of the bytes, in one piece, into memory that is there (pinned for a GPU):
-                no consistent snapshot can hold up the loop for less
-    torch.save  into a file, as many scripts do: not durable, not atomic, no checksum
+    memcpy      one copy of the bytes, in one piece, into allocated memory (pinned for a GPU):
+                no consistent snapshot can block the loop for less time
+    torch.save  into a file, as in many scripts: not durable, not atomic, no checksum
     sync        selftask with train.async_checkpoints=false: written, checksummed, on disk
-    async       selftask as it is: copied, and written by a thread
-    process     the same write by another process, which has its own state: what of the loop's
-                loss is only the machine's, and not the thread's holding python's lock
+    async       selftask's default: copied, and written by a thread
+    process     the same write by another process with its own state: shows how much of the loop's
+                loss is caused by the machine, and not by the thread that holds Python's lock
 
-``call`` is how long the call keeps the loop from its next step; ``loop`` adds by how much the steps
-are slower than those before the call until the file is on disk: what the training loses in all.
-``on disk`` is when that is. ``ratio`` compares calls with memcpy, medians and minima. ``first`` is
-the first call of an async writer, which also gets the memory.
+``call`` is the time for which the call blocks the loop. ``loop`` adds the slowdown of the steps
+until the file is on disk, compared with steps before the call: the total loss of training. ``on
+disk`` is the time until the file is on disk. ``ratio`` compares calls with memcpy: medians and
+minima. ``first`` is the first call of an async writer, which also allocates the memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ QUIET_STEPS, PRODUCTS = 200, 40
 
 @dataclass
 class Times:
-    """Seconds, one entry a round."""
+    """Seconds, one entry per round."""
 
     call: list[float] = field(default_factory=list)
     loop: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Times:
 
 
 def make_state(megabytes: int, device: torch.device) -> dict[str, Any]:
-    """A model, and two moments of each of its tensors."""
+    """Return a state of a model and two moments for each of its tensors."""
     weights = range(1, 81)
     vectors = 80 * 256
     unit = (megabytes * 1e6 / 4 / 3 - vectors) / sum(weights)
@@ -72,12 +72,12 @@ def tensors(state: dict[str, Any]) -> Iterator[Tensor]:
 
 
 class Loop:
-    """Equal steps of a few milliseconds."""
+    """Loop of equal steps of a few milliseconds."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.matrix = torch.randn(128, 128, device=device)
-        self.quiet()  # warms up
+        self.quiet()  # warm-up
 
     def step(self) -> float:
         start = time.perf_counter()
@@ -87,11 +87,11 @@ class Loop:
         return time.perf_counter() - start
 
     def quiet(self) -> float:
-        """Seconds of a step while nothing is written, the mean: what disturbs it counts as well."""
+        """Return the mean seconds of a step while nothing is written, including disturbances."""
         return statistics.fmean(self.step() for _ in range(QUIET_STEPS))
 
     def lost(self, quiet: float, until: Callable[[], bool]) -> float:
-        """By how much the steps up to then were slower than quiet ones."""
+        """Return the excess time of the steps over quiet ones, until ``until`` returns True."""
         lost = 0.0
         while not until():
             lost += self.step() - quiet
@@ -104,7 +104,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def measure(loop: Loop, times: Times, save: Callable[[], None], done: Callable[[], bool]) -> None:
-    """One turn: the call, then steps until the file is on disk."""
+    """Run one turn: the call, then steps until the file is on disk."""
     gc.collect()
     quiet = loop.quiet()
     start = time.perf_counter()
@@ -117,7 +117,7 @@ def measure(loop: Loop, times: Times, save: Callable[[], None], done: Callable[[
 
 
 def write_when_told(told: Connection, megabytes: int, folder: Path) -> None:
-    """The child process of the entry ``process``; answers when the file is on disk."""
+    """Run the child process of the entry ``process``; answer when the file is on disk."""
     torch.set_num_threads(1)
     state = make_state(megabytes, torch.device("cpu"))
     writer = CheckpointWriter(folder, keep=1, background=False)
@@ -129,7 +129,7 @@ def write_when_told(told: Connection, megabytes: int, folder: Path) -> None:
 
 
 class Child:
-    """A process that writes a state of that size."""
+    """A process that writes a state of a given size."""
 
     def __init__(self, megabytes: int, folder: Path) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -150,7 +150,7 @@ class Child:
 
 
 def contest(megabytes: int, rounds: int, device: torch.device, folder: Path) -> list[str]:
-    """The lines of the table for one size."""
+    """Return the lines of the table for one size."""
     state = make_state(megabytes, device)
     pinned = device.type == "cuda"
     flat = torch.cat([tensor.flatten() for tensor in tensors(state)])
@@ -202,7 +202,7 @@ def table(times: dict[str, Times]) -> Iterator[str]:
 
 
 def both(seconds: list[float]) -> Iterator[str]:
-    """Median and minimum in milliseconds."""
+    """Yield median and minimum in milliseconds."""
     yield f"{1e3 * statistics.median(seconds):.1f}"
     yield f"{1e3 * min(seconds):.1f}"
 

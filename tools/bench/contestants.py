@@ -1,4 +1,4 @@
-"""Who trains the models of ``step_overhead.py``: a bare loop, selftask, and other trainers."""
+"""Trainers for the models of ``step_overhead.py``: a bare loop, selftask and others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def run_bare(model: Model, batches: Stamped, log_every: int) -> None:
-    """What everybody is compared with."""
+    """Train in a bare loop, the reference of the comparison."""
     network = model.build()
     optimizer = _optimizer(network.parameters())
     for step, (views, target) in enumerate(batches):
@@ -50,7 +50,7 @@ def run_bare(model: Model, batches: Stamped, log_every: int) -> None:
 
 
 class _Terminal(io.StringIO):
-    """What a run takes for a terminal, on which it draws its bar."""
+    """A stream that selftask treats as a terminal, on which it draws its progress bar."""
 
     def isatty(self) -> bool:
         return True
@@ -64,7 +64,7 @@ def run_selftask(
     terminal: type[io.StringIO] = _Terminal,
     step: str = "standard",
 ) -> None:
-    """Its trainer, a train step and default hooks, as on a terminal; images are in memory."""
+    """Train with selftask's trainer, a train step and default hooks, with images in memory."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(terminal()):
         out = Path(folder) / "run"
         out.mkdir()
@@ -96,7 +96,7 @@ def _selftask_config(
 
 
 class _TaskInMemory(Task):
-    """A task whose feed gives the batches of the benchmark."""
+    """A task with the batches of the benchmark."""
 
     stamped: Stamped
 
@@ -111,7 +111,7 @@ class _TaskInMemory(Task):
 
 
 class _Images(Source):
-    """As many images as one epoch of the benchmark takes; none is ever read."""
+    """A source with the number of images of a benchmark's epoch; images cannot be read."""
 
     def __init__(self, config: Config, steps: int) -> None:
         self.length = config.train.batch_size * steps
@@ -131,7 +131,7 @@ class _Images(Source):
 
 
 def run_classy(model: Model, batches: Stamped, log_every: int) -> None:
-    """Classy Vision's LocalTrainer and ClassificationTask without hooks."""
+    """Train with Classy Vision's LocalTrainer and ClassificationTask, without hooks."""
     losses = importlib.import_module("classy_vision.losses")
     models = importlib.import_module("classy_vision.models")
     optim = importlib.import_module("classy_vision.optim")
@@ -169,7 +169,7 @@ def run_classy(model: Model, batches: Stamped, log_every: int) -> None:
 
 
 class _ClassyImages:
-    """What Classy's task asks of a data set it does not read from."""
+    """The part of a data set that Classy's task needs; no images are read."""
 
     def __init__(self, num_images: int) -> None:
         self.num_images = num_images
@@ -186,7 +186,7 @@ class _ClassyImages:
 def run_lightning(
     model: Model, batches: Stamped, log_every: int, *, log_loss: bool = False
 ) -> None:
-    """Lightning's Trainer without logger, checkpoints, bar or summary."""
+    """Train with Lightning's Trainer, without logger, checkpoints, progress bar or summary."""
     lightning = load_lightning()
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -217,7 +217,7 @@ def run_lightning(
 
 
 def run_lightning_log(model: Model, batches: Stamped, log_every: int) -> None:
-    """The same with one ``self.log`` a step, as every recipe has."""
+    """Train with Lightning and one ``self.log`` per step, as is common in recipes."""
     run_lightning(model, batches, log_every, log_loss=True)
 
 

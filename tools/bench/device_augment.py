@@ -1,19 +1,20 @@
-"""Two views of CIFAR's size for whole batches: the device engine beside kornia, interleaved.
+"""Time of two CIFAR-sized views for whole batches: the device engine and kornia, interleaved.
 
     python tools/bench/device_augment.py [--blur | --policy] [--size 32] [--batch 256]
                                          [--rounds 20] [--device cpu|cuda]
 
 Crop (.08-1), flip, colour jitter (p .8, strengths .8 .8 .8 .2), gray (.2), with ``--blur`` also
 blur (.5, sigma .1-2), with ``--policy`` crop, flip and RandAugment (2 operations, magnitude 9 of
-30); from uint8 (B, H, W, 3) on the device to normalised float32 (B, 3, H, W).
-One thread. A round is one turn of each entry, another one first in each. On a CPU, figures are
-process CPU time per image (both views): the median over rounds and the least; on a GPU wall time.
+30); from uint8 (B, H, W, 3) on the device to normalised float32 (B, 3, H, W). One thread is used.
+Each round runs every entry once; the first entry changes with the round. Figures are the median and
+the minimum over rounds of the time per image (both views): process CPU time on a CPU, wall time on
+a GPU.
 
-``selftask device`` draws for the batch at once, packs and makes the views, as ``data.cache=device``
-does; ``without draws`` is given them; ``all, then choose`` is the form for GPUs, without a shape
-that depends on a draw; ``selftask cpu`` is the other engine, picture by picture. What differs in
-meaning: kornia draws the order of the jitter per batch, does RandAugment's same two operations to
-the whole of it, and does not antialias crops.
+``selftask device`` draws for the whole batch, packs and makes the views, as with
+``data.cache=device``. ``without draws`` gets the draws. ``all, then choose`` is the form for GPUs,
+in which no shape depends on a draw. ``selftask cpu`` is the other engine, image by image. The
+operations differ in some ways: kornia draws the order of the jitter per batch, applies the same two
+RandAugment operations to the whole batch, and does not antialias crops.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Work = Callable[[], Any]
 
 
 def batch_of(count: int, size: int) -> np.ndarray:
-    """Smooth pictures with noise, uint8 (count, size, size, 3)."""
+    """Return smooth images with noise, uint8 (count, size, size, 3)."""
     rng = np.random.default_rng(0)
     y, x = np.mgrid[0:size, 0:size]
     planes = [np.sin(x / 7) * np.cos(y / 5), np.cos(x / 11 + y / 6), np.sin(y / 9) * np.sin(x / 4)]
@@ -50,7 +51,7 @@ def batch_of(count: int, size: int) -> np.ndarray:
 
 
 def recipe(contest: augment.Contest, policy: bool) -> dict[str, ViewConfig]:
-    """The ``views:`` that compete."""
+    """Return the ``views:`` of the comparison."""
     views = augment.view_configs(contest)
     if not policy:
         return views
@@ -65,7 +66,7 @@ def recipe(contest: augment.Contest, policy: bool) -> dict[str, ViewConfig]:
 def entries(
     contest: augment.Contest, policy: bool, pixels: np.ndarray, device: str
 ) -> dict[str, Work]:
-    """What competes, by name; kornia only if it is installed."""
+    """Return the entries by name; kornia only if it is installed."""
     config = recipe(contest, policy)
     views = Views(config)
     on_device = torch.from_numpy(pixels).to(device)
@@ -98,7 +99,7 @@ def entries(
 
 
 def kornia(contest: augment.Contest, policy: bool, pixels: torch.Tensor) -> Work:
-    """Its pipelines, from the same bytes."""
+    """Return a function that runs kornia's pipelines on the same bytes."""
     pipelines = [pipeline.to(pixels.device) for pipeline in augment.kornia_pipelines(contest)]
     if policy:
         from kornia.augmentation.auto import RandAugment
@@ -116,7 +117,7 @@ def kornia(contest: augment.Contest, policy: bool, pixels: torch.Tensor) -> Work
 
 
 def measure(works: dict[str, Work], rounds: int, count: int, device: str) -> dict[str, list[float]]:
-    """Microseconds per image, a figure for each round."""
+    """Return microseconds per image, one figure per round."""
 
     def now() -> float:
         if device == "cpu":
@@ -140,7 +141,7 @@ def measure(works: dict[str, Work], rounds: int, count: int, device: str) -> dic
 def by_operation(
     config: dict[str, ViewConfig], pixels: np.ndarray, rounds: int
 ) -> dict[str, float]:
-    """Least microseconds per image of each operation of one view, on the CPU."""
+    """Return the minimum microseconds per image of each operation of one view, on the CPU."""
     engine, count = Engine(Views(config), config), len(pixels)
     sizes = np.tile(pixels.shape[1:3], (count, 1))
     packed = engine.draw_batch(0, np.zeros(count, dtype=np.int64), np.arange(count), sizes)

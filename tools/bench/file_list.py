@@ -1,11 +1,11 @@
-"""How long it takes to open a list of paths, and what memory a process has of its own for it.
+"""Time to open a list of paths, and the private memory that it needs.
 
     python tools/bench/file_list.py [--count 1e6] [--rounds 5] [--tree 100000] [--alone]
 
-``open`` is the CPU time until the list can be asked, ``get`` that of one of 10,000 paths at random,
-``own`` the memory that a process takes for both, without the pages of a file that all share. Each
-figure is taken in a process of its own, forked from one that has imported everything; a round is
-one turn of each entry. Shown are the medians. Files are in the page cache.
+``open`` is the CPU time until the list can be used, ``get`` the time of reading one of 10,000
+random paths, and ``own`` the private memory for both, without shared file pages. Each figure is
+measured in a separate process, forked from one that has imported everything. Each round runs every
+entry once, and medians are shown. Files are in the page cache.
 
     selftask        the index of a list or a folder, mapped
     arrow           Arrow's IPC file, mapped
@@ -16,10 +16,10 @@ one turn of each entry. Shown are the medians. Files are in the page cache.
     pickle, labels  a pickled list of (path, label): torchvision's ImageFolder.samples
     json            a list of strings
 
---alone leaves out all but selftask: for lists that the others could not hold.
+--alone measures selftask only, for lists that are too large for the others.
 
-Then a folder of --tree empty files (0: none): the first scan, the next one with nothing changed,
-one with a file more, and the ways of torchvision and of a sorted os.walk.
+Then a folder of --tree empty files (0: none) is scanned: first scan, next scan without changes,
+scan after adding a file, and the same with torchvision and a sorted os.walk.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ except ImportError:
     pyarrow = None
 
 GETS = 10_000
-OLD = 1_000_000_000  # when the files were last changed, as far as anybody can tell
+OLD = 1_000_000_000  # modification time of the files, in the past
 
 
 def path_of(number: int) -> str:
@@ -61,7 +61,7 @@ def path_of(number: int) -> str:
 
 
 def write_all(folder: Path, count: int, alone: bool) -> dict[str, Callable[[], Sequence[Any]]]:
-    """Write every format; for each, what opens it."""
+    """Write every format; return a function for each that opens it."""
     text = folder / "list.txt"
     with text.open("w") as file:
         file.writelines(path_of(number) + "\n" for number in range(count))
@@ -115,7 +115,7 @@ def _mapped_arrow(file: Path) -> Sequence[Any]:
 
 
 def measure(opens: Callable[[], Sequence[Any]], count: int) -> tuple[float, float, float]:
-    """CPU seconds to open, of one get, and bytes of the process's own; in a new process."""
+    """Return CPU seconds to open, of one get, and private bytes, in a new process."""
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def work() -> None:
@@ -137,13 +137,13 @@ def measure(opens: Callable[[], Sequence[Any]], count: int) -> tuple[float, floa
 
 
 def _own_bytes() -> int:
-    """Memory that no file backs."""
+    """Return the memory that is not backed by a file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 
 def compare(folder: Path, count: int, rounds: int, alone: bool) -> None:
-    """The table of formats."""
+    """Print the table of formats."""
     entries = write_all(folder, count, alone)
     taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in entries}
     for _ in range(rounds):
@@ -158,7 +158,7 @@ def compare(folder: Path, count: int, rounds: int, alone: bool) -> None:
 
 
 def scans(folder: Path, count: int) -> None:
-    """A folder of empty files, a thousand in each of its folders."""
+    """Time scans of a folder of empty files, with a thousand in each sub-folder."""
     root = folder / "tree"
     for number in range(count):
         if number % 1000 == 0:

@@ -1,10 +1,10 @@
-"""What a step on the CPU gains when the process keeps the memory of freed tensors.
+"""Gain of a CPU step when the process keeps the memory of freed tensors.
 
     OMP_NUM_THREADS=1 python tools/bench/freed_memory.py [--batch 128] [--size 32] [--rounds 8]
 
-ResNet-18, forward, backward and SGD, in two processes that take turns: one as glibc is, one after
-``environment.keep_freed_memory``. Figures are CPU time of a step, pages mapped in it (minor faults)
-and the most memory a process ever had.
+ResNet-18 with forward, backward and SGD runs in two alternating processes: one with glibc's
+defaults, one after ``keep_freed_memory``. Figures are CPU time of a step, pages mapped
+in it (minor faults) and peak memory of the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from selftask.distributed.device import keep_freed_memory
 
 
 def work(pipe: Connection, keeps: bool, batch: int, size: int) -> None:
-    """Do as many steps as asked for; tell CPU seconds, faults and the most memory so far in MiB."""
+    """Run the requested numbers of steps; send CPU seconds, faults and peak memory in MiB."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if keeps:
@@ -59,7 +59,7 @@ def main() -> None:
         job = (theirs, keeps, args.batch, args.size)
         spawn.Process(target=work, args=job, daemon=True).start()
     found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in pipes}
-    for turn in range(-2, args.rounds):  # the first two warm up
+    for turn in range(-2, args.rounds):  # the first two rounds are a warm-up
         for name in list(pipes)[:: 1 if turn % 2 else -1]:
             pipes[name].send(args.steps)
             told = pipes[name].recv()

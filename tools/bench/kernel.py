@@ -1,12 +1,12 @@
-"""Microseconds of each augmentation: the compiled kernel, and OpenCV's calls for the same.
+"""Time of each augmentation in microseconds: the compiled kernel and equivalent OpenCV calls.
 
     python tools/bench/kernel.py [--size 224 32] [--rounds 60] [--variants avx512 avx2]
 
-A round is one turn of every entry, so that whatever else the machine does falls on all alike. Each
-figure is the least CPU time of a call over all rounds, on one thread, buffers in cache. OpenCV has
-no antialiased bilinear resize: `cv2` there is INTER_LINEAR, and `torch` is the antialiased one for
-uint8. `view` is a SimCLR view with everything on; `drawn` is the mean over 50 views with SimCLR's
-probabilities (jitter 0.8, gray 0.2, blur 0.5 at 224 and none at 32, flip 0.5).
+Each round runs every entry once, so that other load on the machine affects all equally. Each figure
+is the minimum CPU time of a call over all rounds, on one thread, with buffers in the cache. OpenCV
+has no antialiased bilinear resize: there, `cv2` is INTER_LINEAR, and `torch` is the antialiased
+resize for uint8. `view` is a SimCLR view with all operations; `drawn` is the mean over 50 views
+with SimCLR's probabilities (jitter 0.8, gray 0.2, blur 0.5 at 224 and none at 32, flip 0.5).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def solarize(image: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def with_cv2(image: np.ndarray, program: list[list[float]]) -> np.ndarray:
-    """The same operations one by one."""
+    """Apply the same operations one by one, with OpenCV."""
     for code, *a in program:
         if code == Op.CROP_RESIZE:
             left, top, width, height, rows, columns = map(int, a[:6])
@@ -83,7 +83,7 @@ def with_cv2(image: np.ndarray, program: list[list[float]]) -> np.ndarray:
 
 
 def with_torch(image: np.ndarray, program: list[list[float]]) -> object:
-    """The antialiased resize alone; memory stays (H, W, 3)."""
+    """Apply the antialiased resize only; the memory layout stays (H, W, 3)."""
     (_, left, top, width, height, rows, columns, kind), *_ = program
     crop = image[int(top) : int(top + height), int(left) : int(left + width)]
     return torch.nn.functional.interpolate(
@@ -95,7 +95,7 @@ def with_torch(image: np.ndarray, program: list[list[float]]) -> object:
 
 
 def view(size: int, source: int, rng: np.random.Generator | None = None) -> list[list[float]]:
-    """A SimCLR view with everything on, or drawn."""
+    """Return the program of a SimCLR view with all operations, or with drawn ones."""
 
     def on(p: float) -> bool:
         return rng is None or rng.random() < p
@@ -124,7 +124,7 @@ def view(size: int, source: int, rng: np.random.Generator | None = None) -> list
 
 
 def programs(size: int) -> dict[str, tuple[int, list[list[list[float]]]]]:
-    """For each name the source's side and one or more programs."""
+    """Return for each name the side of the source and one or more programs."""
     large, half = size * 4 // 3, size // 2
     rng = np.random.default_rng(0)
     resize = [Op.CROP_RESIZE, 0, 0]
@@ -149,10 +149,10 @@ def programs(size: int) -> dict[str, tuple[int, list[list[list[float]]]]]:
 
 
 def calls(size: int, name: str, variants: list[str]) -> dict[str, Call]:
-    """One call per entry; each goes once through all programs of that name."""
+    """Return one call per entry, which runs all programs of that name once."""
     side, several = programs(size)[name]
     image = np.random.default_rng(1).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    image = cv2.GaussianBlur(image, (0, 0), 2.0)  # neighbours alike, as in a photograph
+    image = cv2.GaussianBlur(image, (0, 0), 2.0)  # similar neighbours, as in a photo
     out = np.empty((size, size, 3), np.uint8)
     flat = [[float(n) for part in program for n in part] for program in several]
 
@@ -167,7 +167,7 @@ def calls(size: int, name: str, variants: list[str]) -> dict[str, Call]:
 
 
 def measure(entries: dict[str, Call], rounds: int, count: int) -> dict[str, float]:
-    """Least CPU microseconds of a call."""
+    """Return the minimum CPU microseconds of each call."""
     least = dict.fromkeys(entries, float("inf"))
     for turn in range(rounds):
         names = list(entries)

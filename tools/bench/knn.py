@@ -1,13 +1,13 @@
-"""k-NN beside faiss's flat index and a bare product: CPU time of one thread.
+"""CPU time of k-NN on one thread: selftask, faiss's flat index, and a bare matrix product.
 
     OMP_NUM_THREADS=1 python tools/bench/knn.py [--train 50000] [--test 10000] [--rounds 7]
 
-Contestants take turns in every round. Shown are the median and least CPU seconds, the median over
-rounds of the ratio to faiss (pip install faiss-cpu) with its 95 % interval by bootstraps, and the
-share of neighbours that are faiss's.
+Each round runs every entry once. Shown are median and minimum of CPU seconds, the median over
+rounds of the ratio to faiss (pip install faiss-cpu) with its 95 % bootstrap interval, and the share
+of neighbours that equal those of faiss.
 
-    faiss     IndexFlatIP, the search alone: features are normalised and indexed before
-    product   torch.mm in blocks, nothing else
+    faiss     IndexFlatIP, search only: features are normalised and indexed before
+    product   torch.mm in blocks only
     exact     selftask's search in float32, with normalisation
     bfloat16  candidates in bfloat16, compared in float32
 """
@@ -36,7 +36,7 @@ CLASSES = 100
 
 
 def draw(num: int, width: int, seed: int) -> Tensor:
-    """Features of images of some classes, (num, width): as similar as those of a network."""
+    """Draw features of images of some classes, (num, width), with similarities as in a network."""
     centers = torch.randn(CLASSES, width, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     classes = torch.randint(CLASSES, (num,), generator=generator)

@@ -1,13 +1,13 @@
-"""The linear probe beside scikit-learn's logistic regression: CPU time of one thread.
+"""CPU time of linear probes on one thread: selftask and scikit-learn's logistic regression.
 
     OMP_NUM_THREADS=1 python tools/bench/linear.py [--images 10000] [--rounds 7]
 
-Contestants take turns in every round. Shown are the median and least CPU seconds, the median over
-rounds of the ratio to one fit of scikit-learn with its 95 % interval by bootstraps, and the
-accuracy on 5,000 other images. Features are standardised for both, outside of what is timed for
-scikit-learn. Each row of difficulty has classes of another distance.
+Each round runs every entry once. Shown are median and minimum of CPU seconds, the median over
+rounds of the ratio to one fit of scikit-learn with its 95 % bootstrap interval, and the accuracy on
+5,000 other images. Features are standardised for both; for scikit-learn this is not timed.
+Difficulties differ in the distance of the classes.
 
-    scikit-learn  LogisticRegression, lbfgs, its own tolerance, as many iterations as it wants
+    scikit-learn  LogisticRegression, lbfgs, default tolerance, unlimited iterations
     single        selftask, one weight decay (the same): standardising, fitting and testing
     grid          selftask, five weight decays, one picked on held-out images, and a last fit
 """
@@ -39,7 +39,7 @@ Contestant = Callable[[], float]
 
 
 def draw(num: int, width: int, distance: float) -> tuple[Features, Features]:
-    """Correlated features of ``num`` and 5,000 images, whose variances fall like a power law."""
+    """Draw correlated features of ``num`` and 5,000 images, with variances of a power law."""
     draws = np.random.default_rng(0)
     turned = np.linalg.qr(draws.standard_normal((width, width)))[0]
     spread = np.arange(1, width + 1) ** -0.7
@@ -91,7 +91,7 @@ def main() -> None:
         for decay in (1e-2, 1e-4):
             found = contestants(train, test, decay)
             seconds: dict[str, list[float]] = {name: [] for name in found}
-            accuracy: dict[str, float] = {name: run() for name, run in found.items()}  # warm up
+            accuracy: dict[str, float] = {name: run() for name, run in found.items()}  # warm-up
             for number in range(args.rounds):
                 for name in in_turns(list(found), number):
                     started = time.process_time()

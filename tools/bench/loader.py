@@ -1,19 +1,19 @@
-"""What worker processes cost beyond the augmentation itself: collating, handing over, receiving.
+"""Cost of worker processes in addition to augmentation: collating, sending, receiving.
 
     python tools/bench/loader.py [--workers 2] [--batch 32] [--batches 2] [--rounds 40]
 
 The views are those of ``augment.py simclr``: two of 224 from JPEGs in memory. Figures are CPU time
-per image of all processes together, and pages that they had to map (minor faults), which do not
-depend on what else the machine does. Workers live through the whole run; a turn begins and ends
-when all are idle, so that just its batches were made in it, and entries take turns. ``here`` makes
-the same views in as many processes and keeps none; ``beyond`` is what an entry takes more than it.
+per image of all processes together, and mapped pages (minor faults), which do not depend on other
+load. Workers exist for the whole run. Entries take turns; a turn begins and ends when all workers
+are idle, so that exactly its batches are made in it. ``here`` makes the same views in as many
+processes and discards them; ``beyond`` is the additional cost of an entry.
 
-    selftask    bytes from the workers, floats on arrival (the floats are counted)
-    bytes       the same without the floats, as where a GPU makes them
+    selftask    bytes from the workers, floats on arrival (included in the time)
+    bytes       the same without the floats, as with a GPU
     torch       the same bytes by torch's DataLoader and its default_collate
-    floats      normalised float32 from the workers by torch's DataLoader: how others do it
-    bytes-only, torch-only    as above with views that lie ready and are copied: nothing but the
-                loader, and so no difference of two large figures, which a busy machine blurs
+    floats      normalised float32 from the workers by torch's DataLoader, as in other libraries
+    bytes-only, torch-only    as above with precomputed views that are copied: the cost of the
+                loader only, which is not a noisy difference of two large figures
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from selftask.data.source import NO_LABEL, Source
 from selftask.data.views import Views
 from selftask.distributed.device import keep_freed_memory
 
-_IDLE_S = 0.005  # between two looks that find a process asleep
+_IDLE_S = 0.005  # between two checks that a process is asleep
 
 
 class InMemory(Source):
-    """JPEGs in memory, over and over."""
+    """JPEGs in memory, repeated."""
 
     def __init__(self, count: int) -> None:
         self.files = jpegs(40)
@@ -67,7 +67,7 @@ class InMemory(Source):
 
 
 class Ready(ViewDataset):
-    """The views of image 0, each time; making them costs nothing."""
+    """Data set that returns the precomputed views of image 0."""
 
     def __init__(self, dataset: ViewDataset) -> None:
         super().__init__(dataset.source, dataset.views, dataset.seed)
@@ -78,7 +78,7 @@ class Ready(ViewDataset):
 
 
 class Bytes(Dataset[list[torch.Tensor]]):
-    """The views as tensors."""
+    """Data set of the views as tensors."""
 
     def __init__(self, dataset: ViewDataset) -> None:
         self.dataset = dataset
@@ -91,7 +91,7 @@ class Bytes(Dataset[list[torch.Tensor]]):
 
 
 class Floats(Bytes):
-    """Each view normalised where it is made."""
+    """Data set of views that are normalised in the worker."""
 
     def __getitem__(self, index: int) -> list[torch.Tensor]:
         views = self.dataset[0, index].views
@@ -100,7 +100,7 @@ class Floats(Bytes):
 
 
 class Here:
-    """The views of whole batches made in processes that keep none."""
+    """Processes that make the views of whole batches and discard them."""
 
     def __init__(self, dataset: ViewDataset, workers: int, batch: int) -> None:
         fork = multiprocessing.get_context("fork")
@@ -129,7 +129,7 @@ class Here:
 
 
 class Entry:
-    """A loader and its processes."""
+    """A loader with its processes."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         others = set(multiprocessing.active_children())
@@ -140,7 +140,7 @@ class Entry:
         self.found: list[tuple[float, float]] = []  # CPU seconds and faults of each turn
 
     def take(self, count: int) -> None:
-        """One turn of so many batches."""
+        """Run one turn of ``count`` batches."""
         seconds, faults = self._spent()
         for _ in range(count):
             next(self.batches)
@@ -148,7 +148,7 @@ class Entry:
         self.found.append((then[0] - seconds, then[1] - faults))
 
     def _spent(self) -> tuple[float, float]:
-        """CPU seconds and minor faults of this process and of its workers, once they are idle."""
+        """Return CPU seconds and minor faults of this process and its workers, once idle."""
         looks = 0
         while looks < 3:
             time.sleep(_IDLE_S)
@@ -158,18 +158,18 @@ class Entry:
         return seconds, sum(int(_stat(Path(f"/proc/{process}"))[7]) for process in everyone)
 
     def _tasks(self) -> Iterator[Path]:
-        """All threads but this one; those of this process feed the queues."""
+        """Yield all threads except this one; other threads of this process feed the queues."""
         for process in (os.getpid(), *self.processes):
             yield from Path(f"/proc/{process}/task").iterdir()
 
 
 def _cpu_clock(process: int) -> int:
-    """The clock that shows the CPU time of a process, as clock_getcpuclockid(3) says."""
+    """Return the CPU clock of a process, as defined in clock_getcpuclockid(3)."""
     return ~process << 3 | 2
 
 
 def _stat(process: Path) -> list[str]:
-    """What /proc/PID/stat says after the name: its state comes first."""
+    """Return the fields of /proc/PID/stat after the name; the first one is the state."""
     return (process / "stat").read_text().rpartition(")")[2].split()
 
 
@@ -178,14 +178,14 @@ def _is_running(task: Path) -> bool:
 
 
 def bytes_of(batches: Batches) -> Iterator[Any]:
-    """What arrives, before floats are made of it."""
+    """Return an iterator over received batches, before conversion to floats."""
     batches.start(0)
     assert batches._reader is not None
     return iter(batches._reader)
 
 
 def entries(workers: int, batch: int) -> dict[str, Callable[[], Any]]:
-    """All contestants, to be started."""
+    """Return functions that start each entry."""
     dataset = ViewDataset(InMemory(1_000_000), Views(view_configs(CONTESTS["simclr"])), 0)
 
     def ours(made: ViewDataset) -> Batches:
@@ -220,7 +220,7 @@ def main() -> None:
         for name, make in entries(args.workers, args.batch).items()
         if name == "here" or not args.only or name in args.only
     }
-    for turn in range(-2, args.rounds):  # the first two warm up
+    for turn in range(-2, args.rounds):  # the first two rounds are a warm-up
         for place in range(len(contest)):
             entry = list(contest.values())[(turn + place) % len(contest)]
             entry.take(args.batches)
@@ -235,7 +235,7 @@ def main() -> None:
     }
     for name, own in times.items():
         here = np.zeros(args.rounds) if name.endswith("-only") else times["here"]
-        beyond = np.median(own - here)  # of a round, in which the machine was as busy for both
+        beyond = np.median(own - here)  # within a round, with equal load for both
         faults = np.median([count for _, count in contest[name].found]) / images
         figures = (np.median(own), beyond, own.min(), own.min() - here.min(), faults)
         print(f"{name:12}" + "".join(f"{figure:10.3f}" for figure in figures))

@@ -2,11 +2,11 @@
 
     python tools/bench/long_run.py [--steps 100000] [--out FOLDER]
 
-The digits with one small linear network, four images a batch, with the real loader, all default
-hooks, k-NN, a checkpoint and a row of the log every hundredth of the run. At each row the resident
-memory, the number of open files and that of Python's objects are noted. Shown are the slopes over
-the second half of the run, with a 95 % interval, and the extremes. A leak shows as a slope whose
-interval excludes 0.
+Trains a small linear network on the digits with four images per batch, the real loader and all
+default hooks. Every hundredth of the run there is a k-NN evaluation, a checkpoint and a log row. At
+each row, resident memory, open files and the number of Python objects are recorded. Shown are their
+slopes over the second half of the run, with a 95 % interval, and the extremes. A leak has a slope
+whose interval excludes 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LinearConfig:
 @register_hook("bench_resources")
 @dataclass(eq=False, kw_only=True)
 class Resources(Hook):
-    """Notes what the process holds at each row."""
+    """Recorder of the process's resources at each row."""
 
     def on_row(self, task: Any) -> None:
         if "loss" in task.last_row:
@@ -56,7 +56,7 @@ class Resources(Hook):
 
 
 def resources() -> dict[str, float]:
-    """Resident memory (bytes), open files and objects of this process."""
+    """Return resident memory in bytes, open files and the number of objects of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     gc.collect()
     return {
@@ -67,7 +67,7 @@ def resources() -> dict[str, float]:
 
 
 def measure(steps: int, out: Path) -> list[dict[str, float]]:
-    """Train; return what was noted, a dict a row."""
+    """Train; return the recorded values, one dict per row."""
     TAKEN.clear()
     part = max(steps // 100, 1)
     selftask.train(

@@ -1,24 +1,24 @@
-"""How long gradients take from rank to rank: by hand, by DDP, and one tensor at a time.
+"""Time of gradient reduction: manual buckets, DDP, and single tensors.
 
     python tools/bench/reduction.py [--ranks 2] [--model resnet50] [--rounds 30] [--device cpu]
 
-Every rank has gradients of the shapes of a torchvision model, made by a backward pass that does
-next to nothing else, so that what is measured is the reduction and what it hides. A round is one
-turn of each entry, another one first in each:
+Every rank has gradients with the shapes of a torchvision model, from a backward pass with hardly
+any other work. So the reduction and its overlap with the backward pass are measured. Each round
+runs every entry once; the first entry changes with the round:
 
     alone       the backward pass without communication
-    flat        the least there is to do: as many bytes that lie ready in tensors of 25 MiB, on
+    flat        lower bound: the same number of bytes, ready in tensors of 25 MiB, on
                 the groups of manual
-    per tensor  one all-reduce for each tensor, then a division, one after the other
-    async       all of these at once, then the divisions (VISSL's way)
+    per tensor  for each tensor in turn, one all-reduce, then a division
+    async       all all-reduces at once, then the divisions (as in VISSL)
     one bucket  all gradients in one flat tensor after the backward pass
-    manual      parallel.reduce=manual: buckets on their way during the backward pass
+    manual      parallel.reduce=manual: buckets are sent during the backward pass
     fp16        the same with parallel.grad_compression=fp16
     ddp         torch's DistributedDataParallel
 
 ``ms`` is the median and ``least`` the minimum of whole passes on rank 0; ``reduce`` is the median
-without that of ``alone``. ``x ddp`` is the median of the ratios to DDP's pass of the same round,
-which other work on the machine moves less, and its 95 % bootstrap interval.
+minus that of ``alone``. ``x ddp`` is the median of the ratios to DDP's pass of the same round, with
+its 95 % bootstrap interval. Other load on the machine affects ratios less.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from selftask.parallel.reduction import Reduction
 
 
 class Parameters(nn.Module):
-    """Parameters of given shapes; the gradient of each is a constant."""
+    """Parameters of given shapes, each with a constant gradient."""
 
     def __init__(self, shapes: list[torch.Size], device: torch.device) -> None:
         super().__init__()
@@ -57,11 +57,11 @@ class Parameters(nn.Module):
 
 
 class Alone(Reduction):
-    """No communication."""
+    """Entry without communication."""
 
 
 class PerTensor(Reduction):
-    def watch(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    def register(self, named: list[tuple[str, nn.Parameter]]) -> None:
         self.parameters = [p for _, p in named]
 
     def reduce(self) -> None:
@@ -90,7 +90,7 @@ class OneBucket(PerTensor):
 
 
 class Flat(Reduction):
-    def watch(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    def register(self, named: list[tuple[str, nn.Parameter]]) -> None:
         size, device = sum(p.numel() for _, p in named), named[0][1].device
         self.chunks = torch.zeros(size, device=device).split(25 * 2**20 // 4)
         self.groups = bucket_groups()
@@ -115,7 +115,7 @@ ENTRIES: dict[str, Callable[[], Reduction]] = {
 
 
 def one_pass(module: nn.Module, parameters: Parameters, reduction: Reduction) -> float:
-    """Seconds of a backward pass with its reduction; all ranks begin together."""
+    """Return the seconds of a backward pass with its reduction; all ranks start together."""
     parameters.zero_grad()
     loss = module()
     dist.barrier()
@@ -133,7 +133,7 @@ def _wait(device: torch.device) -> None:
 
 
 def measure(rank: int, args: argparse.Namespace, port: int) -> None:
-    """All entries in turn, on one rank; the first one prints."""
+    """Measure all entries in turn on one rank; rank 0 prints."""
     import torchvision
 
     torch.set_num_threads(1)
@@ -153,7 +153,7 @@ def measure(rank: int, args: argparse.Namespace, port: int) -> None:
     for number in range(args.rounds + 3):
         for name in in_turns([*setups], number):
             taken = one_pass(*setups[name])
-            if number >= 3:  # the first ones make buckets, or find out what has gradients
+            if number >= 3:  # the first rounds create buckets or find unused parameters
                 seconds[name].append(taken)
     if rank == 0:
         megabytes = sum(shape.numel() for shape in shapes) * 4 / 2**20

@@ -1,4 +1,4 @@
-"""Whether the fast ways of making views teach the same: k-NN after equal steps, by way and seed.
+"""Compare training with different view engines: k-NN after equal steps, by engine and seed.
 
     python tools/bench/same_learning.py TRAIN VAL [--seeds 3] [--epochs 10] [--parallel 1]
 
@@ -6,11 +6,11 @@ SimCLR with a small ResNet on images of 32x32 (CIFAR-10: TRAIN and VAL are folde
 crop, flip, colour jitter and gray made by
 
     cpu          data.augment_on=cpu: the compiled kernel, or OpenCV
-    device       data.augment_on=device: batches at once, in torch
-    torchvision  torchvision's transforms on Pillow images, as a transform of one's own
+    device       data.augment_on=device: whole batches, in torch
+    torchvision  torchvision's transforms on Pillow images, as a custom transform
 
-Prints the k-NN accuracy of every run and mean and standard deviation of each way: they should
-differ by no more than seeds do.
+Prints the k-NN accuracy of every run, and mean and standard deviation of each engine. Engines
+should not differ by more than seeds do.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ WAYS = {"cpu": ("cpu", OURS), "device": ("device", OURS), "torchvision": ("cpu",
 
 
 def run(way: str, seed: int, args: argparse.Namespace, folder: Path) -> float:
-    """k-NN accuracy at the end of one run."""
+    """Return the k-NN accuracy at the end of one run."""
     engine, transforms = WAYS[way]
     recipe, out = folder / f"{way}-{seed}.yaml", folder / f"{way}-{seed}"
     text = RECIPE.format(

@@ -1,24 +1,24 @@
-"""How long an epoch takes to begin, and what memory it needs: selftask's order beside others'.
+"""Start-up time and memory of an epoch's order: selftask's sampler and others.
 
     python tools/bench/sampler.py [--sizes 1e6,1e7,1e8,1e9] [--world 8] [--rounds 3] [--all]
     python tools/bench/sampler.py --prove [--sizes 1e9] [--ranks 4096]
 
-``first`` is the CPU time until rank 0 has the first index of epoch 1, ``resume`` until it has the
-one in the middle of it, ``memory`` what the process needs for it at most, ``each`` the CPU time of
-every further index. Each figure is taken in a process of its own, forked from one that has imported
-everything; a round is one turn of each entry. Shown are the medians.
+``first`` is the CPU time until rank 0 has the first index of epoch 1, and ``resume`` until it has
+the middle one. ``memory`` is the peak memory for it, and ``each`` the CPU time of every further
+index. Each figure is measured in a separate process, forked from one that has imported everything.
+Each round runs every entry once, and medians are shown.
 
     selftask     BatchSampler over FeistelOrder, batches of 64
-    distributed  torch.utils.data.DistributedSampler; to resume it is read up to there
-    random       torch.utils.data.RandomSampler, the whole of it
-    epoch        one seeded permutation, of which each rank takes every W-th (the way of DINOv2)
-    shard        a permutation of the rank's own fixed W-th part (the way of VISSL)
-    mmengine     its DefaultSampler, where mmengine is installed
+    distributed  torch.utils.data.DistributedSampler; to resume, it is read up to there
+    random       torch.utils.data.RandomSampler over all samples
+    epoch        one seeded permutation, of which each rank takes every W-th (as in DINOv2)
+    shard        a permutation of the rank's own fixed W-th part (as in VISSL)
+    mmengine     mmengine's DefaultSampler, if installed
 
-Only selftask's is taken beyond 1e7, unless --all is given: the others take gigabytes.
+Above 1e7 only selftask is measured unless --all is given, since the others need gigabytes.
 
---prove goes through a whole epoch, rank after rank, and notes in a table of one byte a sample that
-each comes exactly once.
+--prove reads a whole epoch, rank by rank, and checks in a table of one byte per sample that each
+sample occurs exactly once.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 from selftask.data.sampling.sampler import BatchSampler, Pool
 from selftask.data.sampling.shuffled import Shuffled
 
-BATCH = 64  # of a rank
+BATCH = 64  # per rank
 MAX_OF_OTHERS = 10**7
-MORE = 100_000  # indices read to time one
+MORE = 100_000  # number of indices read to time one
 
 Entry = Callable[[int, int, int], Iterator[int]]  # n, world size, start: this rank's indices
 
@@ -100,7 +100,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 def measure(name: str, n: int, world: int) -> tuple[float, ...]:
-    """Seconds to the first index, seconds to resume, bytes, seconds for each; in a new process."""
+    """Return seconds to the first index and to resume, bytes, and seconds per index."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -122,8 +122,8 @@ def measure(name: str, n: int, world: int) -> tuple[float, ...]:
 
 
 def begin(entry: Entry, n: int, world: int, start: int) -> tuple[float, Iterator[int], int]:
-    """CPU seconds to the index at ``start``, those that follow, and bytes it took at most."""
-    Path("/proc/self/clear_refs").write_text("5")  # the highest mark of memory: from here on
+    """Return CPU seconds to the index at ``start``, the iterator after it, and peak bytes."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
     before = _memory("VmRSS")
     started = time.process_time()
     indices = entry(n, world, start)
@@ -137,7 +137,7 @@ def _memory(name: str) -> int:
 
 
 def compare(sizes: list[int], world: int, rounds: int, everybody: bool) -> None:
-    """The table: sizes one after the other, entries in turn."""
+    """Print the table: sizes in order, entries in turn."""
     installed = {n for n in ENTRIES if n != "mmengine" or importlib.util.find_spec("mmengine")}
     print(f"rank 0 of {world}; medians of {rounds} rounds; load {os.getloadavg()[0]:.1f}")
     head = ("first, ms", "resume, ms", "memory, MB", "each, ns")
@@ -157,7 +157,7 @@ def compare(sizes: list[int], world: int, rounds: int, everybody: bool) -> None:
 
 
 def prove(n: int, ranks: int) -> None:
-    """Every rank reads its part of an epoch; every sample must come exactly once."""
+    """Read the part of every rank of an epoch, and check that every sample occurs exactly once."""
     sampler = Shuffled(None, Pool(n, BATCH * ranks, seed=0))
     steps = BatchSampler(sampler).steps_per_epoch
     order = sampler.order(1)

@@ -1,4 +1,4 @@
-"""What is trained in ``step_overhead.py``: models, and batches that note the time."""
+"""Models for ``step_overhead.py``, and batches that record times."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from selftask.methods.simclr import info_nce
 from selftask.models.heads import mlp
 from selftask.registry import register_backbone
 
-WARM_UP = 20  # steps of each turn that do not count
+WARM_UP = 20  # steps at the start of each turn that do not count
 
 
 class Tiny(nn.Module):
-    """3072 -> 16 features: so small that all there is to see is overhead."""
+    """3072 -> 16 features; so small that overhead dominates."""
 
     embed_dim = 16
 
@@ -78,20 +78,20 @@ class ViTConfig:
 
 @dataclass(frozen=True)
 class Model:
-    """One thing to train, in the bare loop's words and in selftask's."""
+    """One training, defined for the bare loop and for selftask."""
 
     about: str
     backbone: str  # selftask's name
     method: str  # supervised: one view; simclr: two
     batch_size: int
-    steps: int  # of one turn
+    steps: int  # per turn
 
     @property
     def num_views(self) -> int:
         return 2 if self.method == "simclr" else 1
 
     def build(self) -> nn.Module:
-        """What selftask builds for that method, as any script would write it."""
+        """Return the network that selftask builds for that method, as a script would write it."""
         if self.method == "supervised":
             return nn.Sequential(Tiny(), nn.Linear(Tiny.embed_dim, 10))
         backbone = _BUILD[self.backbone]()
@@ -99,13 +99,13 @@ class Model:
         return TwoViews(backbone, mlp(dim, dim, 128, last_norm=True, bias=False, last_bias=False))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The same loss function for everybody."""
+        """Return the loss, with the same function for all trainers."""
         if self.method == "supervised":
             return F.cross_entropy(output, target)
         return info_nce(*output.chunk(2), temperature=0.1)
 
     def batches(self) -> list[dict[str, Any]]:
-        """Eight batches, gone through again and again."""
+        """Return eight batches, which are used repeatedly."""
         draws = torch.Generator().manual_seed(0)
         size = (self.batch_size, 3, 32, 32)
         return [
@@ -126,7 +126,7 @@ MODELS = {
 
 
 class TwoViews(nn.Module):
-    """Both views in one pass, (2B, D)."""
+    """Network of both views in one pass, (2B, D)."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ _BUILD = {"bench_conv": Conv, "resnet18": _resnet18, "bench_vit": _vit_tiny}
 
 
 class Stamped:
-    """``steps`` batches as pairs (input, target); notes wall and CPU time at each request."""
+    """``steps`` batches as pairs (input, target); records wall and CPU time at each request."""
 
     def __init__(self, model: Model, steps: int) -> None:
         self.pool = [_pair(model, sample) for sample in model.batches()]
@@ -172,7 +172,7 @@ class Stamped:
             yield self.pool[step % len(self.pool)]
 
     def step_times(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of wall and of CPU of the steps that count."""
+        """Return wall and CPU seconds of the steps that count."""
         skip = min(WARM_UP, self.steps // 4)
         return np.diff(self.wall)[skip:], np.diff(self.cpu)[skip:]
 

@@ -1,17 +1,17 @@
-"""From the command to an answer, and to the first finished optimizer step: selftask and a script.
+"""Time from the command to an answer, or to the first optimizer step: selftask and a script.
 
     python tools/bench/startup.py [--rounds 5] [--only help,config,error,step]
 
 ``help``, ``config`` and ``error`` are commands that answer without torch. ``step`` is a whole
 training of one step, SimCLR with ResNet-18 on a folder of 32x32 images made here (batch 16, no
 workers, no evaluation), against a bare script that does the same: imports torch and torchvision,
-reads and augments the images with Pillow and torchvision, one SGD step. Rounds are interleaved; the
-time is the CPU time of the child process and its threads as the kernel counts it (``wait4``), which
-other work on the machine disturbs less than wall time. Both run with one thread.
+reads and augments the images with Pillow and torchvision, one SGD step. Rounds are interleaved.
+Times are the CPU time of the child process and its threads as counted by the kernel (``wait4``),
+which depends less on other load than wall time. Both run with one thread.
 
-To the end of the step, both leave the process at once (``os._exit``), so that neither pays for the
-end of the interpreter; selftask also leaves out checkpoint and export. To its exit, both end as
-they do: selftask then has written a checkpoint and the exported weights, the script nothing.
+For the time to the end of the step, both exit immediately (``os._exit``), without the shutdown of
+the interpreter, and selftask skips checkpoint and export. For the time to exit, both end normally:
+selftask has then written a checkpoint and the exported weights, the script nothing.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class LeaveAtFirstStep(Hook):
 
 
 def make_images(folder: Path) -> None:
-    """64 JPEGs of 32x32 in two folders."""
+    """Write 64 JPEGs of 32x32 to two folders."""
     from PIL import Image
 
     draws = np.random.default_rng(0)
@@ -132,7 +132,7 @@ def make_images(folder: Path) -> None:
 
 
 def cpu_seconds(command: list[str], folder: Path, expected: int) -> float:
-    """CPU seconds of a child process; raises RuntimeError if its exit code is not ``expected``."""
+    """Return CPU seconds of a child process; raise RuntimeError on an unexpected exit code."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "ssl"), "OMP_NUM_THREADS": "1"}
     with (folder / "output.txt").open("wb") as output:
         child = subprocess.Popen(
@@ -147,7 +147,7 @@ def cpu_seconds(command: list[str], folder: Path, expected: int) -> float:
 
 
 def commands(folder: Path) -> dict[str, dict[str, Callable[[], float]]]:
-    """Contest -> entry -> how to measure it once."""
+    """Return contest -> entry -> function that measures it once."""
     images, count = folder / "images", iter(range(10_000))
     make_images(images)
     (folder / "bare.py").write_text(BARE)
@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_table(contest: str, times: dict[str, list[float]]) -> None:
-    """Minimum and median, and their ratio to the first entry's."""
+    """Print minimum and median, and their ratios to those of the first entry."""
     print(f"\n{contest:<38}{'CPU s, min':>12}{'ratio':>8}{'median':>10}{'ratio':>8}")
     first = next(iter(times.values()))
     for name, seconds in times.items():

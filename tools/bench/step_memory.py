@@ -1,9 +1,10 @@
-"""Peak memory of train steps: ``grad_cache`` beside ``standard``.
+"""Peak memory of train steps: ``grad_cache`` and ``standard``.
 
     python tools/bench/step_memory.py [--batch-size 256] [--chunks 16]
 
-SimCLR on a ResNet-18 without BatchNorm in its head, views of 32x32, three steps in a process of its
-own each. Shown is the peak resident memory above that before the first step.
+Trains SimCLR with a ResNet-18 without BatchNorm in its head on views of 32x32, for three steps,
+each configuration in a separate process. Shown is the peak resident memory minus that before the
+first step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def peak(step: str, batch_size: int, queue: multiprocessing.Queue) -> None:
 
 
 def measure(step: str, batch_size: int) -> float:
-    """MiB above the start, in a process of its own."""
+    """Return the peak MiB above the start, in a new process."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=partial(peak, step, batch_size, queue))

@@ -1,24 +1,23 @@
-"""What a trainer adds to a step: selftask, Classy's LocalTrainer and Lightning over a bare loop.
+"""Overhead of trainers per step: selftask, Classy's LocalTrainer and Lightning over a bare loop.
 
     python tools/bench/step_overhead.py [--models mlp,conv] [--rounds 20] [--log-every 50]
 
-All do the same maths on the same batches, which are in memory; each gives its own loop an
-iterable that notes the time whenever it is asked for a batch, so the time between two requests is
-one whole step and what happens before and after the loop does not count. They take turns: a round
-is one turn of each. One thread; selftask runs with its default hooks, writes its log and draws its
-progress bar (into memory, as on a terminal); the others draw none. CPU time is that of the process,
-with the thread that draws.
+All compute the same on the same batches, which are in memory. Each loop gets an iterable that
+records the time of every request for a batch. The time between two requests is one whole step; work
+before and after the loop does not count. Each round runs every trainer once, on one thread.
+selftask runs with its default hooks, writes its log and draws its progress bar (into memory, as on
+a terminal); the others draw none. CPU time is that of the process, including the thread that draws.
 
-The first steps of each turn are left out. Shown are
+The first steps of each turn do not count. Shown are
 
-* ``least``: of wall time, the 20th percentile of the best turn. Whoever else uses the machine, or
-  the other half of the core, can add half as much again; this is what that disturbs least;
-* the median step of wall time, and the mean of CPU time, which holds what is done only every few
-  steps, such as log lines: medians over rounds.
+* ``least``: the 20th percentile of wall time in the best turn. Other load on the machine, or on the
+  other half of the core, can add 50 %; this figure depends on it least;
+* the median of wall time per step, and the mean of CPU time, which includes work that is done only
+  every few steps, such as log lines: medians over rounds.
 
-``a row of its log`` is the mean CPU time of steps that write one less the median of the others.
-``above`` compares with the bare loop; of the latter two it is the median over rounds of the
-difference within the round, with its 95 % interval.
+``a row of its log`` is the mean CPU time of steps that write a row minus the median of the others.
+``above`` compares with the bare loop. For the median and CPU columns it is the median over rounds
+of the difference within a round, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def measure(model: Model, entries: dict[str, Entry], rounds: int, log_every: int) -> list[str]:
-    """Interleaved rounds; the lines of the table."""
+    """Run interleaved rounds; return the lines of the table."""
     turns: dict[str, list[Turn]] = {name: [] for name in entries}
     for number in range(rounds):
         for name in in_turns([*entries], number):
@@ -57,7 +56,7 @@ def measure(model: Model, entries: dict[str, Entry], rounds: int, log_every: int
 
 
 class Turn:
-    """Microseconds a step of one contestant in one round."""
+    """Microseconds per step of one entry in one round."""
 
     def __init__(self, batches: Stamped, log_every: int) -> None:
         wall, cpu = (1e6 * times for times in batches.step_times())
@@ -87,7 +86,7 @@ def _table(turns: dict[str, list[Turn]], base: str) -> Iterator[str]:
 
 
 class CountSyncs(TorchFunctionMode):
-    """Counts what makes the host wait for a device, by the step it happens in."""
+    """Counter of operations that make the host wait for a device, by step."""
 
     NAMES = frozenset(
         {
@@ -112,7 +111,7 @@ class CountSyncs(TorchFunctionMode):
     def __init__(self, batches: Stamped) -> None:
         super().__init__()
         self.batches = batches
-        self.found: list[tuple[int, str]] = []  # step (1 is the first), name
+        self.found: list[tuple[int, str]] = []  # (step from 1, name)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -124,7 +123,7 @@ class CountSyncs(TorchFunctionMode):
 
 
 def count_syncs(model: Model, entry: Entry, log_every: int) -> str:
-    """Host synchronisations between the log points of a run, and at them."""
+    """Return a text on host synchronisations between the logged steps of a run, and in them."""
     batches = Stamped(model, min(model.steps, 2 * log_every + log_every // 2))
     with _silence(), CountSyncs(batches) as counter:
         entry(model, batches, log_every)
@@ -136,7 +135,7 @@ def count_syncs(model: Model, entry: Entry, log_every: int) -> str:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """No output; selftask brings a terminal of its own."""
+    """Context without output; selftask uses its own terminal."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -145,7 +144,7 @@ def _silence() -> Iterator[None]:
 
 
 def installed(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """The entries whose library is here; says which are left out."""
+    """Return the entries whose library is installed; print which ones are skipped."""
     needs = {
         "lightning": load_lightning,
         "classy": lambda: importlib.import_module("classy_vision"),

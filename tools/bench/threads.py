@@ -1,11 +1,11 @@
-"""What share of a training's CPU time makes views: the cores that ``train.threads=auto`` leaves.
+"""Share of a training's CPU time for making views, as left free by ``train.threads=auto``.
 
     python tools/bench/threads.py [--steps 5] [--recipes simclr/digits,dino/images]
 
-Trains each recipe for some steps on one thread, without workers, and takes the CPU time of this
-process inside and outside of reading a batch. Other work on the machine disturbs that little. On
-several cores the same work is shared: a loader that needs 5 % of it is busy on one core of 20.
-Images are made here: JPEGs of 500x375 and, for the recipes of CIFAR-10 and digits, PNGs of 32x32.
+Trains each recipe for some steps on one thread, without workers, and measures the CPU time of this
+process inside and outside of reading a batch, which depends little on other load. On several cores
+the same work is shared: a loader that needs 5 % of it occupies one core of 20. Images are
+generated: JPEGs of 500x375 and, for the recipes of CIFAR-10 and digits, PNGs of 32x32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from selftask.registry import register_hook
 from selftask.task import Task
 from selftask.task.loop import train_loop
 
-RECIPES = {  # name -> images of one step
+RECIPES = {  # name -> images per step
     "simclr/digits": 64,
     "simclr/resnet18_cifar10": 32,
     "simclr/images": 16,
@@ -44,7 +44,7 @@ RECIPES = {  # name -> images of one step
 @register_hook("bench_cpu_time")
 @dataclass(eq=False)
 class CpuTime(Hook):
-    """Notes the CPU seconds of each step, in reading and in all."""
+    """Recorder of the CPU seconds of each step: reading, and total."""
 
     def on_start(self, task: Task) -> None:
         self.reading: list[float] = []
@@ -52,7 +52,7 @@ class CpuTime(Hook):
 
     def on_phase_start(self, task: Task) -> None:
         if task.train:
-            task.data_iterator = self._timed(task.data_iterator)
+            task.batches = self._timed(task.batches)
 
     def on_step(self, task: Task) -> None:
         self.ends.append(time.process_time())
@@ -68,7 +68,7 @@ class CpuTime(Hook):
 
 
 def measure(recipe: str, images: Path, steps: int, folder: Path) -> tuple[float, float]:
-    """CPU milliseconds an image: making its views, and the rest of the step; medians of steps."""
+    """Return the medians over steps of CPU milliseconds per image: making views, and the rest."""
     batch = RECIPES[recipe]
     words = [
         f"data={{name: folder, path: {images}, val: null, num_workers: 0}}",
@@ -88,7 +88,7 @@ def measure(recipe: str, images: Path, steps: int, folder: Path) -> tuple[float,
     train_loop(task)
     hook = task.named_hooks["bench_cpu_time"]
     of_step = [b - a for a, b in zip(hook.ends, hook.ends[1:], strict=False)]
-    reading = statistics.median(hook.reading[1:])  # the first step also warms up
+    reading = statistics.median(hook.reading[1:])  # the first step includes a warm-up
     whole = statistics.median(of_step[1:])
     return 1e3 * reading / batch, 1e3 * (whole - reading) / batch
 

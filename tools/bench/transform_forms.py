@@ -2,9 +2,9 @@
 
     python tools/bench/transform_forms.py [--side 224] [--channels 3]
 
-Both engines could share the torch form. This shows what it would cost the CPU engine, whose images
-come one by one: microseconds of process CPU time on one thread, without drawing parameters. The
-torch form includes the conversion of one uint8 image to planes of floats and back.
+Both engines could share the torch form. This tool shows its cost for the CPU engine, which
+processes single images: microseconds of process CPU time on one thread, without drawing parameters.
+The torch form includes the conversion of one uint8 image to planes of floats and back.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def cases(side: int) -> dict[str, dict[str, Any]]:
 
 
 def microseconds(work: Callable[[], Any]) -> float:
-    """Return the least CPU time of a call, in five rounds of about 20 ms."""
+    """Return the minimum CPU time of a call, in five rounds of about 20 ms."""
     started = time.process_time()
     work()
     calls = max(3, int(0.02 / max(1e-6, time.process_time() - started)))

@@ -1,4 +1,4 @@
-"""Pages of the Python API: which modules they show, by autodoc."""
+"""Pages of the Python API by autodoc, and the modules that they show."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PARTS = {
         ),
     ),
 }
-"""File name -> title, introduction, modules of the package."""
+"""File name -> (title, introduction, modules of the package)."""
 
 
 def api_pages() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The drawing of the package's levels in docs/architecture.md, from tools/import_graph.py.
+"""Drawing of the package's levels for docs/architecture.md, from tools/import_graph.py.
 
 python tools/manual/levels.py       write docs/images/levels.svg
 """
@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))  # as a script
+sys.path.insert(0, str(ROOT / "tools"))  # for use as a script
 
 from import_graph import LEVELS, PACKAGE  # noqa: E402
 

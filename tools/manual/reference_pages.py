@@ -1,7 +1,7 @@
-"""Sphinx extension: writes docs/reference/ from the code before the pages are read.
+"""Sphinx extension that writes docs/reference/ from the code before the pages are read.
 
 Keys of configs, names, commands, files and columns of a run come from the tables that the code
-itself uses, so that no page can differ from what is installed. The pages are not in the repository.
+itself uses, so that the pages match the installed version. The pages are not in the repository.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ the columns is in [logs](../logs.md) and [health](../health.md)."""
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Write the pages when a build starts."""
+    """Write the pages at the start of a build."""
     app.connect("builder-inited", write_pages)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
 def write_pages(app: Sphinx) -> None:
-    """Write all pages that changed, and remove those that are no longer made."""
+    """Write all pages that have changed, and remove those that no longer exist."""
     folder = Path(app.srcdir) / FOLDER
     folder.mkdir(exist_ok=True)
     made = pages()
@@ -96,7 +96,7 @@ def pages() -> dict[str, str]:
 
 
 def config_page() -> str:
-    """Return the page of all keys, one table a section."""
+    """Return the page of all keys, with one table per section."""
     tables: dict[str, list[KeyEntry]] = {}
     for entry in config_keys():
         section = entry.key.partition(".")[0]
@@ -172,7 +172,7 @@ def _command(name: str) -> Iterator[str]:
 
 
 def runs_page() -> str:
-    """Return the page of what a run writes."""
+    """Return the page of a run's files and columns."""
     rows = ["| column | unit | meaning | written by |", "|---|---|---|---|"]
     for column in COLUMNS:
         cells = (f"`{column.name}`", column.unit, markdown(column.text), column.written_by)

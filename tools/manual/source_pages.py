@@ -1,8 +1,8 @@
-"""Sphinx extension: files of the repository that pages link to become pages, too.
+"""Sphinx extension that makes pages of the repository's files to which other pages link.
 
 A link such as ``../ssl/selftask/hooks/base.py`` works on GitHub. In the built documentation it
-leads to a page with that file, highlighted, so that it can be read offline. A folder becomes a list
-of its files.
+leads to a page with that file, highlighted, so that it can be read offline. For a folder, the page
+is a list of its files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = "_source"  # of the pages
+FOLDER = "_source"  # folder of the pages
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def resolve(
 
 
 def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the page of each file that is linked, and of each file in a folder that is linked."""
+    """Yield the page of each linked file, and of each file in a linked folder."""
     linked = set().union(*_linked(app.env).values())
     folders = {name for name in linked if (ROOT / name).is_dir()}
     inside = {file: name for name in folders for file in _files(ROOT / name)}
@@ -78,7 +78,7 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _outside(env: BuildEnvironment, target: str, document: str) -> str | None:
-    """Return the path of a target in the repository, if it is a file or folder beside docs/."""
+    """Return the path of a target in the repository, if it is a file or folder outside docs/."""
     place = (Path(env.srcdir) / document).parent / target.partition("#")[0]
     for path in (place.resolve(), Path(f"{place.resolve()}.md")):  # MyST drops the suffix of pages
         inside = path.is_relative_to(ROOT) and not path.is_relative_to(env.srcdir)
@@ -110,19 +110,19 @@ def _language(name: str) -> str:
 
 
 def _linked(env: BuildEnvironment) -> dict[str, set[str]]:
-    """The files that each page links to."""
+    """Return the files to which each page links."""
     if not hasattr(env, "selftask_linked"):
         env.selftask_linked = {}  # type: ignore[attr-defined]
     return env.selftask_linked  # type: ignore[attr-defined, no-any-return]
 
 
 def forget(app: Sphinx, env: BuildEnvironment, document: str) -> None:
-    """Drop what a page linked to before it was changed."""
+    """Discard the links of a page before it was changed."""
     _linked(env).pop(document, None)
 
 
 def merge(
     app: Sphinx, env: BuildEnvironment, documents: list[str], other: BuildEnvironment
 ) -> None:
-    """Take over the links that another process found."""
+    """Add the links that another process found."""
     _linked(env).update(_linked(other))

@@ -1,9 +1,9 @@
-"""How long selftask takes to answer, and what its installation weighs: figures of installation.md.
+"""Start-up time of selftask and size of its installation, for installation.md.
 
 python tools/release/footprint.py [--repeats 5]
 
-CPU seconds of fresh processes (the least of several), and bytes on disk of the packages that the
-core requires, those of torch (with CUDA's libraries) apart.
+Prints CPU seconds of new processes (minimum of several), and bytes on disk of the packages that the
+core requires; torch with CUDA's libraries is listed separately.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WITH_TORCH = ("torch", "torchvision", "triton", "nvidia-", "cuda-")
 
 
 def cpu_seconds(words: list[str], repeats: int) -> float:
-    """Return the least CPU time of a Python process with these arguments."""
+    """Return the minimum CPU time of a Python process with these arguments."""
     costs = []
     with tempfile.TemporaryDirectory() as empty:
         for _ in range(repeats):

@@ -3,8 +3,8 @@
 python tools/release/oldest.py           write tools/release/oldest.txt
 python tools/release/oldest.py --check   exit 1 if it does not fit setup.py
 
-`make test-oldest` installs them and trains. Packages that ours need, but that setup.py does not
-name, are the newest that fit.
+`make test-oldest` installs them and trains. Indirect requirements, which setup.py does not name,
+are installed in the newest version that fits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What an installation of selftask consists of, and under which licences.
+"""Packages of an installation of selftask, and their licences.
 
 python tools/release/sbom.py [--out dist]
 
 Writes dist/sbom.json (CycloneDX, by cyclonedx-bom) and dist/licenses.md (by pip-licenses) for
-selftask and all that its core requires, directly or not, as installed in this environment; extras
-and tools of developers are left out. Exit code 1 if a licence is copyleft or unknown.
+selftask and all direct and indirect requirements of its core, as installed in this environment.
+Extras and developer tools are not included. The exit code is 1 if a licence is copyleft or unknown.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ FREE = re.compile(
     r"Boost|CC0|0BSD",
     re.IGNORECASE,
 )
-"""Licences that ask nothing of programs that use the package. MPL asks to publish changes of its
-own files only; NVIDIA's are those of the CUDA libraries that wheels of torch require."""
+"""Licences without conditions for programs that use the package. MPL requires publishing changes of
+its own files only; NVIDIA's are those of the CUDA libraries that torch wheels require.
+"""
 EMPTY = {"cuda-toolkit": "NVIDIA: an empty package that requires the CUDA libraries"}
-"""Licences of packages whose metadata give none."""
+"""Licences of packages whose metadata have none."""
 
 
 def core_packages(root: str = PACKAGE) -> list[str]:
-    """Return the canonical names of ``root``'s requirements, direct or not, extras left out."""
+    """Return the canonical names of ``root``'s direct and indirect requirements, without extras."""
     found: set[str] = set()
     waiting = [(root, frozenset[str]())]
     while waiting:
@@ -54,7 +55,7 @@ def core_packages(root: str = PACKAGE) -> list[str]:
 
 
 def licence(name: str) -> str:
-    """Return a package's licence as its metadata have it: expression, classifiers or text."""
+    """Return a package's licence from its metadata: expression, classifiers or text."""
     metadata = importlib.metadata.metadata(name)
     classifiers = [
         text.rpartition(" :: ")[2]
@@ -95,7 +96,7 @@ def write_sbom(path: Path, packages: list[str]) -> None:
 
 
 def _within(dependency: dict[str, Any], refs: set[str]) -> dict[str, Any]:
-    """Return the dependency with only those of its targets that are kept."""
+    """Return the dependency with only those targets that are kept."""
     return {**dependency, "dependsOn": [r for r in dependency.get("dependsOn", []) if r in refs]}
 
 
@@ -113,7 +114,7 @@ def write_licences(path: Path, packages: list[str]) -> None:
 
 
 def main() -> int:
-    """Write both files; return 1 if a licence needs a look."""
+    """Write both files; return 1 if there are problems with licences."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("dist"))
     out: Path = parser.parse_args().out

@@ -1,10 +1,9 @@
-"""Does this installation work? Train, stop, resume, evaluate, export: `make test-oldest` and
-`make test-newest` run it.
+"""Smoke test of an installation: train, stop, resume, evaluate, export.
 
 python tools/release/smoke.py
 
-Runs `selftask` with the Python that runs this file, in an empty folder. Exit code 1 at the first
-command that does not print what it should; its output is shown.
+Runs `selftask` with the same Python in an empty folder; used by `make test-oldest` and `make
+test-newest`. The exit code is 1 at the first command without the expected output, which is shown.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ COMMANDS = (
     (("export", "run", "--to", "safetensors"), "backbone.pt"),
     (("train", "mae", "out=mae", "train.max_steps=1", "train.batch_size=32"), "RUN finished"),
     (("check", "byol", "--ranks", "1,2", "--steps", "1"), "SAME: byol on 2 ranks"),
-)  # arguments, and what the output must hold
+)  # (arguments, expected part of the output)
 
 
 def main() -> int:
-    """Run the commands; return 1 at the first that fails."""
+    """Run the commands; return 1 at the first failure."""
     with tempfile.TemporaryDirectory() as folder:
         for words, expected in COMMANDS:
             run = [sys.executable, "-m", "selftask", *words]

@@ -1,9 +1,10 @@
 """A SLURM cluster on this machine: ``python tools/slurm/cluster.py up | status | down``.
 
-For tests. Debian's slurm-wlm and munge, one slurmctld and a slurmd for each of several virtual
-nodes (n1, n2, ...), without systemd, as root. Two partitions: ``main``, and ``urgent``, whose jobs
-requeue those of ``main`` when they need the node. Everything lies in one folder; other programs
-find the cluster by ``export SLURM_CONF=FOLDER/slurm.conf`` (what ``up`` prints last).
+For tests. It uses Debian's slurm-wlm and munge, one slurmctld and a slurmd for each of several
+virtual nodes (n1, n2, ...), without systemd, as root. There are two partitions: ``main``, and
+``urgent``, whose jobs requeue those of ``main`` when they need the node. All files are in one
+folder. Other programs find the cluster by ``export SLURM_CONF=FOLDER/slurm.conf`` (the last line
+that ``up`` prints).
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ PartitionName=urgent Nodes=n[1-{nodes}] MaxTime=INFINITE PriorityTier=10 Preempt
 
 
 class ClusterError(Exception):
-    """Why there is no cluster; the message is for the person who wanted one."""
+    """Raised with the reason if the cluster cannot be used, as a message for the user."""
 
 
 def up(folder: Path = FOLDER, nodes: int = 2) -> Path:
-    """Install, configure and start what is missing; the path of slurm.conf.
+    """Install, configure and start what is missing; return the path of slurm.conf.
 
-    Harmless when the cluster is up already. Raises ClusterError with the reason.
+    Does nothing if the cluster is already running. Raises ClusterError with the reason.
     """
     install()
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -96,7 +97,7 @@ def up(folder: Path = FOLDER, nodes: int = 2) -> Path:
 
 
 def down(folder: Path = FOLDER) -> None:
-    """Cancel all jobs, stop every daemon by its pid file, and take the names back."""
+    """Cancel all jobs, stop every daemon by its pid file, and remove the host names."""
     config = folder / "slurm.conf"
     if is_up(folder / "slurmctld.pid"):
         slurm(config, "scancel", "--user=root", "--quiet")
@@ -110,7 +111,7 @@ def down(folder: Path = FOLDER) -> None:
 
 
 def status(folder: Path = FOLDER) -> str:
-    """One line a daemon, then what ``sinfo`` says."""
+    """Return one line per daemon, and the output of ``sinfo``."""
     pid_files = [folder / "munged.pid", folder / "slurmctld.pid"]
     pid_files += [folder / f"slurmd-{name}.pid" for name in known_nodes(folder)]
     lines = [f"{path.stem:<12}{'up' if is_up(path) else 'down'}" for path in pid_files]
@@ -120,7 +121,7 @@ def status(folder: Path = FOLDER) -> str:
 
 
 def install() -> None:
-    """Debian's packages, unless the programs are there."""
+    """Install Debian's packages, unless the programs are installed."""
     if all(shutil.which(name) for name in DAEMONS):
         return
     if os.geteuid() != 0:
@@ -137,7 +138,7 @@ def install() -> None:
 
 
 def make_names_resolve(names: list[str]) -> None:
-    """Add to /etc/hosts what does not resolve: ranks meet under the name of their first node."""
+    """Add unresolvable names to /etc/hosts, since ranks connect by the name of their first node."""
     missing = []
     for name in names:
         try:
@@ -153,7 +154,7 @@ def make_names_resolve(names: list[str]) -> None:
 
 
 def forget_names() -> None:
-    """Remove our lines from /etc/hosts; written in place, since containers mount that file."""
+    """Remove our lines from /etc/hosts, in place, since containers mount that file."""
     lines = HOSTS.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if not line.endswith(f" {MARK}\n")]
     if len(kept) < len(lines):
@@ -161,7 +162,7 @@ def forget_names() -> None:
 
 
 def start_munged(folder: Path) -> None:
-    """With a key, a socket and files of its own: a munged of the machine is left alone."""
+    """Start munged with its own key, socket and files; another munged is not affected."""
     key = folder / "munge.key"
     if not key.exists():
         key.touch(mode=0o600)
@@ -173,7 +174,7 @@ def start_munged(folder: Path) -> None:
 
 
 def start_node(name: str, folder: Path = FOLDER) -> None:
-    """One virtual node; also after it was killed."""
+    """Start one virtual node, also after it was killed."""
     start(folder, f"slurmd-{name}", ["slurmd", "-f", str(folder / "slurm.conf"), "-N", name])
 
 
@@ -192,7 +193,7 @@ def start(folder: Path, name: str, words: list[str]) -> None:
 
 
 def stop(pid_file: Path, *, patience_s: float = 10.0) -> None:
-    """SIGTERM, and SIGKILL for one that does not listen."""
+    """Send SIGTERM, then SIGKILL if the process does not end."""
     if not is_up(pid_file):
         pid_file.unlink(missing_ok=True)
         return
@@ -207,7 +208,7 @@ def stop(pid_file: Path, *, patience_s: float = 10.0) -> None:
 
 
 def is_up(pid_file: Path) -> bool:
-    """Whether the process of a pid file lives, and is what the file is named after."""
+    """Return True if the process of a pid file is running and has the name of the file."""
     try:
         pid = int(pid_file.read_text())
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -218,14 +219,14 @@ def is_up(pid_file: Path) -> bool:
 
 
 def idle(config: Path) -> int:
-    """Number of nodes that would take a job now, or have one."""
+    """Return the number of nodes that could take a job now, or have one."""
     listed = slurm(config, "sinfo", "--noheader", "--Node", "--partition=main", "--format=%t")
     good = ("idle", "mix", "alloc", "comp")
     return sum(line.strip() in good for line in listed.stdout.splitlines())
 
 
 def slurm(config: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """One of SLURM's commands against this cluster."""
+    """Run one of SLURM's commands with this cluster."""
     return subprocess.run(
         words,
         env={**os.environ, "SLURM_CONF": str(config)},
@@ -245,7 +246,7 @@ def known_nodes(folder: Path) -> list[str]:
 
 
 def wait_for(true: Callable[[], bool], seconds: float, what: str) -> None:
-    """Poll; ClusterError naming ``what`` when the time is over."""
+    """Poll until ``true`` returns True; raise ClusterError with ``what`` after the time limit."""
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:

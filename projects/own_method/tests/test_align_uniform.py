@@ -1,4 +1,4 @@
-"""The loss is the paper's, and the method trains: `pytest` in this folder."""
+"""Tests that the loss equals the paper's and that the method trains: `pytest` in this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task whose batches are made by the user: a DataLoader, a list, any iterable with a length."""
+"""A task with batches from the user: a DataLoader, a list, or any iterable with a length."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from selftask.task import Task
 
 
 def describe(batches: Any) -> dict[str, Any]:
-    """Return the settings that follow from the first batch: batch size and number of views.
+    """Return the settings given by the first batch: batch size and number of views.
 
-    Raises UserError if the batches have no length or no first one.
+    Raises UserError if the batches have no length or are empty.
     """
     if not hasattr(batches, "__len__") or len(batches) == 0:
         raise UserError("batches: expected an iterable with a length, the batches of an epoch")
@@ -39,12 +39,12 @@ def describe(batches: Any) -> dict[str, Any]:
 def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
     """Return a ``Batch`` of this rank, made from a tensor, views or (views, labels).
 
-    A last item that is a vector of integers holds the labels; otherwise there are none.
+    If the last item is a vector of integers, it is the labels; otherwise there are none.
 
     Args:
-        item: What the user's iterable yields.
+        item: Item of the user's iterable.
         number: Index of the batch, counted from the start of training.
-        batches_per_epoch: Number of batches of an epoch.
+        batches_per_epoch: Number of batches per epoch.
     """
     epoch, place = divmod(number, batches_per_epoch)
     if isinstance(item, Batch):
@@ -82,7 +82,7 @@ def _are_labels(value: Any) -> bool:
 
 
 class TaskOfBatches(Task):
-    """A task that reads the user's batches, one epoch after another.
+    """A task that reads the user's batches, epoch by epoch.
 
     With several ranks each rank's batches are its part of the global batch.
     """
@@ -121,7 +121,7 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 
 class _Count(Source):
-    """As many images as an epoch of batches has; none is ever read."""
+    """A source with the number of images of an epoch of batches; images cannot be read."""
 
     def __init__(self, count: int, channels: int) -> None:
         self.count, self.channels = count, channels

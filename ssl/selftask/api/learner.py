@@ -1,4 +1,4 @@
-"""A method in anyone's training loop."""
+"""A method for any training loop."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class Learner(nn.Module):
             loss.backward()
             learner.after_backward()  # DINO and SwAV freeze a layer at first
             optimizer.step()
-            learner.update()  # teacher and queue follow
+            learner.update()  # update teacher and queue
 
-    Its state dict holds network, teacher, queue and progress. In DDP each rank's loss is its part
-    of that of all ranks.
+    Its state dict holds network, teacher, queue and progress. In DDP each rank computes its part of
+    the loss of all ranks.
 
     Args:
-        method: A name, or a method as an object or class.
+        method: Name of a method, or a method object or class.
         backbone: Images (B, C, H, W) -> features (B, E), trained in place.
         steps: Length of the training, for the schedules of teacher and temperatures.
-        batch_size: Samples of a batch, over all ranks.
-        num_images: Images of the data set, for methods with a memory of each of them.
-        channels: Channels of the images.
-        seed: Of masks and other draws of the method.
+        batch_size: Number of samples of a batch, over all ranks.
+        num_images: Number of images of the data set, for methods with a memory of all images.
+        channels: Number of channels of the images.
+        seed: Seed of masks and other random draws of the method.
         **options: Options of the method.
     """
 
@@ -95,7 +95,7 @@ class Learner(nn.Module):
             views: Float views (B, C, H, W) of the images, or a ``Batch`` for methods that need
                 crop boxes or captions.
             labels: (B,), for methods with labels.
-            index: (B,), number of each image in the data set, for methods with a memory.
+            index: (B,), index of each image in the data set, for methods with a memory.
         """
         task = self._task
         batch = as_batch(views, task.clock.batch, task.length.batches_per_epoch)
@@ -111,11 +111,11 @@ class Learner(nn.Module):
         return batch.local_loss
 
     def after_backward(self) -> None:
-        """Change gradients as the method wants, before the optimizer's step."""
+        """Apply the method's changes of gradients; call it before the optimizer's step."""
         self.method.on_backward(self._task)
 
     def update(self) -> None:
-        """Move teacher, queue and schedules on, after the optimizer's step."""
+        """Update teacher, queue and schedules; call it after the optimizer's step."""
         self.method.on_update(self._task)
         self._task.clock.advance()
 
@@ -123,12 +123,12 @@ class Learner(nn.Module):
         return {"steps": self._task.clock.steps_done}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Restore what ``get_extra_state`` returned."""
+        """Restore the result of ``get_extra_state``."""
         self._task.clock.steps_done = self._task.clock.batch = state["steps"]
 
 
 class _TaskOfLearner:
-    """The part of a task that methods ask for."""
+    """The part of a task that methods use."""
 
     loss: Method
     base_model: nn.Module

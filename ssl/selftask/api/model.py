@@ -1,4 +1,4 @@
-"""A trained backbone with the transforms of its images."""
+"""A trained backbone with the transforms of its input images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BATCH_SIZE = 256  # affects memory only
 
 
 class Model(nn.Module):
-    """A backbone in evaluation mode: transformed images (B, C, H, W) -> features (B, E).
+    """Backbone in eval mode: transformed images (B, C, H, W) -> features (B, E).
 
     Args:
         backbone: The module.
@@ -47,8 +47,8 @@ class Model(nn.Module):
         """Return the network's input (C, H, W) of one image, as in the run's evaluations.
 
         Args:
-            image: A file, Pillow image, array (H, W, C) or tensor. Random transforms draw the same
-                for every image.
+            image: A file, Pillow image, array (H, W, C) or tensor. Random transforms use the same
+                draws for every image.
         """
         if isinstance(image, str | Path):
             image = read_image(str(image))
@@ -83,13 +83,13 @@ def load(
     image_size: int | None = None,
     trust: bool = False,
 ) -> Model:
-    """Load a trained backbone, on the CPU and in evaluation mode.
+    """Load a trained backbone, on the CPU and in eval mode.
 
     Args:
-        model: A run folder (its export, or without one its newest checkpoint), the folder of a
-            sharded checkpoint, an exported ``backbone.pt``, ``timm:NAME`` or ``torchvision:NAME``.
+        model: A run folder (its export, or else its newest checkpoint), the folder of a sharded
+            checkpoint, an exported ``backbone.pt``, ``timm:NAME`` or ``torchvision:NAME``.
         weights: For a library's model: ``pretrained``, ``none`` (random), or a file.
-        image_size: Adapt model and transforms to images of that many pixels.
+        image_size: Image size in pixels to which model and transforms are adapted.
         trust: Allow an architecture in the user's own code, which is then imported.
 
     Raises:

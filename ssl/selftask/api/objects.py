@@ -1,7 +1,8 @@
-"""Python objects where a config has names.
+"""Python objects in place of names in a config.
 
-A config is text. Data sets and backbones become attributes of this module, ``custom`` things of a
-config by their address. Classes and functions are registered under their own names.
+A config is text. Data sets and backbones become attributes of this module, and the config refers to
+them as ``custom`` with their import path. Classes and functions are registered under their own
+names.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _plain(value: Any, key: Key) -> Any:
-    """Return what a config holds for a value at ``key``."""
+    """Return the config value for an object at ``key``."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Path):
@@ -70,16 +71,16 @@ def _plain(value: Any, key: Key) -> Any:
 
 
 def _registry(key: Key) -> Registry | None:
-    """Return the registry of the name at a key: of ``method``, ``method.name``, ``hooks.mine``."""
+    """Return the registry of the name at a key: ``method``, ``method.name`` or ``hooks.mine``."""
     places = (key, key[:-1], key[:-2]) if key[-1] == "name" else (key, key[:-1])
     return next((_REGISTRIES[place] for place in places if place in _REGISTRIES), None)
 
 
 def _address(place: str, thing: Any) -> str:
-    """Make an object importable; return ``package.module:name``, equal in the next session.
+    """Make an object importable; return ``package.module:name``, the same in every session.
 
-    A later object of the same class takes the name. What a task trains is passed to it directly;
-    the name of a module gives a copy, which may be loaded with other weights.
+    A later object of the same class replaces it. The module that a task trains is passed to it
+    directly; importing the name of a module gives a copy, which may get other weights.
     """
     name = f"{place}_{type(thing).__name__}"
     globals()[name] = lambda: deepcopy(thing) if isinstance(thing, nn.Module) else thing
@@ -87,7 +88,7 @@ def _address(place: str, thing: Any) -> str:
 
 
 def _name(registry: Registry, thing: Any) -> str:
-    """Return the name of a class or function, which is registered if it has none."""
+    """Return the name of a class or function; register it if it has none."""
     known = (name for name in registry.names() if registry.imported(name) is thing)
     name = next(known, None) or str(thing.__name__)
     if registry.imported(name) is not thing:
@@ -96,7 +97,7 @@ def _name(registry: Registry, thing: Any) -> str:
 
 
 def _flow(value: Any) -> str:
-    """Return a value in the grammar of ``key=value``: JSON with bare keys."""
+    """Format a value for ``key=value``: JSON with bare keys."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):

@@ -23,12 +23,12 @@ from selftask.registry import TASKS
 from selftask.run.local_ranks import starts_ranks
 from selftask.task import Task
 
-_BASE = "base/python.yaml"  # for a method without a recipe
+_BASE = "base/python.yaml"  # used if a method has no recipe
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished training."""
+    """A finished training run."""
 
     task: Task
 
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of ``metrics.jsonl``: losses, evaluations."""
+        """The rows of ``metrics.jsonl``: losses and evaluations."""
         return read_metrics(self.out / "metrics.jsonl")
 
     @property
@@ -48,7 +48,7 @@ class Run:
         return {name: value for row in self.rows for name, value in row.items()}
 
     def load(self) -> Model:
-        """Return the exported backbone, as ``selftask.load`` does."""
+        """Return the exported backbone; see ``selftask.load``."""
         return load(self.out, trust=True)
 
 
@@ -61,7 +61,7 @@ def train(
     hooks: Iterable[Any] | Mapping[str, Any] = (),
     **settings: Any,
 ) -> Run:
-    """Train in this process, with the folder, log and resume of ``selftask train``.
+    """Train in this process, with folder, log and resume as in ``selftask train``.
 
     ::
 
@@ -69,16 +69,16 @@ def train(
         run = selftask.train("simclr", data=dataset, backbone=module, **{"train.epochs": 100})
 
     Args:
-        recipe: A method, shipped recipe or yaml file; or a method as an object or class.
-        data: What ``data=`` is on the command line, or a map-style data set whose items are images
+        recipe: Name of a method, shipped recipe or yaml file; or a method object or class.
+        data: Value of ``data=`` on the command line, or a map-style data set whose items are images
             or (image, label).
         backbone: A name, or a module: images (B, C, H, W) -> (B, E). It is trained in place.
-        out: The run folder; the same call again resumes.
+        out: The run folder; calling again resumes the run.
         hooks: Hook objects, or the ``hooks`` section, with names, sections or None by name.
         **settings: Other settings by dotted key, or as nested dicts.
 
     Raises:
-        ConfigError: With every mistake in the settings.
+        ConfigError: With all errors in the settings.
         Interrupted: If a signal stopped the run; a checkpoint is saved.
     """
     named = {"data": data, "backbone": backbone, "out": out}
@@ -95,13 +95,14 @@ def create_task(
     hooks: Iterable[Any] | Mapping[str, Any] = (),
     **settings: Any,
 ) -> Task:
-    """Create a task from names, settings and objects; ``Trainer().train(task)`` trains it.
+    """Create a task from names, settings and objects, for ``Trainer().train(task)``.
 
     Args:
-        recipe: As for ``train``. With ``batches`` a method only: no recipe is read.
-        batches: An epoch of batches instead of ``data``, such as a DataLoader: a tensor, a list of
-            views, (views, labels) or ``Batch`` each; views are float (B, C, H, W). It has a
-            length, and is iterated anew in each epoch, from the place of a checkpoint on a resume.
+        recipe: As for ``train``. With ``batches`` it must be a method, and no recipe is read.
+        batches: Batches of an epoch instead of ``data``, such as a DataLoader. Each is a tensor, a
+            list of views, (views, labels) or a ``Batch``; views are float (B, C, H, W). The object
+            needs a length and is iterated in each epoch; after a resume, the first epoch starts at
+            the checkpoint's position.
         hooks: As for ``train``.
         **settings: As for ``train``: ``data``, ``backbone``, ``out``, ``optimizer``, ...
     """

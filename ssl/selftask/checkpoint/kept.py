@@ -1,7 +1,7 @@
-"""Checkpoints that stay beside the newest ones: the best by a metric, and every n-th for good.
+"""Checkpoints kept in addition to the newest ones: the best by a metric, and every n-th.
 
-``checkpoints/kept.json`` names them. It is written after the checkpoint that it names, so that it
-never names one that was not there.
+They are listed in ``checkpoints/kept.json``, which is written after the listed checkpoints, so that
+it never lists one that does not exist.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Kept:
 
     metric: str | None = None
     mode: str = "max"
-    best: tuple[tuple[int, float], ...] = ()  # step and value of the metric, the best one first
+    best: tuple[tuple[int, float], ...] = ()  # step and value of the metric, the best first
     every: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> Kept:
-        """Return what the file in ``folder`` says, of checkpoints that are there."""
+        """Return the content of the file in ``folder``, restricted to existing checkpoints."""
         try:
             kept = cls.of(json.loads((folder / FILE).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError):
@@ -39,26 +39,26 @@ class Kept:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Kept:
-        """Return the object of ``to_dict``."""
+        """Return the object from the result of ``to_dict``."""
         best = tuple((int(step), float(value)) for step, value in content["best"])
         return cls(content["metric"], content["mode"], best, tuple(content["every"]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for json and for the state of a hook."""
+        """Return plain values, for JSON and for the state of a hook."""
         best = [[step, value] for step, value in self.best]
         return {"metric": self.metric, "mode": self.mode, "best": best, "every": list(self.every)}
 
     def write(self, folder: Path) -> None:
         """Write the file, or remove it if nothing is kept."""
         if self.steps:
-            from selftask.checkpoint.manifest import write_durably  # torch: reports only read
+            from selftask.checkpoint.manifest import write_durably  # imports torch
 
             write_durably(folder / FILE, json.dumps(self.to_dict()))
         else:
             (folder / FILE).unlink(missing_ok=True)
 
     def rotate(self, newest: Path, keep: int) -> None:
-        """Write the file, and remove all checkpoints but these and the ``keep`` newest."""
+        """Write the file, and remove all checkpoints except these and the ``keep`` newest."""
         self.write(newest.parent)
         rotation.rotate(newest, keep, self.steps)
 
@@ -67,15 +67,15 @@ class Kept:
         return {step for step, _ in self.best} | set(self.every)
 
     def only(self, steps: Iterable[int]) -> Kept:
-        """Return the part of these steps."""
+        """Return a copy restricted to the given steps."""
         there = set(steps)
         best = tuple(pair for pair in self.best if pair[0] in there)
         return replace(self, best=best, every=tuple(step for step in self.every if step in there))
 
     def with_value(self, step: int, value: float, count: int) -> Kept:
-        """Return the ``count`` best of those there and a new one. The earlier of equals is better.
+        """Return the ``count`` best of the values and a new one; the earlier of equals is better.
 
-        A later value of the same step replaces the one before.
+        A new value of the same step replaces the old one.
         """
         sign = -1 if self.mode == "max" else 1
         others = [pair for pair in self.best if pair[0] != step]
@@ -84,7 +84,7 @@ class Kept:
 
 
 def named_checkpoint(address: str) -> Path | None:
-    """Return the checkpoint that ``RUN@best`` or ``RUN@STEP`` names; None for other addresses.
+    """Return the checkpoint of ``RUN@best`` or ``RUN@STEP``; None for other addresses.
 
     Raises:
         UserError: If the run has no such checkpoint.

@@ -31,7 +31,7 @@ def write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
         try:
             torch.save(state, writer)  # type: ignore[arg-type]  # torch.save only writes
         except RuntimeError:
-            if writer.error is not None:  # torch hides it behind an error of its own
+            if writer.error is not None:  # torch hides it behind its own error
                 raise writer.error from None
             raise
         file.flush()
@@ -40,7 +40,7 @@ def write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
 
 
 def verify_zip(archive: Path | IO[bytes]) -> None:
-    """Check the CRCs of a zip file, which torch.load does not. Raises DamagedCheckpoint."""
+    """Check the CRCs of a zip file, which torch.load does not do; raise DamagedCheckpoint."""
     try:
         with zipfile.ZipFile(archive) as file:
             damaged = file.testzip()
@@ -51,14 +51,14 @@ def verify_zip(archive: Path | IO[bytes]) -> None:
 
 
 def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Read the state in a file. Raises DamagedCheckpoint.
+    """Read the state in a file; raise DamagedCheckpoint if that fails.
 
     Args:
         mmap: Map tensors into memory instead of reading them.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # torch raises five kinds for a damaged zip
+    except Exception as error:  # for a damaged zip, torch raises five kinds
         raise DamagedCheckpoint(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
     if not isinstance(state, dict):
         raise DamagedCheckpoint("holds no state dict")
@@ -66,9 +66,9 @@ def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def check_plain(value: Any, key: str = "state") -> None:
-    """Raise TypeError naming the first key whose value only pickle could store.
+    """Raise TypeError with the first key whose value only pickle could store.
 
-    Subclasses are refused: numpy's float64 is a float, but ``weights_only`` does not load it.
+    Subclasses are rejected: NumPy's float64 is a float, but ``weights_only`` does not load it.
     """
     if type(value) in (dict, OrderedDict):
         for name, item in value.items():
@@ -82,7 +82,7 @@ def check_plain(value: Any, key: str = "state") -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read a manifest. Raises DamagedCheckpoint."""
+    """Read a manifest; raise DamagedCheckpoint if that fails."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -96,10 +96,10 @@ def verify(path: Path, manifest: Any, *, content: bool = True) -> None:
     """Compare a file with its manifest.
 
     Args:
-        content: Compare the checksum too, not only the length.
+        content: Compare the checksum in addition to the length.
 
     Raises:
-        DamagedCheckpoint: They differ.
+        DamagedCheckpoint: If they differ.
     """
     try:
         length, expected_crc = manifest["bytes"], manifest["crc32"]
@@ -113,7 +113,7 @@ def verify(path: Path, manifest: Any, *, content: bool = True) -> None:
 
 
 def crc32(path: Path) -> int:
-    """Compute the CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):

@@ -1,12 +1,12 @@
 """Run folders at addresses (``out=s3://bucket/run``).
 
-A run works in a local folder, with all guarantees of a local ``out``. Its files are copied to the
-address from a thread, about once a second: a checkpoint whole, its manifest after it, and
-``status.json`` after everything else. A checkpoint without its manifest was cut off and is ignored,
-so a kill at any instant leaves the newest complete checkpoint at the address. A run starts from
-what the address holds, or from the local folder if the run's last attempt worked there.
+A run works in a local folder, with all guarantees of a local ``out``. A thread copies its files to
+the address about once a second: each checkpoint, then its manifest, and ``status.json`` after
+everything else. A checkpoint without its manifest is incomplete and ignored, so a kill at any
+instant leaves the newest complete checkpoint at the address. A run starts from the files at the
+address, or from the local folder if the run's last attempt worked there.
 
-Two runs at one address are noticed only on one machine: stores have no locks.
+Two runs at one address are detected only on the same machine, since stores have no locks.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from selftask.logs import get_logger, read_json
 
 log = get_logger(__name__)
 
-EVERY_S = 1.0  # between two uploads; at least ten times what the last one took
-TRIES = 3  # of the upload at the end
+EVERY_S = 1.0  # between two uploads; at least ten times the duration of the last one
+TRIES = 3  # for the upload at the end
 STATUS = "status.json"
 _CHECKPOINT = re.compile(r"checkpoints/(step_\d+)(\.pt|\.json|/.+)")
 
-Stamp = tuple[int, int]  # time of change in ns and size of a local file
+Stamp = tuple[int, int]  # modification time in ns and size of a local file
 
 
 def fetch_run(
     address: str, folder: Path, *, num_checkpoints: int | None = None
 ) -> dict[str, Stamp]:
-    """Make ``folder`` hold what the address holds, and nothing else.
+    """Make the content of ``folder`` equal to that of the address.
 
-    Nothing is fetched if the last attempt of the run worked in this folder, whose files are newer
-    then. Checkpoints with the same manifest are not downloaded again.
+    Nothing is fetched if the last attempt of the run worked in this folder, since its files are
+    newer. Checkpoints with the same manifest are not downloaded again.
 
     Args:
-        num_checkpoints: How many of the newest checkpoints to fetch. Default: all.
+        num_checkpoints: Number of newest checkpoints to fetch; None for all.
 
     Returns:
-        The files at the address, each with the stamp of its local copy; (0, 0) if that is another
-        one or missing.
+        The files at the address, each with the stamp of its local copy, or (0, 0) if the copy
+            differs or is missing.
 
     Raises:
-        UserError: A file cannot be read.
+        UserError: If a file cannot be read.
     """
     address = address.rstrip("/")
     names = {name for name in addresses.walk(address) if "/replaced_" not in name}
@@ -64,22 +64,22 @@ def fetch_run(
     wanted = _with_newest(_complete(names), num_checkpoints)
     for name in set(_stamps(folder)) - wanted:
         (folder / name).unlink()
-        with suppress(OSError):  # a folder that is not empty
+        with suppress(OSError):  # if a folder is not empty
             (folder / name).parent.rmdir()
     for name in sorted(wanted, key=_rank):
         try:
             if not _is_here(address, folder, name):
                 addresses.download(f"{address}/{name}", folder / name)
-        except Exception as error:  # each handler has errors of its own
+        except Exception as error:  # each handler raises its own errors
             raise UserError(f"{address}/{name}: cannot be read ({reason_of(error)})") from error
     return {**dict.fromkeys(names, (0, 0)), **_stamps(folder)}
 
 
 def local_run(address: str, *, num_checkpoints: int | None = 0) -> str:
-    """Return a local copy of a run that a user names by its address; other texts unchanged.
+    """Return a local copy of the run at a remote address; other paths are returned unchanged.
 
     Raises:
-        UserError: A file of the run cannot be read.
+        UserError: If a file of the run cannot be read.
     """
     if not is_remote(address) or not addresses.is_folder(address):
         return address
@@ -91,15 +91,15 @@ def local_run(address: str, *, num_checkpoints: int | None = 0) -> str:
 
 @contextmanager
 def mirrored(out: str, folder: Path, sent: dict[str, Stamp] | None) -> Iterator[Callable[[], None]]:
-    """Context manager that keeps the address ``out`` up to date with ``folder``.
+    """Context that keeps the address ``out`` up to date with ``folder``.
 
-    Yields a function that returns once everything is uploaded; at exit it is called again.
+    It yields a function that uploads all changes before it returns, which is also called at exit.
 
     Args:
-        sent: The result of ``fetch_run``. None: do nothing.
+        sent: The result of ``fetch_run``; None to do nothing.
 
     Raises:
-        RunError: The last upload failed.
+        RunError: If the last upload failed.
     """
     if sent is None:
         yield lambda: None
@@ -119,21 +119,21 @@ def mirrored(out: str, folder: Path, sent: dict[str, Stamp] | None) -> Iterator[
 
 
 def upload_files(out: str, folder: Path, *patterns: str) -> None:
-    """Upload the files that match, for ranks that have died. Does nothing if ``out`` is local.
+    """Upload the files that match, for terminated ranks; do nothing if ``out`` is local.
 
     Raises:
-        UserError: A file cannot be written.
+        UserError: If a file cannot be written.
     """
     for path in chain(*map(folder.glob, patterns)) if is_remote(out) else ():
         address = f"{out.rstrip('/')}/{path.relative_to(folder).as_posix()}"
         try:
             addresses.upload(path, address)
-        except Exception as error:  # each handler has errors of its own
+        except Exception as error:  # each handler raises its own errors
             raise UserError(f"{address}: cannot be written ({reason_of(error)})") from error
 
 
 class _Mirror:
-    """Uploads what changed in a folder, from a thread of its own."""
+    """Upload of the changes of a folder in a separate thread."""
 
     def __init__(self, address: str, folder: Path, sent: dict[str, Stamp]) -> None:
         self.address, self.folder, self._sent = address, folder, dict(sent)
@@ -143,12 +143,12 @@ class _Mirror:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the upload under way."""
+        """End the thread after the current upload."""
         self._over.set()
         self._thread.join()
 
     def flush(self) -> None:
-        """Upload what changed. Raises RunError if that fails several times."""
+        """Upload all changes; raise RunError after several failures."""
         for attempt in range(1, TRIES + 1):
             try:
                 self._upload_changes()
@@ -175,10 +175,10 @@ class _Mirror:
             pause = max(EVERY_S, 10 * (time.monotonic() - began))
 
     def _upload_changes(self) -> None:
-        """Upload changed files in the order of `_rank`, then remove those that are gone.
+        """Upload changed files in the order of `_rank`, then remove deleted ones.
 
-        The folder is listed first: what a checkpoint refers to is uploaded before it, and is as
-        new as it or newer.
+        The folder is listed first. Files to which a checkpoint refers are uploaded before it, so
+        they are at least as new as the checkpoint.
         """
         with self._lock:
             now = _stamps(self.folder)
@@ -190,14 +190,14 @@ class _Mirror:
 
     def _upload(self, name: str, stamp: Stamp) -> None:
         manifest = _manifest_of(name)
-        if manifest != name and manifest in self._sent:  # of the file that is replaced
+        if manifest != name and manifest in self._sent:  # manifest of the replaced file
             self._remove(manifest)
         try:
             addresses.upload(self.folder / name, f"{self.address}/{name}")
         except Exception:
             if (self.folder / name).exists():
                 raise
-            return  # removed meanwhile
+            return  # removed in the meantime
         self._sent[name] = stamp
 
     def _remove(self, name: str) -> None:
@@ -208,7 +208,7 @@ class _Mirror:
 
 
 def _stamps(folder: Path) -> dict[str, Stamp]:
-    """Return time of change and size of the files of a run, by their paths in its folder."""
+    """Return modification time and size of the files of a run, by relative path."""
     stamps = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
@@ -217,7 +217,7 @@ def _stamps(folder: Path) -> dict[str, Stamp]:
             continue
         try:
             status = path.stat()
-        except FileNotFoundError:  # removed since it was listed
+        except FileNotFoundError:  # removed after it was listed
             continue
         if path.is_file():
             stamps[name] = (status.st_mtime_ns, status.st_size)
@@ -242,19 +242,19 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def _complete(names: set[str]) -> set[str]:
-    """Return the names without checkpoints that were cut off."""
+    """Return the names without those of incomplete checkpoints."""
     return {name for name in names if not (manifest := _manifest_of(name)) or manifest in names}
 
 
 def _with_newest(names: set[str], number: int | None) -> set[str]:
-    """Return the names without all but the newest checkpoints."""
+    """Return the names without those of older checkpoints than the newest ``number``."""
     steps = {name: step_of(Path(m[1])) for name in names if (m := _CHECKPOINT.fullmatch(name))}
     newest = sorted(set(steps.values()), reverse=True)[:number]
     return {name for name in names if name not in steps or steps[name] in newest}
 
 
 def _is_here(address: str, folder: Path, name: str) -> bool:
-    """Return True for a file of a checkpoint whose manifest is the same at the address."""
+    """Return True if a file belongs to a checkpoint with the same manifest at the address."""
     manifest, path = _manifest_of(name), folder / name
     if manifest in ("", name) or not path.exists() or not (folder / manifest).exists():
         return False
@@ -267,12 +267,12 @@ def _is_here(address: str, folder: Path, name: str) -> bool:
 
 
 def _attempt(status: dict[str, Any]) -> list[Any]:
-    """Return what identifies the attempt of a run that wrote a ``status.json``."""
+    """Return the identification of a run's attempt from its ``status.json``."""
     return [status.get(name) for name in ("host", "pid", "started")]
 
 
 def _attempt_at(address: str) -> list[Any]:
     try:
         return _attempt(json.loads(addresses.read_bytes(f"{address}/{STATUS}")))
-    except ValueError:  # cut off
+    except ValueError:  # incomplete file
         return []

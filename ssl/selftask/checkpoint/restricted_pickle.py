@@ -12,8 +12,8 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     Args:
         file: The pickle, opened for reading.
-        allowed: (module, name) -> object to use for it. Each must be harmless to call with any
-            arguments.
+        allowed: (module, name) -> object to use for it. It must be safe to call each object with
+            any arguments.
 
     ``load`` raises pickle.UnpicklingError for any other name.
     """

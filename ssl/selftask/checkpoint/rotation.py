@@ -17,16 +17,16 @@ MANIFEST = "manifest.json"  # in the folder of a sharded checkpoint
 
 
 def clear(folder: Path) -> None:
-    """Create the folder and remove temporary files of a run that was killed while saving."""
+    """Create the folder and remove temporary files of a run that was killed during a save."""
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in folder.glob(".step_*.tmp"):
         discard(left_over)
 
 
 def rotate(newest: Path, keep: int, spared: Collection[int] = ()) -> None:
-    """Remove all but the ``keep`` newest, and a checkpoint of the other kind of the same step.
+    """Remove all but the ``keep`` newest checkpoints, and one of the other kind of the same step.
 
-    Those of the steps ``spared`` stay, too.
+    Checkpoints of the steps ``spared`` are kept, too.
     """
     for path in checkpoints(newest.parent):
         if path != newest and step_of(path) == step_of(newest):
@@ -37,7 +37,7 @@ def rotate(newest: Path, keep: int, spared: Collection[int] = ()) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint, its manifest first: a folder without one is not a checkpoint."""
+    """Remove a checkpoint, its manifest first, since a folder without it is not a checkpoint."""
     if path.is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
@@ -47,7 +47,7 @@ def discard(path: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, newest first: files, and folders of sharded ones."""
+    """Return the checkpoints in a folder, newest first: files, and folders of sharded ones."""
     found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -60,7 +60,7 @@ def step_of(path: Path) -> int:
 def archive(folder: Path, step: int) -> None:
     """Move checkpoints after ``step`` to ``folder/replaced_N``, since the run restarts there.
 
-    Otherwise rotation and the next resume would take them for the newest ones.
+    Otherwise rotation and the next resume would treat them as the newest ones.
     """
     newer = [path for path in checkpoints(folder) if step_of(path) > step]
     if not newer:

@@ -1,9 +1,10 @@
 """Sharded checkpoints: a folder to which every rank writes its own shards.
 
-``step_N/`` holds the sharded tensors, as torch.distributed.checkpoint (DCP) writes them; in
-``rest.pt`` everything else, plain, with None where a sharded tensor goes; in ``manifest.json``
-length and CRC-32 of every file. The folder gets its name when all of that is on disk. Any number
-of ranks reads it, each its own part; one alone, without a process group, reads the whole.
+``step_N/`` contains the sharded tensors, as written by torch.distributed.checkpoint (DCP).
+``rest.pt`` contains everything else as plain objects, with None in the places of sharded tensors.
+``manifest.json`` contains length and CRC-32 of every file. The folder gets its final name when all
+files are on disk. Any number of ranks can read it, each its own part. A single process without a
+process group reads full tensors.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ _METADATA = {
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
-    """Return the content of ``rest.pt``, and the sharded tensors by name; every rank calls.
+    """Return the content of ``rest.pt``, and the sharded tensors by name.
 
-    Tensors that are split by rows stay sharded; those distributed otherwise are gathered.
+    Tensors split by rows stay sharded; tensors distributed otherwise are gathered. Every rank must
+    call this function.
     """
     shards: dict[str, DTensor] = {}
     places: dict[str, list[Any]] = {}
@@ -91,12 +93,13 @@ def load(
     """Read and verify a sharded checkpoint, or some of its tensors. Raises DamagedCheckpoint.
 
     Args:
-        empty: ``empty(shape, dtype=...)`` allocates what a sharded tensor is read into: the whole
+        empty: ``empty(shape, dtype=...)`` allocates the destination of a sharded tensor: the full
             tensor on the CPU, or this rank's part.
-        checker: This reader's number; it verifies the checksums of its share of the files.
-        num_checkers: How many readers there are.
-        wanted: Which sharded tensors to read, as of ``store.load``; None for all. The others are
-            None. Checksums are then those of the pieces that are read, not of whole files.
+        checker: Number of this reader, which verifies the checksums of its share of the files.
+        num_checkers: Number of readers.
+        wanted: Selects the sharded tensors to read, as in ``store.load``; None for all. The others
+            become None. Checksums are then verified for the pieces that are read, not for whole
+            files.
     """
     try:
         _verify(path, checker, num_checkers, shards=wanted is None)
@@ -111,7 +114,7 @@ def load(
             _put(rest["state"], place, tensors[name])
     except DamagedCheckpoint:
         raise
-    except Exception as error:  # DCP and pickle raise many kinds for what is no checkpoint
+    except Exception as error:  # DCP and pickle raise many kinds for other files
         raise DamagedCheckpoint(f"{type(error).__name__}: {error}") from error
     state: dict[str, Any] = rest["state"]
     return state
@@ -120,7 +123,7 @@ def load(
 def _verify(path: Path, checker: int, num_checkers: int, *, shards: bool) -> None:
     """Check the length of every file, and the checksums of this checker's share.
 
-    Without ``shards`` the checksums of the tensors' files are left out.
+    Without ``shards`` the checksums of the tensors' files are not checked.
     """
     if not (path / MANIFEST).exists():
         raise DamagedCheckpoint(f"{MANIFEST} is missing")
@@ -138,7 +141,7 @@ def _verify(path: Path, checker: int, num_checkers: int, *, shards: bool) -> Non
 def _read_shards(
     path: Path, names: Iterable[str], empty: Callable[..., Tensor], *, verify: bool
 ) -> dict[str, Tensor]:
-    """Read the shards of some tensors by DCP's steps, without its communication between ranks."""
+    """Read the shards of some tensors by the steps of DCP, without communication between ranks."""
     reader = FileSystemReader(path)
     with (path / ".metadata").open("rb") as file:  # read_metadata() would run any pickle
         table: Any = RestrictedUnpickler(file, _METADATA).load()
@@ -156,7 +159,7 @@ def _read_shards(
 
 
 def _verify_pieces(path: Path, pieces: Iterable[tuple[str, int, int]]) -> None:
-    """Check the CRCs in parts of files (name, offset, length), each a zip file by torch.save."""
+    """Check the CRCs of parts of files (name, offset, length), each a zip file of torch.save."""
     for name, offset, length in sorted(pieces):
         with (path / name).open("rb") as file:
             file.seek(offset)

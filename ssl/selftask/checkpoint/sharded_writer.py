@@ -1,4 +1,4 @@
-"""Writing sharded checkpoints, every rank its own shards."""
+"""Writer of sharded checkpoints: every rank writes its own shards."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from selftask.errors import RunError
 
 
 class ShardedWriter(CheckpointWriter):
-    """CheckpointWriter for sharded states; every rank calls, and writes from a thread of its own.
+    """CheckpointWriter for sharded states; every rank calls it and writes in its own thread.
 
-    The threads communicate over their own process group. An error on one rank is raised on all.
+    The threads communicate over a separate process group. An error on one rank is raised on all.
     """
 
     _group: dist.ProcessGroup | None = None
 
     def save(self, state: dict[str, Any], step: int, *, last: bool = False) -> None:
-        """Save as CheckpointWriter does; a single file if nothing is sharded."""
+        """Save as CheckpointWriter does; write a single file if nothing is sharded."""
         self._wait_for_the_one_before()
         rest, shards = split(state)
         if not shards:
@@ -77,14 +77,14 @@ class ShardedWriter(CheckpointWriter):
                 planner=planner,
                 process_group=self._group,
             )
-        except CheckpointException as failure:  # the same on every rank; no Exception
+        except CheckpointException as failure:  # the same on every rank; not an Exception
             where, (error, _) = min(failure.failures.items(), key=lambda item: item[0])
             raise _of_rank(where, error) from failure
 
     def _finish(
         self, rest: dict[str, Any], aside: Path, step: int, files: dict[str, dict[str, int]]
     ) -> None:
-        """On the first rank, once the shards are on disk: write the rest and rename the folder."""
+        """On the first rank, after the shards are on disk: write the rest and rename the folder."""
         files[REST] = manifest.write_checked(rest, aside / REST)
         files |= _entries([aside / ".metadata"])
         for file in self.durable:
@@ -123,7 +123,7 @@ def _entries(files: Any) -> dict[str, dict[str, int]]:
 
 
 def _of_rank(where: int, error: BaseException) -> Exception:
-    """Return the error of a rank in a form to raise on all ranks; an OSError stays one."""
+    """Return the error of a rank to raise on all ranks; an OSError stays an OSError."""
     if isinstance(error, OSError):
         return OSError(error.errno, f"{error.strerror or error}, on rank {where}")
     return RunError(f"rank {where}: {type(error).__name__}: {error}")

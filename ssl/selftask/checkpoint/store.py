@@ -1,7 +1,7 @@
-"""Saving and loading states: atomic, verified, the last few kept.
+"""Saving and loading of states: atomic, verified, with rotation.
 
-A file holds tensors and plain python only, so ``torch.load(path, weights_only=True)`` reads it
-without selftask. A folder instead of a file is a sharded checkpoint (``sharded``).
+A file contains tensors and plain Python objects only, so ``torch.load(path, weights_only=True)``
+reads it without selftask. A folder instead of a file is a sharded checkpoint (``sharded``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from selftask.logs import get_logger
 log = get_logger(__name__)
 
 
-FORMAT = 1  # of what this version writes; it reads those up to it
+FORMAT = 1  # version that is written; older ones can be read
 _ENTRIES = {
     **dict.fromkeys(("model", "method", "optimizer", "scaler", "clock", "hooks", "scalars"), dict),
     **dict.fromkeys(("meters", "rng"), list),
@@ -53,13 +53,13 @@ def save(
     durable: Sequence[Path] = (),
     kept: Kept | None = None,
 ) -> Path:
-    """Write ``folder/step_N.pt`` so that a kill at any instant leaves it whole or absent.
+    """Write ``folder/step_N.pt``; a kill at any instant leaves it complete or absent.
 
-    Temporary file, fsync, rename, fsync of the folder; beside it a small JSON with length and
-    CRC-32. The ``durable`` files, which the state refers to, are brought to the disk before the
-    rename. All but the newest ``keep`` and those ``kept`` are removed. Raises TypeError, naming the
-    key, for a state that holds anything but tensors and plain python; OSError if there is no room
-    or no access, and then leaves the folder as it was.
+    The steps are: temporary file, fsync, rename, fsync of the folder. A small JSON file next to it
+    has length and CRC-32. The ``durable`` files, to which the state refers, are synced to disk
+    before the rename. All checkpoints except the newest ``keep`` and those in ``kept`` are removed.
+    Raises TypeError, with the key, for a state that contains anything but tensors and plain Python
+    objects. Raises OSError without space or access, and then leaves the folder unchanged.
     """
     check_plain(state)
     clear(folder)
@@ -81,7 +81,7 @@ def write(state: dict[str, Any], folder: Path, step: int, *, durable: Sequence[P
         manifest_path.unlink(missing_ok=True)  # of a damaged file of the same step, if any
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)  # on a full disk, half a file is in the way
+        temporary.unlink(missing_ok=True)  # on a full disk, an incomplete file takes space
         raise
     write_durably(manifest_path, json.dumps(manifest))
     sync(folder)
@@ -93,12 +93,12 @@ Wanted = Callable[[Mapping[str, Any], str], bool]
 
 
 def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str, Any], Path] | None:
-    """Return the state that ``resume`` asks for, and its path; None to start anew.
+    """Return the state selected by ``resume``, and its path; None to start a new run.
 
-    ``auto``: the newest good one of ``folder``. ``never``: none. A file of ``folder``: that one. A
-    file from elsewhere is where a run starts; once ``folder`` has a checkpoint, the run goes on
-    with that, so that the same command again resumes. ``read`` is ``load``, or does as it does.
-    Raises UserError for a damaged file.
+    ``auto`` selects the newest intact checkpoint in ``folder``, and ``never`` none. A file in
+    ``folder`` selects that file. A file elsewhere is used to start a run only: once ``folder`` has
+    a checkpoint, the newest one there is used, so that the same command resumes the run. ``read``
+    is ``load`` or a function like it. Raises UserError for a damaged file.
     """
     if resume == "never":
         return None
@@ -122,7 +122,7 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
 def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None) -> dict[str, Any]:
     """Load a checkpoint and check that it has these entries, of these types.
 
-    Raises DamagedCheckpoint, or NoCheckpoint for a file of something else, and UserError for the
+    Raises DamagedCheckpoint, NoCheckpoint for a file with other content, and UserError for the
     format of a newer selftask.
     """
     state = (read or load)(path)
@@ -142,18 +142,18 @@ def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None)
 
 
 def _instead_of_folder(path: Path) -> str:
-    """Return the hint for a folder that is no sharded checkpoint."""
+    """Return a hint for a folder that is not a sharded checkpoint."""
     there = checkpoints(path) or checkpoints(path / "checkpoints")
     hint = f"name one of its checkpoints, such as {there[0]}" if there else "there is none in it"
     return f"is a folder and not a checkpoint; {hint}"
 
 
 def load_newest(folder: Path, read: Read | None = None) -> tuple[dict[str, Any], Path] | None:
-    """Return the newest good checkpoint and its path; None if there are no checkpoints.
+    """Return the newest intact checkpoint and its path; None if there are no checkpoints.
 
-    Damaged files are logged and skipped. If a file is removed while it is read, a run that trains
-    there has replaced it; the newest one is read then. Raises UserError if all are damaged, since
-    starting anew would discard a run.
+    Damaged files are logged and skipped. If a file is removed while it is read, because a running
+    training has replaced it, the newest one is read instead. Raises UserError if all are damaged,
+    since a new start would discard the run.
     """
     damaged: set[Path] = set()
     while left := [path for path in checkpoints(folder) if path not in damaged]:
@@ -173,15 +173,15 @@ def load_newest(folder: Path, read: Read | None = None) -> tuple[dict[str, Any],
 
 
 def load(path: Path, wanted: Wanted | None = None) -> dict[str, Any]:
-    """Read and verify one checkpoint, onto the CPU. Raises DamagedCheckpoint.
+    """Read and verify one checkpoint, onto the CPU; raise DamagedCheckpoint if that fails.
 
-    Of a sharded one every tensor is made whole.
+    Tensors of a sharded checkpoint are read as full tensors.
 
     Args:
         path: A file, or the folder of a sharded checkpoint.
-        wanted: Which tensors are needed, by the state and a name in it such as
-            ``model.backbone.conv1.weight``; None for all. Others are not read from shards, and are
-            None; those of a file are read when they are used.
+        wanted: Selects the needed tensors, given the state and a name in it such as
+            ``model.backbone.conv1.weight``; None for all. Others are not read from shards and are
+            None; those of a file are read only when they are used.
     """
     if path.is_dir():
         from selftask.checkpoint import sharded  # torch.distributed.checkpoint takes 0.7 s
@@ -190,7 +190,7 @@ def load(path: Path, wanted: Wanted | None = None) -> dict[str, Any]:
     manifest_path = path.with_suffix(".json")
     if (
         NAME.fullmatch(path.name) and manifest_path.exists()
-    ):  # a kill before the last rename: none yet
+    ):  # killed before the last rename: no manifest yet
         verify(path, read_manifest(manifest_path))
     elif zipfile.is_zipfile(path):
         verify_zip(path)

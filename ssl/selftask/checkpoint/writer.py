@@ -1,8 +1,8 @@
-"""Checkpoints in the background: the state is copied at once and written during training.
+"""Checkpoints in the background: the state is copied immediately and written during training.
 
-A thread writes. torch.save, zlib.crc32, write and fsync release the GIL while they work on bytes:
-a separate process would disturb training just as much (docs/benchmarks.md), and would cost memory
-and start-up time.
+A thread writes the file. torch.save, zlib.crc32, write and fsync release the GIL while they work on
+bytes. A separate process would slow down training as much (docs/benchmarks.md), and would need
+memory and start-up time.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
-LONG_WAIT_S = 0.1  # waits longer than this are logged, once
+LONG_WAIT_S = 0.1  # longer waits are logged, once
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run into ``folder``, one at a time.
+    """Writer of the checkpoints of one run to ``folder``, one at a time.
 
-    A failed write is logged at once and raised by the next ``save`` or ``wait``. The thread is no
-    daemon: python ends only after it.
+    A failed write is logged immediately and raised by the next ``save`` or ``wait``. The thread is
+    not a daemon, so Python exits only after it has ended.
     """
 
     def __init__(
         self, folder: Path, *, keep: int, background: bool = True, durable: Sequence[Path] = ()
     ) -> None:
-        """``durable``: files that a state refers to, on disk before it is (``metrics.jsonl``)."""
+        """``durable``: files to which a state refers (``metrics.jsonl``), synced before it."""
         self.folder, self.keep, self.durable = folder, keep, durable
         self.background = background
-        self.kept = self._kept = Kept()  # with the next checkpoint, and with the one being written
+        self.kept = self._kept = Kept()  # for the next checkpoint, and for the one being written
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._told_of_wait = False
 
     def keep_now(self, kept: Kept) -> None:
-        """Write which checkpoints are kept, once the one being written is on disk."""
+        """Write the list of kept checkpoints, after the current write."""
         self.wait()
         self.kept = kept
         kept.write(self.folder)
@@ -60,16 +60,16 @@ class CheckpointWriter:
         """Copy ``state`` and return while a thread writes it.
 
         Args:
-            last: Write in this thread; the file is on disk on return.
+            last: Write in this thread; the file is on disk when the call returns.
 
         Raises:
-            TypeError: The state is not plain.
-            RunError: This write or the one before it failed.
+            TypeError: If the state is not plain.
+            RunError: If this write or the previous one failed.
         """
         manifest.check_plain(state)
         self._wait_for_the_one_before()
         self._kept = self.kept
-        if last or not self.background:  # nothing changes the state meanwhile: no copy
+        if last or not self.background:  # nothing changes the state meanwhile, so no copy is needed
             self._save_file(on_host(state), step)
             return
         copied, copying = self._buffers.copy(state)
@@ -79,7 +79,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is on disk. Raises RunError, once, if that failed."""
+        """Wait until the checkpoint is on disk; raise RunError, once, if that failed."""
         if self._thread is not None:
             with activity("waiting for the checkpoint to be written"):
                 self._thread.join()
@@ -90,14 +90,14 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a file is being written."""
+        """True while a file is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def finalize(self) -> None:
         """Wait for the current write after another error; log a failure instead of raising it."""
         try:
             self.wait()
-        except Exception:  # noqa: BLE001 - the log has it already
+        except Exception:  # noqa: BLE001 - already logged
             log.warning("the newest checkpoint is missing, too")
 
     def _wait_for_the_one_before(self) -> None:
@@ -134,7 +134,7 @@ class CheckpointWriter:
         store.save(state, self.folder, step, keep=self.keep, durable=durable, kept=kept)
 
     def _check_space(self, state: dict[str, Any]) -> None:
-        """Raise OSError before a file is begun that cannot fit on the disk."""
+        """Raise OSError before writing a file that does not fit on the disk."""
         needed = 0
 
         def count(tensor: Tensor, place: str) -> Tensor:
@@ -160,23 +160,24 @@ class CheckpointWriter:
 
 
 class HostBuffers:
-    """Host memory for the copy of a state, reused by the next save; pinned for GPU tensors.
+    """Host memory for copies of states, reused by the next save; pinned for GPU tensors.
 
-    Page faults in fresh memory cost more than the copy itself, so only the first save pays them.
+    Page faults in new memory cost more than the copy itself; with reuse, only the first save has
+    them.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, tuple[Any, Tensor]] = {}  # place in the state -> what it fits
+        self._buffers: dict[str, tuple[Any, Tensor]] = {}  # place in the state -> (kind, buffer)
 
     def copy(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         """Copy a state into buffers that the next call overwrites.
 
         Returns:
-            The copy, and events to wait for before reading copies of GPU tensors. The copies are
-            queued on the current stream, so training may go on and change the state.
+            The copy, and events to wait for before reading copies of GPU tensors. Copies are queued
+                on the current stream, so training may continue and change the state.
         """
         before, self._buffers = self._buffers, {}
-        copies: dict[Any, Tensor] = {}  # tied tensors are copied, and stored, once
+        copies: dict[Any, Tensor] = {}  # tied tensors are copied and stored once
         devices: set[torch.device] = set()
 
         def copied(tensor: Tensor, place: str) -> Tensor:
@@ -192,7 +193,7 @@ class HostBuffers:
                     buffer = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
                 if pinned:
                     devices.add(tensor.device)
-                buffer.copy_(tensor, non_blocking=pinned)  # the others are not pinned
+                buffer.copy_(tensor, non_blocking=pinned)  # the other copies are not pinned
                 self._buffers[place], copies[same] = (kind, buffer), buffer
             return buffer
 
@@ -212,7 +213,7 @@ def _map_tensors(change: Callable[[Tensor, str], Tensor], value: Any, place: str
     if isinstance(value, Tensor):
         return change(value, place)
     if isinstance(value, dict):
-        fresh = copy.copy(value)  # with the attributes of a module's OrderedDict
+        fresh = copy.copy(value)  # keeps the attributes of a module's OrderedDict
         for name, item in value.items():
             fresh[name] = _map_tensors(change, item, f"{place}.{name!r}")
         return fresh

@@ -1,7 +1,8 @@
 """Streams, events, memory and generators of any accelerator: CUDA, XPU, MPS or one of a plugin.
 
-torch has a module for each type of device (``torch.cuda``, ``torch.xpu``, ``torch.mps``) with the
-same functions, of which some lack a few. On the CPU all of this does nothing.
+torch has a module for each type of device (``torch.cuda``, ``torch.xpu``, ``torch.mps``). Their
+functions are the same, but some modules lack a few. On the CPU, the functions of this file do
+nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-_PINNED = ("cuda", "xpu")  # copy from page-locked host memory while the host goes on
+_PINNED = ("cuda", "xpu")  # asynchronous copies from page-locked host memory
 _STATISTICS = {
     f"{kind}{suffix}": f"{kind}_bytes.all.{which}"
     for kind in ("allocated", "reserved")
@@ -31,7 +32,7 @@ def names() -> list[str]:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return True if the device runs operations while the host goes on."""
+    """Return True if the device runs operations asynchronously to the host."""
     return device.type not in ("cpu", "meta")
 
 
@@ -41,24 +42,24 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has run everything that was launched."""
+    """Wait until the device has finished everything that was launched."""
     if is_accelerator(device):
         _module(device).synchronize()
 
 
 def side_stream(device: torch.device) -> Any:
-    """Return a new stream beside the current one, or None if the device has none."""
+    """Return a new stream in addition to the current one, or None if the device has none."""
     has_streams = is_accelerator(device) and hasattr(_module(device), "Stream")
     return _module(device).Stream(device) if has_streams else None
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the stream on which operations are launched now."""
+    """Return the current stream, on which operations are launched."""
     return _module(device).current_stream(device)
 
 
 def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context whose operations are launched on ``stream``; None: on the current one."""
+    """Return a context that launches operations on ``stream``; None means the current one."""
     if stream is None:
         return nullcontext()
     context: AbstractContextManager[Any] = _module(device).stream(stream)
@@ -66,11 +67,11 @@ def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def record_event(device: torch.device, *, timing: bool = False) -> Any:
-    """Return an event at the end of what the current stream has to do.
+    """Record an event on the current stream, and return it.
 
     Args:
         device: An accelerator.
-        timing: Whether ``start.elapsed_time(end)`` will be asked for.
+        timing: Whether the event is needed for ``start.elapsed_time(end)``.
     """
     event = _module(device).Event(enable_timing=timing)
     event.record()
@@ -85,10 +86,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Return the memory that torch's allocator has on the device, in bytes; empty on a CPU.
+    """Return the memory of torch's allocator on the device, in bytes; empty on a CPU.
 
-    ``allocated`` is that of tensors, ``reserved`` also that of fragments and of the cache; with
-    ``_peak`` the largest since ``reset_memory_peaks``. What the device does not count is left out.
+    ``allocated`` is the memory of tensors; ``reserved`` also includes fragments and the cache. Keys
+    with ``_peak`` are maxima since ``reset_memory_peaks``. Numbers that the device does not provide
+    are missing.
     """
     if not is_accelerator(device):
         return {}
@@ -96,24 +98,24 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
     if hasattr(module, "memory_stats"):
         stats = module.memory_stats(device)
         return {name: int(stats[key]) for name, key in _STATISTICS.items() if key in stats}
-    counted = {n: getattr(module, count, None) for n, count in _COUNTERS.items()}  # as torch.mps
+    counted = {n: getattr(module, count, None) for n, count in _COUNTERS.items()}  # for torch.mps
     return {name: int(count()) for name, count in counted.items() if count is not None}
 
 
 def reset_memory_peaks(device: torch.device) -> None:
-    """Make the peaks of ``memory_bytes`` begin at the present values."""
+    """Reset the peaks of ``memory_bytes`` to the current values."""
     if is_accelerator(device) and hasattr(_module(device), "reset_peak_memory_stats"):
         _module(device).reset_peak_memory_stats(device)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return cached memory to the driver. The next allocations are slow."""
+    """Release cached memory to the driver. The next allocations are slow."""
     if is_accelerator(device):
         _module(device).empty_cache()
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of the current device's generator by its type; empty on a CPU."""
+    """Return the state of the current device's generator by device type; empty on a CPU."""
     device = _current()
     if device is None:
         return {}
@@ -121,7 +123,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore ``rng_state``; a state of another type of device is ignored."""
+    """Restore ``rng_state``; the state of another device type is ignored."""
     device = _current()
     if device is not None and device.type in state:
         _module(device).set_rng_state(state[device.type])
@@ -129,7 +131,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def forked_rng() -> Iterator[None]:
-    """Context that leaves torch's generators, on the CPU and the device, as they were."""
+    """Context that restores torch's generators, on the CPU and the device, on exit."""
     before = rng_state()
     with torch.random.fork_rng(devices=()):
         try:

@@ -122,7 +122,7 @@ def gather_cat_with_grad(x: Tensor) -> Tensor:
 
 
 def sum_with_grad(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the sum of ``x`` over ranks; the backward pass sums gradients over ranks, too."""
+    """Return the sum of ``x`` over ranks; the backward pass also sums gradients over ranks."""
     return x if world_size() == 1 else _Sum.apply(x, group)
 
 
@@ -183,7 +183,7 @@ def average_statistics(module: nn.Module) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
-    """Copy tensors from rank 0 to every rank, those of a dtype together."""
+    """Copy tensors from rank 0 to every rank, in one broadcast per dtype."""
     if world_size() > 1 and not SIMULATED.active:
         with collective_activity("broadcast of buffers"):
             for alike in _alike(tensors):
@@ -210,7 +210,7 @@ def _fill(tensors: list[Tensor], flat: Tensor) -> None:
 
 
 def gather_objects(thing: Any) -> list[Any]:
-    """Return ``thing`` of every rank in rank order, on every rank."""
+    """Return the object ``thing`` of every rank in rank order, on every rank."""
     if world_size() == 1 or SIMULATED.active:
         return [thing] * world_size()
     things: list[Any] = [None] * world_size()

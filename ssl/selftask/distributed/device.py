@@ -46,7 +46,7 @@ def pick_device(name: str, world: World) -> torch.device:
         raise UserError(
             f"train.device={name}: torch sees {found} here; use train.device=auto{others} or cpu"
         )
-    index = world.local_rank % torch.accelerator.device_count()  # a SLURM task may see one only
+    index = world.local_rank % torch.accelerator.device_count()  # a SLURM task may see only one
     torch.accelerator.set_device_index(index)
     return torch.device(seen.type, index)
 

@@ -1,6 +1,6 @@
-"""How often Python's garbage collector runs: seldom while a command starts, as usual in training.
+"""Frequency of Python's garbage collector: rare while a command starts, normal in training.
 
-Importing torch creates a million objects that stay. The collector would visit them again and again.
+Importing torch creates a million permanent objects, which the collector would visit repeatedly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SELDOM = (50_000, 20, 100)
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Context in which cycles are looked for seldom; for a whole command."""
+    """Context with rare garbage collection, for a whole command."""
     before = gc.get_threshold()
     gc.set_threshold(*_SELDOM)
     try:
@@ -26,10 +26,10 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def usually_collected() -> Iterator[None]:
-    """Context in which cycles are looked for as usual; in training one may hold large tensors.
+    """Context with normal garbage collection: in training, a cycle may hold large tensors.
 
-    Objects that exist at its start are left out (``gc.freeze``), so that loader workers go on
-    sharing their memory with this process.
+    Objects that exist at its start are excluded (``gc.freeze``), so that loader workers continue to
+    share their memory with this process.
     """
     before = gc.get_threshold()
     gc.freeze()

@@ -17,7 +17,7 @@ class Heartbeat:
     def __init__(self) -> None:
         self.count = 0
         self.doing = "training"
-        self.collectives = 0  # started so far; a rank with fewer than the others is missing
+        self.collectives = 0  # number started; a rank with fewer than the others is missing
         self.waits = False  # True inside a collective
         self.step = 0
 
@@ -48,7 +48,7 @@ def track(doing: str, items: Iterable[T]) -> Iterator[T]:
 
     Args:
         doing: Name of the activity, for the watchdog's report.
-        items: What to iterate over.
+        items: Items to iterate over.
     """
     for item in items:
         with activity(doing):
@@ -56,7 +56,7 @@ def track(doing: str, items: Iterable[T]) -> Iterator[T]:
 
 
 class collective_activity(activity):
-    """``activity`` for a collective; the watchdog compares the number of them between ranks."""
+    """``activity`` for a collective; the watchdog compares their number between ranks."""
 
     def __enter__(self) -> None:
         super().__enter__()

@@ -1,4 +1,4 @@
-"""Processes of this machine: which still run, and how many files this one may open.
+"""Processes of this machine: whether one runs, and this one's limit of open files.
 
 Does not import torch.
 """
@@ -14,7 +14,7 @@ OPEN_FILES = 4096  # enough for the workers of a run
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process with this id runs on this machine."""
+    """Return True if a process with this id runs on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -33,9 +33,9 @@ def is_gone(status: dict[str, Any]) -> bool:
 
 
 def raise_limit_of_open_files() -> None:
-    """Raise the soft limit to 4096, as far as the hard limit allows; never lower it.
+    """Raise the soft limit of open files to 4096, or to the hard limit if that is lower.
 
-    Workers pass batches by file descriptors, and systems allow 256 or 1024 by default.
+    It is never lowered. Workers pass batches by file descriptors, and the default is 256 or 1024.
     """
     if sys.platform == "win32":
         return

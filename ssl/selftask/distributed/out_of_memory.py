@@ -24,18 +24,18 @@ def available_bytes() -> int | None:
 
 
 class OutOfMemoryKills:
-    """Detects out-of-memory kills since its construction.
+    """Detector of out-of-memory kills since its construction.
 
     Kills are counted in the control group of this process and on the machine. A container, a SLURM
-    job or a login session is a control group, which usually holds all ranks of a machine and their
-    workers. The machine's count includes unrelated processes.
+    job or a login session is a control group, which usually contains all ranks of a machine and
+    their workers. The machine's count includes unrelated processes.
     """
 
     def __init__(self) -> None:
         self._before = _of_group(), _of_machine()
 
     def explain(self) -> str:
-        """Return why a process was killed, or an empty string if no memory kill was counted."""
+        """Return why a process was killed, or an empty string if no kill was counted."""
         group, machine = self._before
         if _of_group() > group:
             return "out of memory, the kernel has killed it"
@@ -45,7 +45,7 @@ class OutOfMemoryKills:
 
 
 def _of_group() -> int:
-    """Return the kills in the control group, or 0 if they are not counted."""
+    """Return the number of kills in the control group, or 0 if they are not counted."""
     return next((count for path in _files_of_group() if (count := _count(path)) is not None), 0)
 
 

@@ -20,7 +20,7 @@ def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) 
     Args:
         world: Rank and size of this process.
         device: Selects the backend: NCCL for CUDA, XCCL for XPU, else gloo.
-        timeout_s: Time limit of a collective, in seconds; it fails on the ranks waiting in it.
+        timeout_s: Time limit of a collective, in seconds; after it, waiting ranks raise an error.
 
     Raises:
         UserError: If the ranks cannot connect to each other.

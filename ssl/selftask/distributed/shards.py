@@ -1,4 +1,4 @@
-"""Sharded tensors (FSDP): which ranks hold one, and the whole of it."""
+"""Sharded tensors (FSDP): the ranks that hold one, and the full tensor."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def full_tensor(shards: DTensor) -> Tensor:
-    """Return the whole tensor, detached. Every rank must call it.
+    """Return the full tensor, detached. Every rank must call this function.
 
-    Shards that are kept on the CPU are gathered by way of the mesh's device.
+    Shards on the CPU are gathered on the mesh's device.
     """
     on_device: Any = shards.detach().to(shards.device_mesh.device_type)
     whole: Tensor = on_device.full_tensor()

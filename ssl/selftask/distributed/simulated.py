@@ -1,7 +1,7 @@
-"""Simulated ranks: a process computes what one of many ranks would, without a process group.
+"""Simulated ranks: a process acts as one of many ranks, without a process group.
 
-Collectives return tensors of the right shape, and their traffic is counted. Values are wrong: for
-fake tensors, which have none.
+Collectives return tensors of the right shape, and their traffic is counted. Values are wrong, so
+this is for fake tensors, which have no values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class SimulatedRanks:
-    """Number of simulated ranks, and what one of them has sent. There is one per process.
+    """Number of simulated ranks, and the bytes that one of them has sent; one object per process.
 
     Args:
         size: Number of ranks; 1 if nothing is simulated.
@@ -45,10 +45,10 @@ class SimulatedRanks:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Count a ring all-gather: each rank sends W - 1 parts. Return (W * len(x), ...)."""
+        """Count a ring all-gather: each rank sends W - 1 parts. Return shape (W * len(x), ...)."""
         self.bytes_of["all_gather"] += (self.size - 1) * _bytes(x)
         parts = x.new_empty(self.size, *x.shape)
-        return parts.flatten(0, 1).clone()  # as ``torch.cat`` of the received parts
+        return parts.flatten(0, 1).clone()  # like ``torch.cat`` of the received parts
 
 
 SIMULATED = SimulatedRanks()

@@ -1,6 +1,6 @@
 """Rank and world size of this process, as set by torchrun, SLURM, MPI or selftask.
 
-Does not import torch, since launchers use it, too.
+Does not import torch, since launchers also use it.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _from_local_job() -> World:
 def _from_mpi(rank: str, size: str, local_rank: str, local_size: str) -> World:
     """Return the world of a process of mpirun, given the names of its variables.
 
-    Ranks on several machines meet at MASTER_ADDR and MASTER_PORT. On one machine all ranks are
-    children of one process, whose id gives the port.
+    Ranks on several machines connect at MASTER_ADDR and MASTER_PORT. On one machine all ranks are
+    children of one process, and its id gives the port.
     """
     of_rank, of_size, of_local, of_local_size = (
         _number(name) for name in (rank, size, local_rank, local_size)
@@ -142,7 +142,7 @@ def _from_mpi(rank: str, size: str, local_rank: str, local_size: str) -> World:
 
 
 def slurm_attempt() -> str:
-    """Return an identifier of this attempt of the SLURM job, equal in batch script and tasks."""
+    """Return an identifier of this attempt of the SLURM job, the same in batch script and tasks."""
     return f"slurm:{os.environ['SLURM_JOB_ID']}:{_number('SLURM_RESTART_COUNT', 0)}"
 
 
@@ -162,7 +162,7 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a SLURM node list: ``gpu07`` of ``gpu[07-09,12],cpu1``."""
+    """Return the first host of a SLURM node list, such as ``gpu07`` of ``gpu[07-09,12],cpu1``."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", hosts)
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST={hosts!r} names no host")
@@ -171,7 +171,7 @@ def first_host(hosts: str) -> str:
 
 
 def expand_counts(tasks: str) -> list[int]:
-    """Return the tasks per node: ``[2, 2, 1]`` for SLURM's ``2(x2),1``."""
+    """Return the number of tasks per node, such as ``[2, 2, 1]`` for SLURM's ``2(x2),1``."""
     counts: list[int] = []
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

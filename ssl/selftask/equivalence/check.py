@@ -30,7 +30,7 @@ from selftask.errors import RunError, UserError, describe_exit
 from selftask.registry import BACKBONES
 
 _PRELOADED = ("selftask.equivalence.worker", "torch._dynamo")  # optimizers import the second, 3 s
-_GRACE_S = 5.0  # for the ranks that fail after the first
+_GRACE_S = 5.0  # for ranks that fail after the first failure
 
 
 @dataclass(frozen=True)

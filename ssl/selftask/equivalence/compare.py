@@ -16,7 +16,7 @@ RESUMED = "2 > 1 > 2"
 _STEPWISE = ("samples", "inputs", "loss", "terms", "gradients")
 _FINAL = ("network", "method", "optimizer")
 
-Record = dict[str, Any]  # of one rank, see ``RecordedTask.record``
+Record = dict[str, Any]  # record of one rank, see ``RecordedTask.record``
 
 
 @dataclass(frozen=True)

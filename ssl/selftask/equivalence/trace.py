@@ -62,11 +62,11 @@ class RecordedTask(Task):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, sources=Sources(images_for(config), None))
-        self.samples: list[Tensor] = []  # of each batch, (B,) image indices
-        self.inputs: list[dict[str, Tensor]] = []  # of each batch, name -> (B,) weighted sums
+        self.samples: list[Tensor] = []  # (B,) image indices of each batch
+        self.inputs: list[dict[str, Tensor]] = []  # name -> (B,) weighted sums, for each batch
         self.batch_losses: list[Tensor] = []
         self.terms: list[dict[str, Tensor]] = []
-        self.gradients: list[dict[str, Tensor]] = []  # of each step
+        self.gradients: list[dict[str, Tensor]] = []  # for each step
         self.exchanges = 0  # collectives called while a loss was computed
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -183,7 +183,7 @@ class _CollectiveCounter:
 
 
 class _InDouble:
-    """Wraps a DataModule to convert its batches to float64."""
+    """DataModule whose batches are converted to float64."""
 
     def __init__(self, feed: Any) -> None:
         self._feed = feed

@@ -22,7 +22,7 @@ from selftask.config.schema import Config
 from selftask.equivalence.trace import RecordedTask, batch_norm_replaced
 from selftask.errors import UserError
 
-TIMEOUT_S = 60.0  # of a collective
+TIMEOUT_S = 60.0  # for a collective
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC", "SLURM_", "MASTER")
 
 

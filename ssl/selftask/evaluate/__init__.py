@@ -1,1 +1,1 @@
-"""Judging frozen features: k-NN, linear probe, SVM, during a run and afterwards."""
+"""Evaluation of frozen features, during and after a run: k-NN, linear probe, SVM, retrieval."""

@@ -1,4 +1,4 @@
-"""Smaller chunks of rows if the memory of the device is full."""
+"""Smaller chunks of rows after out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ log = get_logger(__name__)
 
 
 class InChunks:
-    """Call a function of rows, with half as many rows after each out-of-memory error.
+    """Function of rows that is called on half as many rows after each out-of-memory error.
 
-    The number of rows that fits is kept for later calls.
+    Later calls start with the number of rows that fits.
 
     Args:
         function: Tensors with N rows each -> tensors with N rows each. Rows must be independent,
-            and the call local to this rank.
-        what: Of the rows, for the log: ``images``.
+            and the function must not communicate between ranks.
+        what: Word for the rows in the log, such as ``images``.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], what: str) -> None:
@@ -43,7 +43,7 @@ class InChunks:
             else:
                 first += len(chunk[0])
                 continue
-            # only now: inside `except`, the traceback keeps the tensors of the failed call
+            # Only now: inside `except`, the traceback keeps the tensors of the failed call alive.
             log.warning("out of memory: %d %s at a time from now on", self._most, self._what)
             empty_cache(chunk[0].device)
         return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))

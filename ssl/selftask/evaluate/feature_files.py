@@ -23,7 +23,7 @@ IMAGES, FACTS = "images.csv", "features.json"
 
 
 def features_name(layer: int | None = None) -> str:
-    """Return the name of the file of a layer, or of the backbone's own output."""
+    """Return the file name of the features of a layer, or of the backbone's own output."""
     return "features.npy" if layer is None else f"features_layer{layer}.npy"
 
 
@@ -34,17 +34,17 @@ def write_features(
     facts: dict[str, Any],
     layers: Sequence[int | None] = (None,),
 ) -> Path:
-    """Write the folder, the features last: if they exist, the other files do.
+    """Write the folder, features last: if they exist, all other files exist.
 
     Args:
         out: The folder.
         parts: Batches, each with its features split by layer.
-        source: The images, for their paths.
+        source: Source of the images, for their paths.
         facts: Content of ``features.json``.
-        layers: Numbers of the layers; None is the backbone's own output.
+        layers: Numbers of the layers; None for the backbone's own output.
 
     Returns:
-        The file of the last layer.
+        The path of the last layer's file.
 
     Raises:
         UserError: If there are no images.
@@ -75,7 +75,7 @@ def write_features(
 def write_table(path: Path, images: Path, labels: Iterable[int]) -> None:
     """Write the images of ``images.csv`` with other labels, as a table that ``data=`` can read.
 
-    Relative paths become absolute: a table's own are relative to its folder.
+    Relative paths become absolute, since paths in a table are relative to its folder.
     """
     with (
         images.open(encoding="utf-8", errors="surrogateescape", newline="") as given,
@@ -100,7 +100,7 @@ def write_ranking(path: Path, images: Path, cosines: Sequence[float]) -> None:
 
 
 class _NpyFile:
-    """A ``.npy`` file of float32 rows whose number is known at the end."""
+    """A ``.npy`` file of float32 rows; the number of rows is written at the end."""
 
     def __init__(self, path: Path, width: int) -> None:
         self.path, self.width, self.rows = path, width, 0
@@ -112,9 +112,9 @@ class _NpyFile:
         self.rows += len(rows)
 
     def close(self) -> None:
-        """Write the number of rows and give the file its name."""
+        """Write the number of rows and rename the file to its final name."""
         self.file.seek(0)
-        self._write_header()  # numpy leaves room for more digits: the length stays
+        self._write_header()  # numpy reserves space for more digits, so the length is unchanged
         self.file.close()
         Path(self.file.name).rename(self.path)
 

@@ -1,4 +1,4 @@
-"""Features of a labelled data set by a frozen backbone, kept in memory for all evaluations.
+"""Features of a labelled data set from a frozen backbone, kept in memory for all evaluations.
 
 N images, E features.
 """
@@ -30,11 +30,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Features:
-    """Features and labels of images, one row for each, in the order in which they were read."""
+    """Features and labels of images, one row per image, in the order in which they were read."""
 
     features: Tensor  # (N, E) float32
     targets: Tensor  # (N,) int64; -1 for images without a label
-    indices: Tensor  # (N,) int64: number of the image in the data set
+    indices: Tensor  # index of the image in the data set
 
     def __len__(self) -> int:
         return len(self.features)
@@ -48,14 +48,14 @@ class Features:
         return Features(self.features[rows], self.targets[rows], self.indices[rows])
 
     def draw(self, count: int, generator: torch.Generator) -> Features:
-        """Draw ``count`` images of each class, or all of a class that has fewer."""
+        """Draw ``count`` images of each class, or all images of a class that has fewer."""
         order = torch.randperm(len(self), generator=generator).to(self.targets.device)
         shuffled = self.targets[order]
         chosen = [order[shuffled == label][:count] for label in torch.unique(self.targets)]
         return self[torch.cat(chosen)]
 
     def split(self, widths: Sequence[int]) -> list[Features]:
-        """Split the features into blocks of columns; targets and indices stay."""
+        """Split the features into blocks of columns; targets and indices are unchanged."""
         blocks = self.features.split(list(widths), dim=1)
         return [replace(self, features=block.contiguous()) for block in blocks]
 
@@ -69,7 +69,7 @@ class Features:
             )
 
     def check_labels(self, what: str) -> None:
-        """Raise UserError unless there are images and every one has a label."""
+        """Raise UserError unless there are images and all of them have labels."""
         check_targets(self.targets, what)
 
 
@@ -90,12 +90,12 @@ def extract_features(
 ) -> Features:
     """Run the backbone over batches and collect its features on the CPU.
 
-    Train or eval mode, BatchNorm statistics and torch's random state are left unchanged. (A
-    DataLoader draws one random number when it starts.)
+    Train or eval mode, BatchNorm statistics and torch's random state are restored. (A DataLoader
+    draws one random number when it starts.)
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
-        batches: Dicts with ``views`` (the first is used), ``target`` and ``index``.
+        batches: Dicts with ``views`` (the first one is used), ``target`` and ``index``.
         device: Device of the backbone.
 
     Raises:
@@ -120,8 +120,8 @@ def iterate_features(
 ) -> Iterator[Features]:
     """Yield the features of each batch on the CPU; see ``extract_features``.
 
-    The backbone is in eval mode until the iterator ends. If the device's memory is full, it runs on
-    parts of a batch.
+    The backbone is in eval mode until the iterator ends. If the device runs out of memory, it runs
+    on parts of a batch.
     """
     run = InChunks(lambda images: (backbone(images).float().cpu(),), "images")
     is_first, begun, computed_s, count = True, time.monotonic(), 0.0, 0
@@ -132,7 +132,7 @@ def iterate_features(
                 check_images(backbone, images)
                 is_first = False
             before = time.monotonic()
-            (features,) = run(images)  # (B, E); on the CPU: the device is done
+            (features,) = run(images)  # (B, E) on the CPU, so the device has finished
             computed_s, count = computed_s + time.monotonic() - before, count + len(features)
             yield Features(features, batch["target"].cpu(), batch["index"].cpu())
     text = "features: %s images in %.1f s, of which the backbone computed %.1f s"
@@ -140,10 +140,10 @@ def iterate_features(
 
 
 def log_speed(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the batches; log images a second, and the time left, every 30 s of a long pass.
+    """Yield the batches; log images per second and the remaining time every 30 s.
 
-    The first batches, in which workers and kernels start, do not count. The time left is known if
-    ``batches`` has a length.
+    The first batches, in which workers and kernels start, do not count. The remaining time is known
+    if ``batches`` has a length.
     """
     images, said = 0, time.monotonic()
     total = len(batches) if isinstance(batches, Sized) else None

@@ -1,11 +1,12 @@
 """Weighted k nearest neighbours on frozen features.
 
-Wu et al. (arXiv:1805.01978), section 3.4, as reported by DINO and most others: the k training
-images of largest cosine s vote for their class with weight exp(s / temperature).
+Wu et al. (arXiv:1805.01978), section 3.4, as reported by DINO and most other papers: the k training
+images with the largest cosine s vote for their class with weight exp(s / temperature).
 
-N training images, B test images of one chunk, E features, C classes. With several ranks each holds
-a part of both sets. Chunks of test images are sent to all ranks, and each rank finds the nearest of
-its own training images. The k nearest of these are the result. No rank holds all features.
+N training images, B test images of one chunk, E features, C classes. With several ranks, each rank
+has a part of both sets. Chunks of test images are sent to all ranks, and each rank finds the
+nearest of its own training images. The k nearest of these are the result. No rank stores all
+features.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from selftask.evaluate.label_counts import LabelCounts, require_labels
 from selftask.registry import register_evaluation
 
 _TEST_ROWS = 512
-_TRAIN_ROWS = 8192  # in float32: one block of similarities has 16 MiB, larger ones are slower
-_SPARE = 2  # candidates in bfloat16 for each neighbour in float32
+_TRAIN_ROWS = 8192  # in float32, one block of similarities has 16 MiB; larger blocks are slower
+_SPARE = 2  # bfloat16 candidates per float32 neighbour
 
 
 @register_evaluation("knn")
 @dataclass(frozen=True, kw_only=True)
 class KNN:
-    """Top-1 of weighted nearest neighbours: knn_top1 for the first k, knn_top1_k200 for others."""
+    """Weighted nearest neighbours: top-1 as knn_top1 for the first k, knn_top1_k200 for others."""
 
     takes_parts: ClassVar[bool] = True  # each rank passes its own part of the features
 
     k: list[int] = field(default_factory=lambda: [20])
-    """Numbers of neighbors that vote; a metric for each."""
+    """Numbers of neighbors that vote; one metric for each."""
     temperature: float = 0.07
-    """Temperature of the votes; smaller: nearer neighbors count more."""
+    """Temperature of the votes; a smaller one gives nearer neighbors more weight."""
     search: Literal["float32", "bfloat16"] = "float32"
-    """Type in which candidates are found before they are compared in float32; bfloat16 is faster
-    where hardware has it, with very nearly the same neighbors.
+    """Data type for finding candidates, which are then compared in float32; bfloat16 is faster on
+    hardware that supports it, with nearly the same neighbors.
     """
     only_test_classes: bool = False
-    """Whether neighbors are only images of classes that the test set has."""
+    """Whether neighbors are restricted to classes of the test set."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.k or min(self.k) < 1:
@@ -66,11 +67,11 @@ class KNN:
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return the fraction of test images that are classified correctly, by metric name.
 
-        With ``test is train`` no image is its own neighbour. With several ranks every rank must
-        call it with its own part of the features; all get the result for the whole.
+        With ``test is train`` no image is its own neighbour. With several ranks, every rank must
+        call this with its own part of the features; all ranks get the result for all features.
 
         Raises:
-            UserError: Images without labels, or fewer than k neighbours.
+            UserError: If images have no labels, or there are fewer than k neighbours.
         """
         targets = [torch.cat(gather_objects(part.targets)) for part in (train, test)]
         check_targets(targets[0], "k-NN, training set")
@@ -98,12 +99,12 @@ class KNN:
     def _neighbors(self, train: Features, test: Features) -> Iterator[tuple[Tensor, ...]]:
         """Yield targets (B,), cosines and row numbers (B, k), nearest first, for all test images.
 
-        Row numbers are those of the training sets of all ranks, one after the other.
+        Row numbers refer to the concatenated training sets of all ranks.
         """
         bank = Bank(train.features, search=self.search)
         nearest = InChunks(lambda rows, out: bank.nearest(rows, max(self.k), out), "test images")
         queries = F.normalize(test.features, dim=1)
-        own = torch.arange(len(test), device=queries.device)  # rows to leave out
+        own = torch.arange(len(test), device=queries.device)  # rows to exclude
         if test is not train:
             own = torch.full_like(own, -1)
         sizes = gather_objects((len(train), len(test)))
@@ -127,17 +128,17 @@ def class_votes(cosine: Tensor, labels: Tensor, num_classes: int, temperature: f
 
     Args:
         cosine: (B, k), nearest first.
-        labels: (B, k), of the neighbours.
-        num_classes: Number C of classes.
-        temperature: Of the weights exp(cosine / temperature).
+        labels: (B, k), labels of the neighbours.
+        num_classes: Number of classes, C.
+        temperature: Temperature of the weights exp(cosine / temperature).
     """
-    # relative to the nearest: the same vote without overflow
+    # relative to the nearest: the same vote, without overflow
     weight = ((cosine - cosine[:, :1]) / temperature).exp()
     return weight.new_zeros(len(weight), num_classes).scatter_add_(1, labels, weight)
 
 
 class Bank:
-    """Features to search for nearest neighbours by cosine.
+    """Nearest-neighbour search by cosine in a set of features.
 
     Args:
         features: (N, E).
@@ -150,6 +151,7 @@ class Bank:
         self._candidates: Tensor | None = None
         if search == "bfloat16":
             # subtracting the mean keeps the order of cosines with a query and reduces rounding
+            # errors
             self._candidates = (self._rows - self._rows.mean(dim=0)).bfloat16()
 
     def nearest(self, queries: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +196,7 @@ def _top(queries: Tensor, bank: Tensor, k: int, left_out: Tensor) -> tuple[Tenso
 
 
 def _products(queries: Tensor, block: Tensor) -> Tensor:
-    """``queries @ block.T``. Float32 on a CPU uses oneDNN, twice as fast as MKL on AMD."""
+    """Return ``queries @ block.T``; float32 on a CPU uses oneDNN, twice as fast as MKL on AMD."""
     dense = queries.dtype == torch.float32 and queries.device.type == "cpu" and len(queries) > 0
     if dense and torch.backends.mkldnn.is_available():
         return F.linear(queries.to_mkldnn(), block.to_mkldnn()).to_dense()

@@ -1,4 +1,4 @@
-"""Label counts of an evaluation, checked before features are computed.
+"""Label counts of an evaluation, which are checked before features are computed.
 
 C classes.
 """
@@ -24,11 +24,11 @@ _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Number of images of each class in the training and test set of an evaluation."""
+    """Number of images of each class in the training set and the test set of an evaluation."""
 
     train: np.ndarray  # (C,)
     test: np.ndarray  # (C,)
-    names: Sequence[str] | None = None  # names of the classes; None: numbers
+    names: Sequence[str] | None = None  # class names; None: numbers
     leave_one_out: bool = False  # each image is compared with all others
 
     @classmethod
@@ -50,7 +50,7 @@ class LabelCounts:
         names: Sequence[str] | None = None,
         leave_one_out: bool = False,
     ) -> LabelCounts:
-        """Count targets (N,), in which -1 means no label."""
+        """Count targets (N,); -1 means no label."""
         labels = [np.asarray(part)[np.asarray(part) >= 0] for part in (train, test)]
         size = 1 + max(int(part.max(initial=-1)) for part in labels)
         counts = [np.bincount(part, minlength=size) for part in labels]
@@ -73,7 +73,7 @@ class LabelCounts:
         return int(self.train.sum()) - self.leave_one_out
 
     def among_test_classes(self) -> LabelCounts:
-        """Return the counts without training images of classes that the test set lacks."""
+        """Return the counts without training images of classes that are not in the test set."""
         return replace(self, train=np.where(self.test > 0, self.train, 0))
 
     def name(self, label: int) -> str:
@@ -114,7 +114,7 @@ class LabelCounts:
 
 
 def check_label_counts(evaluations: Mapping[str, Component], counts: LabelCounts) -> None:
-    """Raise ConfigError unless the labels allow every evaluation."""
+    """Raise ConfigError unless the labels are sufficient for every evaluation."""
     found = list(counts.problems())
     for key, component in evaluations.items():
         evaluation = EVALUATIONS[component.name](**component.args)
@@ -139,16 +139,16 @@ def few_label_problems(few_labels: Sequence[int], counts: LabelCounts) -> Iterat
 
 
 def require_labels(evaluation: Any, counts: LabelCounts) -> None:
-    """Raise UserError unless the labels allow this evaluation."""
+    """Raise UserError unless the labels are sufficient for this evaluation."""
     found = list(evaluation.label_problems(counts))
     if found:
         raise UserError("\n".join(found))
 
 
 def count_shared_images(train: Features, test: Features) -> int:
-    """Return the number of test images with exactly the features of some training image.
+    """Return the number of test images whose features equal those of a training image.
 
-    0 if most training images share their features with another one, as for a collapsed network.
+    Returns 0 if most training images have the same features as another one (a collapsed network).
     """
     draw = np.random.default_rng(0)
     factors = draw.integers(1, 2**62, size=train.features.shape[1], dtype=np.int64) | 1

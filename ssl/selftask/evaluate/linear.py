@@ -22,28 +22,29 @@ from selftask.evaluate.label_counts import LabelCounts, few_label_problems, requ
 from selftask.registry import register_evaluation
 
 _ROWS = 8192  # images per block of logits
-_ROUGH, _FINE = 1e-3, 1e-4  # tolerances: to choose a weight decay, and for the result
+_ROUGH, _FINE = 1e-3, 1e-4  # tolerances for choosing a weight decay and for the result
 _RESOLUTION = 1e-9  # smaller decreases of the loss count as none
 
 
 @register_evaluation("linear")
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """Top-1 of a linear probe: linear_top1 with all labels, linear_10_labels_top1 with few."""
+    """Linear probe: linear_top1 with all labels, linear_10_labels_top1 with few labels."""
 
     few_labels: list[int] = field(default_factory=list)
-    """Also train on so many labels per class; a metric for each."""
+    """Numbers of labels per class on which to train as well; one metric for each."""
     repeats: int = setting(5, min=1)
-    """Random draws of few labels, whose results are averaged."""
+    """Number of random draws of few labels, over which results are averaged."""
     weight_decay: list[float] = field(default_factory=lambda: [0.00001, 0.0001, 0.001, 0.01, 0.1])
-    """Weight decays to choose from: L2, against the mean cross-entropy; scikit-learn's 1 / (C * n).
+    """Weight decays to choose from, relative to the mean cross-entropy: 1 / (C * n) in
+    scikit-learn.
     """
     iterations: int = setting(200, min=1)
-    """Largest number of iterations of L-BFGS."""
+    """Maximum number of iterations of L-BFGS."""
     held_out: float = setting(0.2, min=0, max=1)
-    """Share of the training labels that chooses the weight decay."""
+    """Share of the training images that is held out to choose the weight decay."""
     only_test_classes: bool = False
-    """Whether to predict only among the classes that the test set has."""
+    """Whether predictions are restricted to classes of the test set."""
     seed: int = setting(0, min=0)
     """Seed of the random draws."""
 
@@ -94,7 +95,7 @@ class Linear:
         part = problem.subset(kept if len(kept) else held)
         found: dict[float, _HeldOut] = {}
         weights: Tensor | None = None
-        for decay in sorted(set(self.weight_decay), reverse=True):  # the easiest to fit first
+        for decay in sorted(set(self.weight_decay), reverse=True):  # from the easiest to fit
             weights = part.fit(decay, start=weights, tolerance=_ROUGH)
             found[decay] = part.held_out(weights, problem.z[held], problem.target[held])
         return [found[decay] for decay in self.weight_decay]
@@ -116,8 +117,8 @@ class _Problem:
     Weights (C, R + 1) are coefficients along the axes, then the bias. L-BFGS runs on weights scaled
     by a bound on the curvature: the Hessian of the mean cross-entropy is at most half the
     covariance of the features (Boehning, Ann. Inst. Statist. Math. 44, 1992), which is diagonal
-    here. With this scaling all problems are about equally well conditioned, and a step size of
-    about 1 is right.
+    here. With this scaling, all problems have similar condition numbers, and a step size of about 1
+    is suitable.
     """
 
     def __init__(self, train: Features, iterations: int) -> None:
@@ -127,7 +128,7 @@ class _Problem:
         self.z, self.basis, self.variance = _principal_axes(train.features - self.mean)
 
     def subset(self, rows: Tensor) -> _Problem:
-        """Return the problem for some of the images, with the same axes and classes."""
+        """Return the problem for a subset of the images, with the same axes and classes."""
         part = copy.copy(self)
         part.z, part.target = self.z[rows], self.target[rows]
         return part
@@ -137,8 +138,9 @@ class _Problem:
 
         Args:
             decay: Weight decay.
-            start: Initial weights; None: zeros.
-            tolerance: Stop if no entry of the gradient with respect to scaled weights exceeds it.
+            start: Initial weights; None for zeros.
+            tolerance: Stop if no entry of the gradient with respect to the scaled weights exceeds
+                it.
 
         Returns:
             Weights (C, R + 1).
@@ -197,7 +199,7 @@ class _Problem:
         Args:
             weights: (C, R + 1).
             test: The test images.
-            only_its_classes: Whether to predict among the classes of the test images only.
+            only_its_classes: Whether predictions are restricted to classes of the test images.
         """
         absent = ~torch.isin(self.classes, test.targets) & only_its_classes  # (C,)
         hits = 0
@@ -218,8 +220,8 @@ def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return centred rows along their principal axes (n, R), the axes (E, R) and variances (R,).
 
     R = min(n, E). If there are fewer images than features (raw pixels, few labels), the axes are
-    computed from products of images, which is the smaller problem; the best weights lie in their
-    span. Axes without variance get a small one, to avoid a division by 0.
+    computed from products of images, which is the smaller problem; the optimal weights are in their
+    span. Axes without variance get a small variance, to avoid a division by 0.
     """
     num_images, num_features = x.shape
     if num_images < num_features:
@@ -234,7 +236,7 @@ def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _standardised(train: Features, test: Features) -> tuple[Features, Features]:
-    """Standardise both sets with training statistics; constant features are kept."""
+    """Standardise both sets with training statistics; constant features are not scaled."""
     mean, deviation = train.features.mean(dim=0), train.features.std(dim=0, correction=0)
     idle = deviation < 1e-6 * deviation.max().clamp_min(1e-30)
     deviation = deviation.masked_fill(idle, 1.0)

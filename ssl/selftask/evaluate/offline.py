@@ -1,4 +1,4 @@
-"""Evaluate finished weights: a run, a file, or a model of timm or torchvision."""
+"""Evaluation of trained weights: a run, a file, or a model of timm or torchvision."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def evaluate_backbone(
     device: torch.device,
     tell: Callable[[str], None] = log.info,
 ) -> dict[str, float]:
-    """Evaluate a frozen backbone on labelled images by ``eval.evaluations``.
+    """Evaluate a frozen backbone on labelled images with ``eval.evaluations``.
 
     Without a validation set the training images are also the test images; k-NN then excludes each
     image from its own neighbours. Metrics on ``data.val_sets`` are called ``NAME/knn_top1``.
@@ -43,7 +43,7 @@ def evaluate_backbone(
         config: Config with ``eval.evaluations`` and ``eval.transforms``.
         sources: Training and test images.
         device: Device to compute features on.
-        tell: Called with a line on the images and classes, and one if test images are also
+        tell: Called with a line about images and classes, and another if test images are also
             training images.
 
     Returns:
@@ -74,7 +74,7 @@ def evaluate_backbone(
         with stage("evaluate", at_once=True):
             figures = evaluate_features(backbone, evaluations, train, test)
         before = known[name]
-        counts = LabelCounts.of_targets(  # of readable images only
+        counts = LabelCounts.of_targets(  # readable images only
             train.targets,
             test.targets,
             names=None if before is None else before.names,

@@ -1,4 +1,4 @@
-"""Evaluations during a run: the current backbone on the labelled images."""
+"""Evaluations during a run: the current backbone on labelled images."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def evaluate_task(task: Task) -> dict[str, float]:
-    """Return the metrics of ``eval.evaluations``, if there are labels, and of ``eval.loss``.
+    """Return the metrics of ``eval.evaluations``, given labels, and of ``eval.loss``.
 
-    Those of the sets of ``data.val_sets`` are called ``NAME/knn_top1``. The state of the run does
+    Metrics of the sets of ``data.val_sets`` are called ``NAME/knn_top1``. The state of the run does
     not change.
     """
     data = task.data_module
@@ -51,14 +51,14 @@ def evaluate_task(task: Task) -> dict[str, float]:
 
 
 def of_set(name: str, row: dict[str, float]) -> dict[str, float]:
-    """Return metrics with the name of their validation set in front; empty for ``data.val``."""
+    """Return metrics with the name of their validation set in front; none for ``data.val``."""
     return {f"{name}/{key}": value for key, value in row.items()} if name else row
 
 
 def check_evaluations(config: Config, sources: Sources) -> str | None:
-    """Describe the labels of the evaluations of a run; None if there are no evaluations.
+    """Return a description of a run's evaluation labels; None if there are no evaluations.
 
-    Raises ConfigError if the labels do not allow them.
+    Raises ConfigError if the labels are insufficient.
     """
     evaluations = config.eval.evaluations
     told = []
@@ -78,7 +78,7 @@ def check_evaluations(config: Config, sources: Sources) -> str | None:
 
 
 def with_layers(backbone: nn.Module, config: EvalConfig) -> nn.Module:
-    """Return the backbone, or one that outputs ``eval.layers`` if there are any."""
+    """Return the backbone, or a module that outputs ``eval.layers`` if set."""
     return PooledLayers(backbone, config.layers, config.pool) if config.layers else backbone
 
 
@@ -95,7 +95,7 @@ def evaluate_features(
     row: dict[str, float] = {}
     columns = zip(train.split(backbone.widths), test.split(backbone.widths), strict=True)
     for number, (of_train, of_test) in zip(backbone.numbers, columns, strict=True):
-        same = test is train  # k-NN leaves each image out of its own neighbours
+        same = test is train  # k-NN excludes each image from its own neighbours
         found = run_evaluations(components, of_train, of_train if same else of_test)
         row |= {f"{name}_layer{number}": value for name, value in found.items()}
     return row
@@ -106,8 +106,8 @@ def run_evaluations(
 ) -> dict[str, float]:
     """Run every evaluation on the same features and merge their results.
 
-    An evaluation gets the features of all ranks, or only this rank's if it has
-    ``takes_parts = True``.
+    An evaluation gets the features of all ranks, or only this rank's if it has ``takes_parts =
+    True``.
 
     Args:
         components: Evaluations by name.

@@ -1,4 +1,4 @@
-"""Metrics of predictions that were written to a file.
+"""Metrics of predictions in a file.
 
 N images, C classes.
 """
@@ -22,18 +22,19 @@ _TOP = (1, 5)
 def metrics(
     predictions: Predictions, topk: Sequence[int] | None = None, bins: int = 15
 ) -> dict[str, float]:
-    """Return the metrics that a file of predictions allows, under the names of ``selftask test``.
+    """Return the metrics of a file of predictions, with the names of ``selftask test``.
 
-    From all scores: ``accuracy_top_K`` and ``mean_average_precision_map``, computed by the meters.
-    From a table of classes: ``accuracy_top_1``. Both: ``ece``, unless images have several labels.
+    A file of scores gives ``accuracy_top_K`` and ``mean_average_precision_map``, computed by the
+    meters. A table of classes gives ``accuracy_top_1``. Both give ``ece``, unless images have
+    several labels.
 
     Args:
-        predictions: Images without a label do not count.
-        topk: Numbers K. Default: 1, and 5 if there are as many classes.
+        predictions: Content of the file; images without a label do not count.
+        topk: Numbers K; None for 1, and 5 if there are at least 5 classes.
         bins: Number of bins of ``expected_calibration_error``.
 
     Raises:
-        UserError: If no image has a label, or ``topk`` asks for more than the file has.
+        UserError: If no image has a label, or ``topk`` needs scores that the file does not have.
     """
     labels, scores = predictions.labels, predictions.scores
     if not (labels >= 0).any():
@@ -72,13 +73,13 @@ def _accuracy(predictions: Predictions, topk: Sequence[int] | None) -> dict[str,
 
 
 def expected_calibration_error(probability: np.ndarray, correct: np.ndarray, bins: int) -> float:
-    """Return the mean distance between confidence and accuracy, over bins of confidence.
+    """Return the mean difference of confidence and accuracy, over bins of confidence.
 
     Guo et al. (arXiv:1706.04599), eq. 3: sum over bins of |B| / N * |acc(B) - conf(B)|; bin m of M
     holds confidences in ((m - 1) / M, m / M].
 
     Args:
-        probability: (N,) of the predicted class, in [0, 1].
+        probability: (N,), probability of the predicted class, in [0, 1].
         correct: (N,) bool.
         bins: Number of bins of equal width.
     """
@@ -88,11 +89,11 @@ def expected_calibration_error(probability: np.ndarray, correct: np.ndarray, bin
 
 
 def class_table(predictions: Predictions) -> list[dict[str, Any]]:
-    """Return a row for each class: label, name and figures, empty where they are not defined.
+    """Return a row for each class: label, name and metrics, which are empty if undefined.
 
-    With one label an image: ``images``, ``predicted`` as this class, ``recall``, ``precision`` and
-    ``f1``; ``average_precision`` if there are scores. With several: ``images`` with the label, and
-    ``average_precision``.
+    With one label per image, the metrics are ``images``, ``predicted`` as this class, ``recall``,
+    ``precision`` and ``f1``, and ``average_precision`` if there are scores. With several labels per
+    image, they are ``images`` with the label, and ``average_precision``.
     """
     labels = predictions.labels
     rows = [{"label": label, "name": name} for label, name in enumerate(_class_names(predictions))]

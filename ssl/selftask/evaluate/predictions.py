@@ -1,4 +1,4 @@
-"""Predictions of images as a file: a table of classes, or all scores.
+"""Files of predictions for images: a table of classes, or all scores.
 
 N images, C classes.
 """
@@ -21,7 +21,7 @@ from selftask.errors import UserError, nearest_path
 from selftask.files.paths import is_file
 
 _COLUMNS = ("path", "label", "predicted", "probability")
-_ARRAYS = ("paths", "labels", "scores")  # of a .npz; `classes` may be missing
+_ARRAYS = ("paths", "labels", "scores")  # arrays of a .npz; `classes` is optional
 _MALFORMED = (ValueError, TypeError, AttributeError, KeyError, csv.Error, zipfile.BadZipFile)
 
 
@@ -30,25 +30,25 @@ class Predictions:
     """Content of a file of predictions."""
 
     paths: Sequence[str]  # N
-    labels: np.ndarray  # (N,) int64, -1 for none; (N, C) of 1, 0 and -1 with several labels each
-    predicted: np.ndarray  # (N,) int64: the class of the highest score
+    labels: np.ndarray  # (N,) int64, -1 for none; (N, C) of 1, 0 and -1 if images have several
+    predicted: np.ndarray  # (N,) int64: the class with the highest score
     probability: np.ndarray  # (N,) float64: its softmax
-    scores: np.ndarray | None = None  # (N, C) float32; None if the file has the classes only
+    scores: np.ndarray | None = None  # (N, C) float32; None if the file has classes only
     classes: Sequence[str] | None = None  # names of the C classes
 
 
 @contextmanager
 def prediction_file(path: Path, source: Source) -> Iterator[Callable[[Batch], None]]:
-    """Context of a file of predictions; yields a function that appends the images of a batch.
+    """Context with a file of predictions; yields a function that appends the images of a batch.
 
     A CSV file has the columns ``path``, ``label`` (empty without one), ``predicted``, the class of
     the highest score, and ``probability``, its softmax. A ``.npz`` file has the arrays ``paths``,
-    ``labels``, ``scores`` (N, C), and ``classes`` if they have names. The file gets its name when
-    the context ends without an exception.
+    ``labels``, ``scores`` (N, C), and ``classes`` if they have names. The file gets its final name
+    when the context ends without an exception.
 
     Args:
         path: The file.
-        source: The images, for their paths.
+        source: Source of the images, for their paths.
 
     Raises:
         UserError: If the file cannot be written, or is a CSV file and images have several labels.
@@ -110,10 +110,10 @@ def _scores_file(part: Path, source: Source) -> Iterator[Callable[[Batch], None]
 
 
 def read_predictions(path: Path) -> Predictions:
-    """Read a file that ``prediction_file`` has written.
+    """Read a file written by ``prediction_file``.
 
     Raises:
-        UserError: If there is no such file, or it is another one.
+        UserError: If there is no such file, or it has another content.
     """
     if not is_file(path):
         raise UserError(f"{path}: there is no such file; {nearest_path(path)}")

@@ -1,4 +1,4 @@
-"""Linear support vector machines on frozen features, with all labels and with few.
+"""Linear support vector machines on frozen features, with all labels or few.
 
 Goyal et al., Scaling and Benchmarking Self-Supervised Visual Representation Learning, ICCV 2019,
 arXiv:1905.01235, section 5.1: one machine for each class against the others on features of unit
@@ -29,22 +29,22 @@ from selftask.registry import register_evaluation
 class SVM:
     """Linear SVM: svm_top1 and svm_map with all labels, svm_4_labels_top1 and so on with few.
 
-    ``map`` is the mean over classes of the average precision, the area under the curve of precision
-    over recall. The cost is chosen on training images only.
+    ``map`` is the mean over classes of the average precision, the area under the precision-recall
+    curve. The cost is chosen on training images only.
     """
 
     few_labels: list[int] = field(default_factory=list)
-    """Also train on so many labels per class; two metrics for each."""
+    """Numbers of labels per class on which to train as well; two metrics for each."""
     repeats: int = setting(5, min=1)
-    """Random draws of few labels, whose results are averaged."""
+    """Number of random draws of few labels, over which results are averaged."""
     costs: list[float] = field(default_factory=lambda: [0.01, 0.1, 1.0, 10.0])
     """Costs C to choose from, the weight of the hinge loss."""
     folds: int = setting(3, min=2)
-    """Folds of the cross-validation that chooses the cost."""
+    """Number of folds of the cross-validation that chooses the cost."""
     iterations: int = setting(2000, min=1)
-    """Largest number of iterations of liblinear."""
+    """Maximum number of iterations of liblinear."""
     only_test_classes: bool = False
-    """Whether top-1 predicts only among the classes that the test set has."""
+    """Whether top-1 predictions are restricted to classes of the test set."""
     seed: int = setting(0, min=0)
     """Seed of the random draws."""
 

@@ -1,4 +1,4 @@
-"""The method's own loss on images that are not trained on."""
+"""The method's own loss on validation images."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 def validation_loss(task: Task, name: str = "") -> dict[str, float]:
     """Return ``val_loss``, and ``val_NAME`` of each term: means over the batches of a set.
 
-    The views are those of training, with the draws of epoch 0: the same at each evaluation and on
-    any number of ranks. Network, teachers and method are in eval mode, so no statistics move.
+    The views are those of training with the draws of epoch 0, so they are the same at each
+    evaluation and on any number of ranks. Network, teachers and method are in eval mode, so no
+    statistics change.
 
     Args:
         task: The task.
-        name: The set of ``data.val_sets``; empty for ``data.val``.
+        name: Name of a set in ``data.val_sets``; empty for ``data.val``.
 
     Raises:
         UserError: If there are fewer images than ranks.
@@ -54,7 +55,7 @@ def validation_loss(task: Task, name: str = "") -> dict[str, float]:
 
 @contextmanager
 def _beside_training(task: Task) -> Iterator[None]:
-    """Context of a forward pass beside training: what it logs and draws is forgotten."""
+    """Context of a forward pass outside training; its logged values and draws are discarded."""
     train, scalars = task.train, dict(task.scalars)
     batch = getattr(task, "last_batch", None)
     task.sync_buffers()

@@ -16,9 +16,9 @@ The order of the calls::
         on_phase_end
     on_end
     before_save / after_load        # around checkpoints
-    before_evaluation               # of the frozen backbone; on several ranks, on all of them
+    before_evaluation               # of the frozen backbone; called on every rank
     after_evaluation                # its row is task.last_row
-    on_row                          # a row was written to the log: task.last_row; that of an
+    on_row                          # task.last_row was written to the log; the row of an
                                     # evaluation at step 0 may come before a hook's on_start
     on_exception                    # after any error (task.exception), before the process ends
 """
@@ -55,11 +55,12 @@ POINTS = (
 
 
 class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
-    """Base class; a subclass defines the points it needs. A misspelt point is a TypeError.
+    """Base class of hooks; a subclass defines the points it needs.
 
     Hooks run in the order of ``priority``, lowest first, after the method; ``hooks.NAME.priority``
     changes it for one run. A hook with state returns it from ``state_dict`` as tensors and plain
-    python.
+    Python objects. A method named ``on_...``, ``before_...`` or ``after_...`` that is not a hook
+    point raises a TypeError.
     """
 
     priority: ClassVar[int] = 50
@@ -101,7 +102,7 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
 
 
 def defines(hook: Any, point: str) -> bool:
-    """Return whether a hook defines ``point``; Classy's own hooks have five of the points."""
+    """Return True if a hook defines ``point``; Classy's own hooks have five of the points."""
     method = getattr(type(hook), point, None)
     idle = (getattr(Hook, point), getattr(ClassyHook, point, None), ClassyHook._noop)
     return method is not None and method not in idle

@@ -25,7 +25,7 @@ log = get_logger(__name__)
 @register_hook("checkpoint")
 @dataclass(eq=False, kw_only=True)
 class SaveCheckpoints(Hook):
-    """Saves a checkpoint every ``train.checkpoint_every``, and those that ``train.keep_*`` keep.
+    """Saves a checkpoint every ``train.checkpoint_every``, and those selected by ``train.keep_*``.
 
     A save due at the end of a phase comes after the phase's other hooks (evaluations, k-means), so
     that a resume neither repeats nor skips them.
@@ -37,17 +37,17 @@ class SaveCheckpoints(Hook):
         train = task.config.train
         self.wanted = train.keep_best
         self.every = max(1, steps_in(train.checkpoint_every, task.length))
-        self.forever = 0  # steps; 0: never
+        self.forever = 0  # period in steps; 0: no checkpoint is kept forever
         if train.keep_every is not None:
             self.forever = max(1, steps_in(train.keep_every, task.length))
         self.saved_at = task.steps_done
         self.is_best = False  # whether a row of this step has a value to keep
-        self.names: set[str] | None = set()  # of values seen in rows, until the metric is
+        self.names: set[str] | None = set()  # metrics seen in rows; None once ``metric`` is found
         self.kept = self._resumed(task)
         task.checkpoints.kept = self.kept
 
     def _resumed(self, task: Task) -> Kept:
-        """Return what the checkpoint and the file say of checkpoints that are still there."""
+        """Return which existing checkpoints to keep, from the resumed state and the file."""
         folder = task.checkpoints.folder
         state: dict[str, Any] = getattr(self, "loaded", {})
         sources = [Kept.read(folder)]  # may have a newer value of the last step than the state
@@ -89,7 +89,7 @@ class SaveCheckpoints(Hook):
             self._save(task)
 
     def on_end(self, task: Task) -> None:
-        """Count the evaluation at the end, which comes after the last save."""
+        """Take the final evaluation into account, which runs after the last save."""
         if is_primary():
             task.checkpoints.keep_now(self.kept)
         self._warn_of_missing()
@@ -111,7 +111,7 @@ class SaveCheckpoints(Hook):
         self._warn_of_missing()
 
     def _warn_of_missing(self) -> None:
-        """Warn once if rows have been written and none had the metric."""
+        """Warn once if no row so far has had the metric."""
         if self.wanted.metric is not None and self.names:
             known = nearest(self.wanted.metric, sorted(self.names))
             log.warning(

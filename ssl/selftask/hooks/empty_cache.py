@@ -1,4 +1,4 @@
-"""Return the accelerator's cached memory to the driver from time to time."""
+"""Release the accelerator's cached memory to the driver at regular intervals."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class EmptyCache(Hook):
     """Empties the allocator's cache every ``every`` steps and at the end of each epoch.
 
-    Helps if memory is fragmented, or shared with another process. The next steps allocate again,
-    which is slow.
+    Helps if memory is fragmented, or shared with another process. The next steps are slower, since
+    they allocate memory again.
     """
 
     priority: ClassVar[int] = 90

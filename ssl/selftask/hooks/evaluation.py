@@ -23,11 +23,11 @@ log = get_logger(__name__)
 @register_hook("evaluation")
 @dataclass(eq=False, kw_only=True)
 class EvaluateBackbone(Hook):
-    """Runs ``eval.evaluations`` at step 0, every ``eval.every``, at the end; if there are labels.
+    """Runs ``eval.evaluations`` at step 0, every ``eval.every`` and at the end, given labels.
 
-    The results go to ``metrics.jsonl``, those of averaged weights as ``ema_knn_top1``, with the
-    seconds they took, ``eval_s``. The launcher sets how to evaluate (``task.evaluate``); the state
-    of the run does not change.
+    The results, and their duration ``eval_s``, are written to ``metrics.jsonl``; those of averaged
+    weights with a prefix, such as ``ema_knn_top1``. ``task.evaluate``, set by the launcher, does
+    the evaluation. The state of the run does not change.
     """
 
     priority: ClassVar[int] = 65
@@ -43,7 +43,7 @@ class EvaluateBackbone(Hook):
             self._run(task)
 
     def _warn_of_missing_labels(self, task: Task) -> None:
-        """Warn of meters without a test set, and of ``data.val`` if labels are missing."""
+        """Warn of meters without a test set, and of missing labels in ``data.val``."""
         feed, names = task.data_module, ", ".join(task.config.eval.evaluations)
         if feed.val_source is not None and names and not _has_labels(task):
             which = "data" if feed.has_test else "data.val"
@@ -79,7 +79,7 @@ class EvaluateBackbone(Hook):
     def _evaluate(
         self, task: Task, evaluate: Callable[[Task], dict[str, float]]
     ) -> dict[str, float]:
-        """Return the metrics of the weights, and of their averages."""
+        """Return the metrics of the weights and of their averages."""
         row = evaluate(task)
         for name, average in task.averages.items() if row else ():
             with average.in_place(task):

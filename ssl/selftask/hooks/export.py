@@ -41,7 +41,7 @@ def facts(config: Config, step: int, channels: int, average: str | None = None) 
         config: The config of the run.
         step: Number of finished steps.
         channels: Number of channels of the images.
-        average: What the weights are the average of, such as ``ema``, if they are one.
+        average: Name of the weight average, such as ``ema``; None for the network's own weights.
     """
     return metadata(
         config.backbone,

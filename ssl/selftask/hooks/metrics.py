@@ -30,14 +30,14 @@ log = get_logger(__name__)
 class Metrics(Hook):
     """Writes a row every ``train.log_every`` steps; stops a run whose loss is not finite.
 
-    ``loss`` is the mean of the steps since the row before, ``loss_median`` their median. Times,
-    ``data_wait`` and ``memory_mb`` are those of the slowest or largest rank. ``step_s`` is the mean
-    time of a step with all that happens between steps, such as evaluations; ``step_s_median``
-    leaves those out. Warns once, with advice, if training keeps waiting for data.
+    ``loss`` is the mean over the steps since the previous row, ``loss_median`` their median. Times,
+    ``data_wait`` and ``memory_mb`` are maxima over ranks. ``step_s`` is the mean time of a step
+    including everything between steps, such as evaluations; ``step_s_median`` excludes it. Warns
+    once, with advice, if training keeps waiting for data.
 
-    Losses stay on the device between rows, so that the host waits for it at rows only. A loss that
-    is not finite is therefore detected at the next row or before the next save; the error names the
-    first such step.
+    Losses stay on the device between rows, so that the host waits for the device only when a row is
+    written. A loss that is not finite is therefore detected at the next row or before the next
+    save; the error names the first such step.
     """
 
     priority: ClassVar[int] = 70
@@ -62,7 +62,7 @@ class Metrics(Hook):
             return
         self.pace.step_ends()
         due = task.steps_done % task.config.train.log_every == 0
-        if (due or task.clock.done) and self.window:  # empty if all were skipped
+        if (due or task.clock.done) and self.window:  # empty if all steps were skipped
             self._write(task)
 
     def on_phase_end(self, task: Task) -> None:
@@ -70,7 +70,7 @@ class Metrics(Hook):
             task.write_row(task.pop_scalars())
 
     def before_save(self, task: Task) -> None:
-        self._losses(task)  # raises if a loss is not finite: such a state is not saved
+        self._losses(task)  # raises if a loss is not finite, so that such a state is not saved
 
     def _write(self, task: Task) -> None:
         losses = self._losses(task)
@@ -99,12 +99,12 @@ class Metrics(Hook):
         waiting = self.wait_watch.saw(steps, row["data_wait"])
         if waiting is not None:
             machine = Cores(cores(), task.world.local_size)
-            recipe = task.config.out_folder / "config.yaml"  # the recipe with all values set
+            recipe = task.config.out_folder / "config.yaml"  # recipe with all values set
             told = wait_advice(waiting, task.config.data.num_workers, machine, str(recipe))
             log.warning("step %d: %s", task.steps_done, told)
 
     def _losses(self, task: Task) -> list[float]:
-        """Return the window's losses. Raises NonFiniteLoss that names the first bad step."""
+        """Return the losses since the last row; raise NonFiniteLoss if one is not finite."""
         losses: list[float] = torch.stack(self.window).tolist() if self.window else []
         for step, loss in zip(self.steps, losses, strict=True):
             if not math.isfinite(loss):

@@ -1,8 +1,8 @@
-"""Mixup and CutMix: pairs of images of a batch are mixed, and their labels with them.
+"""Mixup and CutMix: mix pairs of images of a batch, and their labels.
 
 Zhang et al., mixup, ICLR 2018, arXiv:1710.09412; Yun et al., CutMix, ICCV 2019, arXiv:1905.04899.
 
-B: images per rank, C: classes, lambda: the share of an image that stays.
+B: images per rank, C: classes, P = B / 2: pairs, lambda: the share of an image that stays.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _STREAM = 0x6D697875  # "mixu": separates these draws from other uses of the sam
 @register_hook("mixup")
 @dataclass(eq=False, kw_only=True)
 class Mixup(Hook):
-    """Mixes neighbours of a training batch, in every view; labels become (B, C) probabilities.
+    """Mixes pairs of images of a batch, in every view; labels become (B, C) probabilities.
 
-    Images 2i and 2i + 1 of the batch, which is shuffled, share lambda and box. These are functions
-    of seed, epoch and the first of the two images, so that ranks, workers and resume agree. A
-    method that uses no labels gets mixed images only. CutMix weighs labels by their share of the
-    pixels of a view, averaged over the views.
+    Images 2i and 2i + 1 of the batch, which is shuffled, share lambda and box. These depend on
+    seed, epoch and the first of the two images only, so that they do not change with the number of
+    ranks or workers or after a resume. Methods without labels get mixed images only. CutMix weighs
+    labels by their share of the pixels of a view, averaged over the views.
     """
 
     priority: ClassVar[int] = 40
@@ -49,7 +49,7 @@ class Mixup(Hook):
     p: float = setting(1.0, min=0, max=1, also=["prob", "mix_prob"])
     """Probability that a pair is mixed."""
     switch_p: float = setting(0.5, min=0, max=1, also=["switch_prob"])
-    """Probability of CutMix, if there are both."""
+    """Probability of CutMix, if both are enabled."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.mixup and not self.cutmix:
@@ -78,7 +78,7 @@ class Mixup(Hook):
             yield batch
 
     def mix(self, batch: Batch) -> None:
-        """Mix views and labels of a batch. Raises UserError for several labels an image."""
+        """Mix views and labels of a batch. Raise UserError if images have several labels each."""
         if self.num_classes is not None and batch.labels.ndim > 1:
             raise UserError("hooks.mixup: labels with unknown entries (method.targets) do not mix")
         lam, box, is_cut = (
@@ -98,11 +98,11 @@ class Mixup(Hook):
             batch.labels = one_hot * share + _swapped(one_hot) * (1 - share)
 
     def draw(self, keys: list[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draw for each pair, from the key of its first image.
+        """Draw the parameters of each pair, from the key of its first image.
 
         Returns:
-            lambda (P,) float32; boxes (P, 4) float32: center y and x, height and width as shares
-            of the image; whether the pair is cut, bool (P,).
+            lambda (P,) float32; boxes (P, 4) float32: center y and x, height and width as shares of
+                the image; whether the pair is cut, (P,) bool.
         """
         lam, box = np.ones(len(keys), np.float32), np.zeros((len(keys), 4), np.float32)
         is_cut = np.zeros(len(keys), bool)
@@ -127,12 +127,12 @@ def keep_mask(
     Args:
         lam: lambda of each pair, (P,).
         box: Boxes of the pairs, (P, 4), as shares of the image; clipped at its border.
-        is_cut: Whether a box is exchanged, (P,); else all pixels are mixed.
-        height: Of the view, in pixels.
-        width: Of the view, in pixels.
+        is_cut: True if a box is exchanged, False if all pixels are mixed, (P,).
+        height: Height of the view, in pixels.
+        width: Width of the view, in pixels.
 
     Returns:
-        (2P, 1, height, width), equal for both images of a pair, and (P,), its mean.
+        (2P, 1, height, width), equal for both images of a pair, and its mean over pixels (P,).
     """
     inside = []
     for axis, size in enumerate((height, width)):

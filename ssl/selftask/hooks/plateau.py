@@ -28,17 +28,16 @@ log = get_logger(__name__)
 class Plateau(Hook):
     """Multiplies the lr by ``factor`` when a metric has stopped improving (ReduceLROnPlateau).
 
-    The exception among schedules: it depends on results, not on progress alone. What it has seen is
-    state, saved in checkpoints. It works on top of ``optimizer.schedule``; use ``constant`` for a
-    learning rate that only a plateau lowers. The metric is a key of the rows, such as ``knn_top1``
-    or ``loss``, and counts each time a row has it after the first step.
+    Unlike schedules, it depends on results and has state, which is saved in checkpoints. Its factor
+    multiplies the learning rate of ``optimizer.schedule``; with ``constant``, only this hook lowers
+    the learning rate. Every row after step 0 that has the metric counts.
     """
 
     priority: ClassVar[int] = 75
     metric: str
     """Any column of metrics.jsonl, such as ``knn_top1``."""
     mode: Mode = "auto"
-    """Whether large or small values are good; auto: small ones of names with loss or error."""
+    """Whether large or small values are good; auto: small if the name has loss or error in it."""
     factor: float = setting(0.1, above=0, below=1)
     """Factor of the learning rate at each reduction."""
     patience: int = setting(3, min=0)

@@ -1,4 +1,4 @@
-"""Precise BatchNorm: statistics of many images under the current weights."""
+"""Precise BatchNorm: recompute statistics with the current weights."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 class PreciseBatchNorm(Hook):
     """Recomputes BatchNorm's statistics before the backbone is evaluated or exported.
 
-    The running averages of training lag behind the weights. Here mean and variance are those of
-    ``batches`` x ``batch_size`` training images, as the evaluation shows them (arXiv:2105.07576,
-    section 3). Only the evaluated and exported copy changes: training and
-    checkpoints keep the running averages. The batches are the same on any number of ranks.
+    The running averages of training lag behind the weights. This hook computes mean and variance of
+    ``batches`` x ``batch_size`` training images, with the transforms of the evaluation
+    (arXiv:2105.07576, section 3). Only the evaluated and exported copy changes; training and
+    checkpoints keep the running averages. The batches do not depend on the number of ranks.
     """
 
     priority: ClassVar[int] = 10  # before evaluation and export
     batches: int = setting(200, min=1)
     """Number of batches."""
     batch_size: int = setting(64, min=2)
-    """Images that are normalized together on one rank."""
+    """Number of images that are normalized together on one rank."""
 
     def on_start(self, task: Task) -> None:
         data = task.data_module
@@ -50,7 +50,7 @@ class PreciseBatchNorm(Hook):
             return backbone
         chosen = self._batches_of_rank(data.config.train.seed, data.num_images)
         samples = data.chosen_samples(chosen.ravel(), chosen.shape[1])
-        with torch.random.fork_rng(devices=()):  # for weight initialisation and the DataLoader
+        with torch.random.fork_rng(devices=()):  # for weight initialization and DataLoader
             copy = build_backbone(data.config.backbone, data.channels).to(data.device)
             copy.load_state_dict(backbone.state_dict())
             _set_statistics(copy, (sample["input"] for sample in samples), len(chosen))

@@ -1,4 +1,4 @@
-"""The meters of the run, of the images it trains on."""
+"""Meters of the training images."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 @register_hook("train_meters")
 @dataclass(eq=False, kw_only=True)
 class TrainMeters(Hook):
-    """Logs the meters for the training images since the row before, as ``train_accuracy_top_1``.
+    """Logs the meters of the training images since the last row, such as ``train_accuracy_top_1``.
 
     The images are augmented and the network is in train mode, so that the values are usually below
-    those of the same images in a test phase. Of labels that ``hooks.mixup`` has mixed, the one with
-    the largest share counts.
+    those of the same images in a test phase. For labels mixed by ``hooks.mixup``, the label with
+    the largest share is used.
     """
 
     priority: ClassVar[int] = 60  # before the row is written
@@ -39,7 +39,7 @@ class TrainMeters(Hook):
         for key, meter in self.meters.items():
             meter.reset()
             if isinstance(meter, Accuracy):
-                meter.classes = None  # these are not the images of data.val
+                meter.classes = None  # the classes of data.val do not apply
             if key in loaded:
                 meter.set_classy_state(loaded[key])
 

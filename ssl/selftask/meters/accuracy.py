@@ -22,19 +22,19 @@ from selftask.registry import register_meter
 @register_meter("accuracy")
 @dataclass(eq=False, repr=False, kw_only=True)
 class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no types
-    """Top-k accuracy over the images of all ranks, each counted once; unlabelled ones are not.
+    """Top-k accuracy over the labelled images of all ranks, each counted once.
 
-    Counts, not means, are kept and summed, so ranks and batches may hold unequal numbers of
-    images. ``value`` is global as of the last ``sync_state`` plus local since.
+    Counts are summed instead of means, so ranks and batches may have different numbers of images.
+    ``value`` includes all ranks up to the last ``sync_state``, and this rank's images since then.
     """
 
     topk: list[int] = field(default_factory=lambda: [1, 5])
-    """Numbers of best classes of which one must be right."""
+    """Numbers k: the label must be among the k best classes."""
     only_test_classes: bool = False
-    """Whether only classes that ``data.val`` has can be predicted, as for ImageNet-A and -R."""
+    """Whether predictions are restricted to classes of ``data.val``, as for ImageNet-A and -R."""
 
     head: str | None = None
-    """One of ``method.heads``; null: the first."""
+    """Name of one of ``method.heads``; null: the first head."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.topk or min(self.topk) < 1 or len(set(self.topk)) < len(self.topk):
@@ -45,7 +45,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.classes: Tensor | None = None  # (n,), those that can be predicted; None: all
+        self.classes: Tensor | None = None  # (n,) classes that can be predicted; None: all
         self.reset()
 
     @classmethod
@@ -66,7 +66,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
     def reset(self) -> None:
         """Reset all counts to zero."""
         self.synced = torch.zeros(len(self.topk) + 1, dtype=torch.int64)  # of all ranks
-        self.local = torch.zeros_like(self.synced)  # this rank's since: per k, images
+        self.local = torch.zeros_like(self.synced)  # this rank's since the sync: per k, images
 
     @torch.no_grad()
     def update(self, model_output: Tensor, target: Tensor, **kwargs: Any) -> None:
@@ -77,7 +77,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
             target: Labels (B,); -1 for images without a label.
 
         Raises:
-            UserError: For other shapes.
+            UserError: If the shapes are others.
         """
         self.validate(model_output.shape, target.shape)
         if self.classes is not None:
@@ -91,7 +91,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
         self.local = self.local.to(target.device) + torch.stack(counts)
 
     def sync_state(self) -> None:
-        """Add the counts of all ranks since the last call. Every rank must call it."""
+        """Add the counts of all ranks since the last call. Every rank must call this method."""
         for counts in gather_objects(self.local.cpu()):
             self.synced += counts
         self.local = torch.zeros_like(self.synced)
@@ -122,7 +122,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
         }
 
     def set_classy_state(self, state: dict[str, Any]) -> None:
-        """Restore the state of ``get_classy_state``. Raises UserError if its metrics differ."""
+        """Restore the state of ``get_classy_state``; raise UserError if its metrics differ."""
         if (state["name"], list(state["topk"])) != (self.name, self.topk):
             raise UserError(
                 f"meters.accuracy.topk={self.topk}: the checkpoint has counted {state['name']} of "

@@ -24,7 +24,7 @@ from selftask.registry import register_meter
 class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no types
     """Mean over classes of the average precision, over the images of all ranks.
 
-    For several labels an image, or one. Classes without a positive image are left out. All scores
+    Images may have one label or several. Classes without a positive image are ignored. All scores
     are kept until the end of a test phase.
     """
 
@@ -42,20 +42,20 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
         return "mean_average_precision"
 
     def reset(self) -> None:
-        """Forget all images."""
+        """Discard all images."""
         self.synced: list[tuple[Tensor, Tensor]] = []  # of all ranks
-        self.local: list[tuple[Tensor, Tensor]] = []  # of this rank since: scores, labels
+        self.local: list[tuple[Tensor, Tensor]] = []  # since the sync: scores, labels
 
     @torch.no_grad()
     def update(self, model_output: Tensor, target: Tensor, **kwargs: Any) -> None:
-        """Keep a batch.
+        """Store scores and labels of a batch.
 
         Args:
             model_output: Scores (B, C).
             target: Labels (B, C) of 1 and 0, or -1 to be ignored; or classes (B,), -1 for none.
 
         Raises:
-            UserError: For other shapes.
+            UserError: If the shapes are others.
         """
         self.validate(model_output.shape, target.shape)
         if target.ndim == 1:
@@ -65,7 +65,7 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
         self.local.append((model_output.detach().float(), target.to(torch.int8)))
 
     def sync_state(self) -> None:
-        """Add the images of all ranks since the last call. Every rank must call it."""
+        """Add the images of all ranks since the last call. Every rank must call this method."""
         own = [(scores.cpu(), labels.cpu()) for scores, labels in self.local]
         self.synced += [batch for batches in gather_objects(own) for batch in batches]
         self.local = []
@@ -102,7 +102,7 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
         return {"name": self.name, **lists}
 
     def set_classy_state(self, state: dict[str, Any]) -> None:
-        """Restore the state of ``get_classy_state``. Raises UserError for another meter's."""
+        """Restore the state of ``get_classy_state``; raise UserError for that of another meter."""
         if state["name"] != self.name:
             raise UserError(f"meters.{self.name}: the checkpoint has counted {state['name']}")
         self.synced = [(scores, labels) for scores, labels in state["synced"]]
@@ -114,7 +114,7 @@ def average_precision(is_positive: np.ndarray, scores: np.ndarray) -> float:
 
     Args:
         is_positive: bool (N,), at least one of them True.
-        scores: (N,); equal ones share a threshold.
+        scores: (N,); equal scores share a threshold.
     """
     order = np.argsort(-scores, kind="stable")
     ends = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)

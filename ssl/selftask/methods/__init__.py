@@ -1,1 +1,1 @@
-"""Self-supervised methods; each file has head, loss, memory and hook points of one."""
+"""Self-supervised methods, one per file with its head, loss, memory and hook points."""

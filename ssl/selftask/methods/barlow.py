@@ -26,7 +26,7 @@ from selftask.registry import register_method
 
 @register_method("barlow")
 class BarlowTwins(Method):
-    """Make the cross-correlation of two views over the global batch the identity; no state."""
+    """Cross-correlation of two views over the global batch, trained towards the identity matrix."""
 
     loss_reduction = "statistics"  # the correlation
     views = 2

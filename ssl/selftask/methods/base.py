@@ -1,9 +1,9 @@
 """Base class of methods: loss, state and hook points of one paper in one object.
 
 A method is an ``nn.Module``. Its queue, centre, prototypes or teacher are buffers and sub-modules,
-so they are moved, saved and resumed without further code, and its parameters (a predictor) are
-trained. It is also a hook, called first at each point. ``task.loss`` is the method: ``forward``
-returns the loss.
+so they are moved, saved and resumed without further code. Its own parameters, such as a
+predictor's, are trained. It is also a hook, called first at each point. ``task.loss`` is the
+method: its ``forward`` returns the loss.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ NumViews: TypeAlias = int | tuple[int, int | None]
 
 
 class Method(nn.Module, Hook):
-    """Base class of methods. Definitions are in the order in which they are called.
+    """Base class of methods. Attributes and methods are in the order in which they are used.
 
-    ``loss_reduction`` states how W ranks with B / W samples each get the loss and gradients of one
-    rank with B samples. It is required to register a method, and ``selftask check`` verifies it:
+    ``loss_reduction`` states how W ranks with B / W samples each compute the loss and gradients of
+    one rank with B samples. A method must define it to be registered, and ``selftask check``
+    verifies it:
 
     * ``"samples"``: the loss is a mean over samples that are independent of the rest of the batch.
       Each rank computes its own, and the mean of their gradients is correct.
@@ -49,8 +50,8 @@ class Method(nn.Module, Hook):
 
     loss_reduction: ClassVar[Literal["samples", "gathered", "statistics"]]
     views: ClassVar[NumViews | dict[str, NumViews]] = (1, None)
-    """Number of views, or the smallest and largest number (None: any). A dict gives these by group,
-    for methods that use named groups of views.
+    """Number of views, or the smallest and largest number (None: any). For methods with named
+    groups of views, a dict with these numbers for each group.
     """
     requires: ClassVar[tuple[str, ...]] = ()
     """Further requirements of the loss, checked before a run starts; a tuple of these words:
@@ -77,7 +78,7 @@ class Method(nn.Module, Hook):
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
-        """Raise UserError, before a run starts, for a backbone that the method cannot train."""
+        """Check a backbone before a run starts; raise UserError if the method cannot train it."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the head, which is trained on top of the backbone and discarded after training."""
@@ -99,7 +100,7 @@ class Method(nn.Module, Hook):
         return Network(backbone, head, per_view=self.per_view)
 
     def setup(self, task: Task) -> None:
-        """Build parts that depend on network or data (teacher, memory), before loading."""
+        """Build parts that depend on network or data (teacher, memory); called before loading."""
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Set ``batch.input``, the argument of the network; all views by default."""
@@ -108,8 +109,8 @@ class Method(nn.Module, Hook):
     def forward(self, output: Any, batch: Batch) -> Loss:
         """Return the loss of this rank's part of the batch, a mean over its samples.
 
-        A pure function of the output, the batch and the method's state, which it does not change.
-        It may be called more than once in a step. Memories are updated in ``on_update``. A
+        It is a pure function of the output, the batch and the method's state, which it does not
+        change. It may be called more than once in a step. Memories are updated in ``on_update``. A
         predictor with BatchNorm is part of the network, see ``models.heads.ProjectorPredictor``.
 
         Args:
@@ -126,19 +127,19 @@ class Method(nn.Module, Hook):
 
         Args:
             output: Output of the network.
-            head: ``meters.NAME.head``, of methods with several heads.
+            head: Name of the head, from ``meters.NAME.head``, for methods with several heads.
         """
         scores: Tensor = output
         return scores
 
     def scores_for(self, meter: Any, output: Any) -> Tensor:
-        """Return the class scores (B, C) that a meter looks at, without their graph."""
+        """Return the class scores (B, C) for a meter, without their graph."""
         head = getattr(meter, "head", None)  # Classy's meters have none
         scores = self.logits(output) if head is None else self.logits(output, head)
         return scores.detach()
 
     def visualize(self, output: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return images that explain what the method does, for the report; none by default.
+        """Return images that illustrate the method, for the report; none by default.
 
         Called without gradients after ``prepare_batch`` and ``on_forward``.
 
@@ -165,10 +166,10 @@ class Method(nn.Module, Hook):
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores | None:
         """Return the trained head that scores classes or prototypes; None if there is none.
 
-        For ``distill``, whose student learns these scores.
+        Used by ``distill``, whose student learns these scores.
 
         Args:
-            embed_dim: Features of the exported backbone, E.
-            checkpoint: Of a run of this method: ``model``, ``method``, ``length``, ...
+            embed_dim: Number of features of the exported backbone, E.
+            checkpoint: Checkpoint of a run of this method: ``model``, ``method``, ``length``, ...
         """
         return None

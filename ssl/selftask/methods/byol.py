@@ -76,13 +76,13 @@ class BYOL(Method):
 
 
 def without_predictor(network: Any) -> Network:
-    """Return backbone and projector of the trained network, whose average the teacher is."""
+    """Return backbone and projector of the trained network, which the teacher averages."""
     return Network(network.backbone, network.head.projector, per_view=True)
 
 
 @in_full_precision
 def regression_loss(prediction: Tensor, projection: Tensor) -> Tensor:
-    """2 - 2 cos, the squared distance on the unit sphere, summed over views; a mean over images.
+    """Return 2 - 2 cos, the squared distance on the unit sphere: sum over views, mean over images.
 
     Args:
         prediction: (2, B, D).

@@ -36,7 +36,7 @@ MAX_SCALE = 100.0  # maximum scale of the logits: section 2.5
 
 @register_method("clip")
 class CLIP(Method):
-    """Contrast images with captions, gathered over ranks with gradient; learned temperature."""
+    """Contrast of images and captions, gathered over ranks with gradient; learned temperature."""
 
     loss_reduction = "gathered"  # captions are negatives to the images of all ranks
     views = 1
@@ -96,7 +96,7 @@ class CLIP(Method):
             task.log("temperature", (-self.log_scale.detach()).exp())
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of figure 3; ``output`` (2, B, D): images, captions."""
+        """Return the loss of figure 3; ``output`` (2, B, D): images, then captions."""
         return match_pairs(output[0], output[1], self.log_scale)
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class CLIP(Method):
 
 
 class TwoTowers(Network):
-    """Embed images and the tokens of their captions."""
+    """Network that embeds images and the tokens of their captions."""
 
     def __init__(
         self, backbone: nn.Module, head: nn.Module, text: nn.Module, text_head: nn.Module
@@ -121,7 +121,7 @@ class TwoTowers(Network):
         self.text_head = text_head
 
     def forward(self, pairs: tuple[Sequence[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
-        """Views [(B, C, H, W)] and tokens (B, L) -> (2, B, D): images, captions."""
+        """Views [(B, C, H, W)] and tokens (B, L) -> (2, B, D): images, then captions."""
         views, tokens = pairs
         return torch.cat([super().forward(views), self.text_head(self.text(tokens))[None]])
 
@@ -134,7 +134,7 @@ def _projection(in_dim: int, out_dim: int) -> nn.Linear:
 
 @in_full_precision
 def match_pairs(images: Tensor, captions: Tensor, log_scale: Tensor) -> Tensor:
-    """Symmetric cross-entropy of this rank's B pairs among the BW of all ranks.
+    """Return the symmetric cross-entropy of this rank's B pairs among the BW of all ranks.
 
     Args:
         images: (B, D).

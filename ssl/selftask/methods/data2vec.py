@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @register_method("data2vec")
 class Data2Vec(Method):
-    """Predict the mean of an EMA teacher's top blocks at masked patches."""
+    """Prediction of the mean of an EMA teacher's top blocks at masked patches."""
 
     loss_reduction = "samples"
     sample_dim = 0
@@ -46,11 +46,11 @@ class Data2Vec(Method):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         mask_ratio: float = setting(0.6, above=0, below=1)
-        """Share of the patches that are masked, at most."""
+        """Maximum share of masked patches."""
         min_block: int = setting(16, min=1, tiny=4)
-        """Patches of the smallest masked block."""
+        """Size of the smallest masked block, in patches."""
         top_blocks: int = setting(6, min=1, tiny=2)
-        """Top blocks of the teacher whose mean is the target, K."""
+        """Number of the teacher's top blocks whose mean is the target, K."""
         beta: float = setting(2.0, above=0)
         """Beta of the smooth L1 loss, eq. 4."""
         momentum: float | dict[str, Any] = setting(0.9998, of="schedules", min=0, max=1)
@@ -68,7 +68,7 @@ class Data2Vec(Method):
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
-        """Raise UserError unless the top blocks have as many patches as can be masked."""
+        """Raise UserError unless the top blocks have a token for each patch that can be masked."""
         adapter = adapter_of(backbone)
         if adapter.stride != adapter.patch_size[0]:
             raise UserError(
@@ -77,7 +77,7 @@ class Data2Vec(Method):
             )
 
     def block_mask(self, grid: tuple[int, int]) -> BlockMask:
-        """Return BEiT's sampler of masks. Raises UserError if no block is small enough."""
+        """Return BEiT's mask sampler. Raise UserError if ``min_block`` is too large."""
         num_masked = self.num_masked(grid)
         if num_masked < self.config.min_block:
             raise UserError(
@@ -114,7 +114,7 @@ class Data2Vec(Method):
         batch["targets"] = mean_of_layers([tokens.patches for tokens in hidden.values()])
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Smooth L1 (eq. 4) at masked patches, averaged over each image and then over images.
+        """Return smooth L1 (eq. 4) at masked patches, averaged over each image, then over images.
 
         ``output`` is (B, N, E). The published code takes one mean over the masked patches of a
         batch; the number of masked patches differs slightly between images.
@@ -127,7 +127,7 @@ class Data2Vec(Method):
         return of_image.mean()
 
     def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Image and the patches that the student sees."""
+        """Return the image and the patches that the student sees."""
         (images,) = batch.all_views
         return {"image": images, "masked": hide_patches(images, batch["mask"])}
 

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-NUM_REMEMBERED = 2  # views
+NUM_REMEMBERED = 2  # number of views in the memory
 NO_CLUSTER = -100  # for unreadable images; cross_entropy ignores it
 _CLUSTERING = 0x6B6D6E73  # "kmns": separates these draws from others of the same seed
 
 
 @register_method("deepcluster")
 class DeepCluster(Method):
-    """Predict k-means clusters of a memory of all images, renewed every epoch."""
+    """Prediction of k-means clusters of a memory of all images, renewed every epoch."""
 
     loss_reduction = "samples"
     views = (2, None)
@@ -87,7 +87,7 @@ class DeepCluster(Method):
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)
 
     def setup(self, task: Task) -> None:
-        """Allocate a slot per image. Raises UserError if there are fewer images than clusters."""
+        """Allocate a slot per image. Raise UserError if there are fewer images than clusters."""
         config, num_images = self.config, task.data_module.num_images
         if max(config.num_prototypes) > num_images:
             raise UserError(
@@ -128,7 +128,7 @@ class DeepCluster(Method):
 
     @torch.no_grad()
     def cluster_memory(self, seed: int, epoch: int) -> None:
-        """Run k-means for each head, alternating between the two views, to set its prototypes.
+        """Set the prototypes of each head by k-means, alternating between the two views.
 
         The result depends on memory, seed and epoch only, so it is the same on every rank.
         """
@@ -152,7 +152,7 @@ class DeepCluster(Method):
             self.pending.append((batch.index, remembered.transpose(0, 1)))
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Cross-entropy of each view with its image's cluster, averaged over heads; (V, B, D)."""
+        """Return the cross-entropy of views (V, B, D) with their clusters, averaged over heads."""
         with torch.autocast(output.device.type, enabled=False):
             features = F.normalize(to_float32(output), dim=2)  # (V, B, D)
             scores = features.flatten(0, 1) @ self.prototypes.T  # (V * B, K_1 + ... + K_H)
@@ -169,6 +169,6 @@ class DeepCluster(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if every prototype of a head has the same probability."""
+        """Loss if all prototypes of a head have the same probability."""
         logs = [math.log(number) for number in self.config.num_prototypes]
         return sum(logs) / len(logs)

@@ -84,13 +84,13 @@ class DenseCL(Method):
         super().__init__(config)
         self.queue = FeatureQueue(config.queue_size, config.out_dim)
         self.dense_queue = FeatureQueue(config.queue_size, config.out_dim)
-        self.pending: list[tuple[Tensor, Tensor]] = []  # rows for both, of the batches of this step
+        self.pending: list[tuple[Tensor, Tensor]] = []  # rows for both queues since the last step
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build two heads like MoCo's; in the dense one layers are 1x1 convolutions (section 3.2).
+        """Build two heads like MoCo's; layers of the dense head act as 1x1 convolutions.
 
-        The published code initialises them from a normal distribution of deviation 0.01. Here they
-        have torch's default initialisation, as in MoCo.
+        See section 3.2. The published code initialises them from a normal distribution of deviation
+        0.01. Here they have torch's default initialisation, as in MoCo.
         """
         dim = embed_dim(backbone)
         sizes = (dim, self.config.hidden_dim or dim, self.config.out_dim)
@@ -167,7 +167,7 @@ class DenseNetwork(Network):
 @torch.no_grad()
 @in_full_precision
 def corresponding(query: Tensor, key: Tensor) -> Tensor:
-    """Eq. 4: find the most similar location of the key for each location of the query.
+    """Return the key's most similar location for each location of the query (eq. 4).
 
     Args:
         query: Backbone features of one view, (B, S, E).
@@ -184,7 +184,7 @@ def corresponding(query: Tensor, key: Tensor) -> Tensor:
 def dense_info_nce(
     query: Tensor, key: Tensor, queue: Tensor, match: Tensor, *, temperature: float
 ) -> Tensor:
-    """Eq. 2: ``info_nce`` of each location of the query with its match in the key.
+    """Return ``info_nce`` of each location of the query with its match in the key (eq. 2).
 
     Args:
         query: (B, S, D).

@@ -40,7 +40,7 @@ NUM_GLOBAL = 2  # views that the teacher sees
 
 @register_method("dino")
 class DINO(Method):
-    """Self-distillation without labels: a centred and sharpened teacher, multi-crop students."""
+    """Self-distillation without labels, with a centred and sharpened teacher and multi-crop."""
 
     loss_reduction = "samples"
     views = (2, None)
@@ -54,7 +54,7 @@ class DINO(Method):
         bottleneck: int = setting(256, min=1, tiny=16)
         """Width before the last layer."""
         num_layers: int = setting(3, min=1, max=100)
-        """Layers of the head with the bottleneck, without the last layer."""
+        """Number of layers of the head including the bottleneck, without the last layer."""
         norm: bool = False
         """Whether the head has BatchNorm, for convolutional backbones."""
         temperature: float = setting(0.1, above=0)
@@ -72,7 +72,7 @@ class DINO(Method):
         )
         """Momentum of the teacher, lambda; larger at the start for smaller batches."""
         freeze_last_layer: int | str = setting("1 epoch", duration=True)
-        """How long the last layer is not trained."""
+        """Duration for which the last layer is not trained."""
 
     center: Tensor
 
@@ -137,7 +137,7 @@ class DINO(Method):
         return math.log(self.config.out_dim)
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
-        """Return the teacher's, which is better throughout training (section 5.2)."""
+        """Return the teacher's backbone, which is better throughout training (section 5.2)."""
         return super().export_backbone(self.teacher.network)
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:

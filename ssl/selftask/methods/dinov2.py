@@ -51,7 +51,7 @@ class Masks:
     """Masked patches of the global views."""
 
     mask: Tensor
-    """(2 * B, N) bool, first all first views, then all second views."""
+    """(2 * B, N) bool, all first views, then all second views."""
     places: Tensor
     """(M,) int64, indices of the masked patches among all 2 * B * N."""
     weights: Tensor
@@ -81,7 +81,7 @@ class Output(NamedTuple):
 
 @register_method("dinov2")
 class DINOv2(Method):
-    """Self-distillation of images and of masked patches, with features spread over the sphere."""
+    """Self-distillation of images and masked patches, with features spread over the sphere."""
 
     loss_reduction = "gathered"  # for the neighbours of KoLeo
     sample_dim = None
@@ -97,7 +97,7 @@ class DINOv2(Method):
         bottleneck: int = setting(256, min=1, tiny=16)
         """Width before the last layers."""
         num_layers: int = setting(3, min=1, max=100)
-        """Layers of a head without the last."""
+        """Number of layers of each head, without the last layer."""
         tied_heads: bool = False
         """Whether images and patches share one head."""
         temperature: float = setting(0.1, above=0)
@@ -117,17 +117,17 @@ class DINOv2(Method):
         )
         """Momentum of the teacher."""
         freeze_last_layer: int | str = setting("1 epoch", duration=True)
-        """How long the last layers are not trained."""
+        """Duration for which the last layers are not trained."""
         mask_probability: float = setting(0.5, min=0, max=1)
         """Probability that a global view is masked."""
         mask_ratio: list[float] = setting([0.1, 0.5], min=0, max=1)
-        """Smallest and largest share of masked patches."""
+        """Smallest and largest share of masked patches of a masked view."""
         dino_weight: float = setting(1.0, min=0)
-        """Weight of the loss of images."""
+        """Weight of the image loss (DINO)."""
         ibot_weight: float = setting(1.0, min=0)
-        """Weight of the loss of masked patches."""
+        """Weight of the masked-patch loss (iBOT)."""
         koleo_weight: float = setting(0.1, min=0)
-        """Weight of KoLeo, which spreads embeddings."""
+        """Weight of KoLeo, which spreads the embeddings."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if len(self.mask_ratio) != 2 or self.mask_ratio[0] > self.mask_ratio[1]:
@@ -179,7 +179,7 @@ class DINOv2(Method):
     ) -> Masks:
         """Draw block masks for some of the global views, with a random mask ratio for each.
 
-        They are drawn on the host, as the number of masked patches must be known. The published
+        Masks are drawn on the host, since the number of masked patches must be known. The published
         code masks exactly half of the views of a batch; here each is masked with
         ``mask_probability``.
         """
@@ -250,7 +250,7 @@ class DINOv2(Method):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Update the teacher, and the centres by the mean scores of all ranks."""
+        """Update the teacher, and the centres with the mean scores of all ranks."""
         self.teacher.update(task.base_model, momentum=self.momentum_at(task.where))
         if self.pending:
             sums = all_reduce_sum(torch.stack(self.pending).sum(dim=0))  # (2, K + 1)
@@ -311,13 +311,13 @@ class DINOv2Network(Network):
 def patch_cross_entropy(
     scores: Tensor, targets: Tensor, weights: Tensor, *, temperature: float
 ) -> Tensor:
-    """Weighted sum of -sum_k p log q over masked patches; eq. 2 of iBOT.
+    """Return the weighted sum of -sum_k p log q over masked patches; eq. 2 of iBOT.
 
     Args:
-        scores: Of the student, (M, K).
+        scores: Scores of the student, (M, K).
         targets: (M, K).
         weights: (M,).
-        temperature: Of the student.
+        temperature: Temperature of the student.
     """
     log_probs = F.log_softmax(scores / temperature, dim=1)
     return -((targets * log_probs).sum(dim=1) * weights).sum()

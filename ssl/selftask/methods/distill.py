@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-LOSSES = {  # of each ``match``, the default first
+LOSSES = {  # for each ``match``; the first is the default
     "features": ("cosine", "mse"),
     "logits": ("kl", "cross_entropy", "mse"),
     "prototypes": ("cross_entropy",),
 }
 TEMPERATURES = {"features": 1.0, "logits": 4.0, "prototypes": 0.1}
-OPTIONS = {  # options that some ``match`` has only
+OPTIONS = {  # options for some values of ``match`` only
     "project": ("features",),
     "label_weight": ("logits",),
     "temperature": ("logits", "prototypes"),
@@ -71,7 +71,7 @@ NUM_GLOBAL = 2  # views that the teacher sees with ``pairs: different``
 
 @register_method("distill")
 class Distill(Method):
-    """Learn features, logits or prototypes of a trained teacher, which sees the same views."""
+    """Learning of a trained teacher's features, logits or prototypes for the same views."""
 
     loss_reduction = "samples"
     views = (1, None)
@@ -83,15 +83,15 @@ class Distill(Method):
             path=True,
             tiny="timm:test_vit",
         )
-        """A run, an exported backbone.pt, ``timm:NAME`` or ``torchvision:NAME``; for logits and
-        prototypes a run (``RUN@best``, ``RUN@STEP``), its checkpoint or ``timm:NAME``.
+        """A run, an exported backbone.pt, ``timm:NAME`` or ``torchvision:NAME``. For logits and
+        prototypes: a run, ``RUN@best``, ``RUN@STEP``, a checkpoint, or ``timm:NAME``.
         """
         teacher_weights: str | None = setting(None, path=True, tiny="none")
-        """For ``timm:`` and ``torchvision:``: a file, ``pretrained`` to fetch the library's own, or
-        ``none`` for random ones.
+        """Weights of ``timm:`` and ``torchvision:`` models: a file, ``pretrained`` to download the
+        library's weights, or ``none`` for random ones.
         """
         trust: bool = False
-        """Whether code that the teacher's files name may be imported."""
+        """Whether code named in the teacher's files may be imported."""
         match: Literal["features", "logits", "prototypes"] = "features"
         """What the student learns: pooled features, scores of classes, or scores of prototypes."""
         loss: Literal["auto", "cosine", "mse", "kl", "cross_entropy"] = "auto"
@@ -99,36 +99,36 @@ class Distill(Method):
         of prototypes: cross_entropy.
         """
         project: Literal["auto", "linear", "none"] = "auto"
-        """Layer between the student's features and the teacher's; auto: linear if their widths
-        differ.
-        """
+        """Layer from the student's features to the teacher's; auto: linear if widths differ."""
         temperature: float | None = setting(None, above=0)
         """Temperature of the student, and of the teacher's logits; null: 4 for logits, 0.1 for
         prototypes.
         """
         label_weight: float = setting(0.0, min=0, max=1)
-        """Weight of the cross-entropy with labels beside logits, which get the rest."""
+        """Weight of the cross-entropy with labels, in addition to logits, which get 1 -
+        label_weight.
+        """
         teacher_temperature: float | None = setting(None, above=0)
-        """Temperature of the teacher's prototypes; null: that at the end of its run."""
+        """Temperature of the teacher's prototypes; null: the one at the end of its run."""
         targets: Literal["auto", "softmax", "centering", "sinkhorn"] = "auto"
         """How the teacher's scores become probabilities; auto: as in its own training."""
         sinkhorn_iterations: int = setting(3, min=1)
         """Iterations of Sinkhorn-Knopp."""
         pairs: Literal["same", "different"] = "same"
         """Views whose prototypes are compared. same: each view of the student with the same view of
-        the teacher. different: the teacher sees the first two views only, and each of them is
-        compared with all other views of the student; for multi-crop.
+        the teacher. different, for multi-crop: the teacher sees the first two views only, and each
+        of them is compared with all other views of the student.
         """
         patch_weight: float = setting(0.0, min=0, max=1)
-        """Weight of the prototypes of patches beside those of images, which get the rest; of a
-        teacher with a head for patches (iBOT, DINOv2).
+        """Weight of the loss of patches' prototypes; images get 1 - patch_weight. Needs a teacher
+        with a head for patches (iBOT, DINOv2).
         """
         hidden_dim: int = setting(2048, min=1, tiny=32)
         """Width of the hidden layers of the student's head for prototypes."""
         bottleneck: int = setting(256, min=1, tiny=16)
         """Width of that head before its last layer."""
         num_layers: int = setting(3, min=1, max=100)
-        """Layers of that head without the last."""
+        """Number of layers of that head, without the last layer."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             of_library = self.teacher.startswith(("timm:", "torchvision:"))
@@ -163,9 +163,9 @@ class Distill(Method):
         self.num_taught = NUM_GLOBAL if config.pairs == "different" else None  # A; None: all
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Read the teacher; build the student, with as many outputs as the teacher has.
+        """Read the teacher and build a student with as many outputs.
 
-        Raises UserError if the teacher is not there or does not fit.
+        Raises UserError if the teacher does not exist or does not match.
         """
         trained = self.open_teacher(task)
         self.out_dim = trained.width
@@ -180,7 +180,7 @@ class Distill(Method):
         return Network(backbone, self.build_head(embed_dim(backbone)))
 
     def build_patch_network(self, backbone: nn.Module, trained: TrainedNetwork) -> nn.Module:
-        """Set the teacher, with its head for patches; return a student with two heads.
+        """Set the teacher with its head for patches, and return a student with two heads.
 
         Raises UserError if the teacher has no such head, or another grid of patches.
         """
@@ -202,7 +202,7 @@ class Distill(Method):
         return PatchScoreNetwork(backbone, *heads, num_patch_views=self.num_taught)
 
     def open_teacher(self, task: Task) -> TrainedNetwork:
-        """Return the trained network, after a warning if it is not, or sees other images."""
+        """Return the trained network; warn if its weights are random or of other normalization."""
         config = self.config
         read = open_features if config.match == "features" else open_scores
         try:
@@ -285,10 +285,10 @@ class Distill(Method):
     ) -> Tensor | dict[str, Tensor]:
         """Return the distance of the scores or features (V, B, D) from the targets.
 
-        With ``patch_weight`` w, the distance of images is weighted by 1 - w and that of patches, a
-        mean over all, by w. With ``label_weight`` w, the distance is weighted by 1 - w and the
-        cross-entropy with labels by w, the latter summed over labelled images and divided by the
-        number of all.
+        With ``patch_weight`` w, the distance of images is weighted by 1 - w, and that of patches, a
+        mean over all patches, by w. With ``label_weight`` w, the distance is weighted by 1 - w, and
+        the cross-entropy with labels by w. That cross-entropy is a sum over labelled images divided
+        by the number of all images.
         """
         config = self.config
         if isinstance(output, ImageAndPatchScores):
@@ -305,7 +305,7 @@ class Distill(Method):
     def distance(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the distance of the student (V, B, D) from the teacher (A, B, D).
 
-        A mean over images, and over views or pairs of different views.
+        It is a mean over images, and over views or pairs of different views.
         """
         if self.config.pairs == "different":
             log_probs = F.log_softmax(to_float32(output) / self.temperature, dim=2)
@@ -329,7 +329,7 @@ class Distill(Method):
 
 
 def _check_labels(source: Any, num_classes: int) -> None:
-    """Raise UserError unless some images have labels, all of them classes of the teacher."""
+    """Raise UserError unless some images have labels, all of which are classes of the teacher."""
     if source is None:  # a ``Learner``, whose labels come with the batches
         return
     labels = source.labels
@@ -347,7 +347,7 @@ def _check_labels(source: Any, num_classes: int) -> None:
 
 
 def _compare_normalization(trained: TrainedNetwork, shown: list[dict[str, Any]]) -> None:
-    """Warn if the teacher was trained on images of another normalization."""
+    """Warn if the teacher was trained on images with another normalization."""
     moments = []
     for transforms in (trained.transforms, shown):
         found = [t for t in transforms if t["name"] == "normalize"]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @register_method("ijepa")
 class IJEPA(Method):
-    """Predict an EMA teacher's features of masked blocks; the teacher is exported."""
+    """Prediction of an EMA teacher's features of masked blocks; the teacher is exported."""
 
     loss_reduction = "samples"
     sample_dim = 0
@@ -57,9 +57,9 @@ class IJEPA(Method):
         context_scale: tuple[float, float] = (0.85, 1.0)
         """Range of the context's share of the image's area, before the targets are cut out."""
         min_context: int = setting(10, min=0)
-        """Smallest context, in patches; if fewer remain, the last targets may overlap."""
+        """Minimum patches of a context; if fewer remain, the last targets may overlap it."""
         max_context: float = 0.5
-        """Largest context as a share of the image's patches; random ones beyond are dropped."""
+        """Maximum share of the image's patches in a context; random excess patches are dropped."""
         predictor_dim: int = setting(384, min=1, tiny=16)
         """Width of the predictor."""
         predictor_depth: int = setting(6, min=1, tiny=1)
@@ -67,8 +67,8 @@ class IJEPA(Method):
         predictor_heads: int = setting(12, min=1, tiny=2)
         """Attention heads of the predictor."""
         init_std: float | None = setting(0.02, above=0)
-        """Initial standard deviation of weights; null: larger in layers of few inputs, for networks
-        much narrower than a ViT-B, which with 0.02 pass on little but positions.
+        """Initial standard deviation of weights. null: larger in layers with few inputs, for
+        networks much narrower than a ViT-B; with 0.02 these would pass on little but positions.
         """
         momentum: float | dict[str, Any] = setting(
             {"name": "linear", "start": 0.996, "end": 1.0}, of="schedules", min=0, max=1
@@ -104,7 +104,7 @@ class IJEPA(Method):
             )
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the network with fixed positions, and weights as published unless loaded."""
+        """Build the network with fixed positions, and published initial weights unless loaded."""
         config = self.config
         self.check_backbone(backbone)
         grid = adapter_of(backbone).built_grid
@@ -159,7 +159,7 @@ class IJEPA(Method):
         batch["features"] = features.view(*indices.shape, -1)  # (B, M, Q, E)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Smooth L1 distance, averaged over the patches of a block, blocks and images."""
+        """Return the smooth L1 distance, averaged over patches of a block, blocks and images."""
         distance = F.smooth_l1_loss(to_float32(output), batch["features"], reduction="none")
         inside = ~batch["targets"][1]  # (B, M, Q), False for padding
         of_patch = distance.mean(dim=3) * inside  # (B, M, Q)
@@ -167,7 +167,7 @@ class IJEPA(Method):
         return of_block.mean()
 
     def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Image, its context, and each target block."""
+        """Return the image, its context, and each target block."""
         (images,) = batch.all_views
         indices, padding = batch["targets"]  # (B, M, Q)
         _, context, _ = batch.input
@@ -184,12 +184,12 @@ class IJEPA(Method):
         self.teacher.update(task.base_model.backbone, momentum=self.momentum_at(task.where))
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
-        """Return the teacher's, as in the paper's evaluations."""
+        """Return the teacher's backbone, as in the paper's evaluations."""
         return super().export_backbone(self.teacher.network)
 
 
 class BlockPredictor(Network):
-    """Encode the context, then predict each target block separately: (B, M, Q, E)."""
+    """Network that encodes the context and predicts each target block: (B, M, Q, E)."""
 
     def forward(self, inputs: tuple[Tensor, Any, Any]) -> Tensor:  # type: ignore[override]
         images, (keep, padding), (asked, asked_padding) = inputs
@@ -213,7 +213,7 @@ def initialize(module: nn.Module, *, std: float | None) -> None:
     Args:
         module: Module to initialise in place.
         std: Standard deviation of all linear layers, as in the published code. (It first divides
-            the residual weights of block l by sqrt(2 l), but then draws all linear layers anew.)
+            the residual weights of block l by sqrt(2 l), but then draws all linear layers again.)
             None, for narrow networks: at least 1 / sqrt(3 n) for n inputs, with that division.
     """
     for part in module.modules():

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @register_method("mae")
 class MAE(Method):
-    """Encode the visible patches; a light decoder reconstructs the pixels of the others."""
+    """Encoder of the visible patches; a light decoder reconstructs the pixels of the others."""
 
     loss_reduction = "samples"
     sample_dim = 0
@@ -65,7 +65,7 @@ class MAE(Method):
                 )
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the network with fixed positions, and weights as in the paper unless loaded."""
+        """Build the network with fixed positions, and the paper's initial weights unless loaded."""
         config, adapter = self.config, adapter_of(backbone)
         rows, columns = adapter.built_grid
         self.num_kept(rows * columns)
@@ -85,7 +85,7 @@ class MAE(Method):
         return MaskedAutoencoder(backbone, decoder)
 
     def num_kept(self, num_patches: int) -> int:
-        """Return the number of encoded patches. Raises UserError if it is none or all."""
+        """Return the number of encoded patches. Raise UserError if it is none or all."""
         ratio = self.config.mask_ratio
         kept = int(num_patches * (1 - ratio))
         if kept == num_patches:
@@ -120,13 +120,13 @@ class MAE(Method):
         batch["pixels"] = normalize(pixels) if self.config.normalize_pixels else pixels
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Mean squared error over masked patches only; ``output`` (B, M, P)."""
+        """Return the mean squared error over masked patches only; ``output`` (B, M, P)."""
         return F.mse_loss(to_float32(output), batch["pixels"])
 
     def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Image, kept patches, and the prediction of the others.
+        """Return the image, the kept patches, and the prediction of the others.
 
-        Standardised patches get back the mean and deviation of the patch they stand for, as in the
+        Predictions of standardised patches get the mean and deviation of the true patch, as in the
         figures of the paper.
         """
         (images,) = batch.all_views
@@ -151,7 +151,7 @@ class MAE(Method):
 
 
 class MaskedAutoencoder(Network):
-    """Encode the kept patches, then decode: (images, keep, masked) -> (B, M, P)."""
+    """Network that encodes the kept patches and decodes: (images, keep, masked) -> (B, M, P)."""
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:  # type: ignore[override]
         images, keep, masked = inputs
@@ -172,7 +172,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, grid: Grid, patch: int) -> Tensor:
-    """Put patches (B, N, patch * patch * C) together: images (B, C, H, W); undoes ``patchify``."""
+    """Join patches (B, N, patch * patch * C) to images (B, C, H, W); undoes ``patchify``."""
     x = patches.unflatten(1, grid).unflatten(3, (patch, patch, -1))  # (B, h, w, p, p, C)
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @register_method("moco")
 class MoCo(Method):
-    """Contrast queries with keys of an EMA teacher; negatives from a queue of past keys."""
+    """Contrast of queries with keys of an EMA teacher; negatives from a queue of past keys."""
 
     loss_reduction = "samples"
     views = 2
@@ -47,7 +47,7 @@ class MoCo(Method):
         out_dim: int = setting(128, min=1, tiny=16)
         """Width of the head's output, D."""
         hidden_dim: int | None = setting(None, min=1, tiny=32)
-        """Width of the head's hidden layer; null: the backbone's."""
+        """Width of the head's hidden layer; null: that of the backbone."""
         queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)
         """Length of the queue, in keys; K."""
         temperature: float = 0.2
@@ -55,7 +55,7 @@ class MoCo(Method):
         momentum: float | dict[str, Any] = setting(0.999, of="schedules", min=0, max=1)
         """Momentum of the teacher, m in eq. 2."""
         symmetric: bool = False
-        """Whether both views are queries, each with a queue of its own (v2+)."""
+        """Whether both views are queries, each with its own queue (v2+)."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.temperature <= 0:
@@ -88,7 +88,7 @@ class MoCo(Method):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute the keys of the batch. They are enqueued after the step."""
+        """Compute the keys of the batch, which are enqueued after the step."""
         batch = task.last_batch
         others = [shuffle_bn(view) for view in batch.all_views[::-1][: self.num_queries]]
         with LAYER_DRAWS.exchanged(shuffle_bn):

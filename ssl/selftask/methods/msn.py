@@ -53,7 +53,7 @@ Inputs: TypeAlias = tuple[list[Tensor], Tensor | None, list[Tensor]]
 
 @register_method("msn")
 class MSN(Method):
-    """Masked student views predict the teacher's prototypes; these are used as a prior says."""
+    """Masked student views predict the teacher's prototypes, whose use follows a prior."""
 
     loss_reduction = "statistics"  # the mean prediction, and the sizes of clusters
     views = (2, None)
@@ -70,11 +70,11 @@ class MSN(Method):
         num_prototypes: int = setting(1024, min=2, tiny=12)
         """Number of prototypes, K."""
         masked_views: int = setting(1, min=1)
-        """Number of masked views, M. The first view is the teacher's, the next M are masked, the
-        others are focal views.
+        """Number of masked views, M. The first view is the teacher's, the next M are masked, and
+        the others are focal views.
         """
         mask_ratio: float = setting(0.15, min=0, below=1)
-        """Share of the patches of a masked view that are left out; at least one is kept."""
+        """Share of the patches of a masked view that are dropped; at least one patch is kept."""
         temperature: float = setting(0.1, above=0)
         """Temperature of the student, tau in eq. 1."""
         sharpening: float = setting(0.25, above=0, max=1)
@@ -113,7 +113,7 @@ class MSN(Method):
         return MSNNetwork(backbone, self.build_head(embed_dim(backbone)))
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Build the head of the published code: three layers with GELU, weights of sd 0.02."""
+        """Build the head of the published code: three layers with GELU, weights with std 0.02."""
         hidden_dim, out_dim = self.config.hidden_dim, self.config.out_dim
         head = mlp(
             embed_dim, hidden_dim, hidden_dim, out_dim, norm=self.config.norm, activation=nn.GELU
@@ -130,7 +130,7 @@ class MSN(Method):
         self.momentum_at = build_schedule(self.config.momentum, task.length)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw the patches that are kept of each masked view."""
+        """Draw the patches that are kept in each masked view."""
         _, *views = batch.all_views
         count = self.config.masked_views
         masked, focal = views[:count], views[count:]
@@ -199,7 +199,7 @@ class MSN(Method):
         return math.log(len(places)) + config.me_max_weight * divergence
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
-        """Return the teacher's, which the paper evaluates."""
+        """Return the teacher's backbone, which the paper evaluates."""
         return super().export_backbone(self.teacher.network)
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
@@ -216,9 +216,9 @@ class MSN(Method):
 
 
 class MSNNetwork(Network):
-    """The backbone and the head: views -> (V, B, D), masked views first.
+    """Backbone and head: views -> (V, B, D), masked views first.
 
-    Batch statistics of the head are over the views of one size, as in the published code.
+    BatchNorm in the head uses the statistics of all views of one size, as in the published code.
     """
 
     def forward(self, inputs: Inputs) -> Tensor:  # type: ignore[override]

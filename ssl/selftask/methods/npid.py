@@ -1,4 +1,4 @@
-"""NPID: recognise each image as itself, among the entries of a memory bank of all images.
+"""NPID: recognise each image among the entries of a memory bank of all images.
 
 Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, CVPR 2018,
 arXiv:1805.01978. Equation numbers refer to it. NPID++ is the same with more negatives and longer
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @register_method("npid")
 class NPID(Method):
-    """Each image is a class of its own, whose weights are its entry in a memory bank."""
+    """Instance discrimination: each image is a class, whose weights are its memory bank entry."""
 
     loss_reduction = "samples"  # negatives come from the memory
     views = 1
@@ -90,7 +90,7 @@ class NPID(Method):
             batch["negatives"] = other_images(draws, batch.index, len(self.memory))  # (B, K)
 
     def on_forward(self, task: Task) -> None:
-        """Add Z, which the first step estimates; collect features for the memory."""
+        """Add Z, which is estimated in the first step; collect features for the memory."""
         batch, features = task.last_batch, task.last_batch.output[0].detach()
         if self.config.loss == "nce":
             batch["normalizer"] = self.normalizer.of(
@@ -117,7 +117,7 @@ class NPID(Method):
         return terms
 
     def on_update(self, task: Task) -> None:
-        """Update the memory; keep Z of the first step for good."""
+        """Update the memory; in the first step, set Z for the rest of the run."""
         if self.config.loss == "nce":
             self.normalizer.keep(task.last_batch["normalizer"])
         for index, features in self.pending:
@@ -138,7 +138,7 @@ class NPID(Method):
 
 @in_full_precision
 def full_softmax(features: Tensor, memory: Tensor, index: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of the image's own entry among all; eq. 2 and 3, averaged over images.
+    """Return the cross-entropy of the image's own entry among all (eq. 2, 3), averaged over images.
 
     Args:
         features: (B, D), of any length.
@@ -151,5 +151,5 @@ def full_softmax(features: Tensor, memory: Tensor, index: Tensor, temperature: f
 
 @in_full_precision
 def squared_distance(features: Tensor, own: Tensor) -> Tensor:
-    """Mean squared distance of unit features from entries (B, D); ``features`` of any length."""
+    """Return the mean squared distance of normalised features (B, D) from entries (B, D)."""
     return (F.normalize(features, dim=1) - own).square().sum(dim=1).mean()

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @register_method("pirl")
 class PIRL(Method):
-    """Contrast an image, and its tiles in random order, with a memory bank of all images."""
+    """Contrast of an image, and its tiles in random order, with a memory bank of all images."""
 
     loss_reduction = "samples"  # negatives come from the memory
     views: ClassVar[dict[str, NumViews]] = {"image": 1, "tiles": (2, None)}
@@ -52,8 +52,8 @@ class PIRL(Method):
         out_dim: int = setting(128, min=1, tiny=16)
         """Width of the head's output, D."""
         loss: Literal["nce", "info_nce"] = "info_nce"
-        """How an image is told from its negatives: by noise-contrastive estimation, as in the
-        paper, or by a softmax.
+        """How the image is distinguished from its negatives: by noise-contrastive estimation, as in
+        the paper, or by a softmax.
         """
         num_negatives: int = setting(32000, min=1, tiny=16)
         """Negatives drawn from the memory bank, K."""
@@ -111,7 +111,7 @@ class PIRL(Method):
         }
 
     def on_update(self, task: Task) -> None:
-        """Update the memory; keep NCE's constant of the first step for good."""
+        """Update the memory; in the first step, set NCE's constant for the rest of the run."""
         if self.config.loss == "nce":
             self.normalizer.keep(task.last_batch["normalizer"])
         for index, features in self.pending:
@@ -126,7 +126,7 @@ class PIRL(Method):
 
 
 class TilesNetwork(Network):
-    """Image and tiles (B, C, H, W), and the order of tiles (B, T) -> (2, B, D): image, tiles.
+    """Image and tiles (B, C, H, W), order of tiles (B, T) -> (2, B, D): image, then tiles.
 
     A linear layer is applied to each tile, and another one to the concatenated tiles of an image.
     """

@@ -42,7 +42,7 @@ class SimCLR(Method):
         out_dim: int = setting(128, min=1, tiny=16)
         """Width of the head's output, D."""
         hidden_dim: int | None = setting(None, min=1, tiny=32)
-        """Width of the head's hidden layer; null: the backbone's."""
+        """Width of the head's hidden layer; null: that of the backbone."""
         norm: bool = True
         """Whether both layers of the head have BatchNorm, as in the paper's code."""
         temperature: float = 0.1
@@ -93,10 +93,10 @@ class SimCLR(Method):
 
 @in_full_precision
 def info_nce(*views: Tensor, temperature: float) -> Tensor:
-    """NT-Xent of this rank's VB rows against the VBW of all ranks, averaged over pairs of views.
+    """Return NT-Xent of this rank's VB rows among the VBW of all ranks, averaged over view pairs.
 
-    The denominator of a pair has the positive and all views of other images. With two views it is
-    that of eq. 1; with more, the other views of the same image are left out.
+    The denominator of a pair has the positive and all views of other images. With two views this is
+    eq. 1; with more, the other views of the same image are left out.
 
     Args:
         *views: (B, D) each, of any length.

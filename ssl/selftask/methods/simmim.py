@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @register_method("simmim")
 class SimMIM(Method):
-    """One linear layer predicts the pixels of masked squares from the features of the backbone."""
+    """Prediction of masked squares' pixels from features, by one linear layer."""
 
     loss_reduction = "samples"
     sample_dim = 0
@@ -54,7 +54,7 @@ class SimMIM(Method):
         return MaskedPixels(backbone, adapter, task.data_module.channels)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw the masks ``batch["mask"]`` (B, h, w), with as many masked patches in each image."""
+        """Draw the masks ``batch["mask"]`` (B, h, w), with equally many patches in each image."""
         (images,) = batch.all_views
         height, width = images.shape[-2:]
         adapter = adapter_of(task.base_model.backbone)
@@ -71,12 +71,12 @@ class SimMIM(Method):
         batch.input = (images, mask)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Mean absolute error of the masked pixels; ``output`` (B, C, H, W)."""
+        """Return the mean absolute error of the masked pixels; ``output`` (B, C, H, W)."""
         (images,) = batch.all_views
         return masked_l1(to_float32(output), images, batch["mask"])
 
     def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Image, the pixels that were not masked, and the prediction of the others."""
+        """Return the image, its visible pixels, and the prediction of the others."""
         (images,) = batch.all_views
         mask = batch["mask"].flatten(1)
         seen = hide_patches(images, mask)
@@ -121,7 +121,7 @@ class MaskedPixels(Network):
 
 
 def masked_l1(pixels: Tensor, images: Tensor, mask: Tensor) -> Tensor:
-    """Mean of |pixels - images| over masked patches.
+    """Return the mean of |pixels - images| over masked patches.
 
     The published code adds 1e-5 to the number of masked pixels.
 

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 @register_method("supervised")
 class Supervised(Method):
-    """Cross-entropy, or any loss of torch.nn or Classy Vision by its name.
+    """Classification with cross-entropy, or any loss of torch.nn or Classy Vision by name.
 
-    One view of an image, or several side by side if the head begins with ``concat_views``.
+    The network gets one view of an image, or several if the head begins with ``concat_views``.
 
-    With ``targets`` an image has several labels, each of which is 1, 0 or, if unknown, -1. The loss
-    is then the binary cross-entropy, a mean over the known labels of an image.
+    With ``targets`` an image has several labels, each of which is 1, 0, or -1 if unknown. The loss
+    is then the binary cross-entropy, averaged over the known labels of each image.
 
-    With ``heads`` there are several classifiers, whose weighted losses are the terms of the loss.
+    With ``heads`` there are several classifiers; their weighted losses are the terms of the loss.
     """
 
     loss_reduction = "samples"
@@ -56,21 +56,21 @@ class Supervised(Method):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_classes: int | None = setting(None, min=1)
-        """Number of classes, C; null: as many as the data set has."""
+        """Number of classes, C; null: that of the data set."""
         freeze_backbone: bool = False
-        """Whether only the classifier is trained: the linear probe."""
+        """Whether only the classifier is trained (linear probe)."""
         head: list[Any] = setting([], of="head_blocks")
-        """Blocks of the classifier, a chain; empty: one linear layer."""
+        """Blocks of the classifier, applied in order; empty: one linear layer."""
         heads: dict[str, list[Any]] = setting({}, of="head_blocks")
-        """Several classifiers by name, each a chain of blocks; meters are of the first one."""
+        """Several classifiers by name, each a list of blocks; meters use the first by default."""
         head_weights: dict[str, float] = setting({}, min=0)
-        """Weights of the losses of ``heads``; 1 for a head that is not named."""
+        """Weights of the losses of ``heads``; 1 for heads without an entry."""
         targets: list[str] = setting([])
-        """Names of ``data.numbers`` to predict, one for each label; empty: the class."""
+        """Names of ``data.numbers`` to predict, one per label; empty: predict the class."""
         loss: str = "CrossEntropyLoss"
         """Loss of torch.nn, or ``classy:NAME``."""
         loss_args: dict[str, Any] = field(default_factory=dict)
-        """Arguments of the loss."""
+        """Keyword arguments of the loss."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.targets and (self.loss != "CrossEntropyLoss" or self.num_classes):
@@ -100,7 +100,7 @@ class Supervised(Method):
                 yield "heads: train.step=grad_cache divides one output; take another train step"
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the classifier. Raises UserError if the labels or the loss do not fit."""
+        """Build the classifier. Raise UserError if the labels or the loss do not match."""
         if self.config.targets:
             self.num_classes, self._score = len(self.config.targets), known_cross_entropy
             return self._classifier(backbone)
@@ -128,11 +128,11 @@ class Supervised(Method):
         return Classifier(backbone, self.num_classes, frozen=frozen, head=head)
 
     def build_chains(self, width: int, num_classes: int) -> nn.Module | None:
-        """Return the configured head or heads, None for one linear layer.
+        """Return the configured head or heads, or None for one linear layer.
 
         Args:
-            width: Features of the backbone, E.
-            num_classes: Outputs of each head, C.
+            width: Number of features of the backbone, E.
+            num_classes: Number of outputs of each head, C.
         """
         config = self.config
         if config.head:
@@ -160,9 +160,9 @@ class Supervised(Method):
             batch.labels = torch.stack([batch.extras[name] for name in self.config.targets], dim=1)
 
     def forward(self, output: Tensor | dict[str, Tensor], batch: Batch) -> Loss:
-        """Return the loss of scores ``output`` (B, C) with labels (B,) or (B, C).
+        """Return the loss of scores (B, C) for labels (B,) or (B, C).
 
-        Scores of several heads by name give a weighted term each.
+        With several heads, ``output`` is a dict of scores, and each head gives a weighted term.
         """
         if isinstance(output, Tensor):
             loss: Tensor = self._score(output, batch.labels)
@@ -174,7 +174,7 @@ class Supervised(Method):
         }
 
     def logits(self, output: Tensor | dict[str, Tensor], head: str | None = None) -> Tensor:
-        """Return the scores that meters see: those of ``head``, or of the first one."""
+        """Return the scores for meters: those of ``head``, or of the first head."""
         if isinstance(output, Tensor):
             return output
         return output[head or next(iter(output))]
@@ -190,7 +190,7 @@ class Supervised(Method):
         return weight * math.log(self.num_classes) if is_entropy else None
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
-        """Return the classifier, the first of several."""
+        """Return the classifier; the first one if there are several."""
         weights = weights_at(checkpoint, "model.head")
         num_classes = len([value for value in weights.values() if value.ndim == 2][-1])
         head = self.build_chains(embed_dim, num_classes) or nn.Linear(embed_dim, num_classes)
@@ -201,7 +201,7 @@ class Supervised(Method):
 
 
 def known_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the binary cross-entropy over labels that are not -1, then over images.
+    """Return the binary cross-entropy, averaged over known labels of an image, then over images.
 
     Args:
         scores: (B, C).

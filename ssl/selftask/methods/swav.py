@@ -34,7 +34,7 @@ from selftask.registry import register_method
 if TYPE_CHECKING:
     from selftask.task import Task
 
-NUM_ASSIGNED = 2  # views whose assignments the others predict
+NUM_ASSIGNED = 2  # number of views whose assignments the others predict
 
 
 @register_method("swav")
@@ -61,17 +61,17 @@ class SwAV(Method):
         sinkhorn_iterations: int = setting(3, min=1)
         """Iterations of Sinkhorn-Knopp."""
         power: float = setting(0.0, min=0)
-        """Exponent of the shares of prototypes: prototype k gets images proportional to k **
-        -power; 0: equal shares.
+        """Exponent of the prototypes' shares: prototype k gets a share of the images proportional
+        to k ** -power; 0: equal shares.
         """
         hard_assignments: int | str = setting(0, duration=True)
-        """How long assignments are hard, the most probable prototype alone; VISSL's option."""
+        """Duration for which assignments are hard (one-hot), an option of VISSL."""
         queue_size: int = setting(0, min=0, tiny=lambda batch: 2 * batch)
-        """Length of the queue, in images; L. 3840 in the paper for batches of 256, 0: no queue."""
+        """Length of the queue, in images; L. The paper has 3840 for batches of 256. 0: no queue."""
         queue_start: int | str = setting("15 epochs", duration=True, tiny=1)
         """Time from which the queue is used."""
         freeze_prototypes: int | str = setting("1 epoch", duration=True)
-        """How long the prototypes are not trained."""
+        """Duration for which the prototypes are not trained."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             batch_size = config["train"]["batch_size"]
@@ -102,10 +102,10 @@ class SwAV(Method):
         )
 
     def on_forward(self, task: Task) -> None:
-        """Select whether assignments are hard and the queue is used, from ``queue_start`` on.
+        """Select whether assignments are hard and whether the queue is used; fill the queue.
 
-        It is filled from the first batch on. The paper's code starts to fill it at ``queue_start``
-        and uses it when it is full.
+        The queue is filled from the first batch on and used from ``queue_start`` on, if full. The
+        paper's code starts to fill it at ``queue_start`` and uses it when it is full.
         """
         is_full = task.clock.trained_batches * task.length.batch_size >= len(self.queue) > 0
         self.is_hard = task.steps_done < self.hard_steps
@@ -131,11 +131,11 @@ class SwAV(Method):
 
     @torch.no_grad()
     def assign(self, scores: Tensor, view: int) -> Tensor:
-        """Eq. 3 to 5: return assignments (B, K) of each image of one view.
+        """Return the assignments (B, K) of the images of one view (eq. 3 to 5).
 
-        They are balanced over the batch of all ranks, and over the queue if it is used; each rank
-        contributes its share of the queue. Without the queue, batches much smaller than K leave
-        most clusters empty.
+        Assignments are balanced over the batch of all ranks, and over the queue if it is used. Each
+        rank contributes its share of the queue. Without the queue, batches much smaller than K
+        leave most clusters empty.
 
         Args:
             scores: (B, K).
@@ -169,7 +169,7 @@ class SwAV(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if every prototype has the same probability."""
+        """Loss if all prototypes have the same probability."""
         return math.log(self.config.num_prototypes)
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:

@@ -26,7 +26,7 @@ from selftask.registry import register_method
 
 @register_method("vicreg")
 class VICReg(Method):
-    """Two views agree; variance and covariance over the global batch prevent a collapse."""
+    """Agreement of two views; variance and covariance over the global batch prevent a collapse."""
 
     loss_reduction = "statistics"  # variances and covariances
     views = 2

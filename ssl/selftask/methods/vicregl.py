@@ -1,7 +1,7 @@
 """VICRegL: VICReg of whole views and of matching patches, by location or by features.
 
 Bardes et al., VICRegL: Self-Supervised Learning of Local Visual Features, NeurIPS 2022,
-arXiv:2210.01571. The published code keeps the local loss of the last pair of views only, divided by
+arXiv:2210.01571. The published code uses the local loss of the last pair of views only, divided by
 the number of pairs. Here it is the mean over all pairs, as in the paper.
 
 V: views, the first two of which are large; B: images per rank; N: cells of a view's feature map;
@@ -41,7 +41,7 @@ Output = dict[str, list[Tensor]]
 
 @register_method("vicregl")
 class VICRegL(Method):
-    """VICReg of views, and of matched cells of their feature maps."""
+    """VICReg of whole views and of matched cells of their feature maps."""
 
     loss_reduction = "statistics"  # variances and covariances
     sample_dim = None
@@ -57,11 +57,11 @@ class VICRegL(Method):
         local_dim: int = setting(512, min=1, tiny=8)
         """Width of the projector of cells and of its hidden layers, L."""
         alpha: float = setting(0.75, min=0, max=1)
-        """Weight of whole views; the rest is of cells."""
+        """Weight of the loss of whole views; cells get 1 - alpha."""
         num_matches: int = setting(20, min=1, tiny=2)
-        """Best pairs of cells for a large view, gamma."""
+        """Number of best pairs of cells for a large view, gamma."""
         num_small_matches: int = setting(4, min=1, tiny=2)
-        """Best pairs of cells for the other views."""
+        """Number of best pairs of cells for each other view."""
         match_all_features: bool = True
         """Whether all cells are used when matching by features."""
         invariance_weight: float = setting(25.0, min=0)
@@ -89,10 +89,10 @@ class VICRegL(Method):
         return LocalNetwork(backbone, self.build_head(embed_dim(backbone)))
 
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["centers"]``, the position in the image of each cell of each map."""
+        """Compute ``batch["centers"]``, the position of each cell in the image."""
         batch = task.last_batch
         draws = [one for group in batch.draws.values() for one in group]
-        maps = batch.output["cells"]  # of each view (B, L, h, w)
+        maps = batch.output["cells"]  # (B, L, h, w) for each view
         pairs = zip(draws, maps, strict=True)
         batch["centers"] = [one.centers(*cells.shape[2:]) for one, cells in pairs]  # (B, N, 2)
 
@@ -121,7 +121,7 @@ class VICRegL(Method):
 
 
 class LocalNetwork(Network):
-    """Views -> ``pooled`` (B, D) and ``cells`` (B, L, h, w) of each; one view per pass."""
+    """Views -> ``pooled`` (B, D) and ``cells`` (B, L, h, w) of each view; one view per pass."""
 
     def forward(self, views: Sequence[Tensor]) -> Output:  # type: ignore[override]
         heads: Any = self.head
@@ -181,7 +181,7 @@ def local_terms(
 @torch.no_grad()
 @in_full_precision
 def nearest_cells(here: Tensor, there: Tensor, num_matches: int) -> tuple[Tensor, Tensor]:
-    """Match the cells of a view to their nearest neighbours in another and return the best matches.
+    """Match the cells of a view to their nearest neighbours in another; return the best matches.
 
     Args:
         here: (B, N, F): features or positions.
@@ -198,7 +198,7 @@ def nearest_cells(here: Tensor, there: Tensor, num_matches: int) -> tuple[Tensor
 
 
 def matched_terms(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """VICReg's terms of matched cells (B, M, L), with statistics of each of the M separately."""
+    """Return VICReg's terms of matched cells (B, M, L), with separate statistics for each match."""
     terms = [variance_covariance(cells.transpose(0, 1)) for cells in (first, second)]
     (variance, covariance), (other_variance, other_covariance) = terms
     invariance = F.mse_loss(first, second)

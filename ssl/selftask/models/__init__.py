@@ -1,1 +1,1 @@
-"""Backbones, features of any of them, heads, losses, teachers, weights."""
+"""Backbones, their features, heads, losses, teachers and weights."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from selftask.random.keyed import uniform
 
 _DRAWS = 4  # per rectangle: area, shape, row, column
-_TRIES = 10  # failures in a row before an image is finished, as in the published code
+_TRIES = 10  # consecutive failures before an image is finished, as in the published code
 
 
 class BlockMask:
@@ -67,7 +67,7 @@ class BlockMask:
     def from_draws(self, draws: Tensor, counts: Tensor) -> Tensor:
         """Turn draws in [0, 1) of shape (B, ``num_draws``) into masks (B, N)."""
         mask = torch.zeros(len(draws), self.num_patches, dtype=torch.bool, device=draws.device)
-        failures = torch.zeros_like(counts)  # in a row
+        failures = torch.zeros_like(counts)  # consecutive failures
         for one in draws.unflatten(1, (self.max_tries, _DRAWS)).unbind(1):
             room = counts - mask.sum(dim=1)  # (B,)
             block, fits = self._rectangle(one, room.clamp(max=self.max_patches))
@@ -81,7 +81,7 @@ class BlockMask:
         return mask
 
     def _rectangle(self, draws: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a rectangle (B, N) of ``min_patches`` to ``most`` (B,) patches, and if it fits."""
+        """Return rectangles (B, N) of ``min_patches`` to ``most`` (B,) patches, and which fit."""
         area, aspect, down, right = draws.unbind(dim=1)
         area = self.min_patches + (most - self.min_patches) * area
         aspect = torch.exp(self.max_log_aspect * (2 * aspect - 1))

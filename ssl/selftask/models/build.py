@@ -17,7 +17,7 @@ from selftask.registry import BACKBONES, METHODS
 if TYPE_CHECKING:
     from selftask.config.schema import Component, Config
 
-LIBRARIES = ("timm", "torchvision")  # libraries whose backbones are known by their own names
+LIBRARIES = ("timm", "torchvision")  # libraries whose own model names are accepted
 _TRIED_SIZES = (224, 32)  # pixels
 
 
@@ -43,9 +43,9 @@ def build_backbone(component: Component, channels: int = 3) -> nn.Module:
 
 
 def with_embed_dim(model: nn.Module, name: str, channels: int) -> nn.Module:
-    """Return the backbone; set its number of features as ``embed_dim`` if it has none.
+    """Return the backbone; set ``embed_dim``, its number of features, if it is missing.
 
-    Raises UserError if it does not return such features.
+    Raises UserError if it does not return features (B, E).
     """
     if not isinstance(getattr(model, "embed_dim", None), int):
         model.embed_dim = count_features(model, name, channels)  # type: ignore[assignment]
@@ -53,33 +53,34 @@ def with_embed_dim(model: nn.Module, name: str, channels: int) -> nn.Module:
 
 
 def check_backbone(config: Config, channels: int) -> None:
-    """Raise UserError for a model of timm or torchvision that ``config`` cannot train.
+    """Raise UserError if ``config`` cannot train its model of timm or torchvision.
 
-    Its name, arguments and sizes can only be checked by building it. On the meta device this needs
-    neither memory nor time, so errors are reported before the run's folder is made.
+    Name, arguments and sizes can only be checked by building the model. On the meta device this is
+    fast and needs no memory, so errors are reported before the run's folder is created.
     """
     if config.backbone.name not in LIBRARIES:
         return
     try:
         with torch.device("meta"):
             backbone = build_backbone(config.backbone, channels)
-    except (NotImplementedError, RuntimeError):  # its initialisation needs data: checked later
+    except (NotImplementedError, RuntimeError):  # its initialisation needs values; checked later
         return
     check_sizes(backbone, config)
     check_offers(backbone, config)
 
 
 def check_offers(backbone: nn.Module, config: Config) -> None:
-    """Raise ConfigError or UserError for a built backbone that the method cannot train."""
+    """Raise ConfigError or UserError if the method cannot train a built backbone."""
     if problems := list(requirements.of_backbone(config, offers(backbone))):
         raise ConfigError(problems)
     METHODS[config.method.name].check_backbone(backbone)
 
 
 def check_sizes(backbone: nn.Module, config: Config) -> None:
-    """Raise ConfigError for views that a library's transformer does not accept.
+    """Raise ConfigError if a library's transformer does not accept the size of the views.
 
-    Its image size is known only after building. That of selftask's own is checked with the config.
+    Its image size is known only after building. Selftask's own backbones are checked with the
+    config.
     """
     key, library = ("backbone", "args"), config.backbone.name
     patches: Any = getattr(backbone, "patch_embed", None)
@@ -132,7 +133,7 @@ def embed_dim(backbone: nn.Module) -> int:
 
 @torch.no_grad()
 def count_features(model: nn.Module, name: str, channels: int) -> int:
-    """Return the number of features for a blank image. The model's state and mode are unchanged."""
+    """Return the number of features for a blank image; the model's state and mode are unchanged."""
     errors = []
     device = next((tensor.device for tensor in model.parameters()), None)
     for size in _sizes(model):
@@ -156,7 +157,7 @@ def count_features(model: nn.Module, name: str, channels: int) -> int:
 
 
 def _sizes(model: nn.Module) -> tuple[int, ...]:
-    """Return image sizes to try, first the one given by a model of timm or torchvision."""
+    """Return image sizes to try; first the one declared by a timm or torchvision model."""
     image_size = getattr(model, "image_size", None)
     if isinstance(image_size, int):
         return (image_size, *_TRIED_SIZES)

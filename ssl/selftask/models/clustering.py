@@ -24,7 +24,7 @@ def sinkhorn_knopp(
 
     Eq. 3 to 5 of SwAV (arXiv:2006.09882). The paper alternates between scaling rows and columns of
     exp(scores / epsilon). Here this is done on logarithms, so that no exponential can overflow and
-    no sum vanishes. The constant factors 1/K and 1/B are left out, as the last normalisation
+    no sum vanishes. The constant factors 1/K and 1/B are omitted, since the last normalisation
     removes them.
 
     Args:
@@ -50,7 +50,7 @@ def sinkhorn_knopp(
 
 
 def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
-    """-sum_k p log q, averaged over images and over all pairs of *different* views.
+    """Return -sum_k p log q, averaged over images and over all pairs of *different* views.
 
     Eq. 3 of DINO (arXiv:2104.14294), eq. 6 of SwAV. See ``view_cross_entropy`` for the arguments.
     """
@@ -61,9 +61,9 @@ def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
 
 @in_full_precision
 def view_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
-    """-sum_k p log q of each pair of views, averaged over images.
+    """Return -sum_k p log q of each pair of views, averaged over images.
 
-    It is one matrix product instead of A * V passes over (B, K).
+    Computed as one matrix product instead of A * V passes over (B, K).
 
     Args:
         probs: p, assignments of the first A views, (A, B, K).
@@ -84,11 +84,11 @@ def spherical_kmeans(
     generator: torch.Generator | None = None,
     chunk: int = 16_384,
 ) -> tuple[Tensor, Tensor]:
-    """k-means with cosine similarity, as in DeepCluster v2 (arXiv:2006.09882, appendix).
+    """Run k-means with cosine similarity, as in DeepCluster v2 (arXiv:2006.09882, appendix).
 
     The initial centroids are K different rows drawn with ``generator``; nothing else is random. An
-    empty cluster keeps its centroid. Every rank must call it with the same memory and generator to
-    get the same result.
+    empty cluster keeps its centroid. Ranks get the same result if memory and generator are the
+    same.
 
     Args:
         x: (N, D) unit vectors.
@@ -114,14 +114,14 @@ def spherical_kmeans(
 
 
 def _nearest(x: Tensor, centroids: Tensor, chunk: int) -> Tensor:
-    """Return the centroid of largest cosine for each row, (N,)."""
+    """Return the index of the centroid with the largest cosine for each row, (N,)."""
     return torch.cat([(rows @ centroids.T).argmax(dim=1) for rows in torch.split(x, chunk)])
 
 
 def _sum_by_cluster(x: Tensor, cluster: Tensor, num_clusters: int, chunk: int) -> Tensor:
     """Return the sum of the rows of each cluster, (K, D).
 
-    Matrix products sum in a fixed order. ``index_add_`` does not on a GPU, so ranks would differ.
+    Matrix products sum in a fixed order. On a GPU ``index_add_`` does not, so ranks would differ.
     """
     sums = x.new_zeros(num_clusters, x.shape[1])
     for rows, members in zip(torch.split(x, chunk), torch.split(cluster, chunk), strict=True):

@@ -1,4 +1,4 @@
-"""Layers of a backbone: how deep each parameter lies, for layer-wise learning rates."""
+"""Layer index of each parameter of a backbone, for layer-wise learning rates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from selftask.errors import UserError
 
 
 def parameter_depths(backbone: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
-    """Return the layer of each parameter by name: 0 for the stem, then one for each block.
+    """Return the layer index of each parameter by name: 0 for the stem, then one for each block.
 
-    timm's ``group_matcher`` is used if the backbone has one; what it counts to the head is left
-    out. Otherwise parameters between two blocks belong to the next, and those after the last block
-    to that, as in timm.
+    timm's ``group_matcher`` is used if the backbone has one; parameters that it assigns to the head
+    are omitted. Otherwise parameters between two blocks belong to the next block, and those after
+    the last block belong to the last block, as in timm.
 
     Args:
         backbone: Images -> features.
@@ -46,17 +46,17 @@ def parameter_depths(backbone: nn.Module, blocks: Sequence[nn.Module]) -> dict[s
 
 
 def _by_matcher(backbone: nn.Module, matcher: Any) -> dict[str, int]:
-    """Return timm's layers, without what its patterns count to the head, such as a last norm."""
+    """Return timm's layer indices without parameters that its patterns assign to the head."""
     from timm.models._manipulate import group_with_matcher
 
-    head = "head_of_selftask"  # matches no pattern, like every parameter of a head
+    head = "head_of_selftask"  # like a head's parameters, it matches no pattern
     names = [*(name for name, _ in backbone.named_parameters()), head]
     layers = group_with_matcher(iter([(name, None) for name in names]), matcher, reverse=True)
     return {name: layer for name, layer in layers.items() if layer < layers[head]}
 
 
 def _without_downsampling(backbone: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Leave out a stage's downsampling: a rarer kind of block between whole stages."""
+    """Leave out downsampling modules: children of a rarer type between whole stages."""
     counts = Counter(type(block) for block in blocks)
     between = {
         id(child)

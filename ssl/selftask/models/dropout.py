@@ -1,6 +1,6 @@
 """Dropout and stochastic depth drawn per sample, so that W ranks draw the same as one rank.
 
-The libraries' layers draw from torch's generator, and their draws depend on the size of the rank's
+Layers of libraries draw from torch's generator, so their draws depend on the size of the rank's
 batch. ``draw_per_sample`` makes the layers of a network use ``LAYER_DRAWS`` instead.
 """
 
@@ -21,10 +21,10 @@ log = get_logger(__name__)
 
 
 class _Kind(NamedTuple):
-    """A library's layer: the attribute with its rate, and the number of axes it draws for."""
+    """A library's layer class: the attribute with its rate, and the number of axes it draws for."""
 
     rate: str
-    axes: int  # after the first; further axes are dropped together
+    axes: int  # number of axes after the first; further axes are dropped together
 
 
 _ALL_AXES = 99
@@ -37,7 +37,7 @@ _KINDS = {
     "torchvision.ops.stochastic_depth.StochasticDepth": _Kind("p", 0),
 }
 _OTHER_RATES = ("drop_prob", "dropout", "p", "prob")
-_OTHERS = ("drop", "attention", "stochasticdepth", "rnn", "lstm", "gru")  # names of classes
+_OTHERS = ("drop", "attention", "stochasticdepth", "rnn", "lstm", "gru")  # parts of class names
 
 
 def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
@@ -80,7 +80,7 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
 
 
 def disable_stochastic_depth(network: nn.Module) -> None:
-    """Set the rate of stochastic depth to 0: of timm's, torchvision's and any ``drop_prob``."""
+    """Set the rate of stochastic depth to 0, for timm, torchvision and any ``drop_prob``."""
     for layer in network.modules():
         if hasattr(layer, "drop_prob"):
             layer.drop_prob = 0.0  # type: ignore[assignment]
@@ -114,23 +114,24 @@ def _in_rows(layer: nn.Module) -> bool:
 
 
 def _may_draw(layer: nn.Module) -> bool:
-    """Return whether an unknown class looks like a dropout layer with a rate above 0."""
+    """Return True if an unknown class looks like a dropout layer with a rate above 0."""
     rates = [getattr(layer, name, 0) for name in _OTHER_RATES]
     is_named_so = any(word in type(layer).__name__.lower() for word in _OTHERS)
     return is_named_so and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _unfuse(layer: Any) -> None:
-    """Disable timm's fused attention if it has dropout, which torch's kernel draws itself."""
+    """Disable timm's fused attention if it has dropout, which torch's kernel would draw itself."""
     if getattr(layer, "fused_attn", False) and getattr(getattr(layer, "attn_drop", None), "p", 0):
         layer.fused_attn = False
 
 
 @functools.cache
 def _misfit(name: str, rows: int, expected: int) -> None:
-    """Warn if rows do not match samples; raise RuntimeError in a backward pass.
+    """Warn that rows do not match samples; raise RuntimeError in a backward pass.
 
-    In a backward pass a backbone's own checkpointing recomputes a pass whose draws are lost.
+    A call in a backward pass means that the backbone's own checkpointing recomputes a forward pass,
+    whose draws are lost.
     """
     if torch._C._current_graph_task_id() != -1:
         raise RuntimeError(

@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Context: set all sub-modules to eval mode and restore the mode of each on exit."""
+    """Context that sets all sub-modules to eval mode and restores the mode of each on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -23,7 +23,7 @@ class FeatureQueue(nn.Module):
     rows: Tensor
     """``(K, *shape)``, in no particular order."""
     oldest: Tensor
-    """Index of the entry to replace next."""
+    """Index of the entry that is replaced next."""
 
     def __init__(self, length: int, *shape: int) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class FeatureQueue(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Replace the oldest entries by ``rows`` ``(B, *shape)``. Every rank must call it.
+        """Replace the oldest entries by ``rows`` ``(B, *shape)``. Every rank must call this method.
 
-        Rows are enqueued in the order of the global batch. If there are more than K, the last K
-        stay.
+        Rows are enqueued in the order of the global batch. If there are more than K, the last K are
+        kept.
         """
         rows = all_gather_cat(rows)[-len(self) :]  # (W * B, *shape)
         places = (torch.arange(len(rows), device=rows.device) + self.oldest) % len(self)

@@ -24,16 +24,16 @@ def mlp(
     last_bias: bool = True,
     activation: Callable[[], nn.Module] = nn.ReLU,
 ) -> nn.Sequential:
-    """Linear layers of the given sizes: a projector ``mlp(512, 2048, 128)`` or a predictor.
+    """Build linear layers of the given sizes, such as a projector ``mlp(512, 2048, 128)``.
 
     Args:
         sizes: Numbers of features, from input to output.
         norm: Add BatchNorm before the activation between layers.
-        bias: Add a bias to all layers but the last. It has no effect before a BatchNorm.
+        bias: Add a bias to all layers except the last. It has no effect before a BatchNorm.
         last_norm: Add BatchNorm after the last layer.
         last_affine: Give this BatchNorm a scale and a shift.
         last_bias: Add a bias to the last layer.
-        activation: Builds the activation between layers.
+        activation: Function that builds the activation between layers.
 
     Examples:
         ====================  =====================================================================
@@ -63,7 +63,7 @@ class ProjectorPredictor(nn.Module):
 
     As a method's head it maps features (N, E) -> (N, 2, D). The network then returns (V, B, 2, D),
     and ``projection, prediction = output.unbind(2)``. A predictor with BatchNorm must be part of
-    the network: in the loss its running statistics would be updated at every call.
+    the network: in the loss, its running statistics would be updated at every call.
     """
 
     def __init__(self, projector: nn.Module, predictor: nn.Module) -> None:
@@ -79,8 +79,8 @@ class ProjectorPredictor(nn.Module):
 class Prototypes(nn.Module):
     """K learned directions: features (..., D), preferably of unit length, -> scores (..., K).
 
-    The rows are initialised on the unit sphere and leave it in training. A method whose scores are
-    cosines, such as SwAV, calls ``normalize_`` after each step.
+    Rows have unit length initially, but not after updates. A method whose scores are cosines, such
+    as SwAV, calls ``normalize_`` after each step.
     """
 
     def __init__(self, dim: int, num: int) -> None:
@@ -97,14 +97,14 @@ class Prototypes(nn.Module):
 
 
 class UnitLength(nn.Module):
-    """Divide features (..., D) by their length."""
+    """Division of features (..., D) by their length."""
 
     def forward(self, features: Tensor) -> Tensor:
         return F.normalize(to_float32(features), dim=-1)
 
 
 class WeightNormLinear(nn.Module):
-    """A linear layer whose rows have unit length.
+    """Linear layer whose rows have unit length.
 
     Weight normalisation (arXiv:1602.07868) with the length g fixed to 1, as in DINO's last layer.
     Rows are normalised in the forward pass. The layer has a plain parameter and no hook, so it can

@@ -1,4 +1,4 @@
-"""Masks of patches, drawn for each sample from its key, on any rank and after any resume.
+"""Masks of patches, drawn for each sample from its key, independent of ranks and resumes.
 
 B images, N patches of an image (row by row), K maximum patches of a context, M target blocks, Q
 maximum patches of a target block.
@@ -27,9 +27,9 @@ class MultiBlockMask:
     """Sampler of several target blocks and one context block for each image, as in I-JEPA.
 
     The published code draws one size for a whole batch and then cuts every block to the smallest of
-    the batch. Here the blocks of an image do not depend on other images. Tensors have room for the
-    largest possible block, or for ``max_context``. (In the paper cutting leaves contexts of a
-    quarter of the patches, table 6.)
+    the batch. In the paper this leaves contexts of a quarter of the patches (table 6). Here the
+    blocks of an image do not depend on other images. Tensors have room for the largest possible
+    block, or for ``max_context``.
 
     Args:
         grid: Rows and columns of patches.
@@ -38,7 +38,7 @@ class MultiBlockMask:
         target_ratio: Smallest and largest height / width of a target, relative to the image's.
         context_scale: Like ``target_scale``, for the context before the targets are cut out.
         min_context: Minimum patches of a context; if fewer remain, the last targets may overlap.
-        max_context: Maximum fraction of patches in a context; random ones beyond are dropped.
+        max_context: Maximum fraction of patches in a context; random excess patches are dropped.
 
     Raises:
         UserError: If a block may be smaller than a patch.
@@ -101,7 +101,7 @@ def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
 
 
 def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int]) -> list[int]:
-    """Return the possible areas of ``rectangles`` in patches, which determine the size of tensors.
+    """Return the possible areas of ``rectangles`` in patches, to determine the size of tensors.
 
     A side of h patches is rounded from between h - 1/2 and h + 1/2. Raises UserError if a side may
     be rounded to zero.
@@ -131,7 +131,7 @@ def _possible_sides(length: int, least: float, most: float) -> range:
 
 
 def cut_out(block: Tensor, targets: Tensor, *, least: int) -> Tensor:
-    """Remove the patches of ``targets`` (B, M, N) from ``block`` (B, N): the context (B, N).
+    """Remove the patches of ``targets`` (B, M, N) from ``block`` (B, N); return the context (B, N).
 
     If fewer than ``least`` remain, the last target may overlap, then the last two, and so on, as in
     the published code (which first tries other positions of the block).
@@ -146,11 +146,11 @@ def cut_out(block: Tensor, targets: Tensor, *, least: int) -> Tensor:
 def padded_indices(mask: Tensor, length: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the indices of True in each row of ``mask``, and their padding.
 
-    The shape does not depend on the mask, so that nothing waits for the device.
+    The shape does not depend on the mask, so that the host does not wait for the device.
 
     Args:
         mask: (..., N) bool.
-        length: Number of indices per row; a row with more loses the last.
+        length: Number of indices per row; the last ones of a longer row are dropped.
         order: (..., N) numbers in [0, 1) to sort the indices by; ascending indices by default.
 
     Returns:
@@ -192,7 +192,7 @@ def mask_of(indices: Tensor, padding: Tensor, num_patches: int) -> Tensor:
 def hide_patches(images: Tensor, mask: Tensor) -> Tensor:
     """Return images (B, C, H, W) whose masked patches, True in ``mask`` (B, N), are 0.
 
-    Patches are square and in order, row by row.
+    Patches are square and ordered row by row.
     """
     height, width = images.shape[2:]
     rows = round(math.sqrt(mask.shape[1] * height / width))

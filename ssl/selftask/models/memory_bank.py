@@ -15,7 +15,7 @@ from selftask.models.precision import to_float32
 
 
 class MemoryBank(nn.Module):
-    """Unit vectors by image number, equal on every rank, saved and resumed as a buffer.
+    """Unit vectors by image index, equal on every rank, saved and resumed as a buffer.
 
     Methods read it in ``forward`` and call ``update`` in ``on_update``. The initial entries are
     random unit vectors.
@@ -41,13 +41,13 @@ class MemoryBank(nn.Module):
 
     @torch.no_grad()
     def update(self, index: Tensor, features: Tensor, momentum: float = 0.0) -> None:
-        """Update the entries of one batch by its features. Every rank must call it.
+        """Update the entries of a batch with its features. Every rank must call this method.
 
-        ``normalize(momentum * entry + (1 - momentum) * normalize(features))``. If an image occurs
-        more than once in the global batch, its last features are used.
+        The new entry is ``normalize(momentum * entry + (1 - momentum) * normalize(features))``. If
+        an image occurs more than once in the global batch, its last features are used.
 
         Args:
-            index: Numbers of this rank's images, (B,).
+            index: Indices of this rank's images, (B,).
             features: Their features, ``(B, *shape)``, of any length.
             momentum: Weight of the old entry, in [0, 1]; 0 replaces it.
         """
@@ -59,9 +59,9 @@ class MemoryBank(nn.Module):
 
 
 def _last_occurrence(index: Tensor, size: int) -> Tensor:
-    """Return the last position of each number in ``index`` (n,); numbers are below ``size``.
+    """Return the last position of each number in ``index`` (n,), whose numbers are below ``size``.
 
-    Indexed writes of duplicates keep an arbitrary one on a GPU, which may differ between ranks.
+    On a GPU, indexed writes of duplicates keep an arbitrary one, which may differ between ranks.
     """
     positions = torch.arange(len(index), device=index.device)
     return torch.zeros(size, dtype=torch.long, device=index.device).scatter_reduce(

@@ -18,7 +18,7 @@ from selftask.random.keyed import LAYER_DRAWS
 class Network(nn.Module):
     """``head(backbone(views))``, in one pass for each image size or for each view.
 
-    Methods that need patches or hidden layers subclass it. Their forward pass takes
+    Methods that need patches or hidden layers use a subclass. Its forward pass takes
     ``batch.input``, may return tensors in any tuple or dict, and sets ``embedding``.
 
     Args:
@@ -41,9 +41,9 @@ class Network(nn.Module):
     def forward(self, views: Sequence[Tensor]) -> Tensor:
         """V tensors (B, C, H, W) of any sizes -> (V, B, D) in the order of the views.
 
-        Without ``per_view`` the head sees all views as one batch (V*B, E): its BatchNorm statistics
-        are over all of them, as in the multi-crop of SwAV and DINO. Those of the backbone are over
-        the views of one size.
+        Without ``per_view`` the head gets all views as one batch (V*B, E), so its BatchNorm
+        statistics are over all views, as in the multi-crop of SwAV and DINO. Those of the backbone
+        are over the views of one size.
         """
         if self.per_view:
             return self._one_by_one(views)
@@ -68,11 +68,11 @@ class Network(nn.Module):
 
 
 def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
-    """Run ``backbone`` once for each size among the views; features (V*B, E) in view order.
+    """Run ``backbone`` once for each size of views; return features (V*B, E) in view order.
 
-    Views of one size need not be adjacent. A transformer with a fixed grid of patches gets its
-    positions interpolated for views of other sizes. Raises ValueError if the views hold different
-    numbers of images.
+    Views of one size need not be adjacent. For a transformer with a fixed grid of patches,
+    positions are interpolated to views of other sizes. Raises ValueError if the views hold
+    different numbers of images.
     """
     num_images = [len(view) for view in views]
     if len(set(num_images)) != 1:

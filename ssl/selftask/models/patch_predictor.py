@@ -1,7 +1,7 @@
 """Prediction of patches from other patches, with sine-cosine positions.
 
-B images, N patches of an image (row by row), K of them encoded, M groups of Q patches to predict,
-P prefix tokens, E width of the backbone, D width of the predictor.
+B images, N patches of an image (row by row), K of them encoded, M groups of Q patches to predict, P
+prefix tokens, E width of the backbone, D width of the predictor.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from selftask.models.features.tokens import Grid, attention_mask
 
 
 class PatchPredictor(nn.Module):
-    """Predict outputs for some patches from other, encoded patches of the image.
+    """Transformer that predicts outputs for some patches from other, encoded patches of the image.
 
-    The decoder of MAE and the predictor of I-JEPA: a narrow transformer over the encoded patches
-    and a learned mask token for each patch to predict, all with fixed sine-cosine positions.
-    Patches that are predicted together attend to each other.
+    It is the decoder of MAE and the predictor of I-JEPA. Its input is the encoded patches and a
+    learned mask token for each patch to predict, all with fixed sine-cosine positions. Patches that
+    are predicted together attend to each other.
 
     Args:
         embed_dim: Width E of the encoded patches.
@@ -67,8 +67,8 @@ class PatchPredictor(nn.Module):
             encoded: (B, P + K, E), prefix tokens and the patches ``keep``.
             keep: (B, K) indices of the encoded patches.
             asked: (B, M, Q) indices of the patches to predict.
-            padding: (B, K) bool, True for padding in ``keep``, which no token attends to. Given
-                together with ``asked_padding``.
+            padding: (B, K) bool, True for padding in ``keep``, which no token attends to. Requires
+                ``asked_padding``.
             asked_padding: (B, M, Q) bool, likewise for ``asked``.
             grid: Rows and columns of patches; by default those of the constructor.
 

@@ -15,22 +15,22 @@ R = TypeVar("R")
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# Whether autocast is on for any device. Asking for one device by name takes ten times as long.
+# Whether autocast is enabled for any device. Asking for one device by name takes ten times as long.
 # The function is not public, hence the fallback.
 _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def to_float32(x: Tensor) -> Tensor:
-    """Return ``x`` in float32 at least: lower precision is converted, float64 stays."""
+    """Return ``x`` in at least float32: lower precision is converted, float64 is unchanged."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: run ``function`` outside autocast, with half-precision tensors as float32.
+    """Decorate a function to run outside autocast, with half-precision tensors as float32.
 
-    Converting the arguments alone is not enough for a loss with a matrix product: autocast, which
-    is on while the loss is computed, would round both factors again (to 3 digits in bfloat16). The
-    first argument must be a tensor.
+    Converting the arguments alone is not enough for a loss with a matrix product: autocast is
+    enabled while the loss is computed, and would round both factors again (to 3 digits in
+    bfloat16). The first argument must be a tensor.
     """
 
     @functools.wraps(function)
@@ -38,7 +38,7 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
         first = args[0]
         assert isinstance(first, Tensor)
         if not _any_autocast() and first.dtype not in _HALF:
-            return function(*args, **kwargs)  # every float32 step comes here: keep it short
+            return function(*args, **kwargs)  # fast path of every float32 step
         device = first.device.type
         autocast = torch.is_autocast_enabled(device)
         raised: Any = [_raise(argument) for argument in args]

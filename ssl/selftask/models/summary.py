@@ -1,4 +1,4 @@
-"""Summary of a model: the opening lines of a log, and the cost of a forward pass.
+"""Summary of a model: the first lines of a log, and the cost of a forward pass.
 
 The cost is counted by torch's dispatcher on the meta device. fvcore's counters give the same
 numbers (tests/models/test_summary.py), but need a jit trace, which fails for timm's models under
@@ -75,7 +75,7 @@ def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
     """Format the multiply-adds for an image of the first view's size, if they can be counted."""
     side = output_side(next(iter(config.views.values())).transforms)
     is_sharded = any(hasattr(parameter, "to_local") for parameter in backbone.parameters())
-    if side is None or is_sharded:  # a forward pass of a sharded model is a collective
+    if side is None or is_sharded:  # the forward pass of a sharded model would be a collective
         return ""
     try:
         cost = forward_cost(backbone, side, channels)
@@ -85,7 +85,7 @@ def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
 
 
 def _views(number: int, name: str, group: ViewConfig) -> str:
-    """Format ``2 main of 224 x 224 pixels``; without the size if views keep the images' size."""
+    """Format ``2 main of 224 x 224 pixels``, without the size if views keep the images' size."""
     side = output_side(group.transforms)
     size = "" if side is None else f" of {side} x {side} pixels"
     return f"{number} {name}{size}"
@@ -96,8 +96,8 @@ class Cost:
     """Cost of one image.
 
     Args:
-        macs: Multiply-adds of convolutions, matrix products and attention; papers often call them
-            FLOPs (ResNet-50 has 4.1 G of them).
+        macs: Multiply-adds of convolutions, matrix products and attention. Papers often call them
+            FLOPs (4.1 G for ResNet-50).
         activations: Elements in the outputs of these operations (arXiv:2003.13678, section 3.1).
     """
 
@@ -109,8 +109,8 @@ class Cost:
 def forward_cost(module: nn.Module, side: int, channels: int = 3) -> Cost:
     """Count the cost of a forward pass of one image of ``side`` x ``side`` pixels.
 
-    Weights and random states are unchanged. If the forward pass depends on values, which do not
-    exist on the meta device, the module's error is raised.
+    Weights and random states are unchanged. A forward pass that depends on values, which do not
+    exist on the meta device, raises the module's error.
 
     Args:
         module: Images (B, C, H, W) -> features.
@@ -131,8 +131,8 @@ class ModuleCost:
 
     Args:
         name: Dotted name; empty for the whole model.
-        kind: Its class.
-        parameters: Number of parameters; shared ones count once in each module.
+        kind: Name of its class.
+        parameters: Number of parameters; shared ones count once per module.
         macs: Multiply-adds of convolutions, matrix products and attention.
         activations: Elements in the outputs of these operations (arXiv:2003.13678, section 3.1).
         saved_bytes: Memory kept for the backward pass in float32.
@@ -149,13 +149,13 @@ class ModuleCost:
 def module_costs(
     module: nn.Module, side: int, channels: int = 3, *, depth: int = 2
 ) -> list[ModuleCost]:
-    """Return the cost of a module and of those inside it, for images of ``side`` x ``side``.
+    """Return the cost of a module and its sub-modules, for images of ``side`` x ``side`` pixels.
 
     Args:
         module: Images (B, C, H, W) -> anything.
         side: Height and width in pixels.
         channels: Channels of the image.
-        depth: Levels of modules below the whole.
+        depth: Number of levels of sub-modules.
     """
     image = torch.empty(1, channels, side, side, device="meta")
     counting = _CountActivations()
@@ -180,8 +180,8 @@ def module_costs(
 def saved_bytes(module: nn.Module, args: tuple[Any, ...]) -> Counter[str]:
     """Return the bytes that a forward pass keeps for its backward pass, by module name.
 
-    Parameters and buffers do not count. A module's bytes include those of the modules inside it;
-    the empty name has all.
+    Parameters and buffers do not count. A module's bytes include those of its sub-modules; the
+    empty name has the total.
 
     Args:
         module: Any module, in the mode whose memory is of interest.
@@ -195,7 +195,7 @@ def saved_bytes(module: nn.Module, args: tuple[Any, ...]) -> Counter[str]:
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
-            kept.append(storage)  # alive, so that no other storage gets its place
+            kept.append(storage)  # kept alive, so that no other storage gets its address
             counts.update(dict.fromkeys(tracker.parents, storage.nbytes()))
         return tensor
 
@@ -218,12 +218,12 @@ def _meta_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _tracked(module: nn.Module, name: str) -> str:
-    """Return the name that torch's trackers give to a module inside ``module``."""
+    """Return the name that torch's trackers use for a sub-module of ``module``."""
     return f"{type(module).__name__}.{name}" if name else type(module).__name__
 
 
 class _CountActivations(TorchDispatchMode):
-    """Sums the elements in the outputs of operations that have FLOPs, by module."""
+    """Sum of the elements in the outputs of operations that have FLOPs, by module."""
 
     def __init__(self) -> None:
         super().__init__()

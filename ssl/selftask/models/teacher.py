@@ -1,4 +1,4 @@
-"""Teachers: a moving average of the trained network, or a network that was trained before."""
+"""Teachers: a moving average of the trained network, or a network that is already trained."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from selftask.models.dropout import disable_stochastic_depth
 class Teacher(nn.Module):
     """An exponential moving average of a network's parameters (MoCo eq. 2, BYOL eq. 1).
 
-    Its parameters do not require gradients, so optimizers and DDP leave them out.
+    Its parameters do not require gradients, so optimizers and DDP ignore them.
 
     Only parameters are averaged, not BatchNorm buffers. The teacher runs in train mode like the
-    student, normalises with the statistics of its own batch and keeps its own running averages of
-    them, as in the published code of MoCo, BYOL and DINO. Its state is that of the sub-module
-    ``network``.
+    student: it normalises with the statistics of its own batch and has its own running averages, as
+    in the published code of MoCo, BYOL and DINO. Its state is that of the sub-module ``network``.
 
     Args:
         network: Module to copy.
@@ -47,9 +46,9 @@ class Teacher(nn.Module):
         """Update once: theta <- momentum * theta + (1 - momentum) * theta of ``network``.
 
         Args:
-            network: The trained network, with the parameters of the copied one in the same order.
-            momentum: In [0, 1], often a schedule of ``optim.schedules`` at ``task.where``. 1 for a
-                frozen teacher.
+            network: The trained network, with the same parameters in the same order.
+            momentum: Momentum in [0, 1], often from a schedule at ``task.where``; 1 leaves the
+                teacher unchanged.
         """
         mine: list[Tensor] = list(self.network.parameters())
         theirs: list[Tensor] = list(network.parameters())
@@ -60,10 +59,10 @@ class Teacher(nn.Module):
 
 
 class FrozenTeacher(Teacher):
-    """A network that was trained before: in eval mode, without gradients, never updated.
+    """A network that is already trained: in eval mode, without gradients, never updated.
 
-    A checkpoint holds the SHA-256 digest of its weights in place of the weights, which are read
-    again when the run goes on.
+    A checkpoint contains the SHA-256 digest of its weights instead of the weights, which are read
+    again when the run is resumed.
 
     Args:
         network: Module to copy, with its weights.
@@ -107,7 +106,7 @@ class FrozenTeacher(Teacher):
                 "same teacher, or another out="
             )
         own = self.network.state_dict(prefix=f"{prefix}network.")
-        state_dict.update(own)  # the children find what they have
+        state_dict.update(own)  # so that the sub-modules find their weights
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

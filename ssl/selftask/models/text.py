@@ -20,8 +20,8 @@ class TextTransformer(nn.Module):
 
     Args:
         vocab_size: Number of token ids; 0 is padding, which only follows a text.
-        length: Maximum L.
-        dim: E.
+        length: Maximum number of tokens, L.
+        dim: Number of features, E.
         depth: Number of blocks.
         heads: Number of attention heads; must divide ``dim``.
     """

@@ -1,4 +1,4 @@
-"""The arithmetic of a run in words: batch, steps, samples, warm-up and learning rate."""
+"""Text summary of a run's numbers: batch, steps, samples, warm-up and learning rate."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from selftask.config.values.duration import steps_in
 from selftask.errors import plural
 from selftask.optim.build import lr_schedule
 
-_POINTS = 200  # at which the highest learning rate is looked for
+_POINTS = 200  # number of points at which the schedule is evaluated to find its maximum
 
 
 def arithmetic(config: Config, length: RunLength, world_size: int) -> list[str]:
-    """Return a header, and a line each for batch, epoch, run, warm-up and learning rate."""
+    """Return a header, and one line each for batch, epoch, run, warm-up and learning rate."""
     rows = arithmetic_rows(config, length, world_size)
     return ["arithmetic:", *(f"  {topic:<9}{text}" for topic, text in rows.items())]
 
 
 def arithmetic_rows(config: Config, length: RunLength, world_size: int) -> dict[str, str]:
-    """Return batch, epoch, run, warm-up and lr, each in words."""
+    """Return texts for batch, epoch, run, warm-up and lr."""
     return {
         "batch": _batch(length, world_size),
         "epoch": _epoch(length),
@@ -64,7 +64,7 @@ def _warmup(config: OptimizerConfig, length: RunLength) -> str:
 
 
 def _lr(config: OptimizerConfig, length: RunLength) -> Iterator[str]:
-    """Yield the formula of the scaled rate, then the values that the schedule really gives."""
+    """Yield the formula of the scaled rate, then the actual values of the schedule."""
     batch = _step(length)
     section = config.lr_section(batch)
     if isinstance(config.lr, ScaledLR):

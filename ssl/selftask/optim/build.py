@@ -23,7 +23,7 @@ from selftask.registry import OPTIMIZERS
 
 
 class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-vision ships no types
-    """A torch optimizer under Classy's contract: ``step(where=...)`` sets lr and decay first."""
+    """A torch optimizer with Classy's interface: ``step(where=...)`` sets lr and decay first."""
 
     def __init__(self, config: Any, settings: Sequence[Settings]) -> None:
         super().__init__()
@@ -35,9 +35,9 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         self._list_moving()
 
     def _list_moving(self) -> None:
-        """Collect the schedules of every step, each with the group options that it sets.
+        """Collect the schedules that change at every step, with the group options that each sets.
 
-        A schedule that several groups share is then evaluated once a step.
+        A schedule shared by several groups is thus evaluated once per step.
         """
         moving: dict[int, tuple[Schedule, list[tuple[int, str, float | None]]]] = {}
         for number, group in enumerate(self._param_group_schedulers):
@@ -49,10 +49,10 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         self._moving = list(moving.values())
 
     def step(self, *args: Any, closure: Callable[[], Any] | None = None, where: float) -> None:
-        """Do one optimizer step at progress ``where`` in [0, 1).
+        """Run one optimizer step at progress ``where`` in [0, 1).
 
-        Like Classy's own, but without building and comparing all groups at every step. Values that
-        change per epoch, constants included, are set by ``on_epoch``.
+        Unlike Classy's own method, it does not build and compare all groups at every step.
+        Constants and values that change per epoch are set by ``on_epoch``.
         """
         groups = self.optimizer.param_groups
         for schedule, places in self._moving:
@@ -68,11 +68,11 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         self._list_moving()
 
     def get_classy_state(self) -> dict[str, Any]:
-        """Return torch's state, and the names of the parameters, which it holds by number."""
+        """Return torch's state, and the names of the parameters, which torch only numbers."""
         return {**super().get_classy_state(), "names": self._names}
 
     def set_classy_state(self, state: dict[str, Any]) -> None:
-        """Restore the state. Raises ValueError if the parameters are in another order."""
+        """Restore the state. Raise ValueError if the parameters are in another order."""
         names = state.get("names", self._names)  # missing in older runs
         for before, now in zip(names, self._names, strict=True):
             if before != now:
@@ -89,8 +89,8 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
     def zero_grad(self) -> None:
         """Set all gradients to None.
 
-        torch's own method also enters a profiler range and guards against torch.compile, which
-        takes longer than a small layer's forward pass.
+        torch's own method also enters a profiler range and guards against torch.compile; this takes
+        longer than a small layer's forward pass.
         """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -110,18 +110,19 @@ def build_optimizer(
     depths: Mapping[str, int] | None = None,
     regroup: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
 ) -> Any:
-    """Build the optimizer of named modules: one of selftask's, ``torch:NAME`` or ``classy:NAME``.
+    """Build the optimizer of named modules: a registered one, ``torch:NAME`` or ``classy:NAME``.
 
     Args:
         config: The ``optimizer`` section.
         modules: Named modules whose parameters are trained.
         length: Length of the run, for schedules.
         batch: Number of samples per step.
-        depths: Layers of the backbone's parameters by name, for ``layer_decay``.
-        regroup: Applied to the final groups of parameters; see ``Reduction.regroup``.
+        depths: Layer indices of the backbone's parameters by name, for ``layer_decay``.
+        regroup: Function applied to the final groups of parameters; see ``Reduction.regroup``.
 
     Returns:
-        A Classy optimizer with ``step(where=...)``; its ``settings`` has those of each parameter.
+        A Classy optimizer with ``step(where=...)``; ``settings`` lists the settings of each
+            parameter.
     """
     settings = assign_settings(modules, config, length, depths or {})
     groups = _groups(settings, config, length, batch)
@@ -132,7 +133,7 @@ def build_optimizer(
         own = kind(**{**config.args, **{key: schedule(0.0) for key, schedule in moving.items()}})
         optimizer: Any = ScheduledOptimizer(own, settings)
         layerwise = getattr(own, "layerwise", False)
-        # torch's key: a config says sgd_momentum since methods have a momentum, too
+        # torch's key; configs say sgd_momentum, since methods also have a momentum
         ours = {key.removeprefix("sgd_"): schedule for key, schedule in moving.items()}
         groups = [{**group, **ours} for group in groups]
     elif is_torch_name("optimizer", config.name):
@@ -150,8 +151,8 @@ def build_optimizer(
 def _groups(
     settings: Iterable[Settings], config: OptimizerConfig, length: RunLength, batch: int
 ) -> list[dict[str, Any]]:
-    """Return one group for each combination of settings; ``adapt`` marks what LARS scales."""
-    schedules: dict[str, Any] = {}  # one object for equal sections, so that groups can merge
+    """Return a group for each combination of settings; ``adapt`` marks parameters LARS scales."""
+    schedules: dict[str, Any] = {}  # one object for equal sections, so that groups can be merged
 
     def schedule_of(section: float | dict[str, Any]) -> Any:
         return schedules.setdefault(str(section), build_schedule(section, length))
@@ -173,7 +174,7 @@ def _groups(
 
 
 def _moving_settings(kind: type, args: dict[str, Any], length: RunLength) -> dict[str, Any]:
-    """Return the schedules among an optimizer's own settings, such as momentum or betas."""
+    """Return the schedules of an optimizer's own settings, such as momentum or betas."""
     moving: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         value = args.get(field.name)
@@ -195,5 +196,5 @@ def _without(group: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Any:
-    """Return the learning rate schedule: scaled with the batch, warmed up, then annealed."""
+    """Return the learning rate schedule: scaled with the batch size, with warm-up and annealing."""
     return build_schedule(config.lr_section(batch), length)

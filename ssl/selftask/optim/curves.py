@@ -1,4 +1,4 @@
-"""Functions of progress as Classy schedulers: a curve, a scaled one, several in a row."""
+"""Functions of progress as Classy schedulers: a curve, a scaled one, several in sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Curve(ParamScheduler):  # type: ignore[misc]  # fvcore ships no types
 
 
 class Scaled(Curve):
-    """A schedule times a factor. Equal ones compare equal, so that their groups merge."""
+    """A schedule times a factor. Equal objects compare equal, so that their groups are merged."""
 
     def __init__(self, schedule: Any, factor: float) -> None:
         super().__init__(lambda where: schedule(where) * factor)
@@ -43,9 +43,9 @@ class Scaled(Curve):
 def join(
     parts: Sequence[Schedule], lengths: list[float], last: Literal["rescaled", "fixed"] = "rescaled"
 ) -> Any:
-    """Return schedules one after the other, each stretched over its fraction of the run.
+    """Return a sequence of schedules, each stretched over its fraction of the run.
 
-    With ``last="fixed"`` the last one is a function of the progress of the whole run instead.
+    With ``last="fixed"`` the last schedule is a function of the progress of the whole run.
     """
     intervals = [*["rescaled"] * (len(parts) - 1), last]
     return schedulers.CompositeParamScheduler(parts, lengths, intervals)

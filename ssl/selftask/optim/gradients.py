@@ -20,9 +20,9 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Any]:
 
 
 def whole_norms(tensors: list[Any], p: float = 2.0) -> Tensor:
-    """Return the p-norm of each tensor, (T,); of a shard, that of the whole tensor.
+    """Return the p-norm of each tensor, (T,); for a shard, that of the full tensor.
 
-    Every rank must call it if there are shards.
+    Every rank must call this function if there are shards.
     """
     parts = [part if part.numel() else part.new_zeros(1) for part in _local(tensors)]
     found: dict[int, Tensor] = {}
@@ -38,7 +38,7 @@ def whole_norms(tensors: list[Any], p: float = 2.0) -> Tensor:
 
 
 def to_one_device(values: Iterable[Tensor]) -> list[Tensor]:
-    """Return values on the CPU if some of them are there and others not (parallel.cpu_offload)."""
+    """Return all values on the CPU if some of them are there (parallel.cpu_offload)."""
     values = list(values)
     mixed = len({value.device.type for value in values}) > 1
     return [value.cpu() for value in values] if mixed else values
@@ -46,7 +46,7 @@ def to_one_device(values: Iterable[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def total_norm(tensors: list[Any], p: float = 2.0) -> Tensor:
-    """Return the p-norm of all tensors together; 0 without any."""
+    """Return the p-norm of all tensors together; 0 for an empty list."""
     return torch.linalg.vector_norm(whole_norms(tensors, p), p) if tensors else torch.zeros(())
 
 
@@ -58,10 +58,10 @@ def clip_norm(grads: list[Any], max_norm: float, *, p: float = 2.0, each: bool =
         grads: Gradients, or shards of them.
         max_norm: Maximum norm.
         p: Order of the norm; infinity for the largest absolute value.
-        each: Clip the norm of each gradient instead of that of all together.
+        each: Clip the norm of each gradient instead of the total norm.
 
     Returns:
-        The norm of all together before clipping.
+        The total norm before clipping.
     """
     if not grads:
         return torch.zeros(())
@@ -89,7 +89,7 @@ def clip_value(grads: list[Any], max_value: float) -> None:
 def clip_adaptively(
     parameters: Iterable[nn.Parameter], max_ratio: float, *, eps: float = 1e-3
 ) -> None:
-    """Clip unit-wise in place: adaptive gradient clipping, arXiv:2102.06171, equation 3.
+    """Clip gradients unit-wise and in place: adaptive clipping, arXiv:2102.06171, equation 3.
 
     The gradient G of a unit with weights W is scaled to max_ratio * max(|W|, eps) if its norm is
     larger. A unit is a row: the weights of one output. Biases and gains are one unit.
@@ -112,7 +112,7 @@ def _unit_norm(tensor: Any) -> Tensor:
 
 
 def _places_by_device(tensors: list[Tensor]) -> list[list[int]]:
-    """Return the places of the tensors on each device; a foreach function takes one device."""
+    """Return the indices of the tensors on each device; a foreach function takes one device."""
     places: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(i)

@@ -20,8 +20,8 @@ def group_table(
     Args:
         settings: Settings of every trained parameter.
         config: The ``optimizer`` section.
-        batch: Samples of a step.
-        most: Patterns of names to show for each group; 0 for all.
+        batch: Number of samples per step.
+        most: Maximum number of name patterns to show for each group; 0 for all.
     """
     groups: dict[tuple[object, ...], list[Settings]] = {}
     for one in settings:
@@ -53,7 +53,7 @@ def _row(
 
 
 def _names(names: Sequence[str], most: int) -> str:
-    """Return names after the modules that all have in common, with numbers replaced by *."""
+    """Return names without their common modules, with numbers replaced by *."""
     parts = [name.split(".") for name in names]
     columns = zip(*(part[:-1] for part in parts), strict=False)
     shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -1,8 +1,8 @@
 """Loss scaling for float16, whose smallest gradients would round to zero.
 
-The interface is that of ``torch.amp.GradScaler``, which skips a step in silence. Here a gradient
-that overflows on any rank raises StepSkipped on all of them, so that schedules, teachers, queues
-and the optimizer stay as they were. Finding out waits for the device, once a step.
+The interface is that of ``torch.amp.GradScaler``, which skips a step silently. Here a gradient that
+overflows on any rank raises StepSkipped on all ranks, so that schedules, teachers, queues and the
+optimizer do not change. The check waits for the device once per step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from selftask.config.schema import GradScalerConfig
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.errors import RunError, StepSkipped
 
-MIN_SCALE = 1e-4  # below, gradients are not finite for another reason than overflow
+MIN_SCALE = 1e-4  # below this scale, non-finite gradients have another cause than overflow
 
 
 class NoScaler:
-    """Leaves loss and gradients as they are."""
+    """Scaler that leaves loss and gradients unchanged."""
 
     def is_enabled(self) -> bool:
         return False
@@ -46,17 +46,17 @@ class NoScaler:
 
 
 class LossScaler(NoScaler):
-    """Scales the loss. The scale falls if gradients overflow and rises after steps without.
+    """Loss scaler whose scale falls if gradients overflow and rises after steps without overflow.
 
     Args:
         config: The section ``train.grad_scaler``.
-        log: Called with ``"loss_scale"`` and the scale at each step.
+        log: Function called with ``"loss_scale"`` and the scale at each step.
     """
 
     def __init__(self, config: GradScalerConfig, log: Callable[[str, float], None]) -> None:
         self._config, self._log = config, log
         self._scale = config.init_scale
-        self._good_steps = 0  # since the scale has changed
+        self._good_steps = 0  # since the last change of the scale
 
     def is_enabled(self) -> bool:
         return True
@@ -69,10 +69,10 @@ class LossScaler(NoScaler):
 
     @torch.no_grad()
     def unscale_(self, optimizer: Any) -> None:
-        """Divide the gradients by the scale; they are reduced already.
+        """Divide the reduced gradients by the scale.
 
         Raises:
-            StepSkipped: If a gradient is not finite, on every rank.
+            StepSkipped: On every rank, if a gradient is not finite on any rank.
             RunError: If gradients are not finite although the scale is tiny.
         """
         found = [p.grad for group in optimizer.param_groups for p in group["params"]]
@@ -85,7 +85,7 @@ class LossScaler(NoScaler):
         for dtype in {gradient.dtype for gradient in gradients}:
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
             torch._amp_foreach_non_finite_check_and_unscale_(alike, overflow, inverse)
-        # only shards differ between ranks, but then all have to know
+        # only shards differ between ranks, but all ranks must know
         if all_reduce_sum(overflow).item() > 0:
             self._back_off()
             raise StepSkipped

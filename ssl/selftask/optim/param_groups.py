@@ -25,14 +25,14 @@ Named = Iterable[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter with its name and the class names of the module that holds it."""
+    """A parameter, its name, and the class names of the module that contains it."""
 
     name: str  # such as network.backbone.conv1.weight
     value: nn.Parameter
     kinds: frozenset[str]
 
     def matches(self, rule: GroupRule) -> bool:
-        """Return whether the rule is about this parameter. ``network.`` may be left out."""
+        """Return True if the rule applies to this parameter; ``network.`` may be omitted."""
         if rule.type and self.kinds.isdisjoint(_listed(rule.type)):
             return False
         names = (self.name, self.name.partition(".")[2])
@@ -42,24 +42,24 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a parameter: what the rules, its kind and its depth give."""
+    """Settings of a parameter, from the rules, its kind and its depth."""
 
     parameter: Parameter
-    decays: bool  # by its kind; LARS adapts these
+    decays: bool  # from its kind; LARS adapts these
     weight_decay: float | dict[str, Any]
-    lr: float = 1.0  # times optimizer.lr
-    schedule: dict[str, Any] = field(default_factory=dict)  # instead of optimizer.schedule
+    lr: float = 1.0  # factor of optimizer.lr
+    schedule: dict[str, Any] = field(default_factory=dict)  # overrides optimizer.schedule
     frozen_steps: int = 0
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for parameters of the same group in the table of groups."""
+        """Key that is equal for parameters of the same group in the table of groups."""
         shown = (str(self.weight_decay), self.lr, str(self.schedule), self.frozen_steps)
         return (self.decays, *shown)
 
 
 def named_parameters(modules: Named) -> list[Parameter]:
-    """Return all parameters of named modules; one that is shared is listed once."""
+    """Return all parameters of named modules; shared parameters are listed once."""
     found: dict[int, Parameter] = {}
     for prefix, module in modules:
         for place, part in module.named_modules(prefix=prefix):
@@ -70,7 +70,7 @@ def named_parameters(modules: Named) -> list[Parameter]:
 
 
 def freeze_for_good(modules: Named, rules: Sequence[GroupRule]) -> None:
-    """Take the parameters of rules with ``freeze: true`` out of training: no gradient, no group.
+    """Freeze the parameters of rules with ``freeze: true``: they get no gradient and no group.
 
     Raises UserError if such a rule matches nothing.
     """
@@ -88,13 +88,13 @@ def assign_settings(
 ) -> list[Settings]:
     """Return the settings of every trained parameter, in the order of the optimizer's groups.
 
-    The first rule that matches and has a key gives its value.
+    The value of each key is taken from the first matching rule that has it.
 
     Args:
         modules: Named modules.
         config: The ``optimizer`` section.
-        length: Length of the run, for rules that freeze for a while.
-        depths: Layers of the backbone's parameters, from 0; all others lie above.
+        length: Length of the run, for rules that freeze parameters temporarily.
+        depths: Layer indices of the backbone's parameters, from 0; all others are above.
 
     Raises:
         UserError: If a rule matches no parameter.
@@ -104,7 +104,8 @@ def assign_settings(
         if rule.freeze is not True:
             _check_matches(rule, index, [p for p in parameters if p.matches(rule)], parameters)
     settings = [_settings_of(p, config, length, depths) for p in parameters]
-    # stable; the first group, whose rate is logged as `lr`, has that of optimizer.lr if any has
+    # stable; the first group, whose rate is logged as `lr`, then has that of optimizer.lr if any
+    # has
     return sorted(settings, key=lambda one: (one.lr != 1.0 or bool(one.schedule), not one.decays))
 
 
@@ -155,7 +156,7 @@ def _listed(value: str | list[str] | None) -> list[str]:
 
 
 def merge_alike(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge groups with equal settings. Each group costs a launch, or 10 us, at every step."""
+    """Merge groups with equal settings. Each group costs a kernel launch, or 10 us, per step."""
     merged: list[dict[str, Any]] = []
     for group in groups:
         settings = {key: value for key, value in group.items() if key != "params"}

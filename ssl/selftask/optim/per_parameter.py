@@ -1,4 +1,4 @@
-"""Base class of optimizers that update one parameter after the other."""
+"""Base class of optimizers that update parameters one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class PerParameter(torch.optim.Optimizer):
-    """Calls ``update`` for each parameter that has a gradient."""
+    """Optimizer that calls ``update`` for each parameter that has a gradient."""
 
     @abstractmethod
     def update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Schedules: pure functions of progress ``where`` in [0, 1), without state.
 
-Classy Vision's and fvcore's schedulers are used where they exist. A learning rate that follows a
-metric depends on more than progress: it is the hook ``plateau``.
+Classy Vision's and fvcore's schedulers are used if they exist. A learning rate that depends on a
+metric is the hook ``plateau``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from selftask.errors import UserError
 from selftask.optim.curves import Curve, Schedule, geometric, join
 from selftask.registry import SCHEDULES, register_schedule
 
-_EPSILON = 1e-9  # of a run: rounding of progress at a milestone
+_EPSILON = 1e-9  # fraction of a run: rounding of progress at a milestone
 
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a run after the warm-up, which a schedule fills."""
+    """The part of a run after the warm-up, over which a schedule extends."""
 
     length: RunLength
     warmup: float = 0.0  # fraction of the run
@@ -45,14 +45,14 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Base class of schedules: fields that all have, and the warm-up.
+    """Base class of schedules, with common fields and the warm-up.
 
-    A subclass implements ``curve``. Durations in its own fields count from the start of the run,
-    warm-up included.
+    A subclass implements ``curve``. Durations in its own fields are measured from the start of the
+    run, including the warm-up.
     """
 
     start: float | None = setting(None, also=["start_value", "base_value", "value"])
-    """Value after the warm-up; ``optimizer.lr`` if it is the schedule of the learning rate."""
+    """Value after the warm-up; for the learning rate, ``optimizer.lr``."""
     end: float | None = setting(None, also=["end_value"])
     """Value at the end of the run."""
     warmup: int | str = setting(0, duration=True)
@@ -62,11 +62,11 @@ class ScheduleConfig:
     warmup_shape: Literal["linear", "cosine", "exponential", "constant"] = "linear"
     """Shape of the warm-up."""
     warmup_interval: Literal["rescaled", "fixed"] = "rescaled"
-    """Whether the schedule begins after the warm-up, or keeps its place in the run; then the
-    warm-up rises to the schedule's value at its end.
+    """Place of the schedule. rescaled: it starts after the warm-up. fixed: it extends over the
+    whole run, and the warm-up rises to the schedule's value at the end of the warm-up.
     """
     update: Literal["step", "epoch"] = setting("step", also=["update_interval", "by_epoch"])
-    """Whether the value changes at each step or once an epoch."""
+    """Whether the value changes at each step or once per epoch."""
 
     needs_end = True
 
@@ -110,13 +110,13 @@ _RISES: dict[str, Callable[[float, float], Any]] = {
     "exponential": geometric,
     "constant": lambda start, end: Curve(lambda where: start),
 }
-"""Shapes of the warm-up; ``constant`` keeps its start value, then jumps."""
+"""Shapes of the warm-up; ``constant`` keeps the start value, then jumps."""
 
 
 @register_schedule("constant")
 @dataclass(frozen=True, kw_only=True)
 class Constant(ScheduleConfig):
-    """The start value throughout."""
+    """Constant start value."""
 
     needs_end = False
 
@@ -127,7 +127,7 @@ class Constant(ScheduleConfig):
 @register_schedule("linear")
 @dataclass(frozen=True, kw_only=True)
 class Linear(ScheduleConfig):
-    """A straight line from start to end."""
+    """Linear from start to end."""
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         return schedulers.LinearParamScheduler(start, end)
@@ -141,7 +141,7 @@ class Cosine(ScheduleConfig):
     restarts: int = setting(0, min=0, max=1000)
     """Number of restarts."""
     growth: float = setting(1.0, above=0)
-    """Length of a cycle divided by that of the one before, T_mult."""
+    """Ratio of the lengths of successive cycles, T_mult."""
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         half = schedulers.CosineParamScheduler(start, end)
@@ -181,7 +181,7 @@ class Polynomial(ScheduleConfig):
 @register_schedule("step")
 @dataclass(frozen=True, kw_only=True)
 class Step(ScheduleConfig):
-    """Multiplied by ``factor`` at equal intervals, as torch's StepLR."""
+    """Start value, multiplied by ``factor`` at equal intervals, like torch's StepLR."""
 
     needs_end = False
 
@@ -200,7 +200,7 @@ class Step(ScheduleConfig):
 @register_schedule("multistep")
 @dataclass(frozen=True, kw_only=True)
 class MultiStep(ScheduleConfig):
-    """Multiplied by ``factor`` at each milestone, as torch's MultiStepLR."""
+    """Start value, multiplied by ``factor`` at each milestone, like torch's MultiStepLR."""
 
     needs_end = False
 
@@ -241,16 +241,16 @@ class InverseSqrt(ScheduleConfig):
 @register_schedule("one_cycle")
 @dataclass(frozen=True, kw_only=True)
 class OneCycle(ScheduleConfig):
-    """Along half a cosine from ``first`` to start, then another to end, as torch's OneCycleLR.
+    """Half a cosine from ``first`` to start, then another one to end, like torch's OneCycleLR.
 
-    Smith and Topin, Super-Convergence, arXiv:1708.07120. A momentum goes the other way:
+    Smith and Topin, Super-Convergence, arXiv:1708.07120. A momentum uses the opposite course:
     ``sgd_momentum: {name: one_cycle, first: 0.95, start: 0.85, end: 0.95}``.
     """
 
     first: float | None = None
     """Value at the first step; null: start / 25."""
     rise: int | str = setting("30%", duration=True, also=["pct_start"])
-    """Length of the rise."""
+    """Duration of the rise."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from super().problems(config)
@@ -270,7 +270,7 @@ class WarmupStableDecay(ScheduleConfig):
     """Warm-up, constant, then a cooldown to end (WSD; Haegele et al., arXiv:2405.18392)."""
 
     cooldown: int | str = setting("20%", duration=True)
-    """Length of the cooldown."""
+    """Duration of the cooldown."""
     shape: Literal["linear", "cosine", "sqrt"] = "linear"
     """Shape of the cooldown; sqrt: 1 - sqrt(progress)."""
 
@@ -301,18 +301,18 @@ _COOLDOWNS: dict[str, Callable[[float], float]] = {
 @register_schedule("composite")
 @dataclass(frozen=True, kw_only=True)
 class Composite(ScheduleConfig):
-    """Schedules one after the other; the next begins at each milestone, as torch's SequentialLR.
+    """Sequence of schedules; the next one begins at each milestone, like torch's SequentialLR.
 
-    Each part has its own start and end. Durations in a part count from its beginning, and per cent
-    are of its length.
+    Each part has its own start and end. Durations in a part are measured from its beginning, and
+    percentages refer to its length.
     """
 
     needs_end = False
 
     parts: list[dict[str, Any]] = setting(of="schedules")
-    """Schedules, one after the other."""
+    """Schedules, in order."""
     milestones: list[int | str]
-    """Times at which the next begins; one less than parts."""
+    """Times at which the next schedule begins; one less than there are parts."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from milestone_problems(self.milestones)
@@ -350,7 +350,7 @@ def build_schedule(value: float | dict[str, Any], length: RunLength) -> Any:
     """Build the schedule of a config value.
 
     Args:
-        value: A number, which is constant, or a section with the name of a schedule.
+        value: A number for a constant schedule, or a section with the name of a schedule.
         length: Length of the run.
 
     Returns:

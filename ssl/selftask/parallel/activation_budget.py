@@ -1,9 +1,10 @@
 """Activation checkpointing within a memory budget, measured in the first step.
 
 In the first step every block is recomputed, so that the step fits into memory if any choice does.
-Before its forward pass each block is run once more, to measure what it would keep for the backward
-pass: with real images of real size, for every pass (multi-crop). The result of that run is freed at
-once. The blocks to recompute are then chosen, the same on all ranks, and the choice stays.
+Before its forward pass, each block is run once more to measure the memory that it would keep for
+the backward pass. The measurement uses the real images of every pass (multi-crop), and its result
+is freed immediately. Then the blocks to recompute are chosen, equally on all ranks, for the rest of
+the run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ log = get_logger(__name__)
 
 
 class ActivationBudget:
-    """The blocks of one network under a budget. Without blocks it does nothing."""
+    """Memory budget of the blocks of one network; does nothing without blocks."""
 
     def __init__(self, blocks: Sequence[nn.Module], budget: Budget) -> None:
         self._blocks, self._budget = blocks, budget
@@ -82,9 +83,9 @@ class ActivationBudget:
 def choose(whole: Sequence[int], recomputed: Sequence[int], limit: int) -> set[int]:
     """Return the fewest blocks to recompute so that all blocks keep at most ``limit`` bytes.
 
-    Of blocks of equal size the first are chosen: when these are recomputed in the backward pass,
-    the activations of later blocks are already freed. If the limit cannot be met, all blocks are
-    returned that save memory.
+    Of blocks of equal size the first are chosen: when they are recomputed in the backward pass, the
+    activations of later blocks are already freed. If the limit cannot be met, all blocks that save
+    memory are returned.
 
     Args:
         whole: Bytes kept by each block if it is not recomputed.
@@ -106,13 +107,13 @@ def choose(whole: Sequence[int], recomputed: Sequence[int], limit: int) -> set[i
 
 
 class _Meter:
-    """Measures the memory that one block keeps for its backward pass."""
+    """Measurement of the memory that one block keeps for its backward pass."""
 
     def __init__(self, budget: ActivationBudget, number: int) -> None:
         self._budget, self._number = budget, number
 
     def measure(self, block: nn.Module, run: Callable[[], Any], given: Iterable[Any]) -> None:
-        """Run once and measure. Random states and running statistics are restored."""
+        """Run once and measure the kept memory; restore random states and running statistics."""
         own = {_place(tensor) for tensor in (*block.parameters(), *block.buffers())}
         saved: dict[int, int] = {}
 
@@ -140,5 +141,5 @@ class _Meter:
 
 
 def _place(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage, which its views share."""
+    """Return the address of a tensor's storage, which is shared by its views."""
     return tensor.untyped_storage().data_ptr()

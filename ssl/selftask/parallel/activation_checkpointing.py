@@ -21,7 +21,7 @@ from selftask.random.keyed import LAYER_DRAWS
 
 
 def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Make each block recompute its activations. Only its class changes, not its names or state."""
+    """Make blocks recompute their activations. Only their class changes, not names or state."""
     for block in blocks:
         kind: Any = type(block)
         block.__class__ = _checkpointed(kind)
@@ -37,7 +37,7 @@ def _checkpointed(kind: Any) -> Any:
         more: dict[str, Any] = {}
         inner, meter = partial(kind.forward, self), cast(Any, self._meter)
         draws = LAYER_DRAWS.words is not None and not torch.compiler.is_compiling()
-        if _statistics(self) or meter is not None or draws:  # a compiled graph contains its draws
+        if _statistics(self) or meter is not None or draws:  # compiled graphs contain their draws
             more["context_fn"] = partial(_contexts, self)
         if meter is not None:
             meter.measure(self, partial(inner, *args, **kwargs), (*args, *kwargs.values()))
@@ -49,12 +49,12 @@ def _checkpointed(kind: Any) -> Any:
 
 
 def meter_with(block: nn.Module, meter: Any) -> None:
-    """Set the meter that measures each pass of a block of ``checkpoint_blocks``, or None."""
+    """Set or remove (None) the meter of each pass of a block of ``checkpoint_blocks``."""
     block._meter = meter
 
 
 def recompute(block: nn.Module, wanted: bool) -> None:
-    """Turn recomputation of a block of ``checkpoint_blocks`` on or off."""
+    """Enable or disable recomputation of a block of ``checkpoint_blocks``."""
     cast(Any, block)._is_recomputed = wanted
 
 
@@ -83,7 +83,7 @@ def _statistics(block: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def keeping_statistics(block: nn.Module) -> Iterator[None]:
-    """Context: restore running statistics on exit; a recomputation must not update them."""
+    """Context that restores running statistics on exit; a recomputation must not update them."""
     moved = _statistics(block)
     kept = [dict(module._buffers) for module in moved]
     for module, buffers in zip(moved, kept, strict=True):

@@ -11,8 +11,8 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
     """Return the blocks of a network in order, such as transformer or residual blocks.
 
     A block is a child of a ``Sequential`` or ``ModuleList`` that consists of several modules. A
-    stage, which itself holds a container of equal blocks, is not a block; its children are. A
-    network without such children (a plain ``Sequential`` of layers) has no blocks.
+    stage that itself has a container of equal blocks is not a block; its children are. A network
+    without such children (a plain ``Sequential`` of layers) has no blocks.
     """
     found: list[nn.Module] = []
     _descend(network, in_container=False, found=found)
@@ -28,7 +28,7 @@ def _descend(module: nn.Module, *, in_container: bool, found: list[nn.Module]) -
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Return whether a child of a container is a block, not a layer, a container or a stage."""
+    """Return True if a child of a container is a block, not a layer, a container or a stage."""
     if isinstance(module, _CONTAINERS) or len(list(module.children())) < 2:
         return False
     if next(module.parameters(), None) is None:
@@ -37,7 +37,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a container of composite modules of one kind."""
+    """Return True if a module is a container of composite modules of one kind."""
     if not isinstance(module, _CONTAINERS):
         return False
     children = list(module)

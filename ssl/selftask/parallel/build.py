@@ -1,4 +1,4 @@
-"""Build what the ``parallel:`` section configures. Nothing is built for a single process."""
+"""Build the parts configured by ``parallel:``. Nothing is built for a single process."""
 
 from __future__ import annotations
 

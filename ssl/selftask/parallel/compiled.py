@@ -14,17 +14,17 @@ from selftask.parallel.blocks import find_blocks
 
 
 def compile_function(function: Any, options: CompileConfig, device: torch.device) -> Any:
-    """Return what torch.compile makes of a function or a module.
+    """Compile a function or a module with torch.compile.
 
-    On a CPU inductor leaves convolutions in the layout of their inputs: with its copies to
-    channels-last and back a step of ResNet-18 is slower than the eager one; linear layers and
-    attention are written as `CPUGraphPass` says. ``mode: default`` is inductor as it is.
+    On a CPU, inductor keeps convolutions in the layout of their inputs: with copies to
+    channels-last and back, a step of ResNet-18 is slower than in eager mode. `CPUGraphPass`
+    rewrites linear layers and attention. ``mode: default`` selects unmodified inductor.
     """
     arguments: dict[str, Any] = asdict(options)
     if device.type == "cpu" and options.backend == "inductor" and options.mode is None:
-        from selftask.parallel.cpu_graph_pass import CPUGraphPass  # which imports inductor
+        from selftask.parallel.cpu_graph_pass import CPUGraphPass  # imports inductor
 
-        arguments["options"] = {  # torch takes no mode beside options
+        arguments["options"] = {  # torch does not accept a mode with options
             "layout_optimization": False,
             "post_grad_custom_post_pass": CPUGraphPass(),
         }
@@ -34,8 +34,8 @@ def compile_function(function: Any, options: CompileConfig, device: torch.device
 def compile_blocks(network: nn.Module, options: CompileConfig, device: torch.device) -> None:
     """Compile the forward pass of each block, in place.
 
-    Sharding and activation checkpointing act on blocks from outside, which a graph of the whole
-    network would not allow.
+    Sharding and activation checkpointing wrap single blocks, which a graph of the whole network
+    would not allow.
     """
     for block in find_blocks(network):
         kind: Any = type(block)
@@ -43,7 +43,7 @@ def compile_blocks(network: nn.Module, options: CompileConfig, device: torch.dev
 
 
 def compile_whole(network: nn.Module, options: CompileConfig, device: torch.device) -> nn.Module:
-    """Return the network compiled as one, sharing its parameters."""
+    """Return the network compiled as a whole; it shares the parameters."""
     compiled: nn.Module = compile_function(network, options, device)
     return compiled
 

@@ -1,6 +1,6 @@
-"""What inductor's graphs for a CPU do slower than eager torch: linear layers, attention, GELU.
+"""Rewrites of slow parts of inductor's CPU graphs: linear layers, attention, GELU.
 
-Imported only to compile: importing inductor takes a second.
+Imported only for compilation, since importing inductor takes a second.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 
-_GELU = [-0.5, (2 * math.pi) ** -0.5, 0.5, 0.5**0.5, 1]  # the numbers in its derivative
-_FEWEST_ROWS = 256  # below, a sum over rows is too short to matter
+_GELU = [-0.5, (2 * math.pi) ** -0.5, 0.5, 0.5**0.5, 1]  # constants in its derivative
+_FEWEST_ROWS = 256  # for fewer rows, the cost of a sum is negligible
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 class CPUGraphPass(CustomGraphPass):
-    """Takes copies, slow sums and a slow GELU out of a graph.
+    """Graph pass that removes copies, slow sums and a slow GELU.
 
-    Inductor calls the same library for matrix products as eager torch does, so that a compiled
-    step can only gain around them: by fewer passes over memory, if its kernels are as fast.
+    Inductor calls the same library for matrix products as eager torch. A compiled step can
+    therefore only be faster between them, by fewer passes over memory, if its kernels are as fast.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -48,7 +48,7 @@ class CPUGraphPass(CustomGraphPass):
         _gelu_backward().apply(graph)
 
     def uuid(self) -> bytes:
-        """Tell inductor's cache of graphs which version of this pass made them."""
+        """Identify this version of the pass for inductor's cache of graphs."""
         return get_hash_for_files((__file__,))
 
 
@@ -58,9 +58,9 @@ def _is_static_float32(node: fx.Node) -> bool:
 
 
 def _sums_rows(node: fx.Node) -> bool:
-    """Whether it is the sum over all but the last dimension of what an operation computed.
+    """Return True for a sum over all dimensions but the last of an operation's result.
 
-    The sum of an elementwise product stays inductor's: it needs not store the product.
+    Sums of elementwise products are left to inductor, which need not store the product.
     """
     source, dims = node.args[0], node.args[1]
     if not isinstance(source, fx.Node) or not _is_static_float32(source):
@@ -74,10 +74,10 @@ def _sums_rows(node: fx.Node) -> bool:
 
 
 def _add_after_product(graph: fx.Graph, node: fx.Node) -> None:
-    """Write ``addmm``, which copies the bias into every row at first, as a product and a sum.
+    """Rewrite ``addmm``, which first copies the bias into every row, as a product and a sum.
 
-    The sum is fused with what follows, if it has the shape in which the next layer views it: of
-    two shapes inductor makes two loops.
+    The sum has the shape in which the next layer views it, so that inductor fuses it with the
+    following operations; for two shapes it would generate two loops.
     """
     bias, left, right = node.args
     view = next((user for user in node.users if user.target in _VIEWS), None)
@@ -95,10 +95,10 @@ def _add_after_product(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _multiply_by_ones(graph: fx.Graph, node: fx.Node) -> None:
-    """Write a sum over rows, (N, C) -> (C,), as a product with a row of ones.
+    """Rewrite a sum over rows, (N, C) -> (C,), as a product with a row of ones.
 
-    The gradients of biases, of LayerNorm's too, are such sums. Inductor reads column by column, at
-    a third of the speed of eager torch; the product runs at that of memory.
+    The gradients of biases, including LayerNorm's, are such sums. Inductor reads column by column,
+    at a third of the speed of eager torch; the product runs at memory speed.
     """
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     rows = source.meta["val"].flatten(0, -2)
@@ -116,10 +116,10 @@ def _multiply_by_ones(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _stack_transposed(graph: fx.Graph, node: fx.Node) -> None:
-    """Write the contiguous clone of a permuted stack as the stack of its permuted parts.
+    """Rewrite the contiguous clone of a permuted stack as the stack of its permuted parts.
 
-    The gradients of queries, keys and values are copied once so, not twice. A stack along
-    dimension 0 stands in the graph as ``cat`` and ``view``.
+    The gradients of queries, keys and values are then copied once, not twice. In the graph, a stack
+    along dimension 0 is a ``cat`` and a ``view``.
     """
     permute = _only_source(node, (aten.permute.default,))
     view = permute and _only_source(permute, _VIEWS)
@@ -146,9 +146,9 @@ def _stack_transposed(graph: fx.Graph, node: fx.Node) -> None:
 
 @functools.cache
 def _gelu_backward() -> PatternMatcherPass:
-    """Return the pass that gives oneDNN the backward pass of GELU, as eager torch does.
+    """Return the pass that runs the backward pass of GELU in oneDNN, as eager torch does.
 
-    The kernel that inductor makes of its formula takes 1.6 times as long.
+    Inductor's kernel for the formula takes 1.6 times as long.
     """
     passes = PatternMatcherPass()
     make_fallback(aten.gelu_backward.default, warn=False, override_decomp=True)
@@ -157,7 +157,7 @@ def _gelu_backward() -> PatternMatcherPass:
     )
 
     def is_gelu(match: Match) -> bool:
-        """Look at the numbers, which the pattern leaves open."""
+        """Compare the constants, which the pattern leaves open."""
         numbers = [arg for node in match.nodes for arg in node.args if isinstance(arg, int | float)]
         return (
             len(numbers) == len(_GELU)
@@ -177,7 +177,7 @@ def _gelu_backward() -> PatternMatcherPass:
 
 
 def _only_source(node: fx.Node, targets: tuple[object, ...]) -> fx.Node | None:
-    """Return the first argument, if it is one of these operations and nobody else reads it."""
+    """Return the first argument if it is one of these operations and has no other user."""
     source = node.args[0]
     if isinstance(source, fx.Node) and source.target in targets and len(source.users) == 1:
         return source
@@ -189,7 +189,7 @@ def _view(graph: fx.Graph, node: fx.Node, value: torch.Tensor) -> fx.Node:
 
 
 def _call(graph: fx.Graph, target: object, args: tuple[object, ...], value: object) -> fx.Node:
-    """Add a node whose result is like ``value``, a fake tensor."""
+    """Add a node whose result has the properties of ``value``, a fake tensor."""
     node = graph.call_function(target, args)  # type: ignore[arg-type]
     node.meta["val"] = value
     return node

@@ -27,8 +27,8 @@ class DDPReduction(Reduction):
     """DDP from the second step on; the first step is reduced manually to find unused parameters.
 
     Parameters without a gradient are reported by name on every rank; with ``find_unused`` they keep
-    their values. torch would hang, or fail one step later with parameter indices only. Buffers are
-    not synchronised, as in the other reductions.
+    their values. Plain DDP would hang, or fail one step later and report parameter indices only. As
+    in the other reductions, buffers are not synchronised.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DDPReduction(Reduction):
 
 
 class _FirstStep(ManualReduction):
-    """Reduction for the first step only. It communicates after the backward pass."""
+    """Reduction for the first step only, which communicates after the backward pass."""
 
     strict = True  # every parameter must have a gradient
 
@@ -112,7 +112,7 @@ class _FirstStep(ManualReduction):
 
 
 class _Replaceable(nn.Module):
-    """The module that the step calls: the bare network in the first step, then its DDP wrapper."""
+    """Module called by the step: the bare network in the first step, then its DDP wrapper."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

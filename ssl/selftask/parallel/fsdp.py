@@ -2,8 +2,8 @@
 
 The network is sharded block by block. Teachers are sharded in the same way, so that the moving
 average of parameters is computed on local shards. The method's own parameters (a predictor,
-prototypes) are not sharded and are reduced manually. Checkpoints hold full tensors, or shards with
-``sharded``; either kind can be loaded. Full checkpoints do not depend on the number of ranks.
+prototypes) are not sharded and are reduced manually. Checkpoints contain full tensors, or shards
+with ``sharded``; either kind can be loaded. Full checkpoints do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class FSDPReduction(Reduction):
     """``fully_shard`` for each block, then for the rest of a network.
 
     Args:
-        bucket_mb: Size of a bucket in MiB, of parameters that are not sharded.
+        bucket_mb: Size of a bucket of unsharded parameters, in MiB.
         low_precision: Dtype of the forward pass; None for float32.
-        shard_over: Ranks that hold one copy together: ``all``, those of a ``node``, or a number.
-            Gradients are averaged over the copies (hybrid sharding).
+        shard_over: Ranks that share one copy: ``all``, those of a ``node``, or a number. Gradients
+            are averaged over the copies (hybrid sharding).
         cpu_offload: Keep shards, gradients and optimizer state on the CPU.
-        prefetch: Number of blocks to gather ahead; 0 for torch's own prefetching.
+        prefetch: Number of blocks to gather in advance; 0 for torch's own prefetching.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FSDPReduction(Reduction):
         self._shard_over, self._cpu_offload, self._ahead = shard_over, cpu_offload, prefetch
         self._bucket_mb = bucket_mb
         self._method: Reduction = Reduction()  # for parameters that are not sharded
-        self._idle: Named | None = None  # no rank had a gradient for them in the first step
+        self._idle: Named | None = None  # without a gradient on any rank in the first step
 
     def shard(self, networks: Iterable[nn.Module], initial: InitialWeights) -> None:
         networks, device = list(networks), initial.device
@@ -86,7 +86,7 @@ class FSDPReduction(Reduction):
                 fully_shard(
                     part,
                     mesh=self._mesh,
-                    # also reshard the root: between steps teachers need every parameter as a shard
+                    # also reshard the root: between steps, teachers need every parameter as a shard
                     reshard_after_forward=True,
                     mp_policy=self._policy(part),
                     offload_policy=offload,
@@ -128,9 +128,9 @@ class FSDPReduction(Reduction):
             self._arrivals.names.clear()
 
     def _find_idle(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters without a gradient on any rank in the first step, and log them.
+        """Return and log the parameters without a gradient on any rank in the first step.
 
-        Raises RunError if only some ranks lack a gradient and this torch cannot fill in a zero.
+        Raises RunError if only some ranks lack a gradient and this torch cannot fill in zeros.
         """
         counts = count_ranks([name in self._arrivals.names for name in self._inner_names])
         if min(counts, default=world_size()) < world_size():
@@ -146,8 +146,8 @@ class FSDPReduction(Reduction):
     def _policy(self, part: nn.Module) -> MixedPrecisionPolicy:
         """Return a policy that runs a block in low precision and reduces gradients in float32.
 
-        Parts with a BatchNorm stay in float32, as its statistics must. Autocast still runs their
-        matrix products in low precision.
+        Parts with BatchNorm stay in float32, since its statistics require it. Autocast still runs
+        their matrix products in low precision.
         """
         if self._low is None or any(isinstance(m, _BatchNorm) for m in part.modules()):
             return MixedPrecisionPolicy()
@@ -231,7 +231,7 @@ class FSDPReduction(Reduction):
 
 
 def _mesh(device_type: str, shard_over: str | int) -> DeviceMesh:
-    """Return a mesh of all ranks, or (copies, shards) if several groups hold one copy each."""
+    """Return a mesh of all ranks, or (copies, shards) if several groups have one copy each."""
     groups = rank_groups(shard_over, "parallel.shard_over")
     if len({len(group) for group in groups}) > 1:
         sizes = ", ".join(str(len(group)) for group in groups)
@@ -245,7 +245,7 @@ def _mesh(device_type: str, shard_over: str | int) -> DeviceMesh:
 
 
 def _prefetch(network: nn.Module, blocks: list[nn.Module], depth: int) -> None:
-    """Gather the next ``depth`` blocks while one computes, in both passes."""
+    """Gather the next ``depth`` blocks in advance, in forward and backward passes."""
     forward, backward = [network, *blocks], [network, *reversed(blocks)]
     for n in range(len(forward)):
         part = slice(n + 1, n + 1 + depth)
@@ -254,14 +254,14 @@ def _prefetch(network: nn.Module, blocks: list[nn.Module], depth: int) -> None:
 
 
 def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Forward hook: clone a view, as in-place operations on it would remove FSDP's hook."""
+    """Forward hook: clone a view, since in-place operations on it would remove FSDP's hook."""
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
 class Arrivals:
-    """Records the names of parameters that got a gradient, which FSDP does not report.
+    """Recorder of the names of parameters that got a gradient, which FSDP does not report.
 
-    Gradients arrive at the unsharded parameters, which exist during the pass only.
+    Gradients are accumulated on the unsharded parameters, which exist during the pass only.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -287,7 +287,7 @@ class Arrivals:
         self.names.add(name)
 
     def listen_to(self, names: set[str]) -> None:
-        """Record these names only from now on. Some may not have been gathered yet."""
+        """Record only these names from now on. Some of them may not have been gathered yet."""
         for name in self._gradients.keys() - names:
             self._gradients.pop(name).remove()
         self._wanted &= names
@@ -305,4 +305,4 @@ def _share(value: Any, like: Any) -> Any:
         return value
     value = value.to(dtype=like.dtype)
     shards = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-    return shards.to(like.device)  # the mesh may be of another one
+    return shards.to(like.device)  # the mesh may be on another device

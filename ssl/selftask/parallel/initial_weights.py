@@ -1,4 +1,4 @@
-"""Initial weights: drawn by every rank, or by the first one only (``parallel.meta_init``)."""
+"""Initial weights: drawn on every rank, or only on the first one (``parallel.meta_init``)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from selftask.random import process_state
 
 
 class InitialWeights:
-    """Every rank draws or reads all weights; those of the first rank are then copied to all.
+    """Initial weights that every rank draws or reads; those of rank 0 are then copied to all.
 
-    Calls come in this order: ``building`` and ``to_device`` for each module, ``broadcast``,
-    ``materialize`` for each part just before it is sharded, and last for what is not sharded.
+    The order of calls is: ``building`` and ``to_device`` for each module, ``broadcast``, then
+    ``materialize`` for each part just before it is sharded, and finally for unsharded modules.
 
     Args:
         device: Device of the run.
@@ -40,24 +40,24 @@ class InitialWeights:
         return nullcontext()
 
     def to_device(self, module: nn.Module) -> nn.Module:
-        """Move a module that was built to the device; return it."""
+        """Move a built module to the device and return it."""
         return module.to(self.device)
 
     def broadcast(self, modules: Iterable[nn.Module]) -> None:
-        """Copy parameters and buffers of the first rank to all."""
+        """Copy parameters and buffers of the first rank to all ranks."""
         for module in modules:
             broadcast_module(module)
 
     def materialize(self, module: nn.Module) -> None:
-        """Allocate what has no memory yet, with the values of the first rank. Every rank calls."""
+        """Allocate meta tensors with the values of the first rank. Every rank must call it."""
 
 
 class MetaInit(InitialWeights):
-    """The first rank draws or reads the weights; the others build modules on the meta device.
+    """Initial weights that only rank 0 draws or reads; the others build on the meta device.
 
     Each part of a network is allocated, received and sharded before the next one, so that the other
-    ranks never hold a whole network. Weights, buffers and generators are those of
-    ``InitialWeights``, bit for bit.
+    ranks never hold a whole network. Weights, buffers and generators are bit-identical to those of
+    ``InitialWeights``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,8 +68,9 @@ class MetaInit(InitialWeights):
     def building(self) -> Iterator[None]:
         """Context in which modules are built; an error on any rank is raised on all.
 
-        Raises UserError if a module cannot be built on the meta device. The generators of all ranks
-        are those of the first one afterwards: draws on the meta device do not advance them.
+        Raises UserError if a module cannot be built on the meta device. Afterwards all ranks get
+        the generator states of the first one, since draws on the meta device do not advance
+        generators.
         """
         error: Exception | None = None
         try:
@@ -82,13 +83,14 @@ class MetaInit(InitialWeights):
         process_state.set_rng_state(first)
 
     def to_device(self, module: nn.Module) -> nn.Module:
-        """Leave the module where it is: ``materialize`` moves it, part by part."""
+        """Return the module unchanged: ``materialize`` moves it part by part."""
         return module
 
     def broadcast(self, modules: Iterable[nn.Module]) -> None:
-        """Check that ``materialize`` can copy everything: parameters and buffers, nothing else.
+        """Check that ``materialize`` can copy all tensors of the modules.
 
-        Raises UserError on every rank if a module has tensors on the meta device beside them.
+        Raises UserError on every rank if a tensor on the meta device is neither parameter nor
+        buffer.
         """
         strays = [stray for module in modules for stray in find_strays(module)]
         error = None
@@ -128,19 +130,19 @@ class MetaInit(InitialWeights):
             tensor.data = moved
             return tensor
         parameter = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-        parameter.__dict__.update(tensor.__dict__)  # marks set by the model's library
+        parameter.__dict__.update(tensor.__dict__)  # attributes set by the model's library
         return parameter
 
 
 def initial_weights(config: ParallelConfig, device: torch.device) -> InitialWeights:
-    """Return what ``parallel.meta_init`` selects; one process always draws its own weights."""
+    """Return the class selected by ``parallel.meta_init``; one process draws its own weights."""
     if config.meta_init and config.reduce == "fsdp" and world_size() > 1:
         return MetaInit(device)
     return InitialWeights(device)
 
 
 def find_strays(module: nn.Module) -> list[str]:
-    """Return the names of tensors on the meta device in plain attributes of a module's parts."""
+    """Return the names of tensors on the meta device in plain attributes of sub-modules."""
     return [
         ".".join(filter(None, (path, name)))
         for path, part in module.named_modules()
@@ -158,9 +160,9 @@ def _holds_meta(value: Any) -> bool:
 
 
 def _raise_on_all(error: Exception | None) -> None:
-    """Raise an error of any rank on every rank, that of the first rank unchanged.
+    """Raise an error of any rank on every rank; the first rank's is raised there unchanged.
 
-    An error of other ranks alone comes from the meta device and is a UserError that says so.
+    An error on other ranks only is caused by the meta device, and becomes a UserError about it.
     """
     known = isinstance(error, UserError)
     text = None if error is None else str(error) if known else f"{type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
 """Manual gradient reduction: flat buckets, sent during the backward pass.
 
-Buckets are launched in a fixed order on process groups of their own. Every rank therefore calls
-the same collectives in the same order, even if some parameters have no gradient on some ranks, and
-whatever collectives the backward pass of the loss calls. gloo has no mean, so gradients are divided
-before they are sent.
+Buckets are launched in a fixed order on separate process groups. Every rank therefore calls the
+same collectives in the same order, even if some parameters have no gradient on some ranks, and
+independent of collectives in the backward pass of the loss. gloo has no mean, so gradients are
+divided before they are sent.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _WIRE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Bucket:
     """Parameters of one dtype, and the flat tensor through which their gradients are reduced.
 
-    The tensor is allocated once, and gradients become views of it: their own memory is freed at
-    once, and nothing is copied back. Gradients are divided while they are copied in, which also
-    keeps a sum of scaled gradients within the range of float16.
+    The tensor is allocated once, and gradients become views of it: their own memory is freed
+    immediately, and nothing is copied back. Gradients are divided while they are copied in, which
+    also keeps a sum of scaled gradients within the range of float16.
     """
 
     def __init__(self, parameters: list[nn.Parameter], wire: torch.dtype | None) -> None:
@@ -52,7 +52,7 @@ class Bucket:
         self.work: Any = None
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Copy in a gradient, as soon as possible while it is in the cache. None counts as zero."""
+        """Copy in a gradient, while it is still in the cache. A missing gradient counts as zero."""
         sent, kept = self._places[parameter]
         gradient = parameter.grad
         if gradient is None:
@@ -64,13 +64,13 @@ class Bucket:
         self.missing.discard(parameter)
 
     def launch(self, group: dist.ProcessGroup | None) -> None:
-        """Start to average. Gradients that are not copied in yet are copied now."""
+        """Start to average; gradients that are not copied in yet are copied first."""
         for parameter in list(self.missing):
             self.take(parameter)
         self.work = dist.all_reduce(self.sent, group=group, async_op=True)
 
     def finish(self) -> None:
-        """Wait until gradients are means over ranks."""
+        """Wait until the gradients are means over ranks."""
         self.work.wait()
         self.work = None
         if self.sent is not self.flat:
@@ -81,23 +81,23 @@ class Bucket:
 class ManualReduction(Reduction):
     """Bucketed all-reduce of all parameters, overlapping with the backward pass.
 
-    A parameter without a gradient on any rank keeps none, as on one process. If only some ranks
-    have no gradient for a parameter, it counts as zero there.
+    A parameter without a gradient on any rank gets none, as on one process. If only some ranks lack
+    a gradient, it counts as zero there.
 
     Args:
         bucket_mb: Size of a bucket in MiB.
-        compression: ``none``, or ``fp16`` or ``bf16`` to sum in half the bytes. Each gradient is
-            rounded to 11 bits (fp16) or 8 (bf16), a relative error of up to 5e-4 or 4e-3 for each
-            addition; fp16 loses values below 6e-8. Check the results of methods with small
+        compression: ``none``, or ``fp16`` or ``bf16`` to send half the bytes. Each gradient is
+            rounded to 11 bits (fp16) or 8 bits (bf16), with a relative error of up to 5e-4 or 4e-3
+            for each addition; fp16 loses values below 6e-8. Check the results of methods with small
             gradients (LARS, late training). Compression helps on slow networks only: on one
-            machine gloo takes half as long again with it.
+            machine, gloo takes 50 % longer with it.
     """
 
     def __init__(self, *, bucket_mb: float = 25.0, compression: str = "none") -> None:
         self._bytes = bucket_mb * 2**20
         self._wire = _WIRE[compression]
-        self._listens = False  # hooks launch buckets; not in the first step, nor under no_sync
-        self._idle: Named = []  # no rank had a gradient for them in the first step
+        self._listens = False  # hooks launch buckets; False in the first step and under no_sync
+        self._idle: Named = []  # without a gradient on any rank in the first step
         self._next = 0  # index of the first bucket that is not launched yet
         self._buckets: list[Bucket] = []
 
@@ -131,7 +131,7 @@ class ManualReduction(Reduction):
         log.warning("%s\n  what no rank has a gradient for keeps its value", message)
 
     def _begin(self) -> None:
-        """Find unused parameters in the first step, then make the buckets; idle ones come last."""
+        """Find unused parameters in the first step, then build the buckets, with idle ones last."""
         names = [name for name, _ in self._named]
         counts = count_ranks([p.grad is not None for _, p in self._named])
         if min(counts) < world_size():
@@ -146,12 +146,12 @@ class ManualReduction(Reduction):
         self._listens = True
 
     def stop(self) -> None:
-        """Remove the hooks: another reduction takes over these parameters."""
+        """Remove the hooks, since another reduction takes over these parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Hook on a final gradient: launch the buckets that are complete, in order."""
+        """Hook on a final gradient: launch complete buckets, in order."""
         if not self._listens:
             return
         assert isinstance(parameter, nn.Parameter)
@@ -171,7 +171,7 @@ class ManualReduction(Reduction):
         self._next += 1
 
     def _without_gradient_anywhere(self) -> list[nn.Parameter]:
-        """Return the idle parameters that are idle on all ranks. A collective if there are any."""
+        """Return the idle parameters that are idle on all ranks; a collective if there are any."""
         if not self._idle:
             return []
         counts = count_ranks([p.grad is not None for _, p in self._idle])
@@ -179,7 +179,7 @@ class ManualReduction(Reduction):
 
 
 def bucket_groups() -> list[dist.ProcessGroup]:
-    """Create the process groups used by buckets in turn. Every rank must call it.
+    """Create the process groups that buckets use in turn. Every rank must call this function.
 
     gloo gets two, which is faster than one (docs/benchmarks.md). NCCL gets one: two would share the
     GPU, and concurrent collectives of two groups may wait for each other.

@@ -1,4 +1,4 @@
-"""Groups of ranks that work together: those of a node, or so many."""
+"""Groups of ranks that work together: those of a node, or a given number."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from selftask.errors import UserError
 
 
 def rank_groups(which: str | int, key: str) -> list[list[int]]:
-    """Divide all ranks into groups. Every rank must call it.
+    """Divide all ranks into groups. Every rank must call this function.
 
     Args:
         which: ``all`` ranks, those of one ``node``, or a number of consecutive ranks.
-        key: The config key, for the message.
+        key: The config key, for error messages.
 
     Raises:
         UserError: If the ranks cannot be divided into groups of that size.

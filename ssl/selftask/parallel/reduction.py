@@ -1,4 +1,4 @@
-"""The interface of gradient reductions, and the one for a single process."""
+"""Interface of gradient reductions, and the implementation for a single process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 class Reduction:
-    """Gradient reduction of a single process: nothing to do.
+    """Gradient reduction of a single process, which does nothing.
 
-    Subclasses override what they need. Calls come in this order: ``shard``, ``wrap``, ``regroup``
-    and ``register`` once, then ``no_sync`` and ``reduce`` at each step. The other functions are for
-    checkpoints, evaluations and exports.
+    Subclasses override the methods they need. The order of calls is: ``shard``, ``wrap``,
+    ``regroup`` and ``register`` once, then ``no_sync`` and ``reduce`` at each step. The other
+    methods are for checkpoints, evaluations and exports.
     """
 
     def shard(self, networks: Iterable[nn.Module], initial: InitialWeights) -> None:
-        """Shard the networks, the trained one and teachers; ``initial`` has their weights."""
+        """Shard the trained network and teachers; ``initial`` provides their weights."""
 
     def wrap(self, network: nn.Module) -> nn.Module:
-        """Return the module that the step calls in place of the network."""
+        """Return the module that the step calls instead of the network."""
         return network
 
     def regroup(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -44,11 +44,11 @@ class Reduction:
         """Average gradients over ranks, after the backward pass."""
 
     def full_state(self, state: Any) -> Any:
-        """Return a nested state with full tensors on rank 0. Every rank must call it."""
+        """Return a nested state with full tensors on rank 0. Every rank must call this method."""
         return state
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor to read this rank's shard into."""
+        """Return an empty tensor for reading this rank's shard."""
         return torch.empty(shape, dtype=dtype)
 
     def shard_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Reduction:
         return state
 
     def rearrange(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert an optimizer's state to the groups it had before ``regroup``."""
+        """Convert an optimizer's state to the groups before ``regroup``."""
         return state
 
     def shard_state_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Reduction:
 
         Args:
             module: A possibly sharded module.
-            build: Builds a new module of the same architecture.
+            build: Function that builds a new module of the same architecture.
 
         Returns:
             ``module`` itself if it is not sharded, else a copy with full tensors.

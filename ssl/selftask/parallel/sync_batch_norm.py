@@ -1,7 +1,8 @@
 """Synchronised BatchNorm over several ranks, on CPU and GPU.
 
-torch's own SyncBatchNorm refuses CPU tensors, so nothing built on it can be tested without a GPU.
-This one uses two small all-reduces forward and two backward, through autograd.
+torch's own SyncBatchNorm rejects CPU tensors, so code that uses it cannot be tested without a GPU.
+This one runs two small all-reduces in the forward pass and two in the backward pass, through
+autograd.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Ranks:
-    """The ranks whose samples are normalised together. Copies of a module share it."""
+    """The ranks whose samples are normalised together. Copies of a module share the object."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -70,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, unbiased_variance: Tensor) -> None:
-        """Update the running statistics. Without a momentum they are cumulative averages."""
+        """Update the running statistics; cumulative averages without a momentum."""
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -85,7 +86,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
-    """Replace every BatchNorm inside ``module`` by a synchronised one; names and state stay.
+    """Replace every BatchNorm inside ``module`` by a synchronised one, with equal names and state.
 
     Raises UserError for a subclass of BatchNorm with a forward pass of its own.
     """
@@ -104,7 +105,7 @@ def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
 def form_groups(which: str | int) -> Ranks:
     """Create the process groups of synchronised BatchNorm and return this rank's.
 
-    Every rank must call it.
+    Every rank must call this function.
 
     Args:
         which: ``all`` ranks, those of one ``node``, or a number of consecutive ranks.

@@ -14,7 +14,7 @@ _MAX_NAMES = 12
 
 
 def count_ranks(present: Sequence[bool]) -> list[int]:
-    """Return for each entry the number of ranks on which it is true. Waits for the device."""
+    """Return for each entry the number of ranks on which it is True. Waits for the device."""
     counts = torch.tensor(present, dtype=torch.int32, device=collective_device())
     with collective_activity("all_reduce of which parameters have gradients"):
         dist.all_reduce(counts)

@@ -1,6 +1,6 @@
 """Weights of schedule-free optimizers: averages for evaluation, export and checkpoints.
 
-These optimizers have ``eval()`` and ``train()``, as those of the package schedulefree do.
+These optimizers have the methods ``eval()`` and ``train()``, as in the package schedulefree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def begin_phase(task: Task) -> None:
-    """Set the weights to those of the phase: averages in a test phase."""
+    """Set the weights for the phase: averages in a test phase."""
     optimizer = task.optimizer.optimizer
     if hasattr(optimizer, "eval"):
         optimizer.train() if task.train else optimizer.eval()
@@ -22,7 +22,7 @@ def begin_phase(task: Task) -> None:
 
 @contextmanager
 def averaged_weights(task: Task) -> Iterator[bool]:
-    """Context in which the network has averaged weights; yields whether the optimizer has any."""
+    """Context in which the network has averaged weights; yields True if the optimizer has any."""
     optimizer = task.optimizer.optimizer
     if not hasattr(optimizer, "eval"):
         yield False

@@ -104,13 +104,13 @@ def _distribute(task: Task, initial: InitialWeights) -> None:
 
 
 def _in_blocks(config: Config) -> bool:
-    """Return True if the network is compiled block by block, since others act on its blocks."""
+    """Return True if the network is compiled block by block, as FSDP and checkpointing require."""
     parallel = config.parallel
     return parallel.reduce == "fsdp" or parallel.activation_checkpointing != "none"
 
 
 def optimizer(task: Task) -> None:
-    """Build the optimizer and the gradient scaler; register gradients for the reduction."""
+    """Build the optimizer and the gradient scaler; register the parameters to reduce."""
     train = task.config.train
     task.optimizer = build_optimizer(
         task.config.optimizer,
@@ -129,7 +129,7 @@ def optimizer(task: Task) -> None:
 
 
 def _depths(task: Task) -> dict[str, int]:
-    """Return the layers of the backbone's parameters, if they have rates of their own."""
+    """Return the layer index of each backbone parameter, if ``optimizer.layer_decay`` is used."""
     if task.config.optimizer.layer_decay == 1.0:
         return {}
     backbone = task.base_model.backbone
@@ -178,7 +178,7 @@ def _sync_after_training(task: Task) -> None:
 
 
 def _check_test_set(task: Task) -> None:
-    """Raise UserError if a rank would have no image in a test phase."""
+    """Raise UserError if a rank would have no images in a test phase."""
     images, ranks = len(task.data_module.val_source or ()), task.world.size
     if task.has_test_phases and images < ranks:
         raise UserError(f"meters: data.val has {images} images, on {ranks} ranks; give each one")

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-_AFTER = 3  # steps: shapes of the first batches are known
-_MANY_GRAPHS = 8  # torch runs code eagerly after so many recompilations
+_AFTER = 3  # steps, when the shapes of the first batches are known
+_MANY_GRAPHS = 8  # number of recompilations after which torch runs code eagerly
 
 
 class CompileReport(Hook):
-    """Logs the number of graphs, and warns of graph breaks, fallbacks and recompilations."""
+    """Logs the number of graphs; warns of graph breaks, fallbacks and recompilations."""
 
     priority: ClassVar[int] = 95
 
@@ -74,7 +74,7 @@ def _breaks() -> Counter[str]:
 
 
 def _shorten(reason: str) -> str:
-    """Return the first line of a reason, and the place in the user's code if it names one."""
+    """Return the first line of a reason, with the place in the user's code if it is given."""
     place = re.search(r'File "([^"]+)", line (\d+)', reason)
     first = reason.strip().splitlines()[0]
     return f"{first} ({place[1]}:{place[2]})" if place else first

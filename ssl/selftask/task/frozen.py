@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class DropFrozenGradients(Hook):
-    """Drops the gradients of frozen parameters, so that the optimizer leaves them alone.
+    """Drops the gradients of frozen parameters, so that the optimizer skips them.
 
-    They are computed and reduced like all others: every rank calls the same collectives, and an
-    optimizer's state begins when they thaw. Whether they are frozen depends on the step only.
+    The gradients are computed and reduced like all others, so that every rank calls the same
+    collectives. Whether a parameter is frozen depends on the step only; its optimizer state is
+    created when it is unfrozen.
     """
 
     priority: ClassVar[int] = 0  # before gradients are clipped

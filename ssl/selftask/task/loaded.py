@@ -1,4 +1,4 @@
-"""A task that only loads a checkpoint of a run, without changing the run."""
+"""Config of a task that only loads a checkpoint of a run, without changing the run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def config_to_load(
     Args:
         config: The config of the run.
         checkpoint: The checkpoint to load.
-        folder: The task's own run folder, a temporary one.
-        hooks: Hooks of the task, such as one that keeps averaged weights.
+        folder: Temporary run folder of the task.
+        hooks: Hooks of the task, such as one with averaged weights.
     """
     return replace(
         config,

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Interrupted(Exception):
-    """Raised after a requested stop, when a checkpoint to resume from has been saved."""
+    """Raised after a requested stop; a checkpoint to resume from has been saved."""
 
 
 def train_loop(task: Task) -> None:
-    """Prepare a task, then train it to the end; see ``iterate_steps``."""
+    """Prepare a task and train it to the end; see ``iterate_steps``."""
     for _ in iterate_steps(task):
         pass
 

@@ -1,4 +1,4 @@
-"""Memory of a step by layer, for the report of a run that ran out of memory."""
+"""Memory use per layer, for the report of a run that ran out of memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from selftask.random.keyed import LAYER_DRAWS
 if TYPE_CHECKING:
     from selftask.task import Task
 
-LAYERS = 8  # lines of the report
-USABLE = 0.95  # share of the memory; the rest is fragmented
-_SAMPLES = 2  # of the counted pass; BatchNorm needs two
+LAYERS = 8  # maximum number of lines
+USABLE = 0.95  # usable share of the memory; the rest is lost to fragmentation
+_SAMPLES = 2  # in the measured pass; BatchNorm needs at least two
 _HALF = 0.5  # of float32, for activations in low precision
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch could not allocate memory, on any device."""
+    """Return True if torch could not allocate memory, on any device."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def memory_report(task: Task) -> list[str]:
-    """Return what a step of the task takes, by layer, and the nearest batch size that fits.
+    """Return the memory use of a step by layer, and the nearest batch size that fits.
 
-    Counted from shapes on the meta device: what the network keeps for its backward pass. What the
-    method adds and single operators need in between comes on top. Empty if the failure came before
-    the first batch, or if the network cannot run without values.
+    Activations that the network keeps for its backward pass are counted from shapes on the meta
+    device. Memory of the method and temporary memory of single operators are not included. The
+    report is empty if the failure came before the first batch, or if the network cannot run on the
+    meta device.
     """
     try:
         by_layer = _bytes_of_a_sample(task)
@@ -75,7 +76,7 @@ def _bytes_of_a_sample(task: Task) -> dict[str, int]:
 
 
 def fixed_bytes(task: Task) -> int:
-    """Return the bytes of weights, gradients and optimizer state, whatever the batch size."""
+    """Return the bytes of weights, gradients and optimizer state, at any batch size."""
     trained = [p for group in task.optimizer.param_groups for p in group["params"]]
     weights = [p for module in (*task.networks, task.loss) for p in module.parameters()]
     state = [
@@ -89,10 +90,10 @@ def fixed_bytes(task: Task) -> int:
 
 
 def budget_bytes(task: Task, fixed: int) -> int | None:
-    """Return the bytes there are for activations, or None if unknown."""
+    """Return the bytes available for activations, or None if unknown."""
     if task.device.type == "cuda":
         return int(torch.cuda.mem_get_info(task.device)[1]) - fixed
-    available = available_bytes()  # the weights are there already
+    available = available_bytes()  # the weights are already allocated
     return None if available is None else available // task.world.local_size
 
 

@@ -14,10 +14,10 @@ from selftask.config.schema import TrainConfig
 
 @contextmanager
 def numerics(train: TrainConfig) -> Iterator[None]:
-    """Context with torch's process-wide settings of ``train``, which it undoes.
+    """Context that applies the process-wide torch settings of ``train`` and restores the old ones.
 
-    cuBLAS reads its workspace from the environment when it starts, so a process that has used CUDA
-    before stays without determinism there; torch then raises an error.
+    cuBLAS reads its workspace setting from the environment when it starts. In a process that has
+    already used CUDA, ``train.deterministic`` therefore comes too late, and torch raises an error.
     """
     cudnn: Any = torch.backends.cudnn
     precision, benchmark = torch.get_float32_matmul_precision(), cudnn.benchmark
@@ -30,7 +30,7 @@ def numerics(train: TrainConfig) -> Iterator[None]:
             cudnn.benchmark = True
         if train.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)  # cuDNN's, too
+            torch.use_deterministic_algorithms(True)  # also sets cuDNN's flag
             cudnn.benchmark = False
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The opening of a run: every detail in ``log.txt``, and a short table on the terminal."""
+"""Start-up output of a run: all details in ``log.txt``, and a short table on the terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def log_parts(task: Task) -> None:
 
 
 def print_opening(task: Task) -> None:
-    """Print what is trained, on what, and where it starts, as one table."""
+    """Print a table of the run: data, model, device and start."""
     lap("model, checkpoint")
     log.debug("start-up: %s", take_laps())
     rows = [(topic, text) for topic, text in _rows(task) if text]

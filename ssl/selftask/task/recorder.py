@@ -18,24 +18,24 @@ log = get_logger(__name__)
 
 
 class Recorder:
-    """The part of a task that methods and hooks log to."""
+    """Logging interface of a task, for methods and hooks."""
 
     out: Path
     clock: Clock
     length: RunLength
     run_hooks: Callable[[str], None]
-    rows: MetricsFile | None = None  # on the first rank, while the task is prepared
+    rows: MetricsFile | None = None  # on the first rank, if the task is prepared
     # images and histograms for the next row, by name; None if no writer takes them
     media: dict[str, tuple[str, Tensor]] | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.scalars: dict[str, Any] = {}  # values for the next row
-        self.last_row: dict[str, Any] = {}  # of metrics.jsonl
+        self.last_row: dict[str, Any] = {}  # the last row of metrics.jsonl
         self.history = History()
 
     def log(self, name: str, value: Any) -> None:
-        """Add ``value``, a number or scalar tensor, to the next log row; does not synchronize."""
+        """Add ``value``, a number or scalar tensor, to the next row; does not synchronize."""
         self.scalars[name] = value
 
     def log_image(self, name: str, image: Tensor) -> None:
@@ -44,12 +44,12 @@ class Recorder:
         Does nothing if no writer takes images (``takes_media``).
 
         Args:
-            name: Its name; a later image of this name replaces an unwritten one.
+            name: Name of the image; replaces an unwritten image of the same name.
             image: (C, H, W), or (B, C, H, W) for a grid, with 1 or 3 channels; uint8, or floating
                 point from 0 to 1.
 
         Raises:
-            ValueError: If the shape is another one.
+            ValueError: If the shape is not one of these.
         """
         if self.media is None:
             return
@@ -59,7 +59,7 @@ class Recorder:
         self.media[name] = "image", image.detach()
 
     def log_histogram(self, name: str, values: Tensor) -> None:
-        """Add the distribution of ``values``, of any shape, to the next row, as ``log_image``."""
+        """Add the distribution of ``values``, of any shape, to the next row; see ``log_image``."""
         if self.media is not None:
             self.media[name] = "histogram", values.detach()
 
@@ -90,9 +90,9 @@ class Recorder:
         """Append an event to ``events.jsonl``, on the first rank.
 
         Args:
-            kind: Such as ``checkpoint``, ``evaluation`` or a word of one's own.
-            text: One line for people.
-            **data: Numbers and texts for programs.
+            kind: Kind of event, such as ``checkpoint``, ``evaluation`` or a new word.
+            text: One line of text for readers.
+            **data: Numbers and strings for programs.
         """
         if is_primary():
             step = self.clock.steps_done if hasattr(self, "clock") else 0

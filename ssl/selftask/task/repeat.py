@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-MOST_REPEATED = 1000  # steps, to find the cause for ``stop``
+MOST_REPEATED = 1000  # maximum number of steps to repeat with ``stop``
 
 
 def recover(task: Task, error: NonFiniteLoss) -> None:
-    """Prepare the task again, from its last checkpoint or its beginning; or raise the error.
+    """Restart the task from its last checkpoint or its beginning, or raise the error.
 
-    The steps that are repeated are checked one by one. With ``stop`` the first that fails raises
-    the error, now with its cause and a dump. With ``rollback`` it is left out, as are the batches
-    from there to the one at which the failure was seen, at most ``train.log_every`` steps later.
+    The repeated steps are checked one by one. With ``stop`` the first failing step raises the error
+    again, with its cause and a dump. With ``rollback`` that step is skipped, and so are the
+    following batches up to the one at which the failure was detected, at most ``train.log_every``
+    steps later.
 
-    Every rank calls it, since the loss is the same on all of them.
+    Every rank calls this function, since the loss is the same on all of them.
     """
     policy, budget = task.config.train.on_nan, task.config.train.nan_budget
     if policy == "skip" or error.exact:
@@ -51,7 +52,7 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
 
 
 def _restart(task: Task, guard: NonFiniteGuard, checkpoint: str | None) -> None:
-    """Build all parts of the task anew and load the checkpoint."""
+    """Rebuild all parts of the task and load the checkpoint."""
     task.on_exception()  # hooks restore what they have changed
     task.close()
     task.calls.clear()

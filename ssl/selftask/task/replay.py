@@ -26,7 +26,7 @@ from selftask.task.scoring import forward
 
 @dataclass
 class Replay:
-    """A repeated step beside the recorded one."""
+    """Results of a repeated step, and the recorded ones."""
 
     step: int
     ranks: int
@@ -34,14 +34,14 @@ class Replay:
     recorded: float  # loss, averaged over ranks
     loss: float
     terms: dict[str, float]
-    images: list[str] = field(default_factory=list)  # what is not finite among the images
-    weights: list[str] = field(default_factory=list)  # names before the step
-    module: str = ""  # the first whose output is not finite
-    gradients: list[str] = field(default_factory=list)  # in the order of the backward pass
+    images: list[str] = field(default_factory=list)  # images that are not finite
+    weights: list[str] = field(default_factory=list)  # non-finite ones, before the step
+    module: str = ""  # the first module whose output is not finite
+    gradients: list[str] = field(default_factory=list)  # in order of the backward pass
 
     @property
     def same(self) -> bool:
-        """True if the loss equals the recorded one; of several ranks, within rounding."""
+        """True if the loss equals the recorded one; within rounding if there were several ranks."""
         if math.isnan(self.recorded):
             return math.isnan(self.loss)
         tolerance = 0.0 if self.ranks == 1 else 1e-4
@@ -50,7 +50,7 @@ class Replay:
         )
 
     def lines(self) -> Iterator[str]:
-        """Yield the report."""
+        """Yield the lines of the report."""
         yield f"recorded: {self.problem}"
         told = "the same" if self.same else f"recorded was {self.recorded!r}"
         yield f"step {self.step} replayed: loss {self.loss!r} ({told})"
@@ -73,9 +73,10 @@ class Replay:
 
 
 def replay(folder: Path, overrides: list[str]) -> Replay:
-    """Repeat the step dumped in ``failures/step_N``. The run's folder is not changed.
+    """Repeat the step dumped in ``failures/step_N`` without changing the run's folder.
 
-    The batches of all ranks become one batch, since W ranks compute the same as one process.
+    The batches of all ranks are joined into one batch, since W ranks compute the same as one
+    process.
 
     Raises:
         UserError: If the folder holds no dump, or the data of the run cannot be opened.
@@ -134,7 +135,7 @@ def _repeat(task: Task, parts: list[dict[str, Any]], state: dict[str, Any]) -> R
 
 @contextmanager
 def _watched(task: Task, result: Replay) -> Iterator[None]:
-    """Context in which outputs of modules and gradients of parameters are checked."""
+    """Context that checks outputs of modules and gradients of parameters."""
     handles: list[Any] = []
 
     def output_of(name: str) -> Any:

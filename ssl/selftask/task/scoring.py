@@ -1,4 +1,4 @@
-"""The forward pass outside training, and scores of the whole network on labelled images."""
+"""Forward pass outside training, and metrics of the whole network on labelled images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def forward(task: Task, batch: Batch) -> None:
-    """Set the output and the local loss of a batch as a train step does, without hooks."""
+    """Compute output and local loss of a batch as a train step does, without calling hooks."""
     task.last_batch = batch
     task.loss.prepare_batch(batch, task)
     with task.autocast():
@@ -26,18 +26,20 @@ def forward(task: Task, batch: Batch) -> None:
 
 
 def update_meters(task: Task, batch: Batch) -> None:
-    """Update each meter with the class scores that it looks at, and the labels."""
+    """Update each meter with its class scores and the labels."""
     for meter in task.meters:
         meter.update(task.loss.scores_for(meter, batch.output), batch.labels)
 
 
 @torch.no_grad()
 def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
-    """Return loss and meters of one pass over ``data.val``, each image once; all ranks call it.
+    """Return loss and meters of one pass over ``data.val``, each image once.
+
+    Every rank must call this function.
 
     Args:
         task: The task, prepared.
-        see: Called with each batch, whose ``output`` is ``Method.logits`` of the network's.
+        see: Called with each batch; its ``output`` is ``Method.logits`` of the network's output.
     """
     total = torch.zeros(2, dtype=torch.float64, device=task.device)  # loss, images
     train, task.train = task.train, False

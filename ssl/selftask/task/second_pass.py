@@ -1,4 +1,4 @@
-"""A second forward pass in one step, of which logs and running statistics see nothing."""
+"""A second forward pass in one step, without effect on logs and running statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selftask.parallel.activation_checkpointing import keeping_statistics
 
 @contextmanager
 def second_pass(network: Any) -> Iterator[None]:
-    """Context: restore running statistics and ``network.embedding`` on exit."""
+    """Context that restores running statistics and ``network.embedding`` on exit."""
     embedding = getattr(network, "embedding", None)
     with keeping_statistics(network):
         yield

@@ -1,7 +1,7 @@
 """The task: all parts of a run, and the interface of train steps and hooks.
 
-``prepare`` builds process group, data, backbone with its initial weights, network, ``setup`` of
-the method, optimizer and hooks, in this order. A checkpoint is loaded last.
+``prepare`` builds process group, data, backbone with initial weights and network, calls ``setup``
+of the method, and builds optimizer and hooks, in this order. A checkpoint is loaded last.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Task(Recorder, ClassyTaskNames):
 
     Args:
         config: The config of the run.
-        sources: Opened data; None opens what ``config.data`` names.
-        backbone: The module to train; None builds what ``config.backbone`` names.
+        sources: Opened data; None opens the data of ``config.data``.
+        backbone: The module to train; None builds the one of ``config.backbone``.
     """
 
     # built by ``prepare``
@@ -66,16 +66,16 @@ class Task(Recorder, ClassyTaskNames):
     clock: Clock
     loss: Any  # the method
     base_model: Any  # the network, neither wrapped nor compiled
-    model: Any  # the network as train steps call it
+    model: Any  # the network as called by train steps
     networks: list[nn.Module]  # the network, and teachers that follow it
-    trained: list[tuple[str, nn.Module]]  # named modules whose parameters the optimizer has
+    trained: list[tuple[str, nn.Module]]  # modules with trained parameters, by name
     activations: ActivationBudget
     reduction: Reduction
     optimizer: Any
     grad_scaler: NoScaler  # or its subclass LossScaler
     meters: list[Any]
     named_hooks: dict[str, Any]
-    hooks: list[Any]  # in the order of their calls, the method first
+    hooks: list[Any]  # in calling order, the method first
 
     def __init__(
         self,
@@ -91,20 +91,20 @@ class Task(Recorder, ClassyTaskNames):
         self.out = config.out_folder
         self.world = read_world()
         self.device = device.pick_device(config.train.device, self.world)
-        self.opening: dict[str, str] = {}  # facts for the opening table, set by the launcher
+        self.opening: dict[str, str] = {}  # entries of the start-up table, set by the launcher
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
-        self.before_export: list[Callable[[nn.Module], nn.Module]] = []  # return a changed copy
-        self.averages: dict[str, WeightAverage] = {}  # of the weights, by their hooks' keys
+        self.before_export: list[Callable[[nn.Module], nn.Module]] = []  # each returns a copy
+        self.averages: dict[str, WeightAverage] = {}  # weight averages by the keys of their hooks
         self.low_precision = _DTYPES.get(config.train.precision)  # None: float32
         self.train_step_function = build.train_step(config.train.step)
         self.train = True
-        self.losses: list[Tensor] = []  # of this phase; stay on the device
-        self.added_hooks: dict[str, Any] = {}  # by ``add_hook``, beside those of the config
-        self.exception: BaseException | None = None  # what ends the run, for ``on_exception``
+        self.losses: list[Tensor] = []  # losses of this phase, on the device
+        self.added_hooks: dict[str, Any] = {}  # added by ``add_hook``
+        self.exception: BaseException | None = None  # ends the run; for ``on_exception``
         self.interrupted_by: str | None = None  # stop reason; stops after this step
         self.calls: dict[str, list[Callable[[Task], None]]] = {}  # hook point -> methods of hooks
-        self.rollbacks = 0  # returns to a checkpoint because of NaN
-        self.resume_from: str | None = None  # instead of ``resume.checkpoint``
+        self.rollbacks = 0  # number of returns to a checkpoint because of NaN
+        self.resume_from: str | None = None  # overrides ``resume.checkpoint``
         self.saved: tuple[int, int] | None = None  # step and phase of the newest checkpoint
         self.checkpoints = task_state.open_writer(config, self.out)
 
@@ -160,7 +160,7 @@ class Task(Recorder, ClassyTaskNames):
         return torch.autocast(self.device.type, self.low_precision)
 
     def score(self, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
-        """Return loss and meters of one pass over ``data.val``; every rank must call it.
+        """Return loss and meters of one pass over ``data.val``; every rank must call this method.
 
         Args:
             see: Called with each batch after the loss.
@@ -177,7 +177,7 @@ class Task(Recorder, ClassyTaskNames):
         return self.reduction.no_sync()
 
     def reduce_gradients(self) -> None:
-        """Average gradients over ranks, as far as the backward pass has not done so."""
+        """Average gradients over ranks, unless the backward pass has already done so."""
         self.reduction.reduce()
         self.activations.finalize()
 
@@ -197,9 +197,9 @@ class Task(Recorder, ClassyTaskNames):
     def sync_buffers(self) -> None:
         """Give every rank the same buffers, in the network and its teachers.
 
-        BatchNorm's running statistics differ between ranks during training; those of rank 0, or the
-        mean (``parallel.buffers``), are evaluated, exported and saved. Every rank must call it.
-        Does nothing with ``parallel.sync_buffers=never``.
+        BatchNorm's running statistics differ between ranks during training. Rank 0's, or the mean
+        over ranks (``parallel.buffers``), are evaluated, exported and saved. Every rank must call
+        this method. Does nothing with ``parallel.sync_buffers=never``.
         """
         parallel = self.config.parallel
         if parallel.sync_buffers == "never":
@@ -214,7 +214,7 @@ class Task(Recorder, ClassyTaskNames):
         HEARTBEAT.step = self.clock.steps_done
 
     def skip_step(self) -> None:
-        """Count a step that was abandoned; only BatchNorm's running statistics have seen it."""
+        """Count an abandoned step; only BatchNorm's running statistics may have changed."""
         self.optimizer.zero_grad()
         self.loss.pending.clear()
         self.activations.finalize()
@@ -230,10 +230,10 @@ class Task(Recorder, ClassyTaskNames):
         """Add a hook object to those of the config, before ``prepare``.
 
         Args:
-            hook: Such as ``function_hook(on_step=...)``.
-            name: Under which its state is saved; the name of its class if None.
+            hook: The hook, such as ``function_hook(on_step=...)``.
+            name: Name under which its state is saved; if None, the name of its class and a number.
 
-        Raises UserError if the object is no hook, or the name is taken.
+        Raises UserError if the object is not a hook or the name is taken.
         """
         if not isinstance(hook, ClassyHook):
             raise UserError(f"add_hook: {hook!r} is no hook; see function_hook for functions")
@@ -249,10 +249,10 @@ class Task(Recorder, ClassyTaskNames):
         return done % self.config.train.log_every == 0 or done == self.length.total_steps
 
     def steps(self) -> Iterator[int]:
-        """Train as a plain loop, hooks and checkpoints included; yield the number of each step.
+        """Train with all hooks and checkpoints; yield the number of each step.
 
-        ``for step in task.steps(): ...`` may read ``task.last_batch`` and change the task. The log
-        file and ``status.json`` are those of ``Trainer``.
+        The body of ``for step in task.steps(): ...`` may read ``task.last_batch`` and change the
+        task. Only ``Trainer`` writes the log file and ``status.json``.
         """
         return loop.iterate_steps(self)
 
@@ -266,7 +266,7 @@ class Task(Recorder, ClassyTaskNames):
         self.run_hooks("on_start")
 
     def on_phase_start(self) -> None:
-        """Begin a train phase, the rest of one after a resume, or a test phase."""
+        """Start a train phase, the rest of one after a resume, or a test phase."""
         self.train, self.phase_begun = not self._test_is_next(), self.clock.phase
         HEARTBEAT.step = self.clock.steps_done
         self.losses.clear()
@@ -350,7 +350,7 @@ class Task(Recorder, ClassyTaskNames):
                     opened.close()
 
     def _read_batches(self) -> Iterator[Batch]:
-        """Yield the prepared batches of this phase, from the clock's position on."""
+        """Yield the prepared batches of this phase, starting at the clock's position."""
         first = self.clock.batch
         batches: Iterator[Batch] = (
             islice(self.data_module.train_batches(first), self._phase_stop - first)
@@ -367,7 +367,7 @@ class Task(Recorder, ClassyTaskNames):
 
     @property
     def batches_left(self) -> int:
-        """Number of remaining batches of the train phase: of the epoch, or of a part of it."""
+        """Number of batches that remain in the train phase, an epoch or a part of it."""
         return self.clock.batches_left
 
     @property
@@ -391,7 +391,7 @@ class Task(Recorder, ClassyTaskNames):
 
     @cached_property
     def config_text(self) -> str:
-        """Content of ``config.yaml``; cached, since it takes as long as copying a state."""
+        """Content of ``config.yaml``; cached, since writing it takes as long as copying a state."""
         return to_yaml(self.config)
 
     def save_checkpoint(self) -> None:

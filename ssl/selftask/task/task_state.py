@@ -34,14 +34,14 @@ log = get_logger(__name__)
 def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
     """Return the state of all parts; every rank must call this function.
 
-    Buffers of rank 0 are copied to all ranks first, since a resume gives those to every rank.
+    Buffers are synchronized first, since a resume gives all ranks the same ones.
 
     Args:
         task: The prepared task.
         whole: If True, gather sharded tensors on the first rank; if False, leave them sharded.
 
     Returns:
-        Tensors and plain Python objects.
+        A nested dict of tensors and plain Python objects.
     """
     task.sync_buffers()
     optimizer = task.reduction.rearrange(task.optimizer.get_classy_state())
@@ -102,7 +102,7 @@ def restore(task: Task, state: dict[str, Any]) -> None:
 
 
 def _restore_hooks(task: Task, states: dict[str, Any]) -> None:
-    """Restore the hooks by their keys in the config; log those that only one side has."""
+    """Restore the hooks by their keys in the config; log keys that only one side has."""
     for key, hook in task.named_hooks.items():
         if key in states:
             hook.set_classy_state(states[key])
@@ -139,12 +139,12 @@ def _keep_threads(task: Task, saved: list[int]) -> None:
 def save(task: Task) -> None:
     """Save ``checkpoints/step_N.pt`` unless this step has been saved.
 
-    Every rank must call this function; the first one writes. With ``train.sharded_checkpoints``
-    every rank writes its part of ``checkpoints/step_N/``.
+    Every rank must call this function; rank 0 writes. With ``train.sharded_checkpoints`` every rank
+    writes its part of ``checkpoints/step_N/``.
 
-    The state is copied before this function returns; the file may be written in the background.
-    At the end of training and before a stop, this function returns on every rank after the file
-    has been written.
+    The state is copied before this function returns; the file may be written in the background. At
+    the end of training and before a stop, it returns on every rank only after the file has been
+    written.
     """
     last = task.clock.done or task.interrupted_by is not None
     now = (task.clock.steps_done, task.clock.phase)
@@ -160,7 +160,7 @@ def save(task: Task) -> None:
         task.event("checkpoint", f"checkpoint of step {task.steps_done}")
     if last:
         task.checkpoints.wait()
-        barrier()  # if a rank exits early, the launcher stops the one that writes
+        barrier()  # if a rank exited early, the launcher would stop the one that writes
 
 
 def open_writer(config: Config, out: Path) -> CheckpointWriter:
@@ -223,7 +223,7 @@ def resume(task: Task) -> bool:
         task.data_module.remove_lists()
     barrier()  # all ranks have read the checkpoint
     if found is None:
-        task.data_module.batches.bad_files.reasons.clear()  # possibly read from such a list
+        task.data_module.batches.bad_files.reasons.clear()  # may have been read from such a list
     if task.rows is not None:  # drop rows after the checkpoint, or all without one
         rotation.archive(folder, task.steps_done if found else -1)
         task.rows.cut(found[0]["metrics_bytes"] if found else 0)
@@ -238,7 +238,7 @@ def resume(task: Task) -> bool:
 
 
 def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
-    """Raise UserError or warn if the data have changed since the checkpoint, as configured."""
+    """Raise UserError or warn, as configured, if the data have changed since the checkpoint."""
     changes = differences(
         state.get("data") or task.data_module.fingerprint, task.data_module.fingerprint
     )
@@ -253,7 +253,7 @@ def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
 
 
 def _log_new_length(task: Task, state: dict[str, Any]) -> None:
-    """Warn if the length of the run has changed, since progress and schedules jump."""
+    """Warn if the length of the run has changed, since progress and schedules then jump."""
     if "length" not in state:
         return
     before, now = RunLength(**state["length"]), task.length

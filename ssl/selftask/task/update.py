@@ -1,4 +1,4 @@
-"""The second half of a train step in one call, for steps of one's own."""
+"""The second half of a train step in one call, for custom train steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 
 
 def update_weights(task: Task, loss: Tensor) -> None:
-    """Do what ``train_steps/standard.py`` does from ``zero_grad`` on; nothing in a test phase.
+    """Run ``train_steps/standard.py`` from ``zero_grad`` on; do nothing in a test phase.
 
-    Scale, backward, reduction over ranks, unscale, optimizer step at ``task.where``; the hook
-    points ``on_backward`` and ``on_update``; and ``task.advance``.
+    This scales the loss, runs the backward pass, reduces gradients over ranks, unscales them and
+    steps the optimizer at ``task.where``. It calls the hook points ``on_backward`` and
+    ``on_update``, and ``task.advance``.
 
     Args:
-        task: The task; its hooks have seen the loss.
+        task: The task; ``on_loss_and_meter`` has been called.
         loss: The loss of this rank, with its graph.
     """
     if not task.train:

@@ -13,10 +13,10 @@ from selftask.task import Task
 
 @register_train_step("accumulate")
 def accumulate_train_step(task: Task) -> None:
-    """Forward and backward ``train.accumulate`` times, then one reduction and one optimizer step.
+    """Run forward and backward ``train.accumulate`` times, then reduce and step the optimizer once.
 
     Ranks exchange gradients at the last batch only. The gradient is the mean over the batches of
-    the step; the last step of an epoch may have fewer than ``train.accumulate``.
+    the step; the last step of an epoch may have fewer batches.
 
     Each loss still sees one batch: accumulation does *not* enlarge the set of negatives of a
     contrastive method, nor the batch over which BatchNorm or Barlow Twins compute statistics.

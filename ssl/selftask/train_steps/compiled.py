@@ -21,12 +21,12 @@ from selftask.task import Task
 @register_train_step("compiled")
 @dataclass(frozen=True)
 class Compiled:
-    """The standard step, with forward, loss and backward compiled together by torch.compile.
+    """Standard step with forward, loss and backward compiled together by torch.compile.
 
-    It takes ``train.compile_options``. A method with work between network and loss
-    (``on_forward``: a teacher) gets two graphs. The optimizer is not part of them: its fused kernel
-    is as fast. Compiled sums are in another order than eager ones, so that results agree with those
-    of ``standard`` to rounding only.
+    It uses ``train.compile_options``. A method that works between network and loss (``on_forward``,
+    such as a teacher) gets two graphs. The optimizer is not compiled, since its fused kernel is as
+    fast. Compiled code sums in another order than eager code, so that results agree with those of
+    ``standard`` to rounding only.
     """
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -39,7 +39,7 @@ class Compiled:
             yield "parallel.activation_checkpointing: train.step=compiled needs none"
 
     def __call__(self, task: Task) -> None:
-        """Do one step; a test phase stops after the loss."""
+        """Run one step; a test phase stops after the loss."""
         batch = task.last_batch = next(task.batches)
         compiled = partial(_compiled, options=task.config.train.compile_options, device=task.device)
 

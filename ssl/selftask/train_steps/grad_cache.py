@@ -29,10 +29,10 @@ from selftask.task.second_pass import second_pass
 @register_train_step("grad_cache")
 @dataclass(frozen=True, kw_only=True)
 class GradCache:
-    """Forward twice in chunks: a loss over the whole batch in the memory of one chunk."""
+    """Two forward passes in chunks: a loss over the whole batch with the memory of one chunk."""
 
     chunks: int = setting(16, min=2)
-    """Chunks of each rank's batch; sizes differ by one sample at most."""
+    """Number of chunks of each rank's batch; their sizes differ by at most one sample."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         method, train = config["method"]["name"], config["train"]
@@ -45,11 +45,11 @@ class GradCache:
             yield f"chunks: {self.chunks}; train.batch_size={train['batch_size']} has fewer samples"
 
     def __call__(self, task: Task) -> None:
-        """Compute outputs without graph, loss, and its gradient at the outputs; then go backward.
+        """Compute loss and gradient at outputs without graph; then go backward in chunks.
 
-        The second forward pass of each chunk has a graph, and the same draws of dropout. BatchNorm
-        normalises each chunk by its own statistics, and updates the running ones once per chunk. A
-        teacher's forward pass, which has no graph, is not divided.
+        The second forward pass of each chunk has a graph and repeats the dropout draws of the
+        first. BatchNorm normalises each chunk by its own statistics and updates the running ones
+        once per chunk. A teacher's forward pass, which has no graph, is not divided.
         """
         batch = task.last_batch = next(task.batches)
         chunks = self._chunks(len(batch.index))
@@ -87,7 +87,7 @@ class GradCache:
 
 @torch.no_grad()
 def _forward(task: Task, batch: Batch, chunks: list[slice]) -> tuple[Tensor, list[Any]]:
-    """Return the output of all chunks, and the state of the generators before each."""
+    """Return the output of all chunks, and the state of the generators before each chunk."""
     outputs, draws = [], []
     embeddings: list[Any] = []
     for rows in chunks:
@@ -107,7 +107,7 @@ def _forward(task: Task, batch: Batch, chunks: list[slice]) -> tuple[Tensor, lis
 
 
 def _backward(task: Task, batch: Batch, chunks: list[slice], draws: list[Any]) -> None:
-    """Add the gradients of the parameters, chunk by chunk, given that of ``batch.output``."""
+    """Accumulate the gradients of the parameters chunk by chunk, from that of ``batch.output``."""
     if batch.output.grad is None:
         return
     for rows, state in zip(chunks, draws, strict=True):
@@ -136,7 +136,7 @@ def _take(value: Any, rows: slice, size: int) -> Any:
 
 @contextmanager
 def _replayed(state: dict[str, Any]) -> Iterator[None]:
-    """Context in which the generators start from a saved state."""
+    """Context in which the random generators start from a saved state."""
     now = rng_state()
     set_rng_state(state)
     try:

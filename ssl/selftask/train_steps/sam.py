@@ -26,7 +26,7 @@ from selftask.task.second_pass import second_pass
 @register_train_step("sam")
 @dataclass(frozen=True, kw_only=True)
 class SAM:
-    """Update with the gradient at the weights that are worst within a radius (SAM)."""
+    """Update with the gradient at the weights of highest loss within a radius (SAM)."""
 
     rho: float = setting(0.05, above=0)
     """Radius, eq. 2; 0.5 to 2 is usual with ``adaptive``."""
@@ -34,10 +34,10 @@ class SAM:
     """Whether the radius is relative to each weight (ASAM)."""
 
     def __call__(self, task: Task) -> None:
-        """Gradient, climb by ``rho`` along it, gradient there, back, optimizer step with that.
+        """Climb by ``rho`` along the gradient, take the gradient there, go back and update.
 
         Both gradients are means over ranks. Teachers, memories, BatchNorm statistics, logs and
-        hooks see the first forward pass only; dropout draws the same in both.
+        hooks see the first forward pass only. Both passes have the same dropout draws.
         """
         batch = task.last_batch = next(task.batches)
         draws = LAYER_DRAWS.words
@@ -69,7 +69,7 @@ class SAM:
     @contextmanager
     @torch.no_grad()
     def _climbed(self, task: Task) -> Iterator[None]:
-        """Context: weights plus eq. 2, ``rho * g / ||g||``; the scale of the loss cancels out."""
+        """Context with weights plus eq. 2, ``rho * g / ||g||``; the loss scale cancels out."""
         groups = task.optimizer.param_groups
         weights = [p for group in groups for p in group["params"] if p.grad is not None]
         before = [p.detach().clone() for p in weights]

@@ -9,7 +9,7 @@ from selftask.task import Task
 
 @register_train_step("standard")
 def standard_train_step(task: Task) -> None:
-    """Read, forward, loss, backward, optimizer step; a test phase stops after the loss.
+    """Run forward, loss, backward and optimizer step; a test phase stops after the loss.
 
     ``StopIteration`` from ``task.batches`` is not caught: it ends the phase.
     """

@@ -1,4 +1,4 @@
-"""Alignment and uniformity: a contrastive loss in two terms that can be read separately.
+"""Alignment and uniformity: a contrastive loss with two separate terms.
 
 Wang and Isola, Understanding Contrastive Representation Learning through Alignment and Uniformity
 on the Hypersphere, ICML 2020, arXiv:2005.10242.
@@ -27,7 +27,7 @@ from selftask.registry import register_method
 
 @register_method("align_uniform")
 class AlignUniform(Method):
-    """Two views of an image are close, and all images are spread over the unit sphere."""
+    """Close views of the same image, and all images spread over the unit sphere."""
 
     loss_reduction = "gathered"  # distances to the images of all ranks
     views = 2
@@ -35,9 +35,9 @@ class AlignUniform(Method):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         out_dim: int = setting(128, min=2, tiny=16)  # D
-        hidden_dim: int = setting(512, min=1, tiny=32)  # of the projector
+        hidden_dim: int = setting(512, min=1, tiny=32)  # width of the projector's hidden layer
         alpha: float = setting(2.0, above=0)  # power of the distance in eq. 5
-        t: float = setting(2.0, above=0)  # of the Gaussian potential in eq. 6
+        t: float = setting(2.0, above=0)  # parameter of the Gaussian potential in eq. 6
         weight: float = setting(1.0, min=0)  # of uniformity; lambda in appendix B of the paper
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -55,7 +55,7 @@ class AlignUniform(Method):
 
     @property
     def chance_loss(self) -> float | None:
-        """None: the loss crosses zero, so its ratio to that of chance would say nothing."""
+        """None: the loss crosses zero, so its ratio to the chance loss would be meaningless."""
         return None
 
 

@@ -33,7 +33,7 @@ class Digits(Source):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         split: Literal["train", "val"] = "train"
-        """train: the first 1347 digits; val: the last 450, by other writers."""
+        """``train`` is the first 1347 digits, ``val`` the last 450, by other writers."""
         size: int = setting(32, min=1, max=4096)
         """Height and width, in pixels; the 8x8 images are enlarged by bicubic interpolation."""
         captions: bool = False

@@ -1,4 +1,4 @@
-"""Which images are looked for, in which database, and which ones are right.
+"""Retrieval benchmarks: queries, database and ground truth.
 
 M images in the database.
 """
@@ -26,37 +26,37 @@ _COLUMNS = ("query", "positives", "junk", "box")
 Positions = np.ndarray
 """Positions in the database, int64."""
 Judge = Callable[[int], tuple[Positions, Positions] | None]
-"""Number of a query -> positives and ignored images; None if the query is not of this part."""
+"""Query number -> (positives, ignored images); None if the query is in another part."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """An image that is looked for."""
+    """A query image."""
 
-    image: int  # in the source
+    image: int  # index in the source
     box: tuple[float, float, float, float] | None = None  # left, top, right, bottom in pixels
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Queries, the database, and what is right by part of the benchmark."""
+    """Queries, database, and ground truth for each part of the benchmark."""
 
     queries: list[Query]
-    database: np.ndarray  # (M,) int64: images of the source
-    parts: Mapping[str, Judge]  # ``easy``, ``strong``; empty if there is one only
-    trapezoidal: bool = False  # how the benchmark's authors define average precision
+    database: np.ndarray  # (M,) int64: indices in the source
+    parts: Mapping[str, Judge]  # such as ``easy``, ``strong``; one empty name if there are no parts
+    trapezoidal: bool = False  # the trapezoidal rule of the benchmark's authors
 
 
 def open_benchmark(source: Source, truth: str | None) -> Benchmark:
-    """Return the benchmark that a ground truth makes of images.
+    """Return the benchmark of images with a ground truth.
 
     Args:
         source: The images.
-        truth: None: images of the same class; ``copydays``; a ``gnd_*.pkl`` of Oxford or Paris,
-            revisited or not; or a table with a row for each query.
+        truth: None for images of the same class; ``copydays``; a ``gnd_*.pkl`` of Oxford or Paris,
+            revisited or original; or a table with a row for each query.
 
     Raises:
-        UserError: If the ground truth is missing, damaged, or names images that are not there.
+        UserError: If the ground truth is missing, damaged, or names images that do not exist.
     """
     if truth is None:
         return _of_classes(source)
@@ -73,7 +73,7 @@ def open_benchmark(source: Source, truth: str | None) -> Benchmark:
 
 
 def _of_classes(source: Source) -> Benchmark:
-    """Each image is a query; images of its class are right, itself does not count."""
+    """Use each image as a query; images of its class are positives, and the query is ignored."""
     labels = source.labels
     if labels is None or (labels == NO_LABEL).any():
         raise UserError(
@@ -94,7 +94,7 @@ def _of_classes(source: Source) -> Benchmark:
 
 
 def _of_buildings(source: Source, truth: Truth, path: Path) -> Benchmark:
-    """Easy, medium and hard of Radenovic et al. (arXiv:1803.11285), section 3; or the original."""
+    """Return the parts of arXiv:1803.11285, section 3 (Radenovic et al.), or the original one."""
     names = ImageNames(source)
     database = [names.find(name, f"truth={path}: imlist") for name in truth.images]
     queries = [
@@ -123,10 +123,10 @@ def _of_buildings(source: Source, truth: Truth, path: Path) -> Benchmark:
 
 
 def _of_copydays(source: Source) -> Benchmark:
-    """Copies are looked for among the originals and distractors (Douze et al., CIVR 2009).
+    """Return Copydays: find originals of copies among distractors (Douze et al., CIVR 2009).
 
-    Folders ``original``, ``strong``, ``jpegqual/3``, ...; copies have the number of their original
-    but for its last two digits. Images in ``distractors`` are in the database, too.
+    The folders are ``original``, ``strong``, ``jpegqual/3``, ... The numbers of a copy and its
+    original differ in the last two digits only. Images in ``distractors`` are also in the database.
     """
     paths = [source.path(index) for index in range(len(source))]
     folders = [os.path.dirname(path) for path in paths]
@@ -167,7 +167,7 @@ def _of_copydays(source: Source) -> Benchmark:
 
 
 def _block(path: str) -> int:
-    """Return the number that an image and its copies share."""
+    """Return the number that is common to an image and its copies."""
     stem = os.path.basename(path).partition(".")[0]
     if not stem.isdecimal():
         raise UserError(f"truth=copydays: {path}: expected a number as name, such as 200001.jpg")
@@ -175,7 +175,7 @@ def _block(path: str) -> int:
 
 
 def _of_table(source: Source, path: Path) -> Benchmark:
-    """A row for each query; the other images of all rows are looked for among all images."""
+    """Return the benchmark of a table with a row per query; the database is all images."""
     names = ImageNames(source)
     delimiter = "\t" if path.suffix == ".tsv" else ","
     queries: list[Query] = []

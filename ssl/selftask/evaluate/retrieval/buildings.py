@@ -15,9 +15,9 @@ from selftask.models.weights.foreign_pickle import read_tensors
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of one query: positions in the list of images, and its box."""
+    """Ground truth of one query: positions in the list of images, and its box."""
 
-    easy: np.ndarray  # of the original sets: all that are right
+    easy: np.ndarray  # in the original sets, all positives
     hard: np.ndarray
     junk: np.ndarray
     box: tuple[float, float, float, float]
@@ -30,18 +30,19 @@ class Truth:
     images: list[str]
     queries: list[str]
     known: list[Known]
-    is_revisited: bool  # False: the original sets, without easy and hard
+    is_revisited: bool  # False for the original sets, without easy and hard
 
 
 def read_truth(path: Path) -> Truth:
-    """Read a file without executing anything in it: only lists, numbers and arrays are taken.
+    """Read a file without executing anything in it: only lists, numbers and arrays are read.
 
-    Radenovic et al. (arXiv:1803.11285): a dict with the names of images ``imlist`` and of queries
-    ``qimlist``, and ``gnd``, a list of dicts with ``easy``, ``hard``, ``junk`` and ``bbx``. The
-    original sets (Philbin et al., CVPR 2007 and 2008) have ``ok`` in place of the first two.
+    The content, from Radenovic et al. (arXiv:1803.11285), is a dict with the names of images
+    ``imlist`` and of queries ``qimlist``, and ``gnd``, a list of dicts with ``easy``, ``hard``,
+    ``junk`` and ``bbx``. The original sets (Philbin et al., CVPR 2007 and 2008) have ``ok`` instead
+    of ``easy`` and ``hard``.
 
     Raises:
-        UserError: If the file is another one.
+        UserError: If the file has another content.
     """
     try:
         content, _ = read_tensors(path)
@@ -80,7 +81,7 @@ def _known(row: dict[str, Any], num_images: int) -> Known:
 
 
 def _positions(row: dict[str, Any], name: str, num_images: int) -> np.ndarray:
-    """Return positions in the list of images; MATLAB stores them as floats, too."""
+    """Return positions in the list of images, which MATLAB may store as floats."""
     given = np.asarray(row[name]).reshape(-1)
     if given.dtype.kind not in "iuf":
         raise ValueError(f"{name} holds no numbers")

@@ -18,24 +18,26 @@ from selftask.errors import UserError
 from selftask.evaluate.retrieval.whitening import Whitening
 from selftask.models.features.extract import adapter_of, extract, fixed_size, interpolates, pooled
 
-_OVERLAP = 0.4  # of neighbouring regions of the first level, as near as possible
-_MOST = 7  # regions along the longer side of the first level
+_OVERLAP = 0.4  # target overlap of neighbouring regions on the first level
+_MOST = 7  # maximum number of regions along the longer side on the first level
 
 
 @dataclass(frozen=True, kw_only=True)
 class DescriptorOptions:
-    """How images are described."""
+    """Options of image descriptors."""
 
     pool: Literal["pooled", "mean", "gem", "rmac"] = "pooled"
     """Output of the backbone, or a pooling of its last map: mean, generalised mean, R-MAC."""
     p: float = setting(3.0, above=0)
-    """Exponent of ``gem``: 1 is the mean, large ones approach the maximum."""
+    """Exponent of ``gem``: 1 is the mean, large values approach the maximum."""
     levels: int = setting(3, min=1)
-    """Number of sizes of the regions of ``rmac``."""
+    """Number of region sizes of ``rmac``."""
     side: int = setting(1024, min=1)
-    """Longest side in pixels: larger images are shrunk, smaller ones stay as they are."""
+    """Longest side in pixels; larger images are resized to it, smaller ones are unchanged."""
     scales: list[float] = setting([1.0], above=0)
-    """Sizes, relative to ``side``, whose descriptors are averaged: ``[1, 0.7071, 0.5]``."""
+    """Image sizes relative to ``side``, whose descriptors are averaged, such as ``[1, 0.7071,
+    0.5]``.
+    """
 
     def problems(self) -> Iterator[str]:
         if not self.scales:
@@ -43,7 +45,7 @@ class DescriptorOptions:
 
 
 class Descriptors:
-    """Describes images with a frozen backbone, one image of any size at a time.
+    """Image descriptors from a frozen backbone, for one image of any size at a time.
 
     Args:
         backbone: Images (1, C, H, W) -> features (1, E), in eval mode.
@@ -59,7 +61,7 @@ class Descriptors:
     ) -> None:
         self.backbone, self.options, self.device = backbone, options, device
         self.whitening: Whitening | None = None
-        self.multiple = (1, 1)  # of height and width in pixels
+        self.multiple = (1, 1)  # multiples of height and width in pixels
         only = fixed_size(backbone)
         if interpolates(backbone):
             rows, columns = adapter_of(backbone).patch_size
@@ -82,7 +84,7 @@ class Descriptors:
         return [self._at(images, scale) for scale in self.options.scales]
 
     def combine(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Return the descriptor (E,) or, whitened, (D,) of the result of ``vectors``.
+        """Combine the result of ``vectors`` into a descriptor (E,), or (D,) if whitened.
 
         Regions are whitened one by one and then summed, as in R-MAC; other descriptors are
         whitened after the scales have been averaged.
@@ -94,7 +96,7 @@ class Descriptors:
         return unit(whiten(unit(torch.cat(list(vectors)).mean(dim=0, keepdim=True))))[0]
 
     def to_whiten(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Return the vectors (R, E) of an image that a whitening is learnt on and applied to."""
+        """Return the vectors (R, E) of an image to which a whitening is fitted and applied."""
         if self.options.pool == "rmac":
             return torch.cat(list(vectors))
         return unit(torch.cat(list(vectors)).mean(dim=0, keepdim=True))
@@ -135,8 +137,8 @@ def unit(rows: Tensor) -> Tensor:
 def gem(dense: Tensor, p: float) -> Tensor:
     """Return the generalised mean (E,) of the positive part of a map (E, h, w).
 
-    Radenovic et al. (arXiv:1711.02512), eq. 3: (mean of x^p)^(1/p). Divided by the maximum first,
-    so that no power overflows.
+    Radenovic et al. (arXiv:1711.02512), eq. 3: (mean of x^p)^(1/p). Values are first divided by the
+    maximum, so that no power overflows.
     """
     positive = dense.flatten(1).clamp(min=1e-6)
     largest = positive.amax(dim=1, keepdim=True)
@@ -152,12 +154,12 @@ def rmac(dense: Tensor, levels: int) -> Tensor:
 
 
 def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
-    """Return the square regions of R-MAC: row and column of a corner, and side.
+    """Return the square regions of R-MAC: row and column of the top left corner, and side.
 
-    Tolias et al. (arXiv:1511.05879), section 3: at level l there are l along the shorter side and
-    l + m - 1 along the longer one, of side 2 * shorter / (l + 1), uniformly spread. m is 1 for a
-    square, else the number from 2 to 7 by which regions of level 1 overlap nearest to 40 %. A
-    level whose regions would be smaller than one cell is left out.
+    Tolias et al. (arXiv:1511.05879), section 3: at level l there are l along the shorter side and l
+    + m - 1 along the longer one, of side 2 * shorter / (l + 1), uniformly spread. m is 1 for a
+    square, else the number from 2 to 7 by which regions of level 1 overlap nearest to 40 %. Levels
+    whose regions would be smaller than one cell are skipped.
     """
     shorter, longer = min(height, width), max(height, width)
     extra = 0
@@ -178,7 +180,7 @@ def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
 
 
 def _starts(length: int, side: int, count: int) -> list[int]:
-    """Return where ``count`` uniformly spread windows begin."""
+    """Return the start positions of ``count`` uniformly spread windows."""
     if count == 1:
         return [(length - side) // 2]
     return [number * (length - side) // (count - 1) for number in range(count)]

@@ -1,4 +1,4 @@
-"""Retrieval with a frozen backbone: describe, rank by cosine, average precision.
+"""Retrieval with a frozen backbone: descriptors, ranking by cosine, average precision.
 
 M images in the database, Q queries, D features of a descriptor.
 """
@@ -31,19 +31,19 @@ from selftask.logs import get_logger
 from selftask.logs.stages import staged
 from selftask.models.eval_mode import in_eval_mode
 
-_PRODUCTS = 1 << 26  # similarities in memory at once: 256 MiB
+_PRODUCTS = 1 << 26  # maximum number of similarities in memory: 256 MiB
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalOptions(DescriptorOptions):
-    """How images are described, compared and judged."""
+    """Options of descriptors, their comparison and metrics."""
 
     k: list[int] = setting([1, 5, 10], min=1)
-    """Numbers of best images whose precision is reported."""
+    """Numbers of best images for which precision is reported."""
     crop_queries: bool = True
-    """Whether queries are cut out by their box, if they have one."""
+    """Whether queries with a box are cropped to it."""
     whiten_dim: int | None = setting(None, min=1)
     """Number of dimensions that whitening keeps; null: all."""
 
@@ -61,18 +61,18 @@ def evaluate_retrieval(
 ) -> dict[str, float]:
     """Return ``retrieval_map`` and ``retrieval_precision_at_K`` of each part of a benchmark.
 
-    The mean is over the queries of a part that have a positive. Parts with a name give
-    ``retrieval_easy_map``.
+    Means are over the queries of a part that have positives. Metrics of a named part have its name,
+    such as ``retrieval_easy_map``.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
-        config: For the normalization of images and what is done about unreadable ones.
-        source: The images of queries and database.
-        benchmark: Who is looked for where, and what is right.
+        config: Config with the normalization of images and the handling of unreadable ones.
+        source: Source of the images of queries and database.
+        benchmark: Queries, database and ground truth.
         options: Descriptors and metrics.
         device: Device to compute on.
-        whiten: Images to learn a PCA whitening on.
-        tell: Called with a line on the benchmark.
+        whiten: Images for fitting a PCA whitening; None for no whitening.
+        tell: Called with a line about the benchmark.
 
     Raises:
         UserError: If a query cannot be read, or the backbone has no map to pool.
@@ -117,7 +117,7 @@ def _vectors(
 def _describe_database(
     model: Descriptors, images: SizedImages, benchmark: Benchmark
 ) -> tuple[Tensor, np.ndarray]:
-    """Return descriptors (M, D), and True for unreadable images (M,), whose rows are 0."""
+    """Return descriptors (M, D), and a mask (M,) of unreadable images, whose rows are 0."""
     wanted = [Query(index) for index in benchmark.database.tolist()]
     rows: Tensor | None = None
     unreadable = np.zeros(len(wanted), dtype=bool)
@@ -137,13 +137,13 @@ def _describe_database(
 def _describe_queries(
     model: Descriptors, images: SizedImages, queries: Sequence[Query], known: dict[int, Tensor]
 ) -> list[Tensor | None]:
-    """Return the descriptor (D,) of each query, None for an unreadable one.
+    """Return the descriptor (D,) of each query, or None if it is unreadable.
 
     Args:
-        model: Describes images.
-        images: Reads them.
-        queries: Those to describe.
-        known: Descriptors of whole images by number, which are not computed again.
+        model: Model for descriptors.
+        images: Reader of the images.
+        queries: The queries.
+        known: Known descriptors of whole images by index, which are not computed again.
     """
     rows = [known.get(query.image) if query.box is None else None for query in queries]
     new = [number for number, row in enumerate(rows) if row is None]
@@ -163,10 +163,10 @@ def _judge(
     """Return the means of the metrics over the queries of each part.
 
     Args:
-        benchmark: Says what is right.
-        queries: Descriptors (D,); None is left out.
+        benchmark: The benchmark.
+        queries: Descriptors (D,); None is skipped.
         database: (M, D).
-        unreadable: Positions in the database that do not count.
+        unreadable: Positions in the database to ignore.
         depths: Numbers of best images of ``precision_at_K``.
     """
     precision = trapezoidal_average_precision if benchmark.trapezoidal else average_precision
@@ -195,7 +195,7 @@ def _judge(
 def _similarities(
     queries: Sequence[Tensor | None], database: Tensor
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the number of each query and its cosines (M,), for some queries at a time."""
+    """Yield the number of each query and its cosines (M,), computed in blocks of queries."""
     size = max(1, _PRODUCTS // len(database))
     described = [(number, row) for number, row in enumerate(queries) if row is not None]
     for first in range(0, len(described), size):

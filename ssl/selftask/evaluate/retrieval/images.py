@@ -1,4 +1,4 @@
-"""Images of any size, one at a time, read ahead of the network.
+"""Images of any size, one at a time, prefetched by a thread.
 
 C channels.
 """
@@ -30,12 +30,13 @@ T = TypeVar("T")
 
 
 class SizedImages:
-    """Images of a source, shrunk to a longest side and normalised as ``eval.transforms`` says.
+    """Images of a source, limited to a longest side and normalised as in ``eval.transforms``.
 
     Args:
         source: The images.
-        config: For ``eval.transforms``, of which only ``normalize`` is used, and ``data.on_error``.
-        side: Longest side in pixels; smaller images stay as they are.
+        config: Config with ``eval.transforms``, of which only ``normalize`` is used, and
+            ``data.on_error``.
+        side: Longest side in pixels; smaller images are unchanged.
         multiple: Height and width are rounded to multiples of these.
     """
 
@@ -51,7 +52,7 @@ class SizedImages:
         """Yield the images (1, C, H, W), cropped to their boxes; None for unreadable ones.
 
         Raises:
-            UserError: If more are unreadable than ``data.max_unreadable`` allows.
+            UserError: If more images are unreadable than ``data.max_unreadable`` allows.
         """
         for pixels in _ahead(self._read, queries):
             if isinstance(pixels, BadImage):
@@ -61,7 +62,7 @@ class SizedImages:
                 yield self._normalize(torch.from_numpy(pixels)[None])
 
     def _read(self, query: Query) -> np.ndarray | BadImage:
-        """Return pixels (H, W, C). A box is cut out at the scale of the whole image."""
+        """Return pixels (H, W, C). A box is cropped at the scale of the whole image."""
         try:
             image, _ = read(self._source, query.image)
         except BadImage as error:

@@ -1,4 +1,4 @@
-"""Ranks and average precision of retrieval.
+"""Ranks and average precision for retrieval.
 
 M images in the database.
 """
@@ -11,15 +11,15 @@ import numpy as np
 def ranks_of_positives(
     scores: np.ndarray, positives: np.ndarray, ignored: np.ndarray
 ) -> np.ndarray:
-    """Return the ranks of the positives from 0 on, ascending, as if ignored images were not there.
+    """Return the ranks of the positives, from 0 and ascending, without ignored images.
 
-    An irrelevant image of the same score comes before a positive: a network that tells nothing
-    apart gets the worst ranks, not those of the order of the files.
+    At equal scores, irrelevant images come before positives. A network that cannot distinguish
+    images thus gets the worst ranks, independent of the order of files.
 
     Args:
-        scores: (M,), the highest is the most similar.
+        scores: (M,), similarities; the highest is the best.
         positives: Positions in the database.
-        ignored: Positions that do not count, positives among them neither.
+        ignored: Positions that do not count, even if they are positives.
     """
     irrelevant = np.ones(len(scores), dtype=bool)
     irrelevant[positives] = False
@@ -37,13 +37,13 @@ def average_precision(ranks: np.ndarray) -> float:
 
 
 def trapezoidal_average_precision(ranks: np.ndarray) -> float:
-    """Return the area under precision over recall by trapezoids, as Oxford5k defines it.
+    """Return the area under the precision-recall curve by the trapezoidal rule, as for Oxford5k.
 
-    Philbin et al. (CVPR 2007): at positive j the mean of the precision before and after it; the
-    precision before the first image is 1.
+    Philbin et al. (CVPR 2007): each positive contributes the mean of the precision before and after
+    it; the precision before the first image is 1.
 
     Args:
-        ranks: Ascending, from 0 on, at least one.
+        ranks: Ascending ranks from 0, at least one.
     """
     hits = np.arange(len(ranks))
     before = np.where(ranks > 0, hits / np.maximum(ranks, 1), 1.0)
@@ -51,10 +51,10 @@ def trapezoidal_average_precision(ranks: np.ndarray) -> float:
 
 
 def precision_at(ranks: np.ndarray, k: int) -> float:
-    """Return the share of positives among the best k, or among fewer if the last one is earlier.
+    """Return the share of positives among the best k, or up to the last positive if it is earlier.
 
-    The rule of revisited Oxford and Paris (Radenovic et al., arXiv:1803.11285): a query with fewer
-    than k positives can still have precision 1.
+    This is the rule of revisited Oxford and Paris (Radenovic et al., arXiv:1803.11285). A query
+    with fewer than k positives can thus have precision 1.
     """
     depth = min(int(ranks[-1]) + 1, k)
     return float((ranks < depth).sum() / depth)

@@ -1,4 +1,4 @@
-"""Images of a source by the names that a ground truth calls them."""
+"""Images of a source by their names in a ground truth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selftask.errors import UserError, nearest
 
 
 class ImageNames:
-    """Finds images by path, by the end of a path, with or without the extension."""
+    """Search for images by path or the end of a path, with or without the extension."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -19,14 +19,14 @@ class ImageNames:
             self._by_stem[_stem(source.path(index))].append(index)
 
     def find(self, name: str, where: str) -> int:
-        """Return the number of the image that ``name`` calls.
+        """Return the index of the image with the name ``name``.
 
         Args:
             name: ``all_souls_000013``, ``jpg/all_souls_000013.jpg`` or a whole path.
-            where: The place of the name, for the message.
+            where: The place of the name, for error messages.
 
         Raises:
-            UserError: If no image or several are called so.
+            UserError: If no image or several images match.
         """
         end = "/" + name.removeprefix("./")
         found = [

@@ -1,4 +1,4 @@
-"""PCA whitening of descriptors, learnt on another set of images.
+"""PCA whitening of descriptors, fitted to another set of images.
 
 N descriptors of E features, D dimensions kept.
 """
@@ -18,22 +18,22 @@ _FLOOR = 1e-5  # smallest eigenvalue, relative to the largest
 
 @dataclass(frozen=True)
 class Whitening:
-    """An affine map after which descriptors have mean 0 and the identity as covariance."""
+    """Affine map after which descriptors have mean 0 and the identity as covariance."""
 
     mean: Tensor  # (E,)
     matrix: Tensor  # (E, D)
 
     @classmethod
     def fit(cls, parts: Iterable[Tensor], dimensions: int | None = None) -> Whitening:
-        """Learn the map from descriptors, in float64; none of them are kept.
+        """Fit the map to descriptors, in float64; descriptors are not stored.
 
-        Eigenvalues are floored at 1e-5 of the largest, so that directions without variance are not
-        blown up.
+        Eigenvalues are limited to at least 1e-5 of the largest, so that directions without variance
+        are not amplified.
 
         Args:
             parts: Descriptors, N in all: (n, E) each.
-            dimensions: Number D of directions of the largest variance. Default: all, at most
-                N - 1.
+            dimensions: Number D of directions with the largest variance; None for all, at most N -
+                1.
 
         Raises:
             UserError: If there are fewer than D directions.

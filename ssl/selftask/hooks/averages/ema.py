@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 @register_hook("ema")
 @dataclass(eq=False, kw_only=True)
 class ExponentialAverage(WeightAverage):
-    """Averages the weights exponentially (arXiv:1806.05594): w <- d w + (1 - d) w of the network.
+    """Exponential average of the weights: average <- d * average + (1 - d) * weights.
 
-    d is ``decay``, or that of a ``half_life``. In the warm-up d is at most (1 + t) / (10 + t) after
-    t steps, so that the initial weights are forgotten. Until ``start`` the average is a copy of the
-    network, and t counts the steps after it.
+    See arXiv:1806.05594. d is ``decay``, or follows from ``half_life``. With ``warmup`` d is at
+    most (1 + t) / (10 + t) after t steps, so that the initial weights are forgotten. Until
+    ``start`` the average is a copy of the network, and t counts the steps after it.
     """
 
     name: ClassVar[str] = "ema"
 
     decay: float | None = setting(None, min=0, below=1)
-    """Decay of a step; null: 0.9999."""
+    """Decay per step; null: 0.9999."""
     half_life: int | None = setting(None, min=1)
-    """Images after which old weights count half; instead of ``decay``, and independent of the batch
-    size.
+    """Number of images after which the contribution of old weights has halved. An alternative to
+    ``decay`` that is independent of the batch size.
     """
     warmup: bool = True
     """Whether the decay is smaller in the first steps, so that initial weights are forgotten."""
     every: int = setting(1, min=1)
-    """Steps between updates, each with the decay to this power."""
+    """Steps between updates; each update applies the decay to this power."""
     start: int | str = setting(0, duration=True, min=0)
     """Time until which the average is a copy of the network."""
 

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 class StochasticWeightAverage(WeightAverage):
     """Averages the weights equally over the last part of the training (SWA, arXiv:1803.05407).
 
-    The paper holds the learning rate up meanwhile and recomputes BatchNorm's statistics, which
-    ``hooks.precise_bn`` does.
+    Meanwhile the paper keeps the learning rate high. It also recomputes BatchNorm's statistics; use
+    ``hooks.precise_bn`` for that.
     """
 
     name: ClassVar[str] = "swa"
 
     start: int | str = setting("75 %", duration=True, min=0)
-    """Time of the first weights that count."""
+    """Time of the first weights in the average."""
     every: int | str = setting("1 epoch", duration=True, min=1)
-    """Time between weights that count."""
+    """Time between the weights in the average."""
 
     def on_start(self, task: Task) -> None:
         super().on_start(task)

@@ -1,7 +1,7 @@
 """Averages of the trained weights, for any method: base class of the hooks ``ema`` and ``swa``.
 
-An average is a list of tensors beside the network. For evaluations, test phases and exports they
-take the place of the network's own, and the own ones come back afterwards.
+An average is stored as separate tensors. Evaluations, test phases and exports swap them into the
+network, and restore the network's weights afterwards.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class WeightAverage(Hook):
-    """Base class of hooks that average the weights of the network, evaluated beside them.
+    """Base class of hooks that average the weights of the network and evaluate the average.
 
-    Rows get the figures of the average under the hook's name: ``ema_knn_top1``. If the method
-    exports a teacher, the average of the student is evaluated in its place.
+    Metrics of the average have the hook's name as prefix, such as ``ema_knn_top1``. If the method
+    exports a teacher, the average of the student is evaluated instead of the teacher.
     """
 
     priority: ClassVar[int] = 40  # before evaluation
-    name: ClassVar[str]  # the registered one
+    name: ClassVar[str]  # name under which the hook is registered
 
     buffers: Literal["copy", "average"] = "copy"
-    """BatchNorm's statistics: those of the network now (``hooks.precise_bn`` computes the average's
-    own), or averaged as weights are.
+    """BatchNorm's statistics in the average. copy: the current ones of the network
+    (``hooks.precise_bn`` recomputes them). average: averaged as weights are.
     """
     device: Literal["same", "cpu"] = "same"
-    """Where the average is kept: on the CPU it saves device memory and takes time."""
+    """Where the average is stored; the CPU saves device memory and takes more time."""
     export: bool = False
     """Whether the run exports the average instead of the weights."""
 
@@ -77,7 +77,7 @@ class WeightAverage(Hook):
         """Start the average from ``values``, or from the network's weights."""
         network = task.base_model
         own: dict[str, Tensor] = dict(network.named_parameters())
-        saved = network.state_dict().keys()  # not all buffers are
+        saved = network.state_dict().keys()  # some buffers are not saved
         buffers = network.named_buffers() if self.buffers == "average" else ()
         averaged = {name: b for name, b in buffers if name in saved and b.is_floating_point()}
         current = {**own, **averaged}
@@ -88,7 +88,7 @@ class WeightAverage(Hook):
             for name, value in (values or current).items()
         }
         self.averaged_buffers = list(averaged)
-        self.pairs = [  # of the average and the network; parameters may be sharded, buffers are not
+        self.pairs = [  # (average, network); parameters may be sharded, buffers are not
             ([self.weights[name] for name in part], list(part.values()))
             for part in (own, averaged)
             if part
@@ -134,7 +134,7 @@ class WeightAverage(Hook):
                     task.log(f"{self.key}_test_{name}", value)
 
     def _sync_buffers(self) -> None:
-        """Copy averaged buffers of rank 0 to every rank, as those of the network are."""
+        """Copy averaged buffers of rank 0 to every rank, as for the network's buffers."""
         broadcast_tensors(self.weights[name] for name in getattr(self, "averaged_buffers", ()))
 
     def before_save(self, task: Task) -> None:

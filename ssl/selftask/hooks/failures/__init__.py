@@ -1,1 +1,1 @@
-"""What is kept of a failed step."""
+"""Dumps of failed steps, and the check for NaN and infinity."""

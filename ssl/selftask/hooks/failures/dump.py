@@ -1,7 +1,7 @@
-"""What ``selftask replay`` needs to repeat one step: state before it, batch and random state.
+"""Dump of one step for ``selftask replay``: state before the step, batch and random state.
 
 ``failures/step_N/`` holds ``config.yaml``, the state as a checkpoint, ``rank_R.pt`` with the batch
-and the generators of each rank, and ``failure.json`` for people.
+and the generators of each rank, and ``failure.json`` with the reason.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _FIELDS = ("views", "labels", "index", "key", "number", "epoch")
 
 
 def dump(task: Task, text: str, rng: dict[str, Any]) -> Path:
-    """Write the current step, which must not have changed the state yet; return the folder.
+    """Write the state, batch and random state of the current step; return the folder.
 
-    Every rank must call it.
+    The step must not have changed the state yet. Every rank must call this function.
 
     Args:
         task: The task, in the step.
-        text: What is wrong, for ``failure.json``.
+        text: The problem, for ``failure.json``.
         rng: States of this rank's generators before the step.
     """
     batch = task.last_batch
@@ -53,7 +53,7 @@ def dump(task: Task, text: str, rng: dict[str, Any]) -> Path:
 
 
 def pack(batch: Batch) -> dict[str, Any]:
-    """Return what the loader gave, as tensors on the CPU and plain Python."""
+    """Return a batch of the loader as tensors on the CPU and plain Python objects."""
     packed = {name: _to(getattr(batch, name), _HOST) for name in _FIELDS}
     packed["extras"] = _to(dict(batch.extras), _HOST)
     packed["draws"] = {
@@ -77,7 +77,7 @@ def unpack(parts: list[dict[str, Any]], device: torch.device) -> Batch:
 
 
 def _joined(values: list[Any]) -> Any:
-    """Concatenate nested values of ranks along the batch; numbers are those of the first rank."""
+    """Concatenate nested values of ranks along the batch; take numbers from the first rank."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(values)

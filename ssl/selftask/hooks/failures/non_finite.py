@@ -1,4 +1,4 @@
-"""NaN and infinity: the error, and the check of every step that finds where they begin."""
+"""NaN and infinity: the error, and the check of every step that finds their origin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-MOST_DUMPS = 3  # of one run
+MOST_DUMPS = 3  # per run
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 REMEDY = (
     "Try a lower optimizer.lr, a longer optimizer.warmup or train.precision=float32; checkpoints "
@@ -32,7 +32,7 @@ REMEDY = (
 
 
 class NonFiniteLoss(RunError, FloatingPointError):
-    """Loss or gradient became NaN or infinite. No checkpoint contains it.
+    """Loss or gradient became NaN or infinite. No checkpoint contains such a state.
 
     Args:
         message: What was found, and where.
@@ -46,18 +46,18 @@ class NonFiniteLoss(RunError, FloatingPointError):
 
 
 class NonFiniteGuard(Hook):
-    """Checks loss and gradients in each step, before they reach the weights.
+    """Checks loss and gradients in each step, before the weights are updated.
 
-    The host waits for the device twice a step. BatchNorm's running statistics of a step that is
-    skipped are restored. The first failures of a run are dumped in ``failures/step_N/``.
+    Makes the host wait for the device twice a step. BatchNorm's running statistics of a skipped
+    step are restored. The first failures of a run are dumped in ``failures/step_N/``.
 
     Args:
-        policy: ``train.on_nan``. ``skip`` checks the whole run. The others check while the run
-            repeats steps since its last checkpoint: ``stop`` to raise the exact cause; ``rollback``
-            to skip the affected step and all others that are repeated after it.
-        budget: Steps in a row that ``skip`` may skip.
+        policy: ``train.on_nan``. ``skip`` checks the whole run. The other policies check only while
+            the run repeats the steps since its last checkpoint: ``stop`` raises the exact cause;
+            ``rollback`` skips the affected step and all later repeated steps.
+        budget: Maximum number of consecutive steps that ``skip`` may skip.
         until: Global batch before which steps are repeated; 0 for ``skip``.
-        cause: The error because of which they are.
+        cause: The error because of which steps are repeated.
     """
 
     priority: ClassVar[int] = 65  # after hooks that change the loss, before it is logged
@@ -71,12 +71,12 @@ class NonFiniteGuard(Hook):
         cause: NonFiniteLoss | None = None,
     ) -> None:
         self.policy, self.budget, self.until, self.cause = policy, budget, until, cause
-        self.in_row = 0  # steps skipped since the last update
+        self.in_row = 0  # consecutive steps skipped
         self.dumps = 0
         self.found = False
 
     def checks(self, task: Task) -> bool:
-        """Return whether this step is checked."""
+        """Return True if this step is checked."""
         return task.train and (self.policy == "skip" or task.clock.batch < self.until)
 
     def before_step(self, task: Task) -> None:
@@ -142,19 +142,20 @@ class NonFiniteGuard(Hook):
 
 
 class Cause(NamedTuple):
-    """What is not finite on a rank; a smaller ``order`` comes earlier in the step."""
+    """Non-finite value on a rank; a smaller ``order`` is earlier in the step."""
 
     order: int
     text: str
 
 
 def describe(task: Task, what: str, here: Cause | None) -> str:
-    """Return what was found, with step, ranks, cause and learning rate. Every rank must call it.
+    """Return a description with step, ranks, cause and learning rate. Every rank must call it.
 
-    Only the ranks with the earliest cause are named: a gathered batch carries NaN to all of them.
+    Only the ranks with the earliest cause are named, since gathered batches spread NaN to all
+    ranks.
 
     Args:
-        what: The same on every rank.
+        what: The problem, the same on every rank.
         here: The cause on this rank, if any.
     """
     causes: list[Cause | None] = gather_objects(here)
@@ -169,7 +170,7 @@ def describe(task: Task, what: str, here: Cause | None) -> str:
 
 
 def _cause_in(batch: Batch) -> Cause | None:
-    """Return the first part of this rank's batch that is not finite."""
+    """Return the first non-finite part of this rank's batch."""
     for name, views in batch.views.items():
         if not all(map(is_finite, views)):
             return Cause(0, f"its images are not finite (views {name})")
@@ -184,7 +185,7 @@ def _cause_in(batch: Batch) -> Cause | None:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether all numbers in nested tuples, lists and dicts of tensors are finite."""
+    """Return True if all numbers in nested tuples, lists and dicts of tensors are finite."""
     if isinstance(value, Tensor):
         return bool(value.isfinite().all())
     if isinstance(value, dict):

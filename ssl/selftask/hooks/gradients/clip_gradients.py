@@ -22,15 +22,15 @@ class ClipGradients(Hook):
     """Clips the reduced, unscaled gradient; logs its norm before clipping as ``grad_norm``.
 
     ``norm`` scales all gradients down to a common norm of at most ``max_norm``; ``per_parameter``
-    does so for each one, as DINO's published code; ``value`` clamps each element to
+    does so for each parameter, as in DINO's published code; ``value`` clamps each element to
     ``max_value``; ``adaptive`` limits the norm of each output unit's gradient to ``max_ratio``
     times that of its weights (NFNets, arXiv:2102.06171).
     """
 
     priority: ClassVar[int] = 20
     mode: Literal["norm", "per_parameter", "value", "adaptive"] = "norm"
-    """What is limited: the norm of all gradients, of each parameter's, each value, or the norm
-    relative to the weights.
+    """Quantity that is limited: the norm of all gradients, the norm of each parameter's gradient,
+    each value, or the norm relative to that of the weights.
     """
     max_norm: float = setting(3.0, above=0, also=["clip_grad", "clip_norm", "grad_clip"])
     """Largest norm (modes norm and per_parameter)."""

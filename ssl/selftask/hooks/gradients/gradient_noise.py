@@ -27,14 +27,14 @@ log = get_logger(__name__)
 class GradientNoise(Hook):
     """Logs ``gradient_noise_scale``, in samples (arXiv:1812.06162, appendix A.1).
 
-    At log points it compares the norm of the step's gradient with those of its parts: each rank's,
-    and each accumulated batch's. It needs two parts at least, and no further pass. The formula is
-    for losses that are means over samples; of others it shows the trend only.
+    In logged steps the norm of the step's gradient is compared with those of its parts: each rank's
+    and each accumulated batch's. At least two parts are needed, and no additional pass. The formula
+    assumes a loss that is a mean over samples; for other losses only the trend is meaningful.
     """
 
     priority: ClassVar[int] = 15  # before clip_gradients
     decay: float = setting(0.9, min=0, below=1)
-    """Decay of the running means, per log point."""
+    """Decay of the running means per logged step."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         step = config["train"]["step"]
@@ -51,7 +51,7 @@ class GradientNoise(Hook):
             log.warning("hooks.gradient_noise: needs several ranks or train.accumulate=2 or more")
 
     def before_step(self, task: Task) -> None:
-        self._stop()  # the step before may have been abandoned
+        self._stop()  # the previous step may have been abandoned
         if not task.should_log:
             return
         self.square = torch.zeros((), device=task.device)  # summed over the parts of this rank
@@ -61,7 +61,7 @@ class GradientNoise(Hook):
                 self.handles.append(parameter.register_hook(self._add))
 
     def _add(self, grad: Tensor) -> None:
-        """Hook on a gradient before it is accumulated: that of one part, scaled as the loss is."""
+        """Add the squared norm of a part's gradient, which is scaled like the loss."""
         self.square += grad.detach().float().square().sum()
 
     def on_backward(self, task: Task) -> None:
@@ -73,7 +73,7 @@ class GradientNoise(Hook):
             return
         parameters = [p for group in task.optimizer.param_groups for p in group["params"]]
         big = float(total_norm(gradients(parameters)) ** 2)
-        scale = task.grad_scaler.get_scale() / self.parts  # of a part's loss
+        scale = task.grad_scaler.get_scale() / self.parts  # scale of a part's loss
         small = float(all_reduce_mean(self.square)) / self.parts / scale**2
         size = task.length.batch_size * self.parts
         found = estimate(small, big, size / number, size)
@@ -82,7 +82,7 @@ class GradientNoise(Hook):
             for mean, new in zip(self.means, found, strict=True)
         )
         noise, signal = self.means
-        if signal > 0:  # an estimate that may be negative at first
+        if signal > 0:  # the estimate may be negative at first
             task.log("gradient_noise_scale", noise / signal)
 
     def _stop(self) -> None:

@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 class GradientNorms(Hook):
     """Logs ``grad_norm/PART``, ``weight_norm/PART`` and ``update_ratio/PART`` at log points.
 
-    A part holds the parameters whose names begin alike, such as ``network.backbone``. The gradient
-    is that before clipping. The update ratio is the norm of a step's change of the weights over
-    that of the weights before; 1e-3 is a usual size. It needs a copy of the weights for that step.
+    A part is all parameters whose names have the same prefix, such as ``network.backbone``.
+    Gradients are taken before clipping. The update ratio is the norm of the change of the weights
+    in a step divided by their norm before the step; 1e-3 is typical. It needs a copy of the weights
+    in logged steps.
     """
 
     priority: ClassVar[int] = 15  # before clip_gradients
     depth: int = setting(2, min=1)
-    """Components of a parameter's name that make a part."""
+    """Number of components of a parameter's name that define its part."""
 
     def on_start(self, task: Task) -> None:
         self.parts: dict[str, list[nn.Parameter]] = {}

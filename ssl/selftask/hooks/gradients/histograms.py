@@ -1,4 +1,4 @@
-"""Distributions of weights and gradients, for writers."""
+"""Histograms of weights and gradients, for writers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selftask.registry import register_hook
 if TYPE_CHECKING:
     from selftask.task import Task
 
-SAMPLES = 65_536  # values of a parameter in its histogram
+SAMPLES = 65_536  # maximum number of values in a parameter's histogram
 
 
 @register_hook("histograms")
@@ -23,14 +23,14 @@ SAMPLES = 65_536  # values of a parameter in its histogram
 class Histograms(MediaHook):
     """Sends histograms to writers, as ``weights/NAME`` and ``gradients/NAME``.
 
-    Weights are those before the step, gradients those before clipping. A large parameter is
-    represented by evenly spaced values, a sharded one by rank 0's shard. Needs a writer that takes
-    histograms (``tensorboard``, ``wandb``); does nothing without.
+    Weights are taken before the step, gradients before clipping. A large parameter is represented
+    by evenly spaced values, a sharded one by rank 0's shard. Needs a writer that takes histograms
+    (``tensorboard``, ``wandb``); without one it does nothing.
     """
 
     priority: ClassVar[int] = 15  # before clip_gradients
     every: int | str = setting("300 steps", duration=True, min=1)
-    """Time between histograms, each at the next logged step."""
+    """Time between histograms; they are taken in the next logged step."""
 
     def on_backward(self, task: Task) -> None:
         if not self.is_due(task):

@@ -1,4 +1,4 @@
-"""The parameters that a task trains, by name."""
+"""The parameters trained by a task, with their names."""
 
 from __future__ import annotations
 

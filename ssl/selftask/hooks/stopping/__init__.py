@@ -1,1 +1,1 @@
-"""Ends of a run: signals, early stopping, injected faults."""
+"""Ways to end a run: signals, early stopping, injected faults."""

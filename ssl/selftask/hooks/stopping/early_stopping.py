@@ -1,4 +1,4 @@
-"""End a run whose metric has stopped improving, or is good enough."""
+"""Early stopping: end a run whose metric has stopped improving or has reached a target."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = get_logger(__name__)
 @register_hook("early_stopping")
 @dataclass(eq=False, kw_only=True)
 class EarlyStopping(Hook):
-    """Ends the run, as finished, if a metric has not improved for ``patience`` rows that have it.
+    """Ends the run, as finished, if a metric has not improved for ``patience`` rows.
 
-    It also ends once the metric reaches ``target``. The end is as usual: evaluation, export,
-    checkpoint.
+    Only rows with the metric count. The run also ends when the metric reaches ``target``. It ends
+    as usual, with evaluation, export and checkpoint.
     """
 
     priority: ClassVar[int] = 30
@@ -34,13 +34,13 @@ class EarlyStopping(Hook):
     metric: str = "knn_top1"
     """Any column of metrics.jsonl, such as ``val_loss``."""
     mode: Mode = "auto"
-    """Whether large or small values are good; auto: small ones of names with loss or error."""
+    """Whether large or small values are good; auto: small if the name has loss or error in it."""
     patience: int = setting(5, min=1)
-    """Evaluations without improvement that are tolerated."""
+    """Number of rows without improvement that are tolerated."""
     min_delta: float = setting(0.0, min=0)
     """Smallest improvement that counts."""
     target: float | None = setting(None, also=["stopping_threshold"])
-    """Value of the metric that is good enough; null: no such value."""
+    """Value of the metric at which the run ends; null: none."""
 
     def on_start(self, task: Task) -> None:
         self.direction = direction("hooks.early_stopping.mode", self.mode, self.metric)
@@ -48,7 +48,7 @@ class EarlyStopping(Hook):
         self.best: float | None = state.get("best")
         self.best_step: int = state.get("best_step", 0)
         self.waited: int = state.get("waited", 0)
-        self.names: set[str] = set()  # of rows, until one has the metric
+        self.names: set[str] = set()  # metrics seen in rows, until one has ours
         self._stop_if_done(task)
 
     def on_row(self, task: Task) -> None:

@@ -36,8 +36,8 @@ class InjectedFault(Exception):
 class Fault(Hook):
     """``hooks.fault_injection={at: 5, rank: 1, kind: kill}``: in step 5 that rank is killed.
 
-    ``nan_input``, ``nan_output`` and ``nan_gradient`` put a NaN into the images of a step, the
-    output of the network or a gradient, on that rank. The others do nothing in a resumed run.
+    ``nan_input``, ``nan_output`` and ``nan_gradient`` put NaN into the images of a step, the output
+    of the network or a gradient, on that rank. All other kinds do nothing in a resumed run.
     """
 
     priority: ClassVar[int] = 5
@@ -49,9 +49,9 @@ class Fault(Hook):
     kind: Literal[
         "raise", "kill", "sleep", "stop", "terminate", "nan_input", "nan_output", "nan_gradient"
     ] = "raise"
-    """What happens."""
+    """Kind of fault."""
     seconds: float = setting(3600.0, min=0)
-    """Length of a sleep, in seconds."""
+    """Duration of a sleep, in seconds."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.at < 1:
@@ -94,7 +94,7 @@ class Fault(Hook):
 
 
 def _spoilt(output: Any) -> Any:
-    """Return the network's output with its first tensor times NaN."""
+    """Return the network's output with its first tensor multiplied by NaN."""
     if isinstance(output, Tensor):
         return output * torch.nan
     if isinstance(output, dict):

@@ -24,13 +24,13 @@ log = get_logger(__name__)
 @register_hook("preemption")
 @dataclass(eq=False, kw_only=True)
 class StopOnSignal(Hook):
-    """SIGTERM, SIGINT, SIGUSR2 and SIGHUP save at the next step; a second one leaves at once.
+    """SIGTERM, SIGINT, SIGUSR2 and SIGHUP: save at the next step; exit at once on a second one.
 
-    A second SIGHUP does not, as closing a terminal sends several. A signal ignored by the process
-    from its start (nohup) stays ignored. The handler prints a message and sets a flag. With several
-    ranks each step starts a collective on whether any rank got a signal and reads its result one
-    step later, so that no rank waits and all stop after the same step. The handler is installed
-    when the hook is built, to catch a signal during the first evaluation too.
+    Further SIGHUPs are ignored, since closing a terminal sends several. A signal that the process
+    ignores from its start (nohup) stays ignored. The handler prints a message and sets a flag. With
+    several ranks, each step starts a collective that asks whether any rank got a signal, and reads
+    its result one step later. So no rank waits, and all stop after the same step. The handler is
+    installed when the hook is built, to catch a signal during the first evaluation too.
     """
 
     priority: ClassVar[int] = 95

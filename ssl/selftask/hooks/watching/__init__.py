@@ -1,1 +1,1 @@
-"""Figures of a run: health, times, memory, layers."""
+"""Statistics of a run: health, times, memory, layers."""

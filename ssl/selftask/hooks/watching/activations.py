@@ -17,25 +17,25 @@ from selftask.registry import register_hook
 if TYPE_CHECKING:
     from selftask.task import Task
 
-SAMPLES = 65_536  # values of a layer in its histogram
+SAMPLES = 65_536  # maximum number of values in a layer's histogram
 
 
 @register_hook("activations")
 @dataclass(eq=False, kw_only=True)
 class Activations(Hook):
-    """Logs mean, std, share of zeros and effective rank of the outputs of the backbone's layers.
+    """Logs mean, std, share of zeros and effective rank of the outputs of layers of the backbone.
 
     The columns are ``activations/LAYER/mean`` and so on, in ``metrics.jsonl`` and writers but not
-    in the lines of the log. Layers are watched in logged steps only, on rank 0's images. Writers
-    with histograms get the distribution, too. The rank is that of one vector an image: its outputs
-    averaged over positions.
+    in the lines of the log. They are computed in logged steps only, from rank 0's images. Writers
+    with histograms also get the distribution. The effective rank is that of one vector per image:
+    the outputs averaged over positions.
     """
 
     priority: ClassVar[int] = 55
     depth: int = setting(2, min=1)
-    """How far below the backbone: 2 are the blocks of a ViT."""
+    """Depth of the layers below the backbone; 2 gives the blocks of a ViT."""
     max_rows: int = setting(256, min=2)
-    """Images used for the rank."""
+    """Maximum number of images used for the effective rank."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if config["train"]["compile"]:
@@ -65,7 +65,7 @@ class Activations(Hook):
             task.log_histogram(f"activations/{name}", values)
 
     def on_step(self, task: Task) -> None:
-        """Stop watching; also after a step that was skipped."""
+        """Remove the hooks on layers, also after a skipped step."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -75,9 +75,9 @@ class Activations(Hook):
     def _keeping(self, name: str) -> Any:
         def keep(layer: nn.Module, args: Any, output: Any) -> None:
             is_first = isinstance(output, Tensor) and output.ndim > 1 and name not in self.found
-            if not is_first:  # one of several forward passes of a step
+            if not is_first:  # a later forward pass of the same step
                 return
-            # at once: the next layer may work in place
+            # computed now, since the next layer may work in place
             with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
                 self.found[name] = describe_output(output, self.max_rows)
                 if self.takes_media:
@@ -90,7 +90,7 @@ def describe_output(output: Tensor, max_rows: int) -> dict[str, Tensor]:
     """Return mean, std, share of zeros and effective rank of a layer's output, as scalars.
 
     Shape:
-        Of tokens (B, N, D), of maps (B, C, H, W) or of vectors (B, D).
+        ``output``: tokens (B, N, D), maps (B, C, H, W) or vectors (B, D).
     """
     output = output.float()
     rows = output[:max_rows]

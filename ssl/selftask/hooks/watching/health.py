@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-LEAST_MOVE = 1e-8  # of the norm of the weights, below the rounding of float32
-NUM_SAMPLED = 64  # values of each parameter, to see whether it moves
+LEAST_MOVE = 1e-8  # relative to the norm of the weights; below the rounding of float32
+NUM_SAMPLED = 64  # values of each parameter, to detect whether it changes
 
 
 @register_hook("health")
 @dataclass(eq=False, kw_only=True)
 class Health(Hook):
-    """Logs embedding statistics; warns, once each, of what keeps a run from learning.
+    """Logs embedding statistics; warns once of each sign that a run does not learn.
 
     ``emb_std`` is the mean standard deviation of the unit-length embeddings times sqrt(E): 1 for
     directions spread evenly, 0 for a collapse (SimSiam, arXiv:2011.10566, section 4.1).
@@ -56,13 +56,13 @@ class Health(Hook):
     def __post_init__(self) -> None:
         self.told: set[str] = set()
         self.before: Tensor | None = None  # values of the weights before this step
-        self.moved = False  # whether the weights have moved in a logged step
-        self.ratios: list[float] = []  # the first chance_ratio of the run, and the smallest
+        self.moved = False  # whether the weights have changed in a logged step
+        self.ratios: list[float] = []  # the first and the smallest chance_ratio of the run
 
     def on_backward(self, task: Task) -> None:
         if not task.should_log or not self._may_warn(task, "weights"):
             return
-        if not self.moved or _peak(task) == 0:  # weights that have moved go on
+        if not self.moved or _peak(task) == 0:  # weights that changed keep changing
             self.before = _sample(task)
 
     def on_update(self, task: Task) -> None:
@@ -159,7 +159,7 @@ def _peak(task: Task) -> float:
 
 
 def _sample(task: Task) -> Tensor:
-    """Return some values of every trained parameter of this rank."""
+    """Return a sample of values of every trained parameter of this rank."""
     values = []
     for group in task.optimizer.param_groups:
         for parameter in group["params"]:

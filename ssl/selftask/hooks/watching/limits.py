@@ -1,12 +1,12 @@
-"""What counts as no learning: limits of the hook ``health`` and of reports. Without torch."""
+"""Limits for detecting that a run does not learn, for the hook ``health`` and reports. No torch."""
 
 from __future__ import annotations
 
-FROM_STEP = 10  # no warning before, nor at the end, where a schedule may be at 0
+FROM_STEP = 10  # no warning before, nor near the end, where a schedule may be at 0
 UNTIL_WHERE = 0.95
-CHANCE_AT_WHERE = 0.25  # progress at which a loss should have been below chance
-CHANCE_STEPS = 50  # and steps
-AT_CHANCE = 0.99  # a chance_ratio at least this, and this share of the first one
+CHANCE_AT_WHERE = 0.25  # progress at which a loss should be below chance
+CHANCE_STEPS = 50  # same, in steps
+AT_CHANCE = 0.99  # minimum chance_ratio that counts as chance, also relative to the first one
 COLLAPSED = 0.05  # emb_std below this is a collapse; healthy MAE on digits has 0.11
 MIN_RANK = 1.2  # effective_rank below this is a collapse too
 

@@ -23,20 +23,20 @@ log = get_logger(__name__)
 @register_hook("memory_snapshot")
 @dataclass(eq=False, kw_only=True)
 class MemorySnapshot(Hook):
-    """Writes what a CUDA GPU's memory holds, after a step and when memory is full.
+    """Writes snapshots of a CUDA GPU's memory, after a step and when memory runs out.
 
     ``OUT/profile/memory_NAME_rankN.pickle`` shows each block of memory with the line that allocated
-    it on https://pytorch.org/memory_viz; for it, every allocation is recorded.
+    it, on https://pytorch.org/memory_viz; it requires recording every allocation.
     ``OUT/profile/memory_NAME_rankN.txt`` is the table of ``torch.cuda.memory_summary``.
     """
 
     priority: ClassVar[int] = 110
     at_step: int | None = setting(None, min=1)
-    """Step after which to write a snapshot, too."""
+    """Step after which a snapshot is also written; null: only when memory runs out."""
     max_entries: int = setting(100_000, min=1)
-    """Allocations to keep, the newest."""
+    """Maximum number of recorded allocations; the newest are kept."""
     write: Literal["snapshot", "summary", "both"] = "snapshot"
-    """What to write; for a summary alone nothing is recorded, and steps cost nothing more."""
+    """What to write; ``summary`` alone records nothing and does not slow down steps."""
 
     def on_start(self, task: Task) -> None:
         if task.device.type != "cuda":

@@ -19,7 +19,7 @@ log = get_logger(__name__)
 @register_hook("print_hooks")
 @dataclass(eq=False, kw_only=True)
 class PrintHooks(Hook):
-    """Prints, as the run starts, which hooks are called at each point and in which order."""
+    """Prints at the start of the run which hooks are called at each point, in order."""
 
     priority: ClassVar[int] = 0
 

@@ -25,26 +25,26 @@ class Profiler(Hook):
     """Records windows of steps: traces in ``OUT/profile``, the most expensive operators in the log.
 
     Each window of ``active`` steps follows ``wait`` steps at full speed and ``warmup`` steps whose
-    record is thrown away. Outside windows nothing is recorded. Traces are Chrome's format, for
-    https://ui.perfetto.dev; with ``hooks.timing={}`` they show the sections of a step as ranges.
-    Steps are counted from the start of this attempt, so that a resumed run is recorded again.
+    record is discarded. Traces are in Chrome's format, for https://ui.perfetto.dev; with
+    ``hooks.timing={}`` they show the sections of a step as ranges. Steps are counted from the start
+    or the resume, so that a resumed run is recorded again.
     """
 
     priority: ClassVar[int] = 110
     wait: int = setting(10, min=0)
     """Steps before each window."""
     warmup: int = setting(2, min=0)
-    """Steps of warm-up in each window."""
+    """Number of warm-up steps before each window."""
     active: int = setting(3, min=1)
-    """Recorded steps of a window."""
+    """Number of recorded steps of a window."""
     repeat: int = setting(1, min=1, also=["windows"])
     """Number of windows."""
     top: int = setting(10, min=0)
-    """Operators in the log."""
+    """Number of operators listed in the log."""
     all_ranks: bool = False
-    """Whether every rank is recorded, not the first only."""
+    """Whether every rank is recorded, instead of the first only."""
     memory: bool = setting(False, also=["profile_memory"])
-    """Whether allocations are recorded, too."""
+    """Whether allocations are also recorded."""
     shapes: bool = setting(False, also=["record_shapes"])
     """Whether shapes of the operators' inputs are recorded."""
     stacks: bool = setting(False, also=["with_stack"])
@@ -53,7 +53,7 @@ class Profiler(Hook):
     def on_start(self, task: Task) -> None:
         self.profile: Any = None
         self.steps = 0  # of this attempt
-        self.left = self.repeat if self.all_ranks or is_primary() else 0  # windows to come
+        self.left = self.repeat if self.all_ranks or is_primary() else 0  # remaining windows
         self.next = self.wait  # step before which the next window opens
 
     def before_step(self, task: Task) -> None:
@@ -106,14 +106,14 @@ class Profiler(Hook):
         self.profile.start()
 
     def _close(self) -> None:
-        """Stop recording; a window that is cut short is written as far as it got."""
+        """Stop recording; write an unfinished window as it is."""
         profile, self.profile = getattr(self, "profile", None), None
         if profile is not None:
             profile.stop()
 
 
 def describe_operators(profile: Any, top: int, steps: int) -> list[str]:
-    """Return a line for each of the operators with the most time of their own.
+    """Return a line for each of the operators with the largest self time.
 
     Args:
         profile: A finished ``torch.profiler.profile``.

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class ProgressBar(Hook):
     """Shows a progress bar: steps, remaining time, epoch, loss and speed.
 
-    The bar moves four times a second but reads nothing from the device: loss and speed are those of
-    the last row. Without a terminal, or on other ranks, it does nothing.
+    The bar is updated at most four times a second and reads nothing from the device: loss and speed
+    are those of the last row. Does nothing without a terminal or on ranks other than the first.
     """
 
     priority: ClassVar[int] = 75
@@ -40,7 +40,7 @@ class ProgressBar(Hook):
 
     def on_row(self, task: Task) -> None:
         row = task.last_row
-        if "loss" in row:  # not of an evaluation
+        if "loss" in row:  # not in rows of evaluations
             self.numbers = f"  loss {row['loss']:.3f}  {row['images_per_s']:,.0f} images/s"
             self._update(task)
 

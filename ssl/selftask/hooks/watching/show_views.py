@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 @register_hook("show_views")
 @dataclass(eq=False, kw_only=True)
 class ShowViews(MediaHook):
-    """Sends the views of some images to writers, as ``views/GROUP``: a column for each image.
+    """Sends the views of some images to writers, as ``views/GROUP``, with a column per image.
 
-    Needs a writer that takes images (``tensorboard``, ``wandb``, ``mlflow``); does nothing without.
+    Needs a writer that takes images (``tensorboard``, ``wandb``, ``mlflow``); without one it does
+    nothing.
     """
 
     priority: ClassVar[int] = 55
     images: int = setting(8, min=1)
-    """Images of rank 0's batch."""
+    """Number of images, the first of rank 0's batch."""
 
     def on_update(self, task: Task) -> None:
         if not self.is_due(task):
@@ -37,7 +38,7 @@ class ShowViews(MediaHook):
 
 
 def mosaic(views: list[Tensor]) -> Tensor:
-    """Return one image of V views (B, C, H, W) of B images, scaled to the range from 0 to 1.
+    """Return one image that shows all views (B, C, H, W) of B images, scaled to the range 0 to 1.
 
     Shape:
         (C, V * H, B * W): a row for each view, a column for each image.

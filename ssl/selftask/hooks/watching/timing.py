@@ -32,8 +32,8 @@ SECTIONS = ("read", "forward", "loss", "backward", "reduce", "update", "hooks")
 class Timing(Hook):
     """Logs the milliseconds that a step spends in each section, as ``ms_forward`` and so on.
 
-    Works with any train step: sections are detected by hooks on the parts of the task. Time belongs
-    to the section that began last:
+    Works with any train step: sections are detected by hooks on the parts of the task. Each moment
+    counts for the section that began last:
 
     * ``read``: waiting for the batch, and the method's ``prepare_batch``;
     * ``forward``, ``loss`` and ``backward``, with the part of the reduction that overlaps;
@@ -41,8 +41,8 @@ class Timing(Hook):
     * ``update``: the optimizer;
     * ``hooks``: everything else, such as teachers, clipping and logging.
 
-    Sections are also ranges of torch's profiler. On a GPU times come from its events, which are
-    read at log points only, so that nothing waits for the device in between.
+    Sections are also ranges of torch's profiler. On a GPU, times are measured with device events,
+    which are read in logged steps only, so that the host does not wait in between.
     """
 
     priority: ClassVar[int] = 100
@@ -53,7 +53,7 @@ class Timing(Hook):
         self.clock: Callable[[], Any] = time.perf_counter
         self.listening = False  # False in test phases
         self.marks: list[tuple[str | None, Any]] = []  # section and start time
-        self.range: ExitStack | None = None  # current range of the profiler
+        self.range: ExitStack | None = None  # current profiler range
         self.steps = self.all_steps = 0
         self.total: defaultdict[str, float] = defaultdict(float)  # ms per section
 
@@ -127,7 +127,7 @@ class Timing(Hook):
         return begin
 
     def _begin(self, section: str | None) -> None:
-        """Start ``section``; None: time is not counted."""
+        """Start ``section``; None stops the measurement."""
         if not self.listening:
             return
         if self.range is not None:
@@ -136,7 +136,7 @@ class Timing(Hook):
         self.marks.append((section, self.clock()))
 
     def _open_range(self, section: str) -> ExitStack:
-        """Enter the profiler's range of a section, and NVTX's."""
+        """Enter the profiler range of a section, and the NVTX range if enabled."""
         ranges = ExitStack()
         ranges.enter_context(torch.profiler.record_function(section))
         if self.nvtx:
@@ -144,7 +144,7 @@ class Timing(Hook):
         return ranges
 
     def _take(self) -> defaultdict[str, float]:
-        """Return milliseconds by section since the last call. Waits for the device."""
+        """Return milliseconds by section since the last call. Wait for the device."""
         self._begin("hooks")
         taken: defaultdict[str, float] = defaultdict(float)
         for (section, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):

@@ -1,1 +1,1 @@
-"""Writers: hooks that write the rows of a run elsewhere, too."""
+"""Writers: hooks that also write the rows of a run elsewhere."""

@@ -1,4 +1,4 @@
-"""A thread that calls functions in order while training goes on."""
+"""A thread that calls functions in order in the background."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-LIMIT = 32  # calls that wait, then the caller does
-PATIENCE_S = 10.0  # without a finished call, before a wait is given up
+LIMIT = 32  # maximum number of pending calls; ``add`` waits if there are more
+PATIENCE_S = 10.0  # maximum time without a finished call before a wait is given up
 
 
 class Background:
     """Calls functions in a thread, one after another, in the order in which they were added.
 
-    Functions must not raise. The thread does not keep the process alive; what is left when it exits
-    is waited for.
+    Functions must not raise. The thread is a daemon; at exit the process waits for pending calls as
+    ``wait`` does.
 
     Args:
         name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: deque[Callable[[], None]] = deque()  # the first one is under way
+        self._calls: deque[Callable[[], None]] = deque()  # the first one is running
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -35,14 +35,14 @@ class Background:
         return len(self._calls) >= LIMIT
 
     def add(self, call: Callable[[], None]) -> None:
-        """Add a function; wait while too many are there already."""
+        """Add a function; wait while too many are pending."""
         with self._changed:
             self._changed.wait_for(lambda: not self.is_full)
             self._calls.append(call)
             self._changed.notify_all()
 
     def wait(self) -> int:
-        """Wait until every call has returned, or none has for a while; return how many have not."""
+        """Wait until no call is pending, or none returns for ``PATIENCE_S``; return the rest."""
         with self._changed:
             left = len(self._calls)
             while left:
@@ -53,7 +53,7 @@ class Background:
             return left
 
     def close(self) -> int:
-        """Wait as ``wait`` does, and end the thread; return how many calls have not returned."""
+        """Wait as ``wait`` does, then end the thread; return the number of pending calls."""
         left = self.wait()
         atexit.unregister(self.wait)
         with self._changed:

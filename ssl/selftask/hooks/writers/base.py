@@ -25,19 +25,19 @@ log = get_logger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class Writer(Hook):
-    """Receives every row of the log on rank 0, and images and histograms if it takes them.
+    """Receives every row of the log on rank 0, and images and histograms if ``takes_media``.
 
-    A subclass defines ``open`` and ``write``. If one of its methods raises, it is closed with a
-    warning, and training goes on without it. After a resume, steps after the checkpoint come again;
-    ``open`` sees to it that each is there once.
+    A subclass defines ``open`` and ``write``. If one of its methods raises, a warning is logged and
+    training continues without the writer. After a resume, the steps after the checkpoint are
+    written again; ``open`` must ensure that there are no duplicates.
 
-    With ``in_background`` rows are written by a thread, in their order, and steps do not wait for
-    it: set it if a write may block, on a server or a network file system. ``open`` and ``close``
-    are called by the main thread. A checkpoint, and the end of a run, wait for the thread.
+    With ``in_background`` a thread writes the rows in order, and steps do not wait for it. Set it
+    if a write may block, on a server or a network file system. ``open`` and ``close`` are called by
+    the main thread. Checkpoints and the end of the run wait for the thread.
     """
 
     priority: ClassVar[int] = 95
-    package: ClassVar[str] = ""  # that it needs, also the name of selftask's extra
+    package: ClassVar[str] = ""  # required package, also the name of selftask's extra
     takes_media: ClassVar[bool] = False
     in_background: ClassVar[bool] = False
 
@@ -50,7 +50,7 @@ class Writer(Hook):
             )
 
     def open(self, task: Task) -> None:
-        """Begin, before the first row of this attempt; ``task.resumed`` tells of an earlier one."""
+        """Open the destination before the first row; ``task.resumed`` is True after a resume."""
 
     def write(self, step: int, row: dict[str, float]) -> None:
         """Write a row without its step; its values are finite."""
@@ -63,7 +63,7 @@ class Writer(Hook):
         """Write the distribution of a flat float32 tensor on the CPU."""
 
     def close(self, *, failed: bool) -> None:
-        """Write everything out; ``failed`` tells whether an exception ends the run."""
+        """Flush and close; ``failed`` is True if an exception ends the run."""
 
     def on_start(self, task: Task) -> None:
         if is_primary():
@@ -72,12 +72,12 @@ class Writer(Hook):
     def on_row(self, task: Task) -> None:
         if not is_primary():
             return
-        self._begin(task)  # an evaluation at step 0 comes before our on_start
+        self._begin(task)  # an evaluation at step 0 precedes on_start
         if self.alive:
             self._guarded(lambda: self._pass_on(self._writing(task)))
 
     def before_save(self, task: Task) -> None:
-        """Write all rows: a resume does not repeat those before the checkpoint."""
+        """Write all pending rows, since a resume does not repeat those before the checkpoint."""
         if getattr(self, "alive", False) and self.background is not None:
             with activity(f"waiting for hooks.{self.title} to write its rows"):
                 self._tell_of(self.background.wait())
@@ -107,13 +107,13 @@ class Writer(Hook):
                 left = self.background.close()
             self._tell_of(left)
             self.background = None
-            self.alive &= not left  # one that does not answer is not closed either
+            self.alive &= not left  # a writer that does not respond is not closed
         if self.alive:
             self._guarded(lambda: self.close(failed=failed))
             self.alive = False
 
     def _writing(self, task: Task) -> Callable[[], None]:
-        """Return a function that writes the row, and the images and histograms as they are now."""
+        """Return a function that writes the row, and the current images and histograms."""
         row = task.last_row
         numbers = {name: value for name, value in row.items() if _is_finite(value)}
         step = numbers.pop("step")
@@ -134,7 +134,7 @@ class Writer(Hook):
         return write
 
     def _pass_on(self, write: Callable[[], None]) -> None:
-        """Write now, or let the thread do so unless the writer has failed by then."""
+        """Write now, or queue the write for the thread, which skips it if the writer has failed."""
         if self.background is None:
             write()
             return
@@ -158,7 +158,7 @@ class Writer(Hook):
             )
 
     def _guarded(self, do: Callable[[], None]) -> None:
-        """Call ``do``; if it raises, warn, and write no more."""
+        """Call ``do``; if it raises, warn and disable the writer."""
         try:
             do()
         except Exception as error:  # noqa: BLE001 - what it raises is its package's affair
@@ -177,21 +177,21 @@ class Writer(Hook):
 
 @dataclass(eq=False, kw_only=True)
 class TrackingWriter(Writer):
-    """A writer to a service that can neither remove nor replace what it has.
+    """Base class of writers to a service that can neither remove nor replace rows.
 
     The service's id of the run and the last step sent are kept in ``OUT/tracking/NAME.json``. A
-    resumed run goes on under that id, and leaves out the steps that the service has.
+    resumed run continues under that id and skips the steps that were already sent.
     """
 
     takes_media: ClassVar[bool] = True
     in_background: ClassVar[bool] = True
 
     def connect(self, task: Task, known: str | None) -> str:
-        """Open the run named ``known``, or a new one if it is None; return its id."""
+        """Resume the run named ``known``, or create a new one if it is None; return its id."""
         raise NotImplementedError
 
     def send(self, step: int, row: dict[str, float]) -> None:
-        """Send a row that the service does not have."""
+        """Send a row that has not been sent before."""
         raise NotImplementedError
 
     def open(self, task: Task) -> None:
@@ -209,7 +209,7 @@ class TrackingWriter(Writer):
 
 
 def as_image(image: Tensor) -> Tensor:
-    """Return a uint8 (C, H, W) image on the CPU; a batch becomes a grid, row by row.
+    """Return a uint8 (C, H, W) image on the CPU; arrange a batch as a grid, row by row.
 
     Args:
         image: (C, H, W) or (B, C, H, W); uint8, or floating point from 0 to 1, which is clipped.

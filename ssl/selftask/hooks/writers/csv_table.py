@@ -1,4 +1,4 @@
-"""The rows as a table that spreadsheets open."""
+"""The rows as a table for spreadsheets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @register_hook("csv")
 @dataclass(eq=False, kw_only=True)
 class Csv(Writer):
-    """Writes ``OUT/metrics.csv``, a table of ``metrics.jsonl`` with one column a name.
+    """Writes ``OUT/metrics.csv``, a table of ``metrics.jsonl`` with one column per name.
 
-    The table is made anew from ``metrics.jsonl`` at the first row and for each new column, so that
-    it has the rows before a resume or before the hook was switched on, too.
+    The table is rebuilt from ``metrics.jsonl`` at the first row and for each new column. It
+    therefore also has the rows from before a resume or before the hook was enabled.
     """
 
     def open(self, task: Task) -> None:

@@ -18,14 +18,14 @@ class MediaHook(Hook):
     """A hook that sends images or histograms to writers once a period."""
 
     every: int | str = setting("1 epoch", duration=True, min=1)
-    """Time between images, or histograms, each at the next logged step."""
+    """Time between images or histograms; they are sent in the next logged step."""
 
     def on_start(self, task: Task) -> None:
         self.period = max(1, steps_in(self.every, task.length))
         self.last_period = -1
 
     def is_due(self, task: Task) -> bool:
-        """Return True at the first logged step of a period, if a writer takes images."""
+        """Return True in the first logged step of a period, if a writer takes images."""
         if not (task.takes_media and task.should_log):
             return False
         before, self.last_period = self.last_period, task.steps_done // self.period

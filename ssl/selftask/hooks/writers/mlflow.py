@@ -14,21 +14,21 @@ from selftask.registry import register_hook
 if TYPE_CHECKING:
     from selftask.task import Task
 
-MAX_PARAMS = 100  # of one request
+MAX_PARAMS = 100  # per request
 
 
 @register_hook("mlflow")
 @dataclass(eq=False, kw_only=True)
 class MLflow(TrackingWriter):
-    """Sends rows, images and the config to MLflow; it has no histograms."""
+    """Sends rows, images and the config to MLflow, which does not store histograms."""
 
     package: ClassVar[str] = "mlflow"
     experiment: str = "selftask"
     """Name of the experiment."""
     run_name: str | None = None
-    """Name of the run; null: that of the run folder."""
+    """Name of the run; null: the name of the run folder."""
     uri: str | None = None
-    """Address of the server; null: MLFLOW_TRACKING_URI, else MLflow's default."""
+    """Address of the server; null: MLFLOW_TRACKING_URI if set, else MLflow's default."""
 
     def connect(self, task: Task, known: str | None) -> str:
         from mlflow.entities import Param

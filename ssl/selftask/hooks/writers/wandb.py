@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Wandb(TrackingWriter):
     """Sends rows, images, histograms and the config to Weights & Biases.
 
-    Its environment variables hold (``WANDB_API_KEY``, ``WANDB_MODE``, ...). In offline mode, files
-    are in ``OUT/wandb``; ``wandb sync`` sends them later, those of a resumed run as one run.
+    The environment variables of wandb apply (``WANDB_API_KEY``, ``WANDB_MODE``, ...). In offline
+    mode, files are written to ``OUT/wandb``; ``wandb sync`` sends them later, and those of a
+    resumed run become one run.
     """
 
     package: ClassVar[str] = "wandb"
@@ -29,9 +30,9 @@ class Wandb(TrackingWriter):
     entity: str | None = None
     """User or team; null: the account's default."""
     run_name: str | None = None
-    """Name of the run; null: that of the run folder."""
+    """Name of the run; null: the name of the run folder."""
     mode: Literal["online", "offline"] | None = None
-    """Whether rows are sent while training; null: as WANDB_MODE says, else online."""
+    """Whether rows are sent during training; null: WANDB_MODE if set, else online."""
 
     def connect(self, task: Task, known: str | None) -> str:
         import wandb

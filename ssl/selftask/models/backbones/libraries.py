@@ -32,12 +32,12 @@ def _tiny(model: str, **kept: Any) -> dict[str, Any]:
 @register_backbone("timm")
 @dataclass(frozen=True, kw_only=True)
 class Timm:
-    """Any timm model by its name there, without classifier: timm:vit_small_patch16_224."""
+    """Any timm model by its timm name, without classifier: timm:vit_small_patch16_224."""
 
     model: str
-    """Name of a model of timm."""
+    """Name of a timm model."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of timm.create_model, such as ``img_size``."""
+    """Keyword arguments of timm.create_model, such as ``img_size``."""
 
     library = "timm"
     sizes_in = "args"
@@ -75,19 +75,19 @@ class Timm:
         create = partial(timm.create_model, self.model, **args)
         model = _call(create, "timm", self)
         if isinstance(getattr(model, "embed_dim", None), int):
-            model.embed_dim = model.head_hidden_size  # not the first stage's, as in Swin
+            model.embed_dim = model.head_hidden_size  # timm sets that of the first stage for a Swin
         return model
 
 
 @register_backbone("torchvision")
 @dataclass(frozen=True, kw_only=True)
 class Torchvision:
-    """Any torchvision classification model by its name there, without classifier."""
+    """Any torchvision classification model by its torchvision name, without classifier."""
 
     model: str
-    """Name of a model of torchvision."""
+    """Name of a torchvision model."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of torchvision.models.get_model."""
+    """Keyword arguments of torchvision.models.get_model."""
 
     library = "torchvision"
     sizes_in = "args"
@@ -96,7 +96,7 @@ class Torchvision:
         return _tiny(self.model)
 
     def grid(self) -> dict[str, Any]:
-        return {}  # known after building
+        return {}  # known only after building
 
     @property
     def size_argument(self) -> str | None:
@@ -105,7 +105,7 @@ class Torchvision:
     def build(self, channels: int = 3) -> nn.Module:
         """Build the model with its own parameter names and random weights.
 
-        For other than three channels the first convolution is replaced. Raises UserError for an
+        Unless there are three channels, the first convolution is replaced. Raises UserError for an
         unknown name and for arguments that the model does not take.
         """
         import torchvision
@@ -128,18 +128,18 @@ class Custom:
     """Your own function or class, package.module:name, that returns an nn.Module."""
 
     model: str
-    """Class or function that makes the module: ``package.module:name``."""
+    """Class or function that returns the module: ``package.module:name``."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Its keyword arguments."""
+    """Keyword arguments of that class or function."""
 
     def problems(self, config: dict[str, Any]) -> Any:
         if ":" not in self.model:
             yield f"backbone.model: {self.model!r} is not an address; write package.module:function"
 
     def build(self, channels: int = 3) -> nn.Module:
-        """Import and call it, with ``channels`` if it accepts that and they are not three.
+        """Import and call the object, with ``channels`` if it accepts that and there are not three.
 
-        Raises UserError if it does not exist or does not return a module.
+        Raises UserError if the object does not exist or does not return a module.
         """
         from torch import nn
 
@@ -153,7 +153,7 @@ class Custom:
 
 
 def check_name(library: str, model: str) -> None:
-    """Raise UserError, with the nearest names, for a model that the library does not have."""
+    """Raise UserError, with the nearest names, if the library has no such model."""
     if library == "timm":
         import timm
 
@@ -188,9 +188,10 @@ def _refuse_given(config: Timm | Torchvision, library: str, *weights: str) -> No
 
 
 def _without_classes(classifier: nn.Module) -> nn.Module:
-    """Return what a classifier does before its linear layer if it pools the features itself.
+    """Return the layers of a classifier before its linear layer, if they flatten the features.
 
-    ConvNeXt's is LayerNorm, Flatten and Linear; those of other models take flat features.
+    ConvNeXt's classifier is LayerNorm, Flatten and Linear; those of other models take flat
+    features.
     """
     from torch import nn
 

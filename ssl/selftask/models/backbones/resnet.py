@@ -1,7 +1,7 @@
 """torchvision's ResNets with their own parameter names, without the classifier.
 
 ``stem="cifar"`` is the stem for images of 32 pixels in SimCLR's appendix B.9: a 3 x 3 convolution
-of stride 1 in place of the 7 x 7 one of stride 2, and no max-pooling.
+of stride 1 instead of the 7 x 7 one of stride 2, and no max-pooling.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _ResNet:
-    """Options of all depths."""
+    """Options common to all depths."""
 
     offers = ("dense", "hidden")
-    architecture: ClassVar[str]  # torchvision's name for it
+    architecture: ClassVar[str]  # name in torchvision
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    """First layers: for images of 224 pixels, or the 3 x 3 convolution for 32 pixels."""
+    """First layers: imagenet (for 224 pixels), or cifar (a 3 x 3 convolution, for 32 pixels)."""
     stem_padding: int = setting(1, min=0, max=100)
-    """Padding of the cifar stem, in pixels; solo-learn's 2 gives 34 x 34 for 32 x 32."""
+    """Padding of the cifar stem, in pixels; 2, as in solo-learn, gives 34 x 34 for 32 x 32."""
     zero_init_residual: bool = False
     """Whether each block starts as the identity."""
 

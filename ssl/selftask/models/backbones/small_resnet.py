@@ -1,4 +1,4 @@
-"""A ResNet for images of 32 x 32 pixels that trains on two CPU cores in a minute."""
+"""A small ResNet for images of 32 x 32 pixels; trains on two CPU cores in a minute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SmallResNetConfig:
     blocks: int = setting(1, min=1, max=1000)
     """Residual blocks in each stage."""
     stem_stride: int = setting(2, min=1, max=32)
-    """Stride of the stem; 1 sees twice as fine and costs four times as much."""
+    """Stride of the stem; 1 doubles the resolution and costs four times as much."""
 
     def tiny(self) -> dict[str, Any]:
         return {"name": "small_resnet", "width": 8}
@@ -39,8 +39,9 @@ class SmallResNetConfig:
 class SmallResNet(nn.Module):
     """A stem, three stages that each halve the resolution, and average pooling: (B, 4 * width).
 
-    The stem and the first stage halve too, unlike ResNet-18 with the CIFAR stem, because most of
-    the arithmetic would be there. Channels come last in memory: twice as fast on processors.
+    Unlike ResNet-18 with the CIFAR stem, the stem and the first stage also halve the resolution,
+    because most of the arithmetic would be there. The memory format is channels last, which is
+    twice as fast on CPUs.
     """
 
     offers = ("dense", "hidden")
@@ -76,7 +77,7 @@ class SmallResNet(nn.Module):
 
 
 class _Residual(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut, with a 1 x 1 convolution if shapes change."""
+    """Two 3 x 3 convolutions with a shortcut, which has a 1 x 1 convolution if shapes differ."""
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
         super().__init__()

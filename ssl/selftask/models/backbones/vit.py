@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _ViT:
-    """Options of all widths."""
+    """Options common to all widths."""
 
     offers = ("dense", "hidden", "tokens", "subset")
     library = "timm"
@@ -32,9 +32,9 @@ class _ViT:
     class_token: bool = True
     """Whether there is a class token."""
     drop_path: float = setting(0.0, min=0, below=1)
-    """Rate of stochastic depth in the last block; grows linearly from 0."""
+    """Rate of stochastic depth in the last block; it increases linearly from 0 in the first."""
     dynamic_img_size: bool = False
-    """Whether the exported model also accepts other sizes."""
+    """Whether the exported model also accepts other image sizes."""
 
     def problems(self, config: dict[str, Any]) -> Any:
         if self.img_size % self.patch_size:
@@ -77,7 +77,7 @@ class _ViT:
 @register_backbone("vit_micro")
 @dataclass(frozen=True, kw_only=True)
 class ViTMicro(_ViT):
-    """For 32 x 32 pixels and two cores: 4 blocks of width 96, 3 heads, 0.5 M parameters."""
+    """For 32 x 32 pixels and two CPU cores: 4 blocks of width 96, 3 heads, 0.5 M parameters."""
 
     embed_dim, num_heads = 96, 3
 

@@ -1,1 +1,1 @@
-"""Classifiers: a backbone with one head or several, each a chain of blocks by name."""
+"""Classifiers: a backbone with one or several heads, each a sequence of blocks by name."""

@@ -1,7 +1,7 @@
 """Blocks of a classifier's head, by name: ``method.head=[{name: mlp, hidden_dims: [512]}]``.
 
-A block is a dataclass of options with a method ``build``. Blocks in a list are a chain; the last
-one has as many outputs as there are classes.
+A block is a dataclass of options with a method ``build``. Blocks in a list are applied in order;
+the last one has as many outputs as there are classes.
 
 N images, E features in, D features out.
 """
@@ -26,7 +26,7 @@ class HeadBlock(ABC):
 
     takes_tokens: ClassVar[bool] = False
     """True if the module takes ``Features`` with patch tokens instead of features (N, E). Such a
-    block is the first of its chain.
+    block must be the first of its list.
     """
 
     @abstractmethod
@@ -34,7 +34,7 @@ class HeadBlock(ABC):
         """Return the module (N, E) -> (N, D), and D.
 
         Args:
-            width: E.
+            width: Number of input features, E.
             num_classes: Number of classes.
         """
 
@@ -57,7 +57,7 @@ class LinearBlock(HeadBlock):
 class BatchNormLinear(HeadBlock):
     """BatchNorm without scale and shift, then a linear layer: MAE's probe (arXiv:2111.06377).
 
-    The first weights have a deviation of 0.01, as in its code.
+    The initial weights have a standard deviation of 0.01, as in MAE's code.
     """
 
     out_dim: int | None = setting(None, min=1)
@@ -80,7 +80,7 @@ class MLPBlock(HeadBlock):
     out_dim: int | None = setting(None, min=1)
     """Number of outputs; null: the number of classes."""
     norm: bool = False
-    """Whether BatchNorm comes before each ReLU."""
+    """Whether there is BatchNorm before each ReLU."""
 
     def build(self, width: int, num_classes: int) -> tuple[nn.Module, int]:
         out_dim = self.out_dim or num_classes
@@ -90,12 +90,12 @@ class MLPBlock(HeadBlock):
 @register_head_block("residual_mlp")
 @dataclass(frozen=True, kw_only=True)
 class ResidualMLPBlock(HeadBlock):
-    """Two linear layers with ReLU between them beside a shortcut; keeps the number of features."""
+    """Two linear layers with ReLU between them and a shortcut; keeps the number of features."""
 
     hidden_dim: int = setting(2048, min=1)
     """Width of the hidden layer."""
     norm: bool = True
-    """Whether BatchNorm comes before the ReLU."""
+    """Whether there is BatchNorm before the ReLU."""
 
     def build(self, width: int, num_classes: int) -> tuple[nn.Module, int]:
         return Residual(mlp(width, self.hidden_dim, width, norm=self.norm)), width
@@ -104,9 +104,9 @@ class ResidualMLPBlock(HeadBlock):
 @register_head_block("pooled_tokens")
 @dataclass(frozen=True, kw_only=True)
 class PooledTokensBlock(HeadBlock):
-    """Class token and mean of the patch tokens, 2 E features: DINOv2's probe (arXiv:2304.07193).
+    """Class token and mean of the patch tokens, 2E features: DINOv2's probe (arXiv:2304.07193).
 
-    Pooled features take the place of the class token if the backbone has none.
+    If the backbone has no class token, pooled features replace it.
     """
 
     takes_tokens: ClassVar[bool] = True
@@ -118,10 +118,10 @@ class PooledTokensBlock(HeadBlock):
 @register_head_block("concat_views")
 @dataclass(frozen=True, kw_only=True)
 class ConcatViewsBlock(HeadBlock):
-    """Features of several views of an image side by side: pairs of images, tiles."""
+    """Concatenated features of several views of an image, such as pairs or tiles."""
 
     num_views: int = setting(2, min=2)
-    """Number of views, V; the recipe must make as many."""
+    """Number of views, V; must equal the number of views of the recipe."""
 
     def build(self, width: int, num_classes: int) -> tuple[nn.Module, int]:
         return ConcatViews(), self.num_views * width

@@ -1,4 +1,4 @@
-"""The classifier: a backbone, which may be frozen, and its heads.
+"""Classifier: a backbone, which may be frozen, and its heads.
 
 N images, E features of the backbone, C classes.
 """
@@ -23,7 +23,7 @@ class Classifier(nn.Module):
 
     Args:
         backbone: Images (N, C, H, W) -> features (N, E).
-        num_classes: C.
+        num_classes: Number of classes, C.
         frozen: Whether the backbone is not trained.
         head: Result of ``build_chain`` or a ``Heads``; None: one linear layer.
     """
@@ -41,16 +41,16 @@ class Classifier(nn.Module):
             nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
     def forward(self, images: Tensor | list[Tensor]) -> Any:
-        """Images -> scores (N, C), or scores by name of several heads.
+        """Images -> scores (N, C), or a dict of scores by head name.
 
-        Several views in a list reach the head as features (V, N, E), see ``concat_views``.
+        For a list of V views the head gets features (V, N, E), see ``concat_views``.
         """
         if isinstance(images, list):
             features = forward_by_size(self.backbone, images)  # (V * N, E)
             return self.head(features.unflatten(0, (len(images), -1)))
         if self.takes_tokens:
             return self.head(extract(self.backbone, images))
-        features = self.backbone(images)  # (N, E); a frozen backbone keeps nothing for backward
+        features = self.backbone(images)  # a frozen backbone stores no activations
         return self.head(features)
 
     def train(self, mode: bool = True) -> Classifier:
@@ -61,7 +61,7 @@ class Classifier(nn.Module):
 
 
 class Chain(nn.Sequential):
-    """Blocks one after the other; takes features (N, E), or all ``Features`` of a backbone."""
+    """Blocks applied in order; takes features (N, E), or all ``Features`` of a backbone."""
 
     def __init__(self, modules: Sequence[nn.Module], *, takes_tokens: bool) -> None:
         super().__init__(*modules)
@@ -75,21 +75,21 @@ class Chain(nn.Sequential):
 
 
 class Heads(nn.ModuleDict):
-    """Several heads by name, which take the same features."""
+    """Several heads by name, applied to the same features."""
 
     def forward(self, features: Tensor | Features) -> dict[str, Tensor]:
         return {name: head(features) for name, head in self.items()}
 
 
 def takes_tokens(head: nn.Module) -> bool:
-    """Return whether a head, or one of several, takes patch tokens."""
+    """Return True if a head, or one of several, takes patch tokens."""
     return any(getattr(module, "takes_tokens", False) for module in head.modules())
 
 
 def build_chain(
     blocks: Sequence[Mapping[str, Any]], width: int, num_classes: int, key: str
 ) -> Chain:
-    """Build a head of blocks, in the order of the list.
+    """Build a head from a list of blocks.
 
     Args:
         blocks: Names and arguments of blocks.
@@ -98,7 +98,7 @@ def build_chain(
         key: Key of the list in the config, for messages.
 
     Raises:
-        UserError: If the blocks do not fit together.
+        UserError: If the blocks do not match each other.
     """
     modules: list[nn.Module] = []
     has_tokens = False

@@ -1,1 +1,1 @@
-"""Distillation of scores: a network that scores patches too, and a teacher's targets."""
+"""Distillation of scores: a network that also scores patches, and targets of a teacher."""

@@ -51,7 +51,7 @@ class PatchScoreNetwork(Network):
         self.num_patch_views = num_patch_views
 
     def forward(self, views: Sequence[Tensor]) -> ImageAndPatchScores:  # type: ignore[override]
-        """V tensors (B, C, H, W) -> scores. Neighbouring views of one size share a pass."""
+        """V tensors (B, C, H, W) -> scores. Adjacent views of the same size share a pass."""
         pooled, tokens = list[Tensor](), list[Tensor]()
         for _, neighbours in groupby(range(len(views)), key=lambda place: views[place].shape):
             places = list(neighbours)

@@ -14,18 +14,18 @@ from selftask.models.weights.trained import Scores, Targets
 
 
 class ScoreTargets(nn.Module):
-    """Turn scores into targets as the teacher's own method did, or as asked.
+    """Conversion of scores into targets, as in the teacher's own method or as specified.
 
-    It has no state: temperature and centre belong to the teacher, as its weights do.
+    It has no state of its own, since temperature and centre belong to the teacher.
 
     Args:
         scores: Head of the teacher, with its temperature, centre and targets.
-        how: Instead of the teacher's own targets.
-        temperature: Instead of the teacher's own; epsilon of Sinkhorn-Knopp.
-        iterations: Iterations of Sinkhorn-Knopp.
+        how: Kind of targets; None for the teacher's own.
+        temperature: Temperature, or epsilon of Sinkhorn-Knopp; None for the teacher's own.
+        iterations: Number of iterations of Sinkhorn-Knopp.
 
     Raises:
-        ValueError: For ``centering`` without a centre.
+        ValueError: If ``centering`` is requested and there is no centre.
     """
 
     center: Tensor  # (K,), or 0
@@ -51,7 +51,7 @@ class ScoreTargets(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         """Turn scores (V, N, K) into probabilities of the same shape.
 
-        Sinkhorn-Knopp balances the prototypes over the rows of all ranks, view by view.
+        Sinkhorn-Knopp balances the prototypes over the rows of all ranks, separately for each view.
         """
         if self.how == "sinkhorn":
             return torch.stack([self._balanced(view) for view in scores])

@@ -11,7 +11,7 @@ from selftask.models.features.tokens import Features, Grid, Request
 
 
 class Adapter(ABC):
-    """Extracts features from one family of backbones; chosen by ``extract.adapter_of``.
+    """Feature extraction for one family of backbones; selected by ``extract.adapter_of``.
 
     Attributes:
         offers: Supported requests, a subset of
@@ -26,9 +26,9 @@ class Adapter(ABC):
             with ``"tokens"``.
         built_grid: Rows and columns of patches for the image size of the constructor; (0, 0) if it
             has none.
-        mask_dim: Width of a mask token, that of the patch embedding.
-        interpolates: Whether ``extract`` accepts image sizes that the backbone's own forward pass
-            refuses, by interpolating its positions.
+        mask_dim: Width of a mask token, equal to that of the patch embedding.
+        interpolates: Whether ``extract`` interpolates positions for image sizes that the backbone's
+            own forward pass rejects.
     """
 
     offers: frozenset[str] = frozenset()

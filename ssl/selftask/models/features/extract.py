@@ -44,7 +44,7 @@ def extract(
 ) -> Features:
     """Run ``backbone`` and return its features in a common form.
 
-    Under FSDP call it inside the forward pass of the sharded module: a ``Network`` of the method,
+    Under FSDP, call it inside the forward pass of the sharded module: a ``Network`` of the method,
     or ``FeatureExtractor``.
 
     Args:
@@ -77,7 +77,7 @@ def extract(
 def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
     """Return pooled features (B, E) of images (B, C, H, W) of any size that ``extract`` accepts.
 
-    That is ``backbone(images)``, unless it is a transformer with a grid of another size.
+    The result is ``backbone(images)``, unless it is a transformer with a grid of another size.
     """
     size = fixed_size(backbone)
     if size is None or tuple(images.shape[-2:]) == size or not interpolates(backbone):
@@ -97,7 +97,7 @@ def fixed_size(backbone: nn.Module) -> tuple[int, int] | None:
 
 
 def interpolates(backbone: nn.Module) -> bool:
-    """Return whether ``extract`` interpolates positions for other image sizes."""
+    """Return True if ``extract`` interpolates positions for other image sizes."""
     try:
         return adapter_of(backbone).interpolates
     except UserError:
@@ -105,7 +105,7 @@ def interpolates(backbone: nn.Module) -> bool:
 
 
 def offers(backbone: nn.Module) -> frozenset[str]:
-    """Return what ``extract`` supports for a backbone beside pooled features; see ``Adapter``."""
+    """Return the requests that ``extract`` supports for a backbone; see ``Adapter``."""
     try:
         return adapter_of(backbone).offers
     except UserError:
@@ -113,7 +113,7 @@ def offers(backbone: nn.Module) -> frozenset[str]:
 
 
 def adapter_of(backbone: nn.Module) -> Adapter:
-    """Return the adapter of a backbone. Raises UserError if it has pooled features only."""
+    """Return the adapter of a backbone; raise UserError if it has pooled features only."""
     if hasattr(backbone, "extract") and hasattr(backbone, "offers"):
         return Own(backbone)
     for kind in _ADAPTERS:
@@ -149,7 +149,7 @@ class Own(Adapter):
 
 
 class FeatureExtractor(nn.Module):
-    """``extract`` as a module, which a ``Teacher`` of a backbone alone copies."""
+    """``extract`` as a module, so that a ``Teacher`` can copy a backbone alone."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()

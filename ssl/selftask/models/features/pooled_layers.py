@@ -16,7 +16,7 @@ Pool: TypeAlias = Literal["mean", "prefix", "both"]
 
 
 class PooledLayers(nn.Module):
-    """A backbone whose output is the pooled output of several hidden layers, side by side.
+    """Backbone whose output is the concatenated pooled output of several hidden layers.
 
     Args:
         backbone: Backbone with ``"hidden"`` in its ``offers``.

@@ -1,4 +1,4 @@
-"""timm's other models, by their common interface: Swin, ConvNeXt, ResNet, BEiT, EVA and more."""
+"""Other timm models, by their common interface: Swin, ConvNeXt, ResNet, BEiT, EVA and more."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TimmModel(Adapter):
 
     @staticmethod
     def fits(backbone: Any) -> bool:
-        """Return whether a model has timm's common interface."""
+        """Return True if a model has timm's common interface."""
         return all(
             callable(getattr(backbone, name, None))
             for name in ("forward_intermediates", "forward_head")
@@ -84,7 +84,7 @@ def _with_prefix(output: Tensor, prefix: Tensor) -> Tokens:
 
 @contextmanager
 def _masking(embed: nn.Module, request: Request) -> Iterator[None]:
-    """Context: replace masked patches in the output of a patch embedding."""
+    """Context that replaces masked patches in the output of a patch embedding."""
 
     def replace(module: Any, inputs: Any, output: Tensor) -> Tensor:
         last = output.ndim == 3 or str(module.output_fmt).endswith("NHWC")

@@ -1,4 +1,4 @@
-"""timm's VisionTransformer, whose patches can also be left out.
+"""timm's VisionTransformer, which can also encode a subset of the patches.
 
 With all patches and the image size of the constructor, each operation is that of timm's forward.
 """
@@ -43,8 +43,8 @@ class TimmViT(Adapter):
 
     @staticmethod
     def fits(backbone: Any) -> bool:
-        """Return whether a model is a VisionTransformer with that class's own forward pass."""
-        if "timm" not in sys.modules:  # slow to import, and then no object is of its classes
+        """Return True if a model is a VisionTransformer with that class's own forward pass."""
+        if "timm" not in sys.modules:  # slow import; without it no object is timm's
             return False
         from timm.layers import PatchEmbed
         from timm.models import VisionTransformer
@@ -92,7 +92,7 @@ class TimmViT(Adapter):
         return self.vit.pos_embed
 
     def _embed(self, images: Tensor) -> Tensor:
-        """Return all patches (B, N, E), also for sizes other than that of the constructor."""
+        """Return all patches (B, N, E), also for image sizes other than that of the constructor."""
         embed = self.vit.patch_embed
         if embed.strict_img_size and tuple(images.shape[-2:]) != tuple(embed.img_size):
             x: Tensor = embed.norm(embed.proj(images).flatten(2).transpose(1, 2))

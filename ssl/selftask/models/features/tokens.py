@@ -20,7 +20,7 @@ Grid = tuple[int, int]
 
 
 class Tokens(NamedTuple):
-    """Output of one layer. A tuple, so that DDP, FSDP and torch.compile find the tensors in it."""
+    """Output of one layer. A tuple, so that DDP, FSDP and torch.compile find its tensors."""
 
     patches: Tensor
     """(B, N, E), row by row; (B, K, E) if only some patches were encoded."""
@@ -114,8 +114,8 @@ def resample(
 ) -> Tensor:
     """Interpolate learned positions from one grid of patches to another.
 
-    Bicubic with antialiasing, like ``timm.layers.resample_abs_pos_embed``, which rounds float64 to
-    float32, so that several ranks would differ from one.
+    Bicubic with antialiasing, like ``timm.layers.resample_abs_pos_embed``. That function rounds
+    float64 to float32, so that several ranks would differ from one.
 
     Args:
         positions: (1, P + N, E), prefix tokens first.
@@ -133,7 +133,7 @@ def resample(
 
 
 def attention_mask(padding: Tensor, num_prefix: int) -> Tensor:
-    """Return True for keys that may be attended to, for every query: bool (B, 1, P + K, P + K)."""
+    """Return True for keys that each query may attend to: bool (B, 1, P + K, P + K)."""
     keys = torch.cat([padding.new_ones(len(padding), num_prefix), ~padding], dim=1)  # (B, P + K)
     length = keys.shape[1]
     return keys[:, None, None, :].expand(-1, 1, length, length)

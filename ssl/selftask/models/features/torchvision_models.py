@@ -20,7 +20,7 @@ from selftask.models.features.tokens import (
 
 
 class TorchvisionViT(Adapter):
-    """Adapter of torchvision's VisionTransformer, also for other image sizes."""
+    """Adapter of torchvision's VisionTransformer; accepts other image sizes."""
 
     offers = frozenset({"dense", "hidden", "tokens"})
     interpolates = True
@@ -36,7 +36,7 @@ class TorchvisionViT(Adapter):
 
     @staticmethod
     def fits(backbone: Any) -> bool:
-        """Return whether a model is torchvision's VisionTransformer."""
+        """Return True if a model is torchvision's VisionTransformer."""
         return _is_torchvision(backbone) and hasattr(backbone, "conv_proj")
 
     def extract(self, images: Tensor, request: Request) -> Features:
@@ -87,7 +87,7 @@ class TorchvisionStages(Adapter):
 
     @staticmethod
     def fits(backbone: Any) -> bool:
-        """Return whether a torchvision model has an ``avgpool`` after known stages."""
+        """Return True if a torchvision model has an ``avgpool`` after known stages."""
         return (
             _is_torchvision(backbone)
             and hasattr(backbone, "avgpool")
@@ -115,12 +115,12 @@ class TorchvisionStages(Adapter):
 
 
 def _is_torchvision(backbone: nn.Module) -> bool:
-    """Return whether the forward pass is one of torchvision's, not that of a subclass."""
+    """Return True if the forward pass is torchvision's own, not that of a subclass."""
     return type(backbone).forward.__module__.startswith("torchvision.models.")
 
 
 def _stages(model: Any) -> list[Sequence[nn.Module]]:
-    """Return each stage as the modules that are called in turn."""
+    """Return the modules of each stage, in calling order."""
     if hasattr(model, "layer4"):
         stem = (model.conv1, model.bn1, model.relu)
         first = (model.maxpool, model.layer1)

@@ -1,4 +1,4 @@
-"""Contrast with a queue of negatives, and shuffled BatchNorm, for MoCo and its successors.
+"""InfoNCE with a queue of negatives, and shuffled BatchNorm, for MoCo and its successors.
 
 B: images per rank, W: ranks, V: sets of queries with a queue each, D: width, K: length of a queue.
 """
@@ -15,7 +15,7 @@ from selftask.models.precision import in_full_precision
 
 @in_full_precision
 def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -> Tensor:
-    """Mean of -log(exp(q.k / tau) / sum of exp(q.x / tau) for x in key and queue).
+    """Return the mean of -log(exp(q.k / tau) / sum of exp(q.x / tau) for x in key and queue).
 
     MoCo (arXiv:1911.05722), eq. 1.
 
@@ -24,7 +24,7 @@ def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -
         key: (V, B, D), unit vectors.
         queue: (V, K, D), unit vectors. Must not yet hold ``key``: if a positive is among its own
             negatives, the loss cannot fall below log 2.
-        temperature: tau.
+        temperature: Temperature, tau.
     """
     query = F.normalize(query, dim=2)
     positive = (query * key).sum(dim=2, keepdim=True)  # (V, B, 1)
@@ -34,7 +34,7 @@ def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -
 
 
 def shuffle_bn(images: Tensor) -> Tensor:
-    """Shuffled BatchNorm (MoCo, section 3.3): return every W-th image of the global batch.
+    """Return every W-th image of the global batch, for shuffled BatchNorm (MoCo, section 3.3).
 
     A query and its key are then normalised with statistics of different images; otherwise these
     statistics would reveal the match. The global batch is in random order, so taking every W-th

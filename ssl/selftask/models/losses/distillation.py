@@ -26,13 +26,13 @@ def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
 def softened_distance(student: Tensor, teacher: Tensor, temperature: float, *, kl: bool) -> Tensor:
     """Return T^2 times KL divergence or cross-entropy at temperature T, a mean over rows.
 
-    Section 2 of Hinton et al. (arXiv:1503.02531): with T^2 the gradients do not depend on the scale
-    of T.
+    See section 2 of Hinton et al. (arXiv:1503.02531): because of T^2 the gradients do not depend on
+    the scale of T.
 
     Args:
         student: Logits (..., K).
         teacher: Logits (..., K).
-        temperature: T, of both.
+        temperature: Temperature of both, T.
         kl: Whether to subtract the teacher's entropy, which has no gradient.
     """
     probs = F.softmax(teacher / temperature, dim=-1)
@@ -44,7 +44,7 @@ def softened_distance(student: Tensor, teacher: Tensor, temperature: float, *, k
 
 @in_full_precision
 def label_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of all views, summed over labelled images, over all images.
+    """Return the cross-entropy of labelled images, summed and divided by the number of all images.
 
     Args:
         output: Logits (V, B, K).

@@ -1,4 +1,4 @@
-"""KoLeo regularizer: spreads features evenly over the unit sphere.
+"""KoLeo regularizer, which spreads features evenly over the unit sphere.
 
 Sablayrolles et al., Spreading Vectors for Similarity Search, ICLR 2019, arXiv:1806.03198, eq. 2;
 DINOv2 (arXiv:2304.07193) normalises the features first.
@@ -13,12 +13,12 @@ from torch import Tensor
 from selftask.distributed.collectives import gather_cat_with_grad, rank
 from selftask.models.precision import in_full_precision
 
-_EPS = 1e-8  # added as in DINOv2's published code
+_EPS = 1e-8  # as in DINOv2's published code
 
 
 @in_full_precision
 def koleo(features: Tensor) -> Tensor:
-    """Mean of -log of the distance to the nearest neighbour on the unit sphere.
+    """Return the mean of -log of the distance to the nearest neighbour on the unit sphere.
 
     Neighbours are searched in the global batch. DINOv2's code searches on each GPU separately, so
     its loss depends on the number of GPUs.

@@ -1,4 +1,4 @@
-"""Contrast of images with their own entries of a memory bank and with those of other images.
+"""Contrast of images with their own entries and other images' entries of a memory bank.
 
 Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, CVPR 2018,
 arXiv:1805.01978; equation numbers refer to it.
@@ -21,11 +21,11 @@ from selftask.models.precision import in_full_precision
 
 
 def other_images(draws: Tensor, index: Tensor, num_images: int) -> Tensor:
-    """Turn draws into numbers of images other than each image itself, with equal probability.
+    """Turn draws into indices of other images, each with equal probability.
 
     Args:
         draws: (B, K) numbers in [0, 1).
-        index: Numbers of the images themselves, (B,).
+        index: Indices of the images themselves, (B,).
         num_images: Number of images in the data set, at least 2.
 
     Returns:
@@ -37,7 +37,7 @@ def other_images(draws: Tensor, index: Tensor, num_images: int) -> Tensor:
 
 @in_full_precision
 def info_nce(features: Tensor, positive: Tensor, negatives: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of the positive among negatives, averaged over images.
+    """Return the cross-entropy of the positive among negatives, averaged over images.
 
     Args:
         features: (B, D), of any length.
@@ -60,7 +60,7 @@ def nce(
     *,
     num_images: int,
 ) -> Tensor:
-    """Noise-contrastive estimation with uniform noise, averaged over images; eq. 6 and 7.
+    """Return the noise-contrastive loss with uniform noise, averaged over images; eq. 6 and 7.
 
     The probability h that an entry is data and not noise is a sigmoid of
     ``log P - log(K / N)``. The loss of an image is ``-log h`` of its positive minus the sum of
@@ -81,7 +81,7 @@ def nce(
 
 
 def chance_of_nce(num_negatives: int) -> float:
-    """Return the loss of ``nce`` if all cosines are equal: h of each entry is 1 / (1 + K)."""
+    """Return the loss of ``nce`` if all cosines are equal; h of each entry is then 1 / (1 + K)."""
     return math.log1p(num_negatives) + num_negatives * math.log1p(1 / num_negatives)
 
 
@@ -89,7 +89,7 @@ def chance_of_nce(num_negatives: int) -> float:
 def estimate_normalizer(
     features: Tensor, negatives: Tensor, temperature: float, num_images: int
 ) -> Tensor:
-    """Monte Carlo estimate of Z, averaged over this rank's images; eq. 8.
+    """Return a Monte Carlo estimate of Z, averaged over this rank's images; eq. 8.
 
     Args:
         features: (B, D), of any length.
@@ -107,17 +107,17 @@ def estimate_normalizer(
 class Normalizer(nn.Module):
     """The constant Z of a softmax over a memory bank, estimated in the first step (eq. 8).
 
-    Equal on every rank, saved and resumed as a buffer. Methods call ``of`` in ``on_forward`` and
-    ``keep`` in ``on_update``.
+    It is equal on every rank, and saved and resumed as a buffer. Methods call ``of`` in
+    ``on_forward`` and ``keep`` in ``on_update``.
     """
 
     value: Tensor
-    """Scalar; 0: not yet known."""
+    """Scalar; 0 if not yet known."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("value", torch.zeros(()))
-        self.is_known = False  # as ``value > 0``, which the host would have to wait for
+        self.is_known = False  # same as ``value > 0``, without waiting for the device
 
     @torch.no_grad()
     def of(
@@ -143,7 +143,7 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def keep(self, estimate: Tensor) -> None:
-        """Keep what ``of`` returned in the first step, for its last batch if it has several."""
+        """Keep the result of ``of`` from the first step; with several batches, that of the last."""
         if not self.is_known:
             self.value.copy_(estimate)
             self.is_known = True

@@ -1,4 +1,4 @@
-"""Variance and covariance terms of VICReg over the global batch, which prevent a collapse.
+"""Variance and covariance terms of VICReg over the global batch; they prevent a collapse.
 
 Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning,
 ICLR 2022, arXiv:2105.04906, equations 1 to 4.
@@ -20,8 +20,8 @@ def variance_covariance(features: Tensor) -> tuple[Tensor, Tensor]:
     """Return the variance and the covariance term of features.
 
     Args:
-        features: (..., B, D): B images of this rank. Statistics are over the images of all ranks,
-            one set for each leading index; terms are means over these.
+        features: (..., B, D) for B images of this rank. Statistics are over the images of all
+            ranks, separately for each leading index; terms are means over the leading indices.
 
     Returns:
         The mean hinge of 1 on the standard deviation of each feature (equation 1), and the sum of

@@ -1,4 +1,4 @@
-"""Averaged weights of a run: those that a hook keeps in a checkpoint, and the mean of several."""
+"""Averaged weights of a run: averages in a checkpoint, and the mean of several checkpoints."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from selftask.models.weights.read import backbone_state
 
 
 def kept_average(checkpoint: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """Return the backbone of the average ``name`` in a checkpoint, such as ``ema``.
+    """Return the backbone of the average ``name``, such as ``ema``, in a checkpoint.
 
-    Buffers that the hook does not average are those of the trained network.
+    Buffers that are not averaged are taken from the trained network.
 
     Raises:
         UserError: If there is no such average.
@@ -33,7 +33,7 @@ def kept_average(checkpoint: Mapping[str, Any], name: str) -> dict[str, Tensor]:
 def mean_backbone(checkpoints: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return the mean of the backbones of several checkpoints, summed in double precision.
 
-    Statistics of BatchNorm are averaged too; integers are those of the first checkpoint.
+    BatchNorm statistics are also averaged; integers are taken from the first checkpoint.
     """
     sums: dict[str, Tensor] = {}
     first: dict[str, Tensor] = {}

@@ -56,10 +56,10 @@ def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any])
 def check_library(
     backbone: nn.Module, architecture: Component, channels: int, library: str
 ) -> None:
-    """Raise UserError unless the library's own model loads these weights and computes the same.
+    """Raise UserError unless the library's model loads these weights and computes the same.
 
-    That model is built by the library's name of the architecture. A vision transformer of selftask
-    is timm's class with other arguments, for which timm has no name.
+    The model is built from the library's name of the architecture. A vision transformer of selftask
+    is timm's class with arguments for which timm has no model name.
     """
     if architecture.name == library or type(backbone).__module__.startswith(f"{library}.models.vi"):
         return
@@ -86,11 +86,11 @@ def check_library(
 def metadata(
     backbone: Component, transforms: Sequence[Component], *, channels: int, **origin: Any
 ) -> dict[str, Any]:
-    """Return what ``backbone.json`` says: architecture, input, origin.
+    """Return the content of ``backbone.json``: architecture, input, origin.
 
     Args:
         backbone: The architecture.
-        transforms: How its images are shown.
+        transforms: Transforms of its input images.
         channels: Number of channels of the images.
         **origin: Further values, such as ``method`` and ``step``.
     """
@@ -121,7 +121,7 @@ def portable_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a temporary file beside ``path``, sync it to disk and rename it."""
+    """Write a temporary file next to ``path``, sync it to disk and rename it."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         write(temporary)

@@ -25,7 +25,7 @@ _TO_DETECTRON2 = (  # as in MoCo's convert-pretrain-to-detectron2.py
 
 
 def check_foreign(backbone: nn.Module, layout: str) -> None:
-    """Raise UserError for a backbone that is not a ResNet under torchvision's names."""
+    """Raise UserError unless a backbone is a ResNet with torchvision's names."""
     if "layer4.0.conv1.weight" not in backbone.state_dict():
         raise UserError(
             f"export: --to {layout} is for ResNets with torchvision's names, and not for a "
@@ -49,13 +49,13 @@ def save_foreign(backbone: nn.Module, folder: Path, layout: str) -> Path:
         content = {"classy_state_dict": {"base_model": {"model": model}}}
         write_whole(path, lambda temporary: write_checked(content, temporary))
     else:
-        text = pickle.dumps(to_detectron2(state), protocol=2)  # as the zoo's files
+        text = pickle.dumps(to_detectron2(state), protocol=2)  # as in detectron2's model zoo
         write_whole(path, lambda temporary: temporary.write_bytes(text))
     return path
 
 
 def to_detectron2(state: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the content of a file that detectron2 matches with its ResNet by key suffixes."""
+    """Return the content of a file whose keys detectron2 matches with its ResNet by suffix."""
     arrays = {}
     for key, value in state.items():
         if key.endswith("num_batches_tracked"):

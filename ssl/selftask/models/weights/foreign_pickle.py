@@ -28,7 +28,7 @@ class _Dtype:
 
 
 class _Array(np.ndarray):
-    """An array that a pickle can fill with numbers only. Otherwise it stays empty."""
+    """Array that a pickle can only fill with numbers; otherwise it stays empty."""
 
     def __setstate__(self, state: Any) -> None:
         version, shape, kind, is_fortran, content = state
@@ -41,7 +41,7 @@ def _reconstruct(*_: Any) -> _Array:
 
 
 def _scalar(kind: Any, content: Any = b"") -> Any:
-    """Return a number of NumPy; None for anything else."""
+    """Return a NumPy number, or None for anything else."""
     if not (isinstance(kind, _Dtype) and isinstance(content, bytes)):
         return None
     dtype = kind.dtype
@@ -61,15 +61,15 @@ _ALLOWED: dict[str, Any] = {
     "numpy._core.multiarray._reconstruct": _reconstruct,
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
-    "_codecs.encode": codecs.encode,  # of the bytes of arrays, in pickles of protocol 2
+    "_codecs.encode": codecs.encode,  # for bytes of arrays in pickles of protocol 2
 }
-"""Functions that rebuild tensors and arrays and have no other effect."""
+"""Functions that rebuild tensors and arrays, without other effects."""
 
 
 def read_tensors(path: Path) -> tuple[Any, list[str]]:
     """Return the content of a ``torch.save`` or pickle file, and the names of skipped classes.
 
-    Raises pickle.UnpicklingError, or torch's errors, for a file of another kind.
+    Raises pickle.UnpicklingError or an error of torch for other kinds of files.
     """
     skipped: dict[str, None] = {}
 
@@ -77,7 +77,7 @@ def read_tensors(path: Path) -> tuple[Any, list[str]]:
         names = skipped
 
     class Module:
-        """Module with the interface of ``pickle``, for torch.load."""
+        """Stand-in for the module ``pickle``, for torch.load."""
 
         Unpickler = Reader
         __name__ = "pickle"
@@ -89,7 +89,7 @@ def read_tensors(path: Path) -> tuple[Any, list[str]]:
     if not zipfile.is_zipfile(path):
         with path.open("rb") as file:
             content = Reader(file, encoding="latin1").load()  # Python 2 wrote bytes as text
-        if content != torch.serialization.MAGIC_NUMBER:  # else torch's format before 1.6
+        if content != torch.serialization.MAGIC_NUMBER:  # otherwise torch's format before 1.6
             return content, list(skipped)
     content = torch.load(path, map_location="cpu", weights_only=False, pickle_module=Module())
     return content, list(skipped)

@@ -1,8 +1,8 @@
 """Checkpoint layouts of other frameworks: prefixes and names of backbone weights.
 
-A file is flattened to one dict of tensors with dotted keys. The prefix whose removal matches most
-keys with the backbone's own is removed, which is enough for most frameworks. ``LAYOUTS`` defines
-the exceptions: the network to take from a file with several, and other names of its parts.
+A file is flattened to one dict of tensors with dotted keys. Then the prefix is removed that leaves
+the most keys of the backbone, which is enough for most frameworks. ``LAYOUTS`` defines the
+exceptions: which of several networks to use, and other names of its parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Layout:
 
     writer: str
     prefix: str  # before the backbone's own keys, including keys of enclosing dicts
-    network: str = ""  # the part of the prefix to prefer if a file has several networks
+    network: str = ""  # part of the prefix to prefer if a file has several networks
     renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement), in this order
 
     def rename(self, key: str) -> str:
@@ -133,7 +133,7 @@ LAYOUTS = (
     ),
     Layout("Caffe2, Detectron", "blobs.", "blobs", _CAFFE2),
 )
-"""If networks of a file match equally well, earlier rows are preferred."""
+"""Rows are in order of preference, for networks of a file that match equally well."""
 
 _PLAIN = Layout("as timm or torchvision", "")
 
@@ -143,9 +143,9 @@ class Placement:
     """The network of a file that matches a backbone best."""
 
     inner: dict[str, Tensor]  # its tensors, under the backbone's names
-    prefix: str  # removed from all of its keys
+    prefix: str  # prefix removed from all keys
     rivals: tuple[str, ...]  # other prefixes that match equally well, with other values
-    left_out: dict[str, int]  # other parts of the file: number of tensors
+    left_out: dict[str, int]  # number of tensors in other parts of the file
 
 
 def flatten(content: Any) -> dict[str, Tensor]:
@@ -169,8 +169,8 @@ def place(state: State, own: State) -> Placement:
     """Match the tensors of a file with a backbone's state dict ``own``.
 
     The renames of each of ``LAYOUTS`` are tried on all keys, then every prefix whose removal gives
-    some key of the backbone. The most tensors of equal name and shape win, then the order of
-    ``LAYOUTS``, then the shorter prefix.
+    some key of the backbone. The result with the most tensors of equal name and shape is used; ties
+    are resolved by the order of ``LAYOUTS``, then by the shorter prefix.
     """
     clean = with_statistics({_WRAPPERS.sub("", key): value for key, value in state.items()})
     forms: list[tuple[tuple[int, int], dict[str, str], list[str]]] = []
@@ -191,10 +191,10 @@ def place(state: State, own: State) -> Placement:
 
 
 def with_statistics(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of Caffe2's file with mean 0 and variance 1 for norms that have none.
+    """Return the state of a Caffe2 file with mean 0 and variance 1 for norms without statistics.
 
-    Its ResNets for detection have norms of a scale and a shift only (AffineChannel). The solver's
-    momenta are left out. A file without such norms is returned as it is.
+    Norms of its ResNets for detection have a scale and a shift only (AffineChannel). The solver's
+    momenta are dropped. Files without such norms are returned unchanged.
     """
     norms = {key.removesuffix("_s"): value for key, value in state.items() if key.endswith("_bn_s")}
     if not norms:
@@ -221,7 +221,7 @@ def grouped(keys: Iterable[str], prefix: str) -> dict[str, int]:
 def _best_prefixes(
     names: Mapping[str, str], state: State, own: State
 ) -> tuple[tuple[int, int], list[str]]:
-    """Return the number of matches and the prefixes whose removal gives the most."""
+    """Return the largest number of matches, and the prefixes whose removal gives it."""
     counts: dict[str, tuple[int, int]] = {"": (0, 0)}
     for name, key in names.items():
         parts = name.split(".")
@@ -237,13 +237,13 @@ def _best_prefixes(
 
 
 def _rank(prefix: str) -> list[int]:
-    """Return the positions in LAYOUTS of rows whose network ``prefix`` names; lower is better."""
+    """Return the positions in LAYOUTS of rows whose network is in ``prefix``; lower is better."""
     parts = prefix.split(".")
     return [*(rank for rank, row in enumerate(LAYOUTS) if row.network in parts), len(LAYOUTS)]
 
 
 def _differ(prefix: str, names: Mapping[str, str], state: State, chosen: State) -> bool:
-    """Return whether the network under ``prefix`` differs in values from the chosen one."""
+    """Return True if the network under ``prefix`` differs in values from the chosen one."""
     other = {n[len(prefix) :]: state[key] for n, key in names.items() if n.startswith(prefix)}
     pairs = [(chosen[key], other[key]) for key in chosen if key in other]
     return not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)

@@ -39,25 +39,25 @@ _HEADS = (
 """Parts beyond a backbone that a file may contain."""
 
 _COUNTER = "num_batches_tracked"
-"""A BatchNorm counter that is missing in files from before 2018 and in some of today."""
+"""A BatchNorm counter that is missing in files from before 2018 and in some recent ones."""
 
 
 def load_part(module: nn.Module, checkpoint: Mapping[str, Any], place: str) -> None:
-    """Load ``weights_at(checkpoint, place)``, all of them; nothing on the meta device of a plan."""
+    """Load all of ``weights_at(checkpoint, place)``; do nothing on the meta device of a plan."""
     weights = weights_at(checkpoint, place)
     if not is_on_meta(module):
         module.load_state_dict(weights)
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Return whether a module has no memory: in a plan, or as another rank has its weights."""
+    """Return True if a module has no memory: in a plan, or if another rank has its weights."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
 def with_prefix(state: State, prefix: str, what: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with ``prefix``, without it.
+    """Return the tensors whose names begin with ``prefix``, with the prefix removed.
 
-    Raises UserError, with the parts of the file, if there are none.
+    Raises UserError, with the parts of the file, if there are no such tensors.
     """
     found = {key.removeprefix(prefix): v for key, v in state.items() if key.startswith(prefix)}
     if not found:
@@ -72,15 +72,15 @@ def with_prefix(state: State, prefix: str, what: str) -> dict[str, Tensor]:
 
 
 def renamed(state: State, rules: Sequence[tuple[str, str]], what: str) -> dict[str, Tensor]:
-    """Return the tensors under new names, by pairs of a regular expression and its replacement.
+    """Rename tensors by pairs of a regular expression and its replacement.
 
     Args:
         state: Result of ``read_state``.
-        rules: Applied to all names in this order, each to the results of those before it.
+        rules: Pairs, applied to all names one after another.
         what: Name of the rules in messages.
 
     Raises:
-        UserError: For a rule that matches no name, or gives two tensors one name.
+        UserError: If a rule matches no name, or gives two tensors the same name.
     """
     names = list(state)
     for pattern, replacement in rules:
@@ -114,7 +114,7 @@ def load_weights(
         module: The backbone.
         state: Result of ``read_state``.
         min_matched: Minimum fraction of the module's tensors to find; the others keep their values.
-            With 1.0, tensors of the file's network beyond the module must belong to a head.
+            With 1.0, additional tensors of the file's network must belong to a head.
         skip: Patterns (``conv1.*``) of the module's tensors that keep their values.
         what: Name of the file in messages.
 
@@ -170,7 +170,7 @@ class _Match:
 
 
 def _skipped(module: nn.Module, patterns: Sequence[str], what: str) -> set[str]:
-    """Return the names of tensors that match a pattern. Raises UserError for an idle pattern."""
+    """Return the names of tensors that match a pattern; raise UserError if one matches none."""
     known = list(module.state_dict())
     skipped: set[str] = set()
     for pattern in patterns:

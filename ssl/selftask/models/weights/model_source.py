@@ -51,14 +51,14 @@ def open_model(
     """Return the backbone at an address, in eval mode on the CPU, and its metadata.
 
     Args:
-        address: A run folder (its export, or without one its newest checkpoint), the folder of a
-            sharded checkpoint, an exported ``backbone.pt`` with its ``backbone.json`` beside it,
-            ``timm:NAME`` or ``torchvision:NAME``.
-        weights: For a library's model: ``pretrained`` for the library's own, ``none`` for random
-            ones, or a file.
+        address: A run folder (its export, or else its newest checkpoint), the folder of a sharded
+            checkpoint, an exported ``backbone.pt`` next to its ``backbone.json``, ``timm:NAME`` or
+            ``torchvision:NAME``.
+        weights: For a library's model: ``pretrained`` for the library's weights, ``none`` for
+            random weights, or a file.
         trust: Allow an architecture in the user's own code.
-        image_size: Adapt the model and its transforms to images of that many pixels; positions of
-            a vision transformer are interpolated.
+        image_size: Image size in pixels to which the model and its transforms are adapted;
+            positions of a vision transformer are interpolated.
 
     Returns:
         The backbone, and the metadata of ``backbone.json``: architecture, channels, embed_dim,
@@ -100,7 +100,7 @@ def describe_model(
 def _describe(
     address: str, weights: str, trust: bool, image_size: int | None
 ) -> tuple[dict[str, Any], Exported | Saved | None]:
-    """Return the metadata, and where the weights are unless it is a library's model."""
+    """Return the metadata, and the location of the weights unless it is a library's model."""
     library, name = _split(address)
     if library:
         return _for_size(_describe_library(library, name, weights), image_size), None
@@ -144,8 +144,8 @@ def load_init(backbone: nn.Module, config: Config) -> None:
 def read_weights(address: str) -> dict[str, Tensor]:
     """Return the weights at an address, to initialise a network (``init.backbone``).
 
-    The address is one of ``open_model``, any file of weights, or ``RUN@best`` or ``RUN@STEP``. Its
-    architecture need not be known: ``load_weights`` checks whether the weights match.
+    The address is one of ``open_model``, any file of weights, ``RUN@best`` or ``RUN@STEP``. Its
+    architecture may be unknown: ``load_weights`` checks whether the weights match.
     """
     library, name = _split(address)
     if library:
@@ -159,7 +159,7 @@ def read_weights(address: str) -> dict[str, Tensor]:
 def load_head(network: nn.Module, config: Config) -> None:
     """Load the head of the run ``init.backbone`` if ``init.head`` is set; see ``load_init``.
 
-    Raises UserError if there is no checkpoint, or its head is another one.
+    Raises UserError if there is no checkpoint, or its head does not match.
     """
     address = config.init.backbone
     wanted = config.init.head and not goes_on(config) and not is_on_meta(network)
@@ -176,9 +176,10 @@ def load_head(network: nn.Module, config: Config) -> None:
 
 
 def open_checkpoint(address: str) -> dict[str, Any]:
-    """Load the checkpoint at an address: a run (its newest), ``RUN@best``, ``RUN@STEP`` or a path.
+    """Load the checkpoint at an address: a run (newest), ``RUN@best``, ``RUN@STEP`` or a path.
 
-    Of a sharded one only tensors of network and method are read. Raises UserError if there is none.
+    From a sharded checkpoint only tensors of network and method are read. Raises UserError if there
+    is no checkpoint.
     """
     path = named_checkpoint(address) or fetch(local_run(address, num_checkpoints=1))
     read, folder = partial(store.load, wanted=of_networks), path / "checkpoints"
@@ -196,7 +197,7 @@ def open_checkpoint(address: str) -> dict[str, Any]:
 
 
 def _split(address: str) -> tuple[str, str]:
-    """``timm:NAME`` -> ("timm", NAME); a path -> ("", path)."""
+    """Split ``timm:NAME`` into ("timm", NAME), and a path into ("", path)."""
     library, colon, name = address.partition(":")
     return (library, name) if colon and library in _LIBRARIES else ("", address)
 
@@ -249,7 +250,7 @@ def _input_size(library: str, name: str) -> int:
 
 
 def _transforms_of(library: str, name: str) -> list[dict[str, Any]]:
-    """Return the transforms that the library uses with its trained weights."""
+    """Return the transforms that the library uses with its pretrained weights."""
     if library == "timm":
         import timm
         from timm.data import resolve_data_config
@@ -282,7 +283,7 @@ def _transforms(
 
 
 def download(library: str, name: str) -> dict[str, Tensor]:
-    """Return the library's own trained weights, from its cache or the network."""
+    """Return the library's pretrained weights, from its cache or the network."""
     try:
         if library == "timm":
             import timm
@@ -292,7 +293,7 @@ def download(library: str, name: str) -> dict[str, Tensor]:
 
         weights = torchvision.models.get_model_weights(name).DEFAULT
         return dict(weights.get_state_dict(progress=False))
-    except Exception as error:  # libraries and their clients raise errors of their own
+    except Exception as error:  # libraries and their clients raise various errors
         raise UserError(
             f"{library}:{name}: cannot fetch its trained weights "
             f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); start from a "

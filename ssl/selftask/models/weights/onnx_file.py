@@ -1,4 +1,4 @@
-"""Export of a backbone as a graph in ONNX, for runtimes without PyTorch."""
+"""Export of a backbone as an ONNX graph, for runtimes without PyTorch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from selftask.models.weights.export import write_whole
 
 FILE = "backbone.onnx"
 _PACKAGES = ("onnx", "onnxscript")
-_SIZE = 224  # pixels, where nothing says for which size the backbone was trained
-_LIMIT = 2**31 - 2**24  # bytes of one protobuf message, with room for the graph
+_SIZE = 224  # pixels, if the training size of the backbone is unknown
+_LIMIT = 2**31 - 2**24  # bytes of one protobuf message, minus room for the graph
 
 
 def check_onnx() -> None:
-    """Raise UserError without the packages that write ONNX."""
+    """Raise UserError if the packages that write ONNX are missing."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -33,13 +33,13 @@ def check_onnx() -> None:
 def save_onnx(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Path:
     """Write ``backbone.onnx``; return its path.
 
-    Input ``images`` (B, C, S, S) are float32 and normalized, output ``features`` are (B, E). B is
-    free. The metadata of ``backbone.json`` are the file's ``selftask`` property.
+    The input ``images`` (B, C, S, S) is float32 and normalized, the output ``features`` is (B, E),
+    and B is dynamic. The content of ``backbone.json`` is stored as the property ``selftask``.
 
     Args:
         backbone: The backbone.
         folder: Folder to write to.
-        facts: Metadata, see ``save_backbone``; images are of its ``input_size``.
+        facts: Metadata, see ``save_backbone``; images have its ``input_size``.
 
     Raises:
         UserError: If torch cannot export this backbone as a graph, or its weights exceed 2 GB, the
@@ -68,7 +68,7 @@ def save_onnx(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Path:
             raise UserError(
                 f"export: --to onnx: torch cannot write this backbone as a graph: {reason}"
             ) from error
-    assert program is not None  # it is None only if torch writes the file itself
+    assert program is not None  # None only if torch writes the file itself
     program.model.metadata_props["selftask"] = json.dumps(facts)
     write_whole(folder / FILE, lambda temporary: program.save(str(temporary)))
     return folder / FILE

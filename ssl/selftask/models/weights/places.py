@@ -1,4 +1,4 @@
-"""Where the backbone of a run is: in its export, or in a checkpoint."""
+"""Location of a run's backbone: its export, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """A file of weights with its metadata beside it."""
+    """A file of weights and its metadata file."""
 
     weights: Path
     meta: Path
 
     @property
     def origin(self) -> Path:
-        """The file that says what the architecture is."""
+        """The file that defines the architecture."""
         return self.meta
 
     def read(self) -> dict[str, Tensor]:
-        """Return the weights. Raises UserError as ``read_state`` does."""
+        """Return the weights; see ``read_state`` for errors."""
         return read_state(self.weights)
 
     def facts(self) -> dict[str, Any]:
-        """Return the metadata. Raises UserError if a file is missing or is another kind of file."""
+        """Return the metadata. Raise UserError if a file is missing or of another kind."""
         if not is_file(self.weights):
             raise UserError(
                 f"{self.weights}: there is no such file or run; a model is a run's folder, a file, "
@@ -70,14 +70,14 @@ class Exported:
 
 @dataclass(frozen=True)
 class Saved:
-    """The backbone in a checkpoint of a run, of which the other tensors are not read."""
+    """The backbone in a checkpoint of a run; other tensors are not read."""
 
     weights: Path  # the checkpoint
     state: Mapping[str, Any]
 
     @property
     def origin(self) -> Path:
-        """The file that says what the architecture is."""
+        """The file that defines the architecture."""
         return self.weights
 
     def read(self) -> dict[str, Tensor]:
@@ -101,11 +101,11 @@ def find_weights(address: str) -> Exported | Saved:
     """Return the backbone at an address.
 
     Args:
-        address: A run, of which the export counts, or without one the newest checkpoint; the folder
-            of an export or of a sharded checkpoint; or an exported file.
+        address: A run (its export, or else its newest checkpoint), the folder of an export or of a
+            sharded checkpoint, or an exported file.
 
     Raises:
-        UserError: If a folder has neither, or its checkpoints are damaged.
+        UserError: If a folder has no weights, or its checkpoints are damaged.
     """
     if is_remote(address) and not addresses.is_folder(address):
         meta = f"{address.rpartition('.')[0]}.json"
@@ -140,12 +140,12 @@ def find_weights(address: str) -> Exported | Saved:
 
 
 def component(section: Mapping[str, Any]) -> Component:
-    """Return a section of a resolved config as a named thing."""
+    """Return a section of a resolved config as a component."""
     return Component(name=section["name"], args={k: v for k, v in section.items() if k != "name"})
 
 
 def _warn_of_newer(run: Path, place: Exported) -> None:
-    """Warn if the export is not of the newest checkpoint, as the run was extended or restarted."""
+    """Warn if the export is older than the newest checkpoint, since the run was continued."""
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     if newest is None or not is_file(place.meta):
         return

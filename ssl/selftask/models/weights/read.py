@@ -1,4 +1,4 @@
-"""Read weights from files of many kinds, as one flat dict of tensors, or say what a file is."""
+"""Read weights from many kinds of files as one flat dict of tensors, or explain the file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ log = get_logger(__name__)
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """Return the weights in a file as one flat dict with the file's keys.
 
-    Supported are selftask's exports and checkpoints, sharded ones too, .safetensors, and files of
-    nested dicts by torch.save or pickle, whose keys are joined by dots. Nothing in a file is
-    executed: objects other than tensors are left out.
+    Supported are selftask's exports and checkpoints (also sharded), .safetensors, and nested dicts
+    written by torch.save or pickle, whose keys are joined by dots. Nothing in a file is executed:
+    objects other than tensors are dropped.
 
     Raises:
         UserError: If the file has no weights; the message explains what it is.
@@ -51,7 +51,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights to keep from a checkpoint of selftask, which names their location.
+    """Return the exported backbone's weights from a checkpoint, which names their location.
 
     For some methods these are the teacher's, which are not under "model".
     """
@@ -69,17 +69,17 @@ def weights_at(checkpoint: Mapping[str, Any], place: str) -> dict[str, Tensor]:
 
 
 def of_backbone(checkpoint: Mapping[str, Any], name: str) -> bool:
-    """Return whether a tensor of a checkpoint is one of ``backbone_state``; see ``store.load``."""
+    """Return True if a tensor of a checkpoint is in ``backbone_state``; see ``store.load``."""
     return name.startswith(f"{checkpoint['backbone']}.")
 
 
 def of_networks(checkpoint: Mapping[str, Any], name: str) -> bool:
-    """Return whether a tensor of a checkpoint is of the network or the method."""
+    """Return True if a tensor of a checkpoint is of the network or the method."""
     return name.startswith(("model.", "method."))
 
 
 def read_backbone(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint, without reading other tensors than the backbone's.
+    """Return the state of a checkpoint; of its tensors, read only the backbone's.
 
     Raises UserError if it is damaged.
     """
@@ -110,7 +110,7 @@ def _read_torch(path: Path) -> Any:
             raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
     except MemoryError:
         raise
-    except Exception as error:  # reading pickles raises any error for other files
+    except Exception as error:  # unpickling other files may raise any error
         raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
     return _read_tensors(path)
 
@@ -121,7 +121,7 @@ def _read_tensors(path: Path) -> Any:
         content, skipped = read_tensors(path)
     except MemoryError:
         raise
-    except Exception as error:  # as above for damaged files
+    except Exception as error:  # as above, for damaged files
         raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
     log.info("%s: left out: python objects (%s), which are not loaded", path, join_some(skipped))
     if not flatten(content):
@@ -134,7 +134,7 @@ def _read_tensors(path: Path) -> Any:
 
 def _tensors(content: Any) -> dict[str, Tensor]:
     """Return the tensors of a file's content as a flat dict."""
-    if isinstance(content, Mapping) and isinstance(content.get("backbone"), str):  # one of ours
+    if isinstance(content, Mapping) and isinstance(content.get("backbone"), str):  # ours
         return backbone_state(content)
     return flatten(content)
 

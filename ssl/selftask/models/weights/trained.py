@@ -1,6 +1,6 @@
-"""Trained networks with what they give: features, or scores of classes or prototypes.
+"""Trained networks that return features, or scores of classes or prototypes.
 
-For methods that learn from another run, a file of weights or a model of timm.
+They are teachers for methods that learn from another run, a file of weights or a timm model.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Targets = Literal["softmax", "centering", "sinkhorn"]
 
 @dataclass(frozen=True)
 class Scores:
-    """A head that gives scores of classes or prototypes, and how they become probabilities.
+    """A head for scores of classes or prototypes, and how scores become probabilities.
 
     Args:
         head: Features (N, E) -> scores (N, K).
-        temperature: Temperature of the softmax; of Sinkhorn-Knopp its epsilon.
-        targets: How the method makes probabilities of them.
+        temperature: Temperature of the softmax, or epsilon of Sinkhorn-Knopp.
+        targets: How the method turns scores into probabilities.
         center: (K,), subtracted from the scores for ``centering``.
         power: Exponent of the shares of prototypes for ``sinkhorn``.
-        patches: The same of a head for patches: tokens (M, E) -> scores (M, K).
+        patches: Scores of a head for patches: tokens (M, E) -> scores (M, K).
     """
 
     head: nn.Module
@@ -56,7 +56,7 @@ class Scores:
     patches: Scores | None = None
 
     def width(self, backbone: nn.Module) -> int:
-        """Return the number of scores of a backbone's features, counted on blank ones."""
+        """Return the number of scores for a backbone's features, from a blank input."""
         like = next(backbone.parameters())
         with torch.no_grad(), in_eval_mode(self.head):
             return int(self.head(like.new_zeros(1, embed_dim(backbone))).shape[-1])
@@ -64,14 +64,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class TrainedNetwork:
-    """A trained network and what is known of it.
+    """A trained network and its properties.
 
     Args:
         network: V views of (B, C, H, W) -> (V, B, D).
         width: Number of features or scores, D.
-        channels: Channels of its images, C.
-        transforms: How its images were shown, as in a config.
-        scores: Its head, if it gives scores.
+        channels: Number of channels of its images, C.
+        transforms: Transforms of its images, as in a config.
+        scores: Its head, if it has scores.
     """
 
     network: Network
@@ -94,8 +94,8 @@ def open_scores(address: str, *, weights: str | None, trust: bool = False) -> Tr
 
     Args:
         address: A run (its newest checkpoint), ``RUN@best``, ``RUN@STEP`` or the file of a
-            checkpoint, whose method says which head that is (``Method.load_scores``). Or
-            ``timm:NAME``, with the model's own classifier.
+            checkpoint, whose method selects the head (``Method.load_scores``); or ``timm:NAME``,
+            with the model's own classifier.
         weights: For ``timm:NAME``, as in ``open_model``.
         trust: Allow an architecture in the user's own code.
 
@@ -123,7 +123,7 @@ def open_scores(address: str, *, weights: str | None, trust: bool = False) -> Tr
 def _with_scores(
     backbone: nn.Module, scores: Scores, channels: int, transforms: list[dict[str, Any]]
 ) -> TrainedNetwork:
-    """Return the network with the width of its scores."""
+    """Return the network with its number of scores."""
     network, width = Network(backbone, scores.head), scores.width(backbone)
     return TrainedNetwork(network, width, channels, transforms, scores)
 
@@ -131,7 +131,7 @@ def _with_scores(
 def _scores(
     component: Component, backbone: nn.Module, checkpoint: Mapping[str, Any], address: str
 ) -> Scores:
-    """Ask the method of the run. Raises UserError if it has no scores."""
+    """Return the scores of the run's method; raise UserError if it has none."""
     method = METHODS[component.name]
     scores: Scores | None = method(method.Config(**component.args)).load_scores(
         embed_dim(backbone), checkpoint

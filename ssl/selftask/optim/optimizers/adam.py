@@ -19,9 +19,9 @@ class Adam:
     betas: tuple[float, float] = setting((0.9, 0.999), of="schedules", min=0, below=1)
     """Decay of the first and second moment."""
     eps: float = setting(1e-8, min=0)
-    """Term of the denominator for numerical stability."""
+    """Term added to the denominator for numerical stability."""
     amsgrad: bool = False
-    """Whether to divide by the largest second moment so far (arXiv:1904.09237)."""
+    """Whether to divide by the maximum of the second moment so far (arXiv:1904.09237)."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.Adam(

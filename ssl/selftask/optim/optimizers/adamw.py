@@ -19,7 +19,7 @@ class AdamW:
     betas: tuple[float, float] = setting((0.9, 0.999), of="schedules", min=0, below=1)
     """Decay of the first and second moment."""
     eps: float = setting(1e-8, min=0)
-    """Term of the denominator for numerical stability."""
+    """Term added to the denominator for numerical stability."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, betas=self.betas, eps=self.eps, fused=True)

@@ -16,14 +16,14 @@ from selftask.registry import register_optimizer
 @register_optimizer("lamb")
 @dataclass(frozen=True, kw_only=True)
 class LAMBConfig:
-    """LAMB; weights are adapted, biases and norms take Adam's plain update."""
+    """LAMB; weights are adapted, biases and norms get Adam's plain update."""
 
     layerwise: ClassVar[bool] = True  # groups with adapt=False are handled separately
 
     betas: tuple[float, float] = setting((0.9, 0.999), of="schedules", min=0, below=1)
     """Decay of the first and second moment."""
     eps: float = setting(1e-6, above=0)
-    """Term of the denominator for numerical stability."""
+    """Term added to the denominator for numerical stability."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return LAMB(groups, betas=self.betas, eps=self.eps)

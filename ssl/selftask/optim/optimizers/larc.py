@@ -19,9 +19,9 @@ from selftask.registry import register_optimizer
 @register_optimizer("larc")
 @dataclass(frozen=True, kw_only=True)
 class LARCConfig:
-    """LARC without clipping: every parameter is adapted; SwAV and DeepCluster v2 train with it.
+    """LARC without clipping: every parameter is adapted. Used by SwAV and DeepCluster v2.
 
-    They decay every parameter as well: ``decay_1d: true``.
+    These methods also decay every parameter: ``decay_1d: true``.
     """
 
     sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
@@ -29,7 +29,7 @@ class LARCConfig:
     trust_coefficient: float = setting(1e-3, above=0)
     """Trust coefficient, eta in the paper."""
     eps: float = setting(1e-8, above=0)
-    """Keeps the rate finite for a tiny gradient."""
+    """Term added to the denominator, so that the rate is finite for a tiny gradient."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return LARC(

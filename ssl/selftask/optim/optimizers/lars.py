@@ -16,7 +16,7 @@ from selftask.registry import register_optimizer
 @register_optimizer("lars")
 @dataclass(frozen=True, kw_only=True)
 class LARSConfig:
-    """LARS; weights are adapted, biases and norms take the plain learning rate."""
+    """LARS; weights are adapted, biases and norms use the plain learning rate."""
 
     layerwise: ClassVar[bool] = True  # groups with adapt=False are handled separately
 
@@ -25,9 +25,9 @@ class LARSConfig:
     trust_coefficient: float = setting(1e-3, above=0)
     """Trust coefficient, eta in the paper; SimCLR and BYOL use 1e-3, solo-learn's CIFAR 2e-2."""
     clip_lr: bool = False
-    """Whether the rate never exceeds the global lr (LARC's clip mode)."""
+    """Whether to limit the rate to the global lr (LARC's clip mode)."""
     classic_momentum: bool = False
-    """Whether lr stands inside the velocity: the paper and SimCLR; BYOL: outside."""
+    """Whether lr multiplies the gradient (paper, SimCLR) instead of the velocity (BYOL)."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return LARS(
@@ -49,7 +49,7 @@ class LARS(PerParameter):
 
     With ``classic_momentum`` lr multiplies g instead of v, which differs while lr changes. ``|g|``
     includes weight decay, as in the code of SimCLR and BYOL. With ``clip_lr`` the rate is
-    min(rate / lr, 1), so that lr is never exceeded.
+    min(rate / lr, 1), so that the effective rate never exceeds lr.
     """
 
     def __init__(

@@ -16,10 +16,10 @@ from selftask.registry import register_optimizer
 @register_optimizer("lion")
 @dataclass(frozen=True, kw_only=True)
 class LionConfig:
-    """Lion; its lr is 3 to 10 times lower than AdamW's, its weight decay as much higher."""
+    """Lion; its lr is 3 to 10 times lower than AdamW's, its weight decay 3 to 10 times higher."""
 
     betas: tuple[float, float] = setting((0.9, 0.99), of="schedules", min=0, below=1)
-    """Decay of the first and second moment."""
+    """Interpolation factor of the update, and decay of the momentum."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return Lion(groups, betas=self.betas)

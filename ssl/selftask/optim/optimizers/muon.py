@@ -19,16 +19,17 @@ class MuonConfig:
     """torch.optim.Muon for two-dimensional weights, AdamW for all other parameters."""
 
     muon_momentum: float = setting(0.95, min=0, below=1)
-    """Momentum of the matrices that Muon updates."""
+    """Momentum for the matrices that Muon updates."""
     nesterov: bool = True
-    """Whether the momentum is Nesterov's."""
+    """Whether to use Nesterov momentum."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor of lr by a weight's shape; match_rms_adamw (arXiv:2502.16982): AdamW's lr suits both.
+    """Factor of lr by a weight's shape; with match_rms_adamw (arXiv:2502.16982) AdamW's lr can be
+    used.
     """
     betas: tuple[float, float] = setting((0.9, 0.999), min=0, below=1)
     """AdamW's decay of the first and second moment, for other parameters."""
     eps: float = setting(1e-8, min=0)
-    """AdamW's term of the denominator."""
+    """AdamW's term added to the denominator."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         """Yield a problem if the installed torch has no Muon, or weights are sharded."""
@@ -54,7 +55,7 @@ class MuonConfig:
 
 
 class Muon(torch.optim.Optimizer):
-    """Two of torch's optimizers with common groups and a common state.
+    """Muon and AdamW of torch with common groups and a common state.
 
     Args:
         params: Parameters or groups of them.
@@ -79,7 +80,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Let both optimizers update their parameters, with the settings of our groups."""
+        """Update the parameters by both optimizers, with the settings of our groups."""
         loss = None if closure is None else closure()
         for part in self._parts:
             part.state = self.state

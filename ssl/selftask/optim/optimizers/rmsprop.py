@@ -19,11 +19,11 @@ class RMSprop:
     alpha: float = setting(0.99, min=0, below=1)
     """Decay of the mean square of the gradient."""
     eps: float = setting(1e-8, min=0)
-    """Term of the denominator for numerical stability."""
+    """Term added to the denominator for numerical stability."""
     sgd_momentum: float = setting(0.0, of="schedules", min=0, below=1)
     """Momentum."""
     centered: bool = False
-    """Whether to subtract the square of the mean gradient."""
+    """Whether to normalise by the variance: the squared mean gradient is subtracted."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(

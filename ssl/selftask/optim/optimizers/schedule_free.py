@@ -23,10 +23,10 @@ from selftask.registry import register_optimizer
 @dataclass(frozen=True, kw_only=True)
 class _Config:
     interpolation: float = setting(0.9, above=0, max=1)
-    """Share of the average x in the point y where gradients are taken; beta, beta1 of AdamW."""
+    """Weight of the average x in the point y at which gradients are computed; beta1 of AdamW."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        """Yield a problem if the learning rate decays, or a hook averages weights as well."""
+        """Yield a problem if the learning rate decays, or if a hook also averages weights."""
         section = config["optimizer"]
         name = section["name"]
         key = "lr" if isinstance(section["lr"], dict) and "name" in section["lr"] else "schedule"
@@ -49,7 +49,7 @@ class ScheduleFreeAdamWConfig(_Config):
     beta2: float = setting(0.999, min=0, below=1)
     """Decay of the second moment."""
     eps: float = setting(1e-8, min=0)
-    """Term of the denominator for numerical stability."""
+    """Term added to the denominator for numerical stability."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return ScheduleFreeAdamW(
@@ -67,7 +67,7 @@ class ScheduleFreeSGDConfig(_Config):
 
 
 class ScheduleFree(PerParameter):
-    """Base class: the update of y by the step's direction d and rate, algorithm 1 of the paper::
+    """Base class: the update of y by a step's direction d and rate, algorithm 1 of the paper::
 
         z <- z - rate * d - rate * weight_decay * y
         c = rate^2 / (sum of rate^2 over all steps)
@@ -97,15 +97,15 @@ class ScheduleFree(PerParameter):
         direction, rate = self.direction(grad, state, group)
         z.sub_(direction, alpha=rate).sub_(y, alpha=rate * group["weight_decay"])
         state["rates"] += rate**2
-        x.lerp_(z, rate**2 / max(state["rates"], 1e-38))  # no step at a rate of zero
+        x.lerp_(z, rate**2 / max(state["rates"], 1e-38))  # a rate of zero makes no step
         y.copy_(z.lerp(x, group["interpolation"]))
 
     def eval(self) -> None:
-        """Put the averages x into the parameters."""
+        """Set the parameters to the averages x."""
         self._show(training=False)
 
     def train(self) -> None:
-        """Put y into the parameters, the same as before ``eval()`` bit for bit."""
+        """Set the parameters to y; they are bit-identical to those before ``eval()``."""
         self._show(training=True)
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class ScheduleFree(PerParameter):
                     parameter.copy_(state["z"].lerp(state["x"], share))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states, and set the parameters to y: a checkpoint's weights are x."""
+        """Load the states, and set the parameters to y: the weights in a checkpoint are x."""
         super().load_state_dict(state_dict)
         self.train()
 

@@ -19,7 +19,7 @@ class SGD:
     sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
     """Momentum."""
     nesterov: bool = False
-    """Whether the momentum is Nesterov's."""
+    """Whether to use Nesterov momentum."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         sharded = any(hasattr(p, "device_mesh") for group in groups for p in group["params"])
@@ -30,8 +30,8 @@ class SGD:
             fused=not sharded,  # torch has no fused step for DTensors (FSDP)
         )
         if self.sgd_momentum:
-            # torch's fused step needs a momentum buffer for all parameters or for none. A layer
-            # that is frozen at first (DINO's last, SwAV's prototypes) would get its own later.
+            # torch's fused step needs momentum buffers for all parameters or for none. A layer that
+            # is frozen at first (DINO's last layer, SwAV's prototypes) would get its buffer later.
             # Start all buffers at zero, as torch does.
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""Any optimizer of torch.optim, by the name of its class: ``torch:NAdam``."""
+"""Any optimizer of torch.optim, by its class name: ``torch:NAdam``."""
 
 from __future__ import annotations
 
