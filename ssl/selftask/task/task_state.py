@@ -249,7 +249,7 @@ def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
         raise UserError(
             f"{text}; bring the data back, use another out=, or resume.data=allow to go on with it"
         )
-    log.warning("%s; going on (resume.data=allow)", text)
+    log.warning("%s; resumed all the same (resume.data=allow)", text)
 
 
 def _log_new_length(task: Task, state: dict[str, Any]) -> None:
