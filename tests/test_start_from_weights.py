@@ -26,3 +26,6 @@ def test_a_loaded_backbone_is_frozen_at_first(tmp_path: Path) -> None:
     assert resumed.resumed and [row["step"] for row in tiny.rows(resumed.out)] == [*range(1, 16)]
     trained = dict(resumed.base_model.backbone.named_parameters())
     assert not any(torch.equal(trained[name], value) for name, value in loaded.named_parameters())
+
+    whole = tiny.train("simclr", tmp_path, "whole", *words)
+    assert tiny.differences(tiny.last_state(whole.out), tiny.last_state(resumed.out)) == []
