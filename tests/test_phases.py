@@ -186,12 +186,13 @@ def test_validation_loss_is_that_of_the_formula(folder: Path) -> None:
 
 
 def test_test_phases_every_other_epoch_and_half_an_epoch(folder: Path) -> None:
-    often = "train.checkpoint_every='0.5 epoch'"
-    words = (LABELLED, often, "eval.evaluations={}", "eval.test_every=2", "train.epochs=4.6")
+    words = (LABELLED, "eval.evaluations={}", "eval.test_every=2", "train.epochs=4.6")
+    words += ("train.checkpoint_every='0.5 epoch'", "train.log_every=3", "hooks.clip_gradients={}")
     whole = train("supervised", folder, "every", *words)
     assert whole.steps_done == 23  # 5 in an epoch
-    tests = [row["epoch"] for row in tiny.rows(whole.out) if "test_accuracy_top_1" in row]
-    assert tests == [2.0, 4.0, 4.6]
+    tests = [row for row in tiny.rows(whole.out) if "test_accuracy_top_1" in row]
+    assert [row["epoch"] for row in tests] == [2.0, 4.0, 4.6]
+    assert not any("grad_norm" in row for row in tests), "it is of training"
     for stop in (7, 10, 20):
         train("supervised", folder, "every_parts", *words, f"train.stop_at={stop}")
     parts = train("supervised", folder, "every_parts", *words)

@@ -65,9 +65,16 @@ class Metrics(Hook):
         if (due or task.clock.done) and self.window:  # empty if all steps were skipped
             self._write(task)
 
+    def on_phase_start(self, task: Task) -> None:
+        if not task.train:
+            self.waiting, task.scalars = task.scalars, {}  # for the next row of training
+
     def on_phase_end(self, task: Task) -> None:
-        if not task.train and task.scalars:
+        if task.train:
+            return
+        if task.scalars:
             task.write_row(task.pop_scalars())
+        task.scalars = self.waiting
 
     def before_save(self, task: Task) -> None:
         self._losses(task)  # raises if a loss is not finite, so that such a state is not saved

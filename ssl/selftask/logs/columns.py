@@ -109,7 +109,6 @@ COLUMNS = (
     Column("eval_s", "s", "Time of the evaluation.", _EVAL),
     Column("eval_images_per_s", "images/s", "Images whose features were computed.", _EVAL),
     Column("val_loss", "", "The method's loss on `data.val`.", "`eval.loss`"),
-    Column("test_loss", "", "Loss of a test phase.", "`meters`"),
     Column(
         "test_accuracy_top_K",
         "0 to 1",
