@@ -56,10 +56,13 @@ def test_bases_of_installed_packages(project: Path, monkeypatch: pytest.MonkeyPa
     folder = project / "site-packages/theirs/configs"
     (folder / "theirs").mkdir(parents=True)
     (folder / "theirs/digits.yaml").write_text("defaults: [length, /simclr/digits, _self_]\n")
-    (folder / "theirs/length.json").write_text('{"train": {"seed": 11}}')
+    (folder / "theirs/length.json").write_text('{"train": {"seed": 11, "epochs": 3}}')
     monkeypatch.setattr(recipes, "_installed_folders", lambda: [folder])
-    Path("child.yaml").write_text("defaults: [/theirs/digits, _self_]\nout: x\n")
+    Path("child.yaml").write_text(
+        "defaults: [/theirs/digits, _self_]\nout: x\ntrain: {batch_size: 8}\n"
+    )
     config = load_config("child.yaml", [])
+    assert (config.train.epochs, config.train.batch_size) == (80, 8), "the later base, the child"
     assert (config.method.name, config.train.seed) == ("simclr", 11)
     assert load_config("theirs/digits", []).train.seed == 11
 

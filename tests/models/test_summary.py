@@ -88,6 +88,8 @@ def test_the_parts_against_fvcore_and_autograd() -> None:
     assert list(costs) == ["", "0", "0.0", "0.1", "0.2", "1", "2"]
     for name in ("0.0", "2"):
         assert (costs[name].macs, costs[name].activations) == (macs[name], elements[name])
+    assert costs["0.0"].saved_bytes == 4 * 3 * 16 * 16  # its input
+    assert costs["0.2"].saved_bytes == 4 * 8 * 14 * 14  # its output
     assert costs[""].macs == macs["0.0"] + macs["2"] == costs["0"].macs + costs["2"].macs
     assert costs["0.1"].parameters == 16 and costs["0"].parameters == 16 + 8 * 27
 

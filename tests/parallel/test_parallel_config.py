@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+import tiny
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
+from selftask.task import build
 
 
 def test_short_form_and_defaults() -> None:
@@ -63,3 +69,19 @@ def test_what_does_not_go_together(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config("simclr/digits", words)
     assert told in str(raised.value)
+
+
+def test_the_runs_precision_is_that_of_its_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, make = [], build.build_reduction
+
+    def note(config: Any, precision: Any) -> Any:
+        seen.append((config.reduce, precision))
+        return make(config, precision)
+
+    monkeypatch.setattr(build, "build_reduction", note)
+    task = tiny.task("simclr", tmp_path, "run", "parallel=fsdp", "train.precision=bfloat16")
+    task.prepare()
+    task.close()
+    assert seen == [("fsdp", torch.bfloat16)]

@@ -16,7 +16,8 @@ from selftask.models.weights.model_source import load_init
 def test_rules_of_ones_own(tmp_path: Path) -> None:
     """``init.prefix`` and ``init.skip``, as from the command line."""
     weights, path = dict(resnet().state_dict()), tmp_path / "w.pth"
-    torch.save({"left": weights, "right": zeroed(weights)}, path)
+    part = {key: value for key, value in weights.items() if not key.startswith("layer4.")}
+    torch.save({"left": weights, "right": zeroed(weights), "part": part}, path)
 
     def start(*words: str) -> tuple[State, State]:
         """The backbone's first weights before and after loading."""
@@ -33,6 +34,11 @@ def test_rules_of_ones_own(tmp_path: Path) -> None:
     for key, value in after.items():
         skipped = key.startswith(("conv1.", "layer4."))
         assert torch.equal(value, before[key] if skipped else weights[key]), key
+    with pytest.raises(UserError, match="missing: layer4"):
+        start("init.prefix=part.")
+    before, after = start("init.prefix=part.", "init.min_matched=0.5")
+    for key, value in after.items():
+        assert torch.equal(value, (before if key.startswith("layer4.") else weights)[key]), key
     with pytest.raises(UserError, match=r"no tensor has the prefix 'rihgt\.'.*nearest is 'right"):
         start("init.prefix=rihgt.")
     with pytest.raises(UserError, match=r"skip: 'conv2\.\*' matches no tensor"):
