@@ -124,10 +124,11 @@ def test_what_a_local_job_is_given(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    monkeypatch.setenv("SUBMITIT_PREEMPT_SIGNAL", "USR1")
     controllers: list[dict[str, Any]] = []
 
     def start(**given: Any) -> Any:
-        controllers.append(given)
+        controllers.append({**given, "signal": os.environ["SUBMITIT_PREEMPT_SIGNAL"]})
         return SimpleNamespace(pid=78)
 
     monkeypatch.setattr("submitit.local.local.start_controller", start)
@@ -136,7 +137,7 @@ def test_what_a_local_job_is_given(
     assert main(["submit", *words, "--cluster=local"]) == 0
     (given,) = controllers
     assert (given["tasks_per_node"], given["cuda_devices"]) == (2, gpus)
-    assert (given["timeout_min"], given["signal_delay_s"]) == (90, 50)
+    assert (given["timeout_min"], given["signal_delay_s"], given["signal"]) == (90, 50, "USR2")
     out = tmp_path / "run"
     assert queue.noted(out) == {out: "local-78"}
 

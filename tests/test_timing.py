@@ -68,10 +68,11 @@ def test_each_section_gets_its_time(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the host's clock on a CPU, by events of an accelerator."""
+    """By the host's clock on a CPU, by events of an accelerator; in one row, and in one a step."""
     step = "accumulate" if accumulate > 1 else "standard"
     more = ("hooks.timing={}", f"train.step={step}", f"train.accumulate={accumulate}")
-    task = tiny.task("simclr", tmp_path, "run", *more, "train.max_steps=2", "train.log_every=2")
+    every = f"train.log_every={2 // accumulate}"
+    task = tiny.task("simclr", tmp_path, "run", *more, "train.max_steps=2", every)
     task.prepare()
     slow = Slow(task)
     if clock == "device":
@@ -91,8 +92,10 @@ def test_each_section_gets_its_time(
 
     often = {"read", "forward", "hooks", "loss", "backward"}
     expected = {f"ms_{s}": 1e3 * n * (accumulate if s in often else 1) for s, n in SECONDS.items()}
-    (row,) = read_metrics(task.out / "metrics.jsonl")
-    assert {name: row[name] for name in row if name.startswith("ms_")} == expected
+    rows = read_metrics(task.out / "metrics.jsonl")
+    assert len(rows) == accumulate
+    for row in rows:
+        assert {name: row[name] for name in row if name.startswith("ms_")} == expected
     told = next(line for line in caplog.messages if line.startswith("milliseconds a step: "))
     parts = re.findall(r"(\w+) ([\d.]+) \((\d+)%\)", told)
     assert {f"ms_{section}": float(ms) for section, ms, _ in parts} == expected

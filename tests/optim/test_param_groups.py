@@ -202,13 +202,17 @@ def test_decays_and_rates_of_the_usual_kinds() -> None:
 
 
 def test_groups_follow_their_own_schedules() -> None:
-    config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.3, schedule="linear", groups=RULES)
+    falling = {"name": "linear", "start": 0.2, "end": 0.0}
+    rules = [*RULES, GroupRule(match="head.weight", weight_decay=falling)]
+    config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.3, schedule="linear", groups=rules)
     optimizer = build_optimizer(config, [("network", Small())], LENGTH, batch=8)
     optimizer.step(where=0.25)
-    lr = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for one in optimizer.settings:
-        wanted = 1.0 if "head" in one.parameter.name else one.lr * 0.1 * 0.75
-        assert lr[id(one.parameter.value)] == pytest.approx(wanted)
+        lr = 1.0 if "head" in one.parameter.name else one.lr * 0.1 * 0.75
+        decay = 0.15 if "head.weight" in one.parameter.name else one.weight_decay
+        group = found[id(one.parameter.value)]
+        assert (group["lr"], group["weight_decay"]) == pytest.approx((lr, decay))
     assert len(optimizer.param_groups) == 6  # lr and weight decay: one group for equal ones
 
 

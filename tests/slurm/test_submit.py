@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from submit_words import CLUSTER, Fake, submit, words
+from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 
 import tiny
@@ -98,7 +99,8 @@ def test_modules_of_the_current_folder_shadow_none_in_a_job(tmp_path: Path, fake
     assert done.stdout.splitlines() == ["srun 1", "teardown"]
 
 
-def test_defaults_give_way(tmp_path: Path) -> None:
+def test_defaults_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JobEnvironment, "USR_SIG", "USR1")  # as by SUBMITIT_PREEMPT_SIGNAL
     options = ("launch.slurm.signal-delay-s=30", "launch.slurm.job_name=mine", "data.num_workers=3")
     script = plan("simclr/digits", words(tmp_path, "run", *options)).script()
     assert "--signal=USR2@30" in script

@@ -31,6 +31,8 @@ from selftask.errors import RunError, UserError
 from selftask.run.slurm_job import LOCAL_REQUEUES, in_local_job
 from selftask.slurm.batch_epilogue import ENDED, MARK
 
+WARNING = "USR2"  # signal before the time limit, on which runs save and requeue
+
 
 def signal_delay_s(limit: int) -> int:
     """Return the default time between the warning signal and the time limit, in seconds.
@@ -147,6 +149,8 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
         del options["requeue"]
     submitits = {key: value for key, value in given.items() if key in SUBMITIT}
     submitits.setdefault("signal_delay_s", signal_delay_s(limit))
+    # submitit's default is $SUBMITIT_PREEMPT_SIGNAL
+    options = {"signal": f"{WARNING}@{submitits['signal_delay_s']}", **options}
     extra = {key: list(submitits.pop(key, [])) for key in ("setup", "teardown", "srun_args")}
     made = Executor(folder.absolute(), max_num_timeout=launch.max_requeues)
     made.update_parameters(

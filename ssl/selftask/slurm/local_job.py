@@ -20,7 +20,7 @@ from submitit import DebugExecutor, LocalExecutor
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option
 from selftask.config.schema import Config, LaunchConfig
 from selftask.errors import UserError
-from selftask.slurm.job import Submission, signal_delay_s
+from selftask.slurm.job import WARNING, Submission, signal_delay_s
 from selftask.slurm.queue import LOCAL
 
 
@@ -51,6 +51,7 @@ def submit_locally(
         setup=list(given.get("setup", [])),
     )
     made.parameters["visible_gpus"] = gpus  # may be UUIDs; update_parameters accepts numbers only
+    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = WARNING  # read by the job's processes
     with _as_of_nohup():
         return [f"{LOCAL}{made.submit(submission).job_id}" for submission in submissions]
 
