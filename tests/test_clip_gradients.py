@@ -59,13 +59,14 @@ def test_a_common_norm_is_torchs(p: float, max_norm: float) -> None:
     same(ours, theirs)
 
 
-def test_each_gradient_has_a_norm_of_its_own() -> None:
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_each_gradient_has_a_norm_of_its_own(p: float) -> None:
     """As in DINO's code: a loop over the parameters."""
     ours, theirs = parameters(), parameters()
-    norm = clip_norm(gradients(ours), 2.0, each=True)
-    assert norm.item() == pytest.approx(nn.utils.get_total_norm(gradients(theirs)).item())
+    norm = clip_norm(gradients(ours), 2.0, p=p, each=True)
+    assert norm.item() == pytest.approx(nn.utils.get_total_norm(gradients(theirs), p).item())
     for parameter in theirs:
-        nn.utils.clip_grad_norm_([parameter], 2.0)
+        nn.utils.clip_grad_norm_([parameter], 2.0, norm_type=p)
     same(ours, theirs)
 
 

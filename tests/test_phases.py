@@ -167,7 +167,7 @@ def test_validation_loss_of_every_method(method: str, folder: Path) -> None:
 def test_validation_loss_is_that_of_the_formula(folder: Path) -> None:
     words = ("eval.loss=true", "train.max_steps=3", "eval.evaluations={}")
     task = train("supervised", folder, "formula", *words, "train.precision=bfloat16")
-    losses, indices = [], []
+    losses, indices, modes = [], [], []
     network = task.base_model.eval()
     for batch in task.data_module.val_batches():
         with torch.autocast("cpu", torch.bfloat16):
@@ -175,12 +175,12 @@ def test_validation_loss_is_that_of_the_formula(folder: Path) -> None:
         losses.append(F.cross_entropy(scores.double(), batch.labels))
         indices += batch.index.tolist()
     assert indices == list(range(32))  # two batches of 16; the last 8 of 40 images are left out
-    expected = float(torch.stack(losses).mean().detach())
-    assert tiny.rows(task.out)[-1]["val_loss"] == pytest.approx(expected, rel=1e-5)
-    modes = []
+    expected = pytest.approx(float(torch.stack(losses).mean().detach()), rel=1e-5)
+    assert tiny.rows(task.out)[-1]["val_loss"] == expected
     hook = lambda net, _, out: modes.append((net.training, out.requires_grad, out.dtype))  # noqa: E731
     network.train().register_forward_hook(hook)
-    assert evaluate_task(task)["val_loss"] == pytest.approx(expected, rel=1e-5)
+    network.register_forward_hook(lambda *_: task.log("of validation", 1.0))
+    assert evaluate_task(task)["val_loss"] == expected and not task.scalars
     assert modes == [(False, False, torch.bfloat16)] * 2 and network.training
     task.close()
 

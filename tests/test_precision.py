@@ -72,6 +72,19 @@ def test_a_fixed_scale() -> None:
     for _ in range(3):
         assert scaler.scale(torch.tensor(0.5)) == 64.0
         scaler.update()
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.full((1,), math.inf)
+    with pytest.raises(StepSkipped):
+        scaler.unscale_(Descent(weight))
+    scaler.update()
+    assert scaler.get_scale() == 64.0, "an overflow lowers it, and it does not rise again"
+
+
+def test_settings_of_the_scale_are_torchs() -> None:
+    ours, theirs = GradScalerConfig(), torch.amp.GradScaler("cpu")
+    for name in ("growth_factor", "backoff_factor", "growth_interval"):
+        assert getattr(ours, name) == getattr(theirs, f"get_{name}")()
+    assert ours.init_scale == theirs.get_scale()
 
 
 def test_gradients_that_no_scale_makes_finite_are_an_error() -> None:
@@ -196,14 +209,21 @@ def test_stopped_and_resumed_in_float16(tmp_path: Path) -> None:
     ],
 )
 def test_steps_without_a_scaler(words: list[str], dtype: torch.dtype, tmp_path: Path) -> None:
-    """The network's output has the type of the run; its weights stay in float32."""
+    """The network's output has the type of the run; its weights stay in float32.
+
+    The loss, too, is computed under autocast.
+    """
     task = tiny.task("simclr", tmp_path, "run", *words)
     task.prepare()
     assert not task.grad_scaler.is_enabled()
+    autocast: list[bool] = []
+    see = lambda loss, args: autocast.append(torch.is_autocast_enabled("cpu"))  # noqa: E731
+    task.loss.register_forward_pre_hook(see)
     task.on_start()
     task.on_phase_start()
     task.step()
     assert task.last_batch.output.dtype == dtype
+    assert autocast == [dtype != torch.float32]
     assert {p.dtype for p in task.base_model.parameters()} == {torch.float32}
     task.close()
 

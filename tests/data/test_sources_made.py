@@ -32,6 +32,10 @@ def test_synthetic_is_a_function_of_the_index() -> None:
         assert label == index % 3
         assert np.array_equal(image, again[index][0])
     assert not np.array_equal(source[0][0], source[3][0])
+    means = [source[index][0].mean((0, 1)) for index in range(30)]
+    apart = np.abs(np.subtract.outer(means, means)[:, range(3), :, range(3)]).max(0)
+    same = np.equal.outer(source.labels, source.labels)
+    assert apart[same].max() < apart[~same].min(), "a class has its color"
     with pytest.raises(IndexError):
         source[30]
 

@@ -240,6 +240,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert report["decodes_per_sample"] == 1
     assert set(report["ms_per_image"]) == {"read+decode", "augment", "collate", "to device"}
     assert report["loader_images_per_s"] > 0
+    assert len(report["transforms"]) > 1 and sum(report["transforms"].values()) == pytest.approx(1)
     assert not (tmp_path / "out").exists()
 
 

@@ -12,6 +12,7 @@ import pytest
 from submit_words import CLUSTER, Fake, submit, words
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission
+from submitit.slurm.slurm import SlurmJob
 
 import tiny
 from selftask.slurm import queue
@@ -65,7 +66,7 @@ def test_script_is_what_submitit_hands_in(tmp_path: Path, fake: Fake) -> None:
     fake("squeue", "exit 0")
     planned = plan("simclr/digits", words(tmp_path, "run", *CLUSTER))
     made = planned.submit()
-    assert [job.job_id for job in made] == ["77"]
+    assert [(type(job), job.job_id) for job in made] == [(SlurmJob, "77")]
     assert (tmp_path / "handed_in").read_text() == planned.script()
     assert queue.noted(tmp_path / "run") == {tmp_path / "run": "77"}
     folder = tmp_path / "run" / "slurm"
