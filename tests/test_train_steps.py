@@ -262,8 +262,20 @@ def test_sam_moves_statistics_and_memories_once() -> None:
 
 
 @pytest.mark.parametrize(("method", "config"), [("simclr", PLAIN_HEAD), ("moco", MOCO)])
-def test_one_graph_or_two(method: str, config: dict[str, Any]) -> None:
-    """Traced by dynamo and run eagerly, so that results are those of the standard step."""
+def test_one_graph_or_two(
+    method: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced by dynamo and run eagerly, so that results are those of the standard step.
+
+    Gradients are halved where they are reduced, as if another rank had none.
+    """
+
+    def halve(task: MiniTask) -> None:
+        for parameter in task.parameters:
+            if parameter.grad is not None:
+                parameter.grad /= 2
+
+    monkeypatch.setattr(MiniTask, "reduce_gradients", halve)
     torch._dynamo.reset()
     counters.clear()
     compiled = MiniTask(method, config, step=Compiled()).run(3).state()

@@ -53,6 +53,11 @@ CASES = {
     "section": Broken(r"my\.yaml:10: unknown key 'metod'; .*'method'", edit=("method:", "metod:")),
     "missing section": Broken(r"method is missing: give the name of a method", ["~method"]),
     "no data": Broken(r"data is missing: data=FOLDER", ["~data"]),
+    "no backbone": Broken(r"backbone is missing: give the name of a backbone", ["~backbone"]),
+    "schedule without optimizer": Broken(
+        [r"optimizer.* needs the name of an? optimizer", r"optimizer\.lr is missing"],
+        ["~optimizer", "+optimizer.schedule=cosine"],
+    ),
     "section left out": Broken(rf"{CLI}epochs=3: .*did you mean 'train\.epochs'", ["epochs=3"]),
     "loss on no images": Broken(
         r"eval\.loss=true: data\.val is null; give the images to take it of",

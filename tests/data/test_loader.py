@@ -119,6 +119,8 @@ def test_evaluation_reads_everything_once_in_order(workers: int) -> None:
             assert (sample["input"][:, 0, 0, 0] * 255).round().tolist() == sample["index"].tolist()
     assert indices == [i for i in range(23) if i != 5]
     assert targets == [i % 3 for i in indices]
+    parts = [EvalBatches(data, batch_size=4, rank=r, world_size=10).batches for r in range(10)]
+    assert {sum(map(len, part)) for part in parts} == {2, 3}
 
 
 def test_check_data() -> None:
@@ -206,6 +208,8 @@ def test_every_rank_has_as_many_test_batches(size: int, world_size: int) -> None
         ranks = [in_equal_numbers(count, size, rank, world_size) for rank in range(world_size)]
         assert [i for batches in ranks for batch in batches for i in batch] == list(range(count))
         assert len({len(batches) for batches in ranks}) == 1
+        shares = [sum(map(len, batches)) for batches in ranks]
+        assert max(shares) - min(shares) <= 1
         assert {len(batch) for batches in ranks for batch in batches} <= {
             *range(1, max(3, size + 1))
         }

@@ -9,6 +9,9 @@ from in_process import last_line, train
 
 import tiny
 from selftask.cli.main import main
+from selftask.config.load import load_config
+from selftask.data.loading.open_data import open_data
+from selftask.evaluate.online import check_evaluations
 
 
 @pytest.mark.parametrize("without", ["data", "data.val"])
@@ -20,6 +23,13 @@ def test_evaluations_without_labels_are_told(folder: Path, without: str) -> None
     text = (folder / "run/log.txt").read_text()
     assert f"no knn while training: the images of {without} have no labels" in text
     assert "knn_top1" not in text
+
+
+def test_no_evaluations_without_validation_images() -> None:
+    for more, expected in ([], True), (["data.val=null"], False):
+        config = load_config("simclr/digits", more)
+        assert config.eval.evaluations
+        assert (check_evaluations(config, open_data(config.data)) is not None) == expected
 
 
 @pytest.mark.parametrize("labelled", [True, False])

@@ -49,6 +49,7 @@ def test_dry_run_shows_plan_and_script(
         "#SBATCH --exclusive\n",
         "#SBATCH --requeue\n",
         "#SBATCH --job-name=run",
+        "#SBATCH --open-mode=append",
         "--kill-on-bad-exit=1",
         "python -u -m submitit.core._submit",
         f"-m selftask.slurm.batch_epilogue $code {tmp_path / 'run' / 'slurm'}",
@@ -110,7 +111,8 @@ def test_defaults_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "--time=60" in script
     assert "gpus" not in script
     options = ("launch.slurm.no_requeue=true", "train.device=cuda", "launch.processes=2")
-    planned = plan("simclr/digits", words(tmp_path, "run", *options))
+    planned = plan("simclr/digits", words(tmp_path, "run", *options, "launch.slurm.time=3"))
+    assert "--signal=USR2@90" in planned.script(), "half of a short time limit"
     assert "--requeue" not in planned.script()
     assert "--gpus-per-node=2" in planned.script()
 
