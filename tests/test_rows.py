@@ -115,7 +115,7 @@ def test_the_rows_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         assert row["loss_median"] == pytest.approx(statistics.median(window), rel=1e-6)
         assert row["images_per_s"] * row["step_s"] == pytest.approx(tiny.BATCH_SIZE)
         assert row["step_s_median"] > 0
-        assert 0 <= row["data_wait"] <= 1
+        assert 0 < row["data_wait"] <= 1
     seconds = 0.0  # since the start
     for row, first in zip(rows, (0, 4, 8, 12), strict=True):
         seconds += row["step_s"] * (row["step"] - first)

@@ -100,7 +100,7 @@ def test_submission_ends_as_its_run_does(
     monkeypatch.setattr("selftask.run.run.run", run)
     assert submission() == submission.out
     ends.update(code=1, state="failed")
-    with pytest.raises(RunError, match="code 1: too warm"):
+    with pytest.raises(RunError, match=r"code 1: too warm; see /.*/run/log\.txt$"):
         submission()
     ends.update(code=0, state="requeued")
     with pytest.raises(SystemExit) as left:
@@ -240,8 +240,9 @@ def test_failed_ranks_start_again_as_often_as_allowed(
     state, log = told(folder)
     assert state == "failed"
     assert log.endswith("RUN FAILED: rank 0 on n1 crashed (Segmentation fault)\n")
-    with pytest.raises(FailedJobError, match=r"rank 0 on n1 crashed"):
+    with pytest.raises(FailedJobError, match=r"rank 0 on n1 crashed") as caught:
         SlurmJob(folder, "12", tasks=[0]).results()
+    assert str(JobPaths(folder, "12", 0).stderr) in str(caught.value)
 
 
 @pytest.mark.parametrize(

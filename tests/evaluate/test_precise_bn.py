@@ -14,6 +14,7 @@ from selftask.distributed.collectives import rank, world_size
 from selftask.distributed.world import World
 from selftask.evaluate import online
 from selftask.hooks.base import function_hook
+from selftask.hooks.precise_bn import PreciseBatchNorm
 from selftask.models.build import build_backbone
 from selftask.random.permutation import epoch_order
 from selftask.task.loop import train_loop
@@ -56,6 +57,7 @@ def test_exports_population_statistics_and_leaves_the_run_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An evaluation after the last step is of the exported backbone."""
+    assert PreciseBatchNorm().batches == 200, "as in detectron2"
     evaluated: list[dict[str, Tensor]] = []
 
     def keep(backbone: nn.Module, *_: object) -> dict[str, float]:

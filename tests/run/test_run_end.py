@@ -139,7 +139,8 @@ def test_a_bug_is_told_in_full(folder: Path, capsys: pytest.CaptureFixture[str])
     assert (status["state"], status["step"]) == ("failed", 2)
     assert status["error"] == "ZeroDivisionError: trouble on purpose"
     assert "ZeroDivisionError" in (folder / "run/errors/rank0.txt").read_text()
-    assert expected in (folder / "run/log.txt").read_text().splitlines()[-1]
+    log = (folder / "run/log.txt").read_text()
+    assert "trouble.py" in log and expected in log.splitlines()[-1]
 
 
 def test_a_loss_that_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
