@@ -69,7 +69,7 @@ def _paper_loss(output: Tensor, method: SwAV, queue: Tensor | None = None) -> fl
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_the_head_has_two_layers(norm: bool) -> None:
-    head = _method(norm=norm, hidden_dim=7).build_head(6)
+    head: Any = _method(norm=norm, hidden_dim=7).build_head(6)
     kinds = ["Linear", *["BatchNorm1d"] * norm, "ReLU", "Linear"]
     assert [type(layer).__name__ for layer in head] == kinds
     assert (head[0].weight.shape, head[-1].weight.shape) == ((7, 6), (5, 7))
