@@ -98,8 +98,10 @@ def test_averages_are_those_of_the_papers(folder: Path) -> None:
 
 
 def test_half_life_counts_images_and_start_lies_in_the_run(folder: Path) -> None:
-    task = train(folder, "half", "hooks.ema={half_life: 32}", "train.max_steps=1")
-    assert task.averages["ema"].decay_of_step ** 2 == pytest.approx(0.5)  # 16 images a step
+    twice = ("train.step=accumulate", "train.accumulate=2")
+    task = train(folder, "half", "hooks.ema={half_life: 64}", "train.max_steps=1", *twice)
+    assert task.averages["ema"].decay_of_step ** 2 == pytest.approx(0.5)  # 2 x 16 images a step
+    assert task.averages["ema"].updates == 1, "of a step, not of each batch"
     late = ("hooks.ema={start: 2 epochs}", "train.max_steps=1")
     with pytest.raises(UserError, match=r"hooks.ema.start=2 epochs: is step 10, after the last on"):
         train(folder, "late", *late)

@@ -154,3 +154,4 @@ def test_sections_are_nvtx_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     task.on_exception()
     task.close()
     assert set(ranges[::2]) == set(SECONDS) and set(ranges[1::2]) == {"end"}
+    assert ranges[-1] == "end"

@@ -43,6 +43,9 @@ def test_loss_is_cross_entropy_and_chance_its_value_for_equal_scores() -> None:
     assert loss_of(method, scores, labels=target).item() == pytest.approx(sum(terms) / 4, rel=1e-12)
     even = loss_of(method, torch.zeros(4, 3), labels=target)
     assert method.chance_loss == pytest.approx(even.item())
+    soft = torch.rand(4, 3, dtype=torch.float64).softmax(dim=1)  # as hooks.mixup makes them
+    expected = -(soft * scores.log_softmax(dim=1)).sum(dim=1).mean()
+    assert loss_of(method, scores, labels=soft).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_any_loss_of_torch_or_classy_by_name() -> None:

@@ -67,6 +67,14 @@ def _paper_loss(output: Tensor, method: SwAV, queue: Tensor | None = None) -> fl
     return sum(terms) / len(terms)
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_the_head_has_two_layers(norm: bool) -> None:
+    head: Any = _method(norm=norm, hidden_dim=7).build_head(6)
+    kinds = ["Linear", *["BatchNorm1d"] * norm, "ReLU", "Linear"]
+    assert [type(layer).__name__ for layer in head] == kinds
+    assert (head[0].weight.shape, head[-1].weight.shape) == ((7, 6), (5, 7))
+
+
 @pytest.mark.parametrize("num_views", [2, 5])
 def test_loss_is_that_of_the_paper(num_views: int) -> None:
     method, output = _method(), _random(num_views, 7, 5)

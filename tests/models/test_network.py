@@ -205,7 +205,10 @@ def test_weight_norm_is_torchs_with_length_one() -> None:
 def test_dino_head_scores_are_cosines() -> None:
     head = copy.deepcopy(DINOHead(8, 12, hidden=16, bottleneck=4))
     assert _kinds(head.mlp) == ["Linear", "GELU", "Linear", "GELU", "Linear"]
-    scores = head(torch.randn(32, 8) * 100)
+    x = torch.randn(32, 8) * 100
+    scores = head(x)
+    directions = [F.normalize(rows, dim=1) for rows in (head.mlp(x), head.last_layer.weight)]
+    assert torch.allclose(scores, directions[0] @ directions[1].T, atol=1e-6)
     assert scores.shape == (32, 12) and scores.abs().max() <= 1 + 1e-6
     assert math.isclose(head.mlp[0].weight.std().item(), 0.02, rel_tol=0.3)
     assert "BatchNorm1d" in _kinds(DINOHead(8, 12, hidden=16, norm=True).mlp)

@@ -80,9 +80,14 @@ def test_step_sets_what_classys_own_step_sets() -> None:
 
     ours = build(name="sgd", weight_decay={"name": "cosine", "start": 0.1, "end": 0.4})
     theirs = build(name="sgd", weight_decay={"name": "cosine", "start": 0.1, "end": 0.4})
+    both = [[p for g in made.param_groups for p in g["params"]] for made in (ours, theirs)]
+    for parameter in (*both[0], *both[1]):
+        parameter.data.fill_(1.0)
+        parameter.grad = torch.ones_like(parameter)
     for where in (0.0, 0.3, 0.95):
         ours.step(where=where)
         ClassyOptimizer.step(theirs, where=where)
+        assert all(torch.equal(a, b) for a, b in zip(*both, strict=True)), "set, then stepped"
         for a, b in zip(ours.param_groups, theirs.param_groups, strict=True):
             assert (a["lr"], a["weight_decay"]) == (b["lr"], b["weight_decay"])
         decay = 0.1 + 0.15 * (1 - math.cos(math.pi * where))

@@ -11,7 +11,7 @@ import tiny
 from selftask.hooks.base import Hook
 from selftask.hooks.checkpoint import SaveCheckpoints
 from selftask.hooks.watching.print_hooks import describe_hooks
-from selftask.task import Task
+from selftask.task import Task, task_state
 from selftask.task.loop import train_loop
 
 
@@ -34,12 +34,16 @@ def test_hook_points_in_order(tmp_path: Path, spy: str) -> None:
     assert [call[3] for call in CALLS if call[1:3] == ("on_step", True)] == [1, 2]
 
 
-def test_after_load_comes_before_the_start(tmp_path: Path, spy: str) -> None:
+def test_after_load_comes_before_the_start(
+    tmp_path: Path, spy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny.train("simclr", tmp_path, "run", spy, "train.stop_at=1")
     assert points(train=True)[-2:] == ["before_save", "on_exception"]
     CALLS.clear()
+    met = lambda: CALLS.append(("ranks", "barrier", True, 0, True))  # noqa: E731
+    monkeypatch.setattr(task_state, "barrier", met)
     tiny.train("simclr", tmp_path, "run", spy, "train.stop_at=2")
-    assert points(train=True)[:2] == ["after_load", "on_start"]
+    assert points(train=True)[:3] == ["barrier", "after_load", "on_start"]
 
 
 def fail(task: Task) -> None:
