@@ -67,13 +67,19 @@ def test_averages_are_those_of_the_papers(folder: Path) -> None:
             return {k: v.double().clone() for k, v in task.base_model.state_dict().items()}
 
     late = "hooks.late={name: ema, decay: 0.6, warmup: false, start: 40%}"
-    task = train(folder, "formulas", EMA, SWA, late, "hooks.weights_seen={}")
+    rising = "hooks.rising={name: ema, decay: 0.42, start: 40%}"
+    task = train(folder, "formulas", EMA, SWA, late, rising, "hooks.weights_seen={}")
     assert len(SEEN) == 11
     assert task.named_hooks["weights_seen"].copied == [1, 2, 3, 4], "until the start"
     for name, got in task.averages["late"].weights.items():
         mean = SEEN[4][name]
         for seen in SEEN[5:]:
             mean = 0.6 * mean + 0.4 * seen[name]
+        torch.testing.assert_close(got.double(), mean, rtol=1e-5, atol=1e-6)
+    for name, got in task.averages["rising"].weights.items():  # steps count from the start
+        mean = SEEN[4][name]
+        for kept, seen in zip((2 / 11, 3 / 12, 4 / 13, 5 / 14, 0.4, 0.42), SEEN[5:], strict=True):
+            mean = kept * mean + (1 - kept) * seen[name]
         torch.testing.assert_close(got.double(), mean, rtol=1e-5, atol=1e-6)
 
     share = [1.0]  # of each of the weights seen in the exponential average

@@ -84,10 +84,12 @@ def test_the_best_and_every_nth_stay_through_a_resume(folder: Path) -> None:
 
 
 def test_the_last_evaluation_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes after the last save."""
+    """It comes after the last save; a first value of NaN is not the best one."""
+    monkeypatch.setitem(FIGURES, 2, math.nan)
     monkeypatch.setitem(FIGURES, 10, 0.9)
     out = train(folder, "last", "train.keep_best.count=1").out
     assert Kept.read(out / "checkpoints").best == ((10, 0.9),)
+    assert steps(out) == [10], "the best one before is removed"
 
 
 def test_smaller_is_better_and_a_rewound_run_forgets(

@@ -192,23 +192,29 @@ def test_resume_bit_for_bit_with_skipped_steps(tmp_path: Path) -> None:
     )
 
 
-def _on_ranks(rank: int, folder: Path, policy: str) -> tuple[dict[str, int], str]:
-    more = (f"train.on_nan={policy}", inject("nan_input", 3, rank=1), "train.max_steps=4")
-    task = tiny.task("simclr", folder, "run", *more)
-    try:
-        train_loop(task)
-    except NonFiniteLoss as error:
-        return task.clock.state_dict(), str(error)
-    return task.clock.state_dict(), ""
+def _on_ranks(rank: int, folder: Path) -> list[tuple[dict[str, int], str]]:
+    found = []
+    for policy in ("skip", "stop"):
+        more = (f"train.on_nan={policy}", inject("nan_input", 3, rank=1), "train.max_steps=4")
+        task = tiny.task("simclr", folder, policy, *more)
+        text = ""
+        try:
+            train_loop(task)
+        except FloatingPointError as error:
+            text = str(error)
+        found.append((task.clock.state_dict(), text))
+    return found
 
 
 def test_one_of_two_ranks(tmp_path: Path) -> None:
-    """Both skip. The rank is named; one process replays the batches of both."""
+    """Both skip, or both raise. The rank is named; one process replays the batches of both."""
     tiny.digits_file(tmp_path)
-    for clock, text in run_ranks(_on_ranks, 2, tmp_path, "skip"):
+    for (clock, text), (stopped, error) in run_ranks(_on_ranks, 2, tmp_path):
         assert (clock["steps_done"], clock["skipped"]) == (4, 1)
         assert not text
-    result = replay(tmp_path / "run/failures/step_3", [])
+        assert stopped["steps_done"] == 2
+        assert "the loss is nan at step 3 on rank 1: its images are not finite" in error
+    result = replay(tmp_path / "skip/failures/step_3", [])
     assert result.ranks == 2
     assert result.same
     assert "on rank 1" in result.problem

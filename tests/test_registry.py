@@ -131,7 +131,10 @@ def test_a_declared_attribute_is_read_without_import(things: Registry) -> None:
     assert things["pear"].shelf == things.declared("pear", "shelf", None) == 4
 
 
-def test_taken_name_shows_both_places(things: Registry, tmp_path: Path) -> None:
+@pytest.mark.parametrize("imported", [False, True])
+def test_taken_name_shows_both_places(things: Registry, tmp_path: Path, imported: bool) -> None:
+    if imported:
+        things["apple"]
     (tmp_path / "mine.py").write_text(
         'from shop import register_thing\n\n@register_thing("apple")\nclass Mine: ...\n'
     )

@@ -31,6 +31,14 @@ def tensors(out: Path, step: int) -> dict[str, Tensor]:
     return {f"model.{name}": value for name, value in state["model"].items()}
 
 
+def moments_of(out: Path, step: int) -> int:
+    """The number of parameters of which the optimizer has a state."""
+    from selftask.checkpoint import store
+
+    state = store.load(out / f"checkpoints/step_{step:09d}.pt")
+    return len(state["optimizer"]["optim"]["state"])
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rules")
@@ -50,6 +58,10 @@ def test_frozen_for_three_steps(whole: Path) -> None:
     frozen = {n for n in weights if torch.equal(states[1][n], states[3][n])}
     assert frozen == {name for name in weights if name.startswith(STEM)} != set()
     assert not [n for n in frozen if torch.equal(states[3][n], states[4][n])]
+    moments = {step: moments_of(whole / "whole", step) for step in (3, 4)}
+    assert moments == {3: len(weights) - len(frozen), 4: len(weights)}, "made when first updated"
+    statistics = [n for n in states[1] if n.startswith(STEM) and "running" in n]
+    assert statistics and not [n for n in statistics if torch.equal(states[1][n], states[3][n])]
 
 
 @pytest.mark.parametrize("stop", [2, 5])

@@ -51,10 +51,12 @@ class CheckpointWriter:
         self._told_of_wait = False
 
     def keep_now(self, kept: Kept) -> None:
-        """Write the list of kept checkpoints, after the current write."""
+        """Write the list of kept checkpoints after the current write, and remove all others."""
         self.wait()
         self.kept = kept
-        kept.write(self.folder)
+        saved = rotation.checkpoints(self.folder)
+        if saved:
+            kept.rotate(saved[0], self.keep)
 
     def save(self, state: dict[str, Any], step: int, *, last: bool = False) -> None:
         """Copy ``state`` and return while a thread writes it.
