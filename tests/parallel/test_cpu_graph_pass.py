@@ -71,17 +71,24 @@ def test_a_stack_is_copied_in_the_order_that_is_read() -> None:
     """As in the backward pass of attention: three gradients (B, H, N, D) become (B, N, 3HD)."""
 
     def stacks(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        stack = torch.cat([q, k, v]).view(3, 2, 3, 5, 4).permute(1, 3, 0, 2, 4)
+        stack = torch.cat([q, k, v]).view(3, 2, 3, 5, 4).permute(1, 3, -5, 2, -1)
         read = torch.cat([q, k]).view(2, 2, 3, 5, 4)
         kept = read.permute(1, 0, 2, 3, 4).clone(memory_format=torch.contiguous_format)
         side = torch.cat([q, k], dim=1).view(2, 2, 3, 5, 4).permute(1, 0, 2, 3, 4).contiguous()
         return [stack.reshape(2, 5, 36), read, kept, side]
+
+    def uneven(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Parts of 2, 1 and 3 rows, seen as three of two."""
+        rows = torch.cat([q, k[:1], torch.cat([v, v[:1]])]).view(3, 2, 3, 5, 4)
+        return [rows.permute(1, 0, 2, 3, 4).clone(memory_format=torch.contiguous_format)]
 
     draws = torch.Generator().manual_seed(0)
     parts = [torch.randn(2, 3, 5, 4, generator=draws) for _ in range(3)]
     before, after = _rewritten(stacks, *parts)
     assert before[aten.clone.default] == 3, "one of them of a stack that others read"
     assert after[aten.clone.default] == 2
+    before, after = _rewritten(uneven, *parts)
+    assert before == after
 
 
 def test_gelus_derivative_is_the_librarys() -> None:

@@ -21,7 +21,7 @@ usage: selftask check METHOD [key=value ...] [--ranks 1,2,4] [--steps 3]
 Trains a small version of METHOD, which may be a recipe as in `selftask train`, in double precision:
 once on one rank, then with the same global batch on several, then with their number changing
 between checkpoints. Samples, inputs, loss and its terms, gradients and all state must be the same
-to 1e-9. Your own method is found as ever: import=[mine], or its recipe. Exit code 1: different.
+to 1e-9. Your own method needs import=[mine], or a recipe that has it. Exit code 1: different.
 
 BatchNorm is replaced by a norm of one sample; parallel.sync_batch_norm=all checks synchronised
 BatchNorm instead.

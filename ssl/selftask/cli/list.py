@@ -76,7 +76,7 @@ def recipe_rows() -> Mapping[str, list[Row]]:
     rows = []
     for name, recipe in available().items():
         header = recipe.header
-        lines = next((n for n in range(2, len(header)) if header[n - 1].endswith(".")), 2)
+        lines = next((n for n in range(2, len(header) + 1) if header[n - 1].endswith(".")), 2)
         rows.append((name, " ".join(header[:lines]), _shorter(str(recipe.path))))
     return {"": rows}
 

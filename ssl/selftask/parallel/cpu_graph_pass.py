@@ -124,13 +124,16 @@ def _stack_transposed(graph: fx.Graph, node: fx.Node) -> None:
     permute = _only_source(node, (aten.permute.default,))
     view = permute and _only_source(permute, _VIEWS)
     cat = view and _only_source(view, (aten.cat.default,))
-    if not permute or not view or not cat or len(cat.args) > 1:  # along another dimension
+    if not permute or not view or not cat or len(cat.args) > 1 or cat.kwargs:  # another dimension
         return
     parts: Any = cat.args[0]
-    order: Any = permute.args[1]
+    dims: Any = permute.args[1]
+    shapes = {part.meta["val"].shape for part in parts}
     whole = (len(parts), *parts[0].meta["val"].shape)
-    if view.meta["val"].shape != whole or not node.meta["val"].is_contiguous():
+    is_stack = len(shapes) == 1 and view.meta["val"].shape == whole
+    if not is_stack or not node.meta["val"].is_contiguous():
         return
+    order = [dim % len(whole) for dim in dims]  # of which some may count from the end
     to, of_part = order.index(0), [dim - 1 for dim in order if dim]
     with graph.inserting_before(node):
         moved: list[fx.Node] = []

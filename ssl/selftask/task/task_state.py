@@ -247,9 +247,9 @@ def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
     text = f"data is not what it was when {path.name} was written: {'; '.join(changes)}"
     if task.config.resume.data == "refuse":
         raise UserError(
-            f"{text}; bring the data back, use another out=, or resume.data=allow to go on with it"
+            f"{text}; bring the data back, use another out=, or resume.data=allow to resume with it"
         )
-    log.warning("%s; resumed all the same (resume.data=allow)", text)
+    log.warning("%s; resuming with the data as it is now (resume.data=allow)", text)
 
 
 def _log_new_length(task: Task, state: dict[str, Any]) -> None:
