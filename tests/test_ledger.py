@@ -11,7 +11,7 @@ import pytest
 import ledger
 import prove
 import tiny
-from ledger import PROOFS, Entry, code, digest, files, own_digest, own_files, state, write
+from ledger import PROOFS, Entry, digest, files, own_digest, own_files, state, write
 from prove import DIFFERENCE, Pair, Result, all_pairs, run_all, select
 from selftask.registry import METHODS
 
@@ -72,7 +72,6 @@ def test_a_change_of_code_changes_the_digest(tmp_path: Path, monkeypatch: Any) -
         digests.append(ledger._digest([path]))
     assert digests[0] == digests[1] == digests[2]
     assert len(set(digests[2:])) == 4
-    assert code('def f():\n    """Doc."""\n    return 1\n') == "def f():\n    return 1"
 
 
 def test_every_method_has_every_proof() -> None:

@@ -8,11 +8,8 @@ Comments and docstrings do not count.
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import io
 import json
-import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -23,6 +20,7 @@ import gates
 from import_graph import PACKAGE, ROOT, Graph
 from selftask.config.load import load_config
 from selftask.registry import REGISTRIES, Registry
+from weight import code
 
 LEDGER = ROOT / "proofs"
 State = Literal["proved", "engine changed", "method changed", "never proved"]
@@ -168,21 +166,6 @@ def _digest(paths: Iterable[Path]) -> str:
 def _hash_of(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     return hashlib.sha256((code(text) if path.suffix == ".py" else text).encode()).hexdigest()
-
-
-def code(text: str) -> str:
-    """Return Python source without comments, docstrings and empty lines."""
-    lines = text.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            assert node.end_lineno is not None
-            for row in range(node.lineno, node.end_lineno + 1):
-                lines[row - 1] = ""
-    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _strings(value: Any) -> Iterator[str]:
