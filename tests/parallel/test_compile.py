@@ -63,7 +63,7 @@ class Pair(nn.Module):
 
 def report_of(network: nn.Module) -> None:
     report = CompileReport()
-    compiled = compile_whole(network, CompileConfig(backend="eager"), torch.device("cpu"))
+    compiled = compile_whole(network, CompileConfig(backend="eager"))
     for _ in range(3):
         compiled(torch.ones(2, 3))
         report.on_step(None)  # type: ignore[arg-type]  # does not look at the task
@@ -99,7 +99,7 @@ def test_blocks_keep_their_names() -> None:
         return graph.forward
 
     register_backend(counting, name="counting")
-    compile_blocks(network, CompileConfig(backend="counting"), torch.device("cpu"))
+    compile_blocks(network, CompileConfig(backend="counting"))
     assert list(network.state_dict()) == names
     assert torch.equal(network(x), before) and graphs
 

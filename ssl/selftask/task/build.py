@@ -63,7 +63,7 @@ def model(task: Task) -> None:
     task.trained = [("network", task.base_model), ("loss", task.loss)]
     freeze_for_good(task.trained, config.optimizer.groups)
     if config.train.compile and _in_blocks(config):
-        compile_blocks(task.base_model, config.train.compile_options, task.device)
+        compile_blocks(task.base_model, config.train.compile_options)
     task.activations = save_activations(config.parallel, task.base_model)
     _distribute(task, initial)
 
@@ -99,7 +99,7 @@ def _distribute(task: Task, initial: InitialWeights) -> None:
     initial.materialize(task.loss)  # the method's own parameters and buffers
     called: Any = task.base_model
     if config.train.compile and not _in_blocks(config):
-        called = compile_whole(task.base_model, config.train.compile_options, task.device)
+        called = compile_whole(task.base_model, config.train.compile_options)
     task.model = task.reduction.wrap(called)
 
 
