@@ -14,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from selftask.config.compose import recipes
+from selftask.config.compose.bases import compose_recipe
 from selftask.config.compose.endings import is_recipe_file
 from selftask.config.compose.overrides import Override, apply_overrides, parse_overrides
 from selftask.config.compose.provenance import Layer, Layers
-from selftask.config.compose.recipe_files import compose_recipe
 from selftask.config.compose.short_forms import expand
 from selftask.config.extensions import import_entry_points, import_extensions
 from selftask.config.keys import Key, dotted
