@@ -29,7 +29,6 @@ SMALLEST = {
     "step_memory": "--batch-size 16 --chunks 2",
     "step_overhead": "--models mlp --rounds 1",
     "threads": "--recipes simclr/digits --steps 1",
-    "transform_forms": "--side 32",
 }
 NEEDS_DATA = {"same_learning"}  # two folders of images
 

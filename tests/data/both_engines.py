@@ -54,24 +54,27 @@ def by_device(
     config: dict[str, ViewConfig],
     images: list[np.ndarray],
     *,
-    dense: bool,
     at_once: bool = False,
     room: int = 0,
 ) -> list[torch.Tensor]:
     """Drawn picture by picture, or all ``at_once``; in the canvas of the largest, or a larger."""
     channels = images[0].shape[2]
-    engine = Engine(Views(config, channels), config, dense)
-    sizes = np.array([image.shape[:2] for image in images])
+    engine = Engine(Views(config, channels), config)
     numbers = np.arange(len(images))
     if at_once:
+        sent, sizes = images, np.array([image.shape[:2] for image in images])
         packed = engine.draw_batch(SEED, np.full(len(images), EPOCH), numbers, sizes)
     else:
-        drawn = [engine.draw(h, w, SEED, EPOCH, n) for n, (h, w) in enumerate(sizes.tolist())]
-        packed = engine.pack(drawn, sizes)
+        prepared = [engine.prepare([image], SEED, EPOCH, n) for n, image in enumerate(images)]
+        sent = [
+            image for each in zip(*(kept for kept, _ in prepared), strict=True) for image in each
+        ]
+        sizes = np.array([image.shape[:2] for image in sent])
+        packed = engine.pack([traces for _, traces in prepared], sizes)
     canvas = np.full(
-        (len(images), *sizes.max(0) + room, channels), 77, np.uint8
+        (len(sent), *sizes.max(0) + room, channels), 77, np.uint8
     )  # what is outside counts not
-    for place, image in zip(canvas, images, strict=True):
+    for place, image in zip(canvas, sent, strict=True):
         place[: image.shape[0], : image.shape[1]] = image
     return engine(torch.from_numpy(canvas), torch.from_numpy(sizes).float(), packed)
 
@@ -91,16 +94,14 @@ def assert_close(
         assert difference.mean() <= most + 1e-4, float(difference.mean())
 
 
-def on_an_imagined_device(
-    transforms: list[Component], sizes: np.ndarray, dense: bool | None
-) -> None:
+def on_an_imagined_device(transforms: list[Component], sizes: np.ndarray) -> None:
     """All views on a device for whose values the host never waits; they are those of the CPU."""
-    in_process(_on_device, transforms, sizes, dense)
+    in_process(views_on_a_device, transforms, sizes)
 
 
-def _on_device(transforms: list[Component], sizes: np.ndarray, dense: bool | None) -> None:
+def views_on_a_device(transforms: list[Component], sizes: np.ndarray) -> None:
     config = views_of(transforms)
-    engine = Engine(Views(config), config, dense)
+    engine = Engine(Views(config), config)
     packed = engine.draw_batch(0, np.zeros(len(sizes), int), np.arange(len(sizes)), sizes)
     pixels = torch.from_numpy(smooth_images(len(sizes), HEIGHT, WIDTH))
     each = None if (sizes == sizes[0]).all() else torch.from_numpy(sizes).float()
@@ -109,8 +110,8 @@ def _on_device(transforms: list[Component], sizes: np.ndarray, dense: bool | Non
         engine(*sent[:2], replace(packed, numbers=sent[2]))  # the first call sends constants
         device.waits.clear()
         views = engine(*sent[:2], replace(packed, numbers=sent[2]))
-        assert device.waits == []
-    expected = Engine(Views(config), config, dense=True)(pixels, each, packed)
+        assert device.waits == [], device.waits
+    expected = engine(pixels, each, packed)
     for view, other in zip(views, expected, strict=True):
         assert view.device.type == NAME
         assert view.dtype == torch.float32

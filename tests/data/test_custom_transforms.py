@@ -146,12 +146,15 @@ def test_what_is_wrong_is_told(component: Component, message: str) -> None:
         made(component)
 
 
-def test_other_numbers_of_channels_and_the_device_engine_are_refused() -> None:
+DEVICE_CACHE = ("data.augment_on=device", "data.cache=device")
+
+
+def test_other_numbers_of_channels_and_the_cache_on_the_device_are_refused() -> None:
     views = {"a": ViewConfig(transforms=[part("PIL.ImageOps:mirror")])}
     with pytest.raises(ConfigError, match=r"views\.a\.transforms\.0\.name: custom needs 3 channe"):
         Views(views, 4)
     mirror = "{name: custom, transform: 'PIL.ImageOps:mirror'}"
-    words = ["data.augment_on=device", f"views.main.transforms=[{mirror}, normalize]"]
+    words = [*DEVICE_CACHE, f"views.main.transforms=[{mirror}, normalize]"]
     with pytest.raises(ConfigError, match=r"'custom' has no form for whole batches"):
         load_config("simclr/images", ["data=digits", *words])
 

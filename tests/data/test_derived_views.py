@@ -73,11 +73,18 @@ def test_groups_added_below_leave_the_draws_of_others_alone() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=False))
 
 
-@pytest.mark.parametrize("config", [TILES, HIDDEN], ids=["shown", "hidden"])
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("dense", [False, True])
-def test_both_engines_agree(config: dict[str, ViewConfig], at_once: bool, dense: bool) -> None:
-    ours = by_device(config, IMAGES, dense=dense, at_once=at_once)
+BLURRED = {
+    "main": TILES["main"],
+    "blurred": ViewConfig(of="main", transforms=[part("gaussian_blur", p=1.0)]),
+}
+"""All on the device; TILES and HIDDEN need the worker for their tiles."""
+
+
+@pytest.mark.parametrize(
+    "config", [TILES, HIDDEN, BLURRED], ids=["shown", "hidden", "on the device"]
+)
+def test_both_engines_agree(config: dict[str, ViewConfig]) -> None:
+    ours = by_device(config, IMAGES)
     cpu = by_cpu(config, IMAGES)
     assert len(ours) == len(cpu) == sum(num_views(config).values())
     for one, other in zip(ours, cpu, strict=True):

@@ -1,4 +1,4 @@
-"""Transforms that data.augment_on=device cannot do to batches are told before anything starts."""
+"""Transforms that data.cache=device cannot apply to batches are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Batched:
     def on_batch(self, images, drawn):
         return images
 '''
-NESTED = "views.main.transforms.1={name: random_apply, transforms: [invert, gaussian_blurr]}"
-DEVICE = "data.augment_on=device"
+NESTED = "views.main.transforms.1={name: random_apply, transforms: [grayscale]}"
+DEVICE = ("data.augment_on=device", "data.cache=device")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_views.py").write_text(MODULE)
     (tmp_path / "mine.yaml").write_text(
         "defaults: [simclr/digits]\nimport: [own_views]\nviews:\n  main:\n    transforms:\n"
-        "      - {name: random_resized_crop, size: 8}\n      - invert\n      - normalize\n"
+        "      - {name: random_resized_crop, size: 8}\n      - grayscale\n      - normalize\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_views", raising=False)
@@ -55,24 +55,29 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("command", "more"), [("config", []), ("submit", ["--dry-run"]), ("train", [])]
 )
-@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
 def test_what_has_no_batched_form_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], command: str, more: list[str], inner: bool
+    here: Path, capsys: pytest.CaptureFixture[str], command: str, more: list[str], nested: bool
 ) -> None:
-    change = NESTED if inner else "views.main.transforms.1={name: gaussian_blurr}"
-    assert main([command, "mine.yaml", DEVICE, change, *more]) == 2
+    change = NESTED if nested else "views.main.transforms.1={name: gaussian_blurr}"
+    assert main([command, "mine.yaml", *DEVICE, change, *more]) == 2
     said = capsys.readouterr().err
-    key = "views.main.transforms.1.transforms.1" if inner else "views.main.transforms.1"
-    assert f"{key}: 'gaussian_blurr' has no form for whole batches" in said
-    assert "set data.augment_on=cpu" in said
-    assert "did you mean 'gaussian_blur'?" in said
+    name = "random_apply" if nested else "gaussian_blurr"
+    assert f"views.main.transforms.1: {name!r} has no form for whole batches" in said
+    assert "set data.cache=ram" in said
+    assert nested or "did you mean 'gaussian_blur'?" in said
     assert not (here / "runs").exists()
 
 
 @pytest.mark.parametrize(
     "args",
-    [[NESTED], [DEVICE], [DEVICE, "views.main.transforms.1=batched_too"]],
-    ids=["engine cpu", "built-in", "own"],
+    [
+        [NESTED],
+        [NESTED, DEVICE[0]],
+        [*DEVICE],
+        [*DEVICE, "views.main.transforms.1=batched_too"],
+    ],
+    ids=["engine cpu", "in workers", "built-in", "own"],
 )
 def test_what_is_possible_is_let_through(
     here: Path, capsys: pytest.CaptureFixture[str], args: list[str]
@@ -84,7 +89,7 @@ def test_the_check_needs_no_torch(here: Path) -> None:
     """Nor the import of any batched form."""
     code = (
         "import sys\nfrom selftask.cli.main import main\n"
-        f"code = main(['config', 'mine.yaml', '{DEVICE}', '{NESTED}'])\n"
+        f"code = main(['config', 'mine.yaml', *{DEVICE}, '{NESTED}'])\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\nsys.exit(code)"
     )
     done = tiny.run([sys.executable, "-c", code], here)

@@ -22,6 +22,7 @@ from selftask.data.sampling.sampler import Pool
 from selftask.data.transforms.pretext import drawn_rotation
 from selftask.data.views import Views, build_pipeline
 from selftask.errors import ConfigError
+from selftask.random.views import draw_rng
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +166,11 @@ def turned(pictures: torch.Tensor) -> list[int]:
     return corners.argmax(1).tolist()
 
 
+def drawn_flip(seed: int, epoch: int, index: int, view: int) -> int:
+    """Where a flip moves the first corner, in the order of `turned`."""
+    return 3 if draw_rng(seed, epoch, index, view).random() < 0.5 else 0
+
+
 @pytest.mark.parametrize(
     ("kind", "workers"), [(Batches, 0), (Batches, 2), (CachedBatches, 0)], ids=str
 )
@@ -173,11 +179,13 @@ def test_the_key_of_a_sample_names_its_draws(
     kind: type[Batches], workers: int, repeated: bool
 ) -> None:
     """So what was drawn is known of images in place of others, and of second showings."""
-    config = {"main": ViewConfig(count=2, transforms=[Component(name="rotate_90")])}
+    cached = kind is CachedBatches  # which needs transforms for whole batches
+    name, drawn = ("horizontal_flip", drawn_flip) if cached else ("rotate_90", drawn_rotation)
+    config = {"main": ViewConfig(count=2, transforms=[Component(name=name)])}
     source: Any = Corners(24, bad=() if repeated else tuple(range(0, 24, 3)))
     views = Views(config)
     data: Any = ViewDataset(source, views, 3)
-    if kind is CachedBatches:
+    if cached:
         data = DeviceDataset(source, views, 3, Engine(views, config))
     pool = Pool(24, 12, 3)
     sampler = Repeated(Repeated.Config(times=3), pool) if repeated else None
@@ -192,10 +200,9 @@ def test_the_key_of_a_sample_names_its_draws(
         keys = sample["key"].tolist()
         for number, view in enumerate(sample["views"]):
             found = turned(view)
-            assert found == [drawn_rotation(3, *key, number) for key in keys]
+            assert found == [drawn(3, *key, number) for key in keys]
             by_image = [
-                drawn_rotation(3, sample["epoch"], index, number)
-                for index in sample["index"].tolist()
+                drawn(3, sample["epoch"], index, number) for index in sample["index"].tolist()
             ]
             wrong += found != by_image
     assert wrong >= 3  # index and epoch do not name them

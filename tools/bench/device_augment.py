@@ -1,20 +1,18 @@
 """Time of two CIFAR-sized views for whole batches: the device engine and kornia, interleaved.
 
-    python tools/bench/device_augment.py [--blur | --policy] [--size 32] [--batch 256]
+    python tools/bench/device_augment.py [--blur] [--size 32] [--batch 256]
                                          [--rounds 20] [--device cpu|cuda]
 
-Crop (.08-1), flip, colour jitter (p .8, strengths .8 .8 .8 .2), gray (.2), with ``--blur`` also
-blur (.5, sigma .1-2), with ``--policy`` crop, flip and RandAugment (2 operations, magnitude 9 of
-30); from uint8 (B, H, W, 3) on the device to normalised float32 (B, 3, H, W). One thread is used.
-Each round runs every entry once; the first entry changes with the round. Figures are the median and
-the minimum over rounds of the time per image (both views): process CPU time on a CPU, wall time on
-a GPU.
+Crop (.08-1), flip, color jitter (p .8, strengths .8 .8 .8 .2), gray (.2), with ``--blur`` also
+blur (.5, sigma .1-2); from uint8 (B, H, W, 3) on the device to normalized float32 (B, 3, H, W). One
+thread is used. Each round runs every entry once; the first entry changes with the round. Figures
+are the median and the minimum over rounds of the time per image (both views): process CPU time on a
+CPU, wall time on a GPU.
 
 ``selftask device`` draws for the whole batch, packs and makes the views, as with
-``data.cache=device``. ``without draws`` gets the draws. ``all, then choose`` is the form for GPUs,
-in which no shape depends on a draw. ``selftask cpu`` is the other engine, image by image. The
-operations differ in some ways: kornia draws the order of the jitter per batch, applies the same two
-RandAugment operations to the whole batch, and does not antialias crops.
+``data.cache=device``. ``without draws`` gets the draws. ``selftask cpu`` is the other engine, image
+by image. The operations differ in some ways: kornia draws the order of the jitter per batch, and
+does not antialias crops.
 """
 
 from __future__ import annotations
@@ -24,18 +22,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import augment  # beside this file; it finds selftask
 import numpy as np
 import torch
 
-from selftask.config.schema import Component, ViewConfig
 from selftask.data.device.engine import Engine
-from selftask.data.device.operation import Images, Operation
-from selftask.data.device.packing import Step
 from selftask.data.views import Views
 
 Work = Callable[[], Any]
@@ -50,24 +43,9 @@ def batch_of(count: int, size: int) -> np.ndarray:
     return np.ascontiguousarray(smooth.clip(0, 255).astype(np.uint8))
 
 
-def recipe(contest: augment.Contest, policy: bool) -> dict[str, ViewConfig]:
-    """Return the ``views:`` of the comparison."""
-    views = augment.view_configs(contest)
-    if not policy:
-        return views
-
-    def with_policy(view: ViewConfig) -> ViewConfig:
-        crop, flip, *_, last = view.transforms
-        return replace(view, transforms=[crop, flip, Component(name="rand_augment"), last])
-
-    return {name: with_policy(view) for name, view in views.items()}
-
-
-def entries(
-    contest: augment.Contest, policy: bool, pixels: np.ndarray, device: str
-) -> dict[str, Work]:
+def entries(contest: augment.Contest, pixels: np.ndarray, device: str) -> dict[str, Work]:
     """Return the entries by name; kornia only if it is installed."""
-    config = recipe(contest, policy)
+    config = augment.view_configs(contest)
     views = Views(config)
     on_device = torch.from_numpy(pixels).to(device)
     sizes = np.tile(pixels.shape[1:3], (len(pixels), 1))
@@ -75,7 +53,7 @@ def entries(
     engine = Engine(views, config)
     ready = engine.draw_batch(0, epochs, numbers, sizes).to(on_device.device)
 
-    def drawn_and_made(engine: Engine) -> Any:
+    def drawn_and_made() -> Any:
         packed = engine.draw_batch(0, epochs, numbers, sizes)
         return engine(on_device, None, packed.to(on_device.device))
 
@@ -85,29 +63,21 @@ def entries(
         return [to_float(v) for to_float, v in zip(views.to_float, stacked, strict=True)]
 
     found: dict[str, Work] = {
-        "selftask device": partial(drawn_and_made, engine),
+        "selftask device": drawn_and_made,
         "  without draws": lambda: engine(on_device, None, ready),
     }
     if device == "cpu":
-        found["  all, then choose"] = partial(drawn_and_made, Engine(views, config, dense=True))
         found["selftask cpu"] = one_by_one
     try:
-        found["kornia"] = kornia(contest, policy, on_device)
+        found["kornia"] = kornia(contest, on_device)
     except ImportError as error:
         print(f"kornia is left out: {error}")
     return found
 
 
-def kornia(contest: augment.Contest, policy: bool, pixels: torch.Tensor) -> Work:
+def kornia(contest: augment.Contest, pixels: torch.Tensor) -> Work:
     """Return a function that runs kornia's pipelines on the same bytes."""
     pipelines = [pipeline.to(pixels.device) for pipeline in augment.kornia_pipelines(contest)]
-    if policy:
-        from kornia.augmentation.auto import RandAugment
-
-        pipelines = [
-            torch.nn.Sequential(*pipeline[:2], RandAugment(2, 9), pipeline[-1])
-            for pipeline in pipelines
-        ]
 
     def work() -> Any:
         batch = pixels.permute(0, 3, 1, 2).float() / 255
@@ -138,40 +108,9 @@ def measure(works: dict[str, Work], rounds: int, count: int, device: str) -> dic
     return times
 
 
-def by_operation(
-    config: dict[str, ViewConfig], pixels: np.ndarray, rounds: int
-) -> dict[str, float]:
-    """Return the minimum microseconds per image of each operation of one view, on the CPU."""
-    engine, count = Engine(Views(config), config), len(pixels)
-    sizes = np.tile(pixels.shape[1:3], (count, 1))
-    packed = engine.draw_batch(0, np.zeros(count, dtype=np.int64), np.arange(count), sizes)
-    least: dict[str, float] = {}
-
-    def timed(name: str, work: Callable[[], Any]) -> Any:
-        start = time.process_time()
-        made = work()
-        spent = 1e6 * (time.process_time() - start) / count
-        least[name] = min(least.get(name, spent), spent)
-        return made
-
-    floats = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-    for _ in range(rounds):
-        values = timed("to floats", lambda: floats.float().contiguous())
-        images = Images(values, dense=False)
-        for operation, step in zip(engine.chains[0].operations, packed.steps(0).steps, strict=True):
-            work: Callable[[Operation, Step, Images], Images]
-            work = lambda o, s, i: o.apply(i, s.packed, s.canvas)  # noqa: E731
-            name = type(operation).__name__
-            images = timed(name, partial(work, operation, step, images))
-        timed("normalize", partial(engine.to_float[0].of_planes, images.values))
-    return least
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--blur", action="store_true")
-    kind.add_argument("--policy", action="store_true")
+    parser.add_argument("--blur", action="store_true")
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=20)
@@ -180,7 +119,7 @@ def main() -> None:
     torch.set_num_threads(1)
     contest = augment.Contest([(2, args.size, (0.08, 1.0))], blur=args.blur, encoded=False)
     pixels = batch_of(args.batch, args.size)
-    works = entries(contest, args.policy, pixels, args.device)
+    works = entries(contest, pixels, args.device)
     times = measure(works, args.rounds, args.batch, args.device)
     ours = statistics.median(times["selftask device"])
     print(
@@ -191,10 +130,6 @@ def main() -> None:
     for entry, all_us in times.items():
         middle, least = statistics.median(all_us), min(all_us)
         print(f"{entry:24}{middle:10.1f}{least:10.1f}{1e6 / middle:10.0f}{middle / ours:12.2f}")
-    if args.device == "cpu":
-        print("\nof one view, least us/image, without chunks:")
-        for name, spent in by_operation(recipe(contest, args.policy), pixels, args.rounds).items():
-            print(f"{name:32}{spent:8.1f}")
 
 
 if __name__ == "__main__":

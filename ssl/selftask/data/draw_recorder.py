@@ -1,12 +1,11 @@
 """Augmentation parameters of each view, as numbers in the batch if they are requested.
 
-The parameters are a pure function of the seed, the sample's key and the image's size. So they are
-drawn again here, and the code that makes the views records nothing.
+The code that makes the views keeps what it drew in a ``Trace``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +13,13 @@ import numpy as np
 from torch import Tensor
 
 from selftask.batch import Draws
-from selftask.config.checks.contradictions import unbatched
-from selftask.config.schema import Component, ViewConfig
-from selftask.data.device.compose import Chain
-from selftask.data.device.operation import Operation, find_batched_transform
-from selftask.data.transforms.transform import UNMOVED, Matrix, Transform, after
-from selftask.data.views import View, Views
+from selftask.data.transforms.transform import UNMOVED, Matrix, Nested, Trace, Transform, after
 from selftask.errors import ConfigError
-from selftask.random.views import ViewDraws
 from selftask.registry import TRANSFORMS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from selftask.config.schema import Component, ViewConfig
+    from selftask.data.views import View, Views
 
 
 @dataclass(frozen=True)
@@ -34,7 +28,6 @@ class _Recorded:
 
     number: int
     names: dict[str, Transform]  # transforms that report numbers, by their names in a batch
-    lengths: dict[str, int]
 
 
 class DrawRecorder:
@@ -60,52 +53,36 @@ class DrawRecorder:
         asked: Collection[str],
     ) -> None:
         self.made = views.made
-        self.chains = [
-            Chain(list(_operations(view, config[view.group].transforms))) for view in self.made
-        ]
         self.recorded = [
-            _recorded(number, self.chains[number])
+            _Recorded(number, _transforms(view, config[view.group].transforms))
             for number, view in enumerate(self.made)
             if view.shown and view.group in asked
         ]
-        self._draws: ViewDraws | None = None
 
-    def row(
-        self, given: Sequence[tuple[int, int]], seed: int, epoch: int, index: int
-    ) -> np.ndarray:
+    def row(self, images: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> np.ndarray:
         """Return the numbers of one sample, float32.
 
         Args:
-            given: Height and width of each image of the sample, in the order of ``Views.images``.
-            seed: Seed of the draws.
-            epoch: First number of the sample's key.
-            index: Second number of the sample's key.
+            images: Height and width of each image of the sample, in the order of ``Views.images``.
+            traces: Draws of each view, made or not shown.
         """
-        if self._draws is None or self._draws.seed != seed:
-            self._draws = ViewDraws(seed)
-        images: list[tuple[int, int]] = []  # of the sample's image behind each view
         matrices: list[Matrix] = []
-        sizes: list[tuple[int, int]] = []
-        applied: list[list[tuple[Any, Any]]] = []
-        for number, (view, chain) in enumerate(zip(self.made, self.chains, strict=True)):
+        sizes: list[tuple[int, int]] = []  # of the sample's image behind each view
+        for view, trace in zip(self.made, traces, strict=True):
             matrix = UNMOVED if view.of is None else matrices[view.of]
-            images.append(given[view.image] if view.of is None else images[view.of])
-            size = images[-1] if view.of is None else sizes[view.of]
-            params = chain.draw_for(self._draws.at(epoch, index, number), *size)
-            steps = list(chain.applied(params, *size))
-            for transform, drawn, *before in steps:
-                if isinstance(transform, Transform):
-                    matrix = after(transform.source_matrix(drawn, *before), matrix)
+            for transform, params, size in trace.steps:
+                if params is not None:
+                    matrix = after(transform.source_matrix(params, *size), matrix)
             matrices.append(matrix)
-            sizes.append(chain.size_after(*size, params))
-            applied.append([(transform, drawn) for transform, drawn, *_ in steps])
+            sizes.append(images[view.image] if view.of is None else sizes[view.of])
         numbers: list[float] = []
         for one in self.recorded:
-            numbers += images[one.number]
-            numbers += _of_unit_square(matrices[one.number], *sizes[one.number])
-            drawn = {id(transform): params for transform, params in applied[one.number]}
+            trace = traces[one.number]
+            numbers += sizes[one.number]
+            numbers += _of_unit_square(matrices[one.number], *trace.size)
+            params_of = {id(step.transform): step.params for step in trace.steps}
             for transform in one.names.values():
-                numbers += transform.numbers(drawn.get(id(transform)))
+                numbers += transform.numbers(params_of.get(id(transform)))
         return np.array(numbers, dtype=np.float32)
 
     def unpack(self, rows: Tensor) -> dict[str, list[Draws]]:
@@ -116,56 +93,51 @@ class DrawRecorder:
             size, at = rows[:, at : at + 2], at + 2
             matrix, at = rows[:, at : at + 6].view(-1, 2, 3), at + 6
             params = {}
-            for name, length in one.lengths.items():
+            for name, transform in one.names.items():
+                length = _length(transform)
                 params[name], at = rows[:, at : at + length], at + length
             draws = Draws(matrix=matrix, image_size=size, params=params)
             found.setdefault(self.made[one.number].group, []).append(draws)
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_draws": None}
 
+def _transforms(view: View, components: list[Component]) -> dict[str, Transform]:
+    """Return the transforms of a view that report numbers, by their names in a batch.
 
-class _DrawsOnly(Operation):
-    """User's transform without a batched form; it only draws, and keeps the image size."""
-
-    def pack(self, params: Any, sizes: np.ndarray) -> Any:
-        raise NotImplementedError
-
-    def apply(self, images: Any, packed: Any, canvas: tuple[int, int]) -> Any:
-        raise NotImplementedError
-
-
-def _operations(view: View, components: list[Component]) -> Iterator[Operation]:
-    """Yield the transforms of a view as operations that draw, without callables at its end."""
-    opaque = ""
+    Raises:
+        ConfigError: If a transform follows a callable, which may move pixels anywhere.
+    """
+    names: dict[str, Transform] = {}
+    callable_name = ""
     for component, transform in zip(components, view.pipeline.transforms, strict=False):
-        batched = not list(unbatched({view.group: ViewConfig(transforms=[component])}))
-        if not batched and not isinstance(transform, Transform):
-            opaque = component.name
-        elif opaque:
+        if callable_name:
             problem = (
-                f"views.{view.group}.transforms: what is drawn after {opaque!r} is not known, and "
-                "the draws of this group are asked for; put it last, or derive it from Transform"
+                f"views.{view.group}.transforms: what is drawn after {callable_name!r} is not "
+                "known, and the draws of this group are asked for; put it last, or derive it from "
+                "Transform"
             )
             raise ConfigError([problem])
-        else:
-            yield (
-                find_batched_transform(component.name, transform)
-                if batched
-                else _DrawsOnly(transform)
-            )
+        for one in _flat(transform):
+            if not isinstance(one, Transform):
+                callable_name = component.name
+            elif _length(one):
+                name = _registered_name(one)
+                same = sum(type(other) is type(one) for other in names.values())
+                names[f"{name}_{same + 1}" if same else name] = one
+    return names
 
 
-def _recorded(number: int, chain: Chain) -> _Recorded:
-    registered = {TRANSFORMS.imported(name): name for name in TRANSFORMS}
-    names: dict[str, Transform] = {}
-    for transform in chain.transforms():
-        if isinstance(transform, Transform) and _length(transform):
-            name = registered[type(transform)]
-            same = sum(type(other) is type(transform) for other in names.values())
-            names[f"{name}_{same + 1}" if same else name] = transform
-    return _Recorded(number, names, {name: _length(one) for name, one in names.items()})
+def _flat(transform: Any) -> Iterator[Any]:
+    """Yield a transform, or the transforms nested in it."""
+    if isinstance(transform, Nested):
+        for inner in transform.inner():
+            yield from _flat(inner)
+    else:
+        yield transform
+
+
+def _registered_name(transform: Transform) -> str:
+    return next(name for name in TRANSFORMS if TRANSFORMS.imported(name) is type(transform))
 
 
 def _length(transform: Transform) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from selftask.data import kernel
 from selftask.data.transforms.channels import RGB, for_channels, list_problems
 from selftask.data.transforms.normalize import Normalize
-from selftask.data.transforms.transform import Transform
+from selftask.data.transforms.transform import Drawn, Nested, Trace, Transform
 from selftask.errors import ConfigError
 from selftask.random.views import ViewDraws
 from selftask.registry import TRANSFORMS
@@ -61,28 +61,43 @@ class Compose:
         pipeline.transforms = [_with_view_number(each, number) for each in self.transforms]
         return pipeline
 
+    def first(self, number: int) -> Compose:
+        """Return the pipeline of the first ``number`` transforms."""
+        pipeline = copy.copy(self)
+        pipeline.transforms = self.transforms[:number]
+        return pipeline
+
     def __call__(
-        self, image: np.ndarray, rng: np.random.Generator, out: np.ndarray | None = None
+        self,
+        image: np.ndarray,
+        rng: np.random.Generator,
+        out: np.ndarray | None = None,
+        steps: list[Drawn] | None = None,
     ) -> np.ndarray:
+        """Return the changed image; append the draws of each transform to ``steps``."""
         program: list[float] = []  # pending operations of the kernel
         height, width, channels = image.shape
         compiled = self.compiled and channels == RGB and kernel.fits(height, width)
         for transform in self.transforms:
             if not isinstance(transform, Transform):
-                image = transform(_run(program, image, height, width), rng)
+                image = _run(program, image, height, width)
+                nested = isinstance(transform, Nested)
+                image = transform(image, rng, steps) if nested else transform(image, rng)
                 program, (height, width) = [], image.shape[:2]
                 continue
             drawn = transform.draw(rng, height, width)
+            if steps is not None:
+                steps.append(Drawn(transform, drawn, (height, width)))
             if drawn is None:
                 continue
-            steps = transform.program(drawn) if compiled else None
-            if steps is None:
+            instructions = transform.program(drawn) if compiled else None
+            if instructions is None:
                 image = transform.apply(_run(program, image, height, width), drawn)
                 program, (height, width) = [], image.shape[:2]
                 continue
-            program += steps
-            if steps and steps[0] == kernel.Op.CROP_RESIZE:
-                height, width = int(steps[5]), int(steps[6])
+            program += instructions
+            if instructions and instructions[0] == kernel.Op.CROP_RESIZE:
+                height, width = int(instructions[5]), int(instructions[6])
         return _run(program, image, height, width, out)
 
 
@@ -215,6 +230,7 @@ class Views:
         index: int,
         out: Sequence[np.ndarray] = (),
         further: Sequence[np.ndarray] = (),
+        traces: list[Trace] | None = None,
     ) -> list[np.ndarray]:
         """Return the V shown views, uint8 (H, W, C), of an image (H', W', C).
 
@@ -225,6 +241,7 @@ class Views:
             index: Second number of the sample's key.
             out: Arrays that the views are written to where possible, in order.
             further: Other images of the sample, in the order of ``images``.
+            traces: The draws of each view of ``made`` are appended to it.
         """
         if self._draws is None or self._seed != seed:
             self._draws, self._seed = ViewDraws(seed), seed
@@ -234,7 +251,11 @@ class Views:
         for number, view in enumerate(self.made):
             source = given[view.image] if view.of is None else made[view.of]
             place = next(places, None) if view.shown else None
-            made.append(view.pipeline(source, self._draws.at(epoch, index, number), place))
+            steps: list[Drawn] | None = None if traces is None else []
+            made.append(view.pipeline(source, self._draws.at(epoch, index, number), place, steps))
+            if traces is not None and steps is not None:
+                height, width = made[-1].shape[:2]
+                traces.append(Trace(steps, (height, width)))
         return [made[number] for number in self.shown]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 
 from selftask.config import torch_names
 from selftask.config.checks import devices, grid, locations, optimizer, requirements, sbatch
-from selftask.config.checks.components import inner_components
 from selftask.config.classy_names import classy_has
 from selftask.config.keys import Key
 from selftask.config.schema import Component, Config, ParallelConfig, ViewConfig, num_views
@@ -176,7 +175,8 @@ def _engine(config: Config) -> Iterator[Problem]:
     """Yield problems of options that ``data.augment_on`` does not support."""
     data = config.data
     if data.augment_on == "device":
-        yield from unbatched(config.views)
+        if data.cache == "device":
+            yield from _unbatched(config.views)
         return
     if data.cache == "device":
         yield ("data", "cache"), "data.cache='device' needs data.augment_on=device"
@@ -188,31 +188,27 @@ def _engine(config: Config) -> Iterator[Problem]:
         yield ("data", "max_side"), text
 
 
-def unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """Yield transforms without a batched form, which ``data.augment_on=device`` needs.
-
-    Nested transforms are included.
-    """
+def _unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
+    """Yield transforms without a batched version, which ``data.cache=device`` needs."""
     for key, transforms in _of_views(views).items():
         for index, transform in enumerate(transforms):
-            yield from _unbatched(transform, TRANSFORMS, (*key, str(index)))
+            if is_unbatched(transform.name):
+                place = (*key, str(index))
+                text = (
+                    f"{'.'.join(place)}: {transform.name!r} has no form for whole batches, which "
+                    "data.cache=device needs; set data.cache=ram, give it a method "
+                    "on_batch(images, drawn), or take one that has a form "
+                    f"({nearest(transform.name, BATCHED_TRANSFORMS.names())})"
+                )
+                yield place, text
 
 
-def _unbatched(transform: Component, registry: Registry, key: Key) -> Iterator[Problem]:
-    for inner in inner_components(transform, registry, key):
-        yield from _unbatched(*inner)
-    name = transform.name
+def is_unbatched(name: str) -> bool:
+    """Return whether a transform has no version for whole batches, so that workers apply it."""
     if name in BATCHED_TRANSFORMS or name not in TRANSFORMS or grid.normalizes(name):
-        return
-    own = TRANSFORMS.imported(name)
-    if not (hasattr(own, "on_batch") and hasattr(own, "draw")):
-        text = (
-            f"{'.'.join(key)}: {name!r} has no form for whole batches, which "
-            "data.augment_on='device' needs; set data.augment_on=cpu, give it a method "
-            "on_batch(images, drawn), or take one "
-            f"that has a form ({nearest(name, BATCHED_TRANSFORMS.names())})"
-        )
-        yield key, text
+        return False
+    custom = TRANSFORMS.imported(name)
+    return not (hasattr(custom, "on_batch") and hasattr(custom, "draw"))
 
 
 _DEFAULT = ParallelConfig()

@@ -235,8 +235,9 @@ class Planner:
         """Return the recorder's rows for images of sizes (I, B, 2), if there is a recorder."""
         if self._recorder is None:
             return {}
-        given = zip(sizes.swapaxes(0, 1).tolist(), keys, strict=True)
-        rows = [self._recorder.row(each, self._seed, *key) for each, key in given]
+        rows = []
+        for each, key in zip(sizes.swapaxes(0, 1).tolist(), keys, strict=True):
+            rows.append(self._recorder.row(each, self._engine.draw(each, self._seed, *key)))
         return {self._recorder.name: torch.from_numpy(np.stack(rows))}
 
     def _instead(self, epoch: int, index: int) -> int:

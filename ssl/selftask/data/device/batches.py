@@ -19,6 +19,7 @@ from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.sample import Sample
 from selftask.data.source import Source
 from selftask.data.transforms.resampling import resize
+from selftask.data.transforms.transform import Trace
 from selftask.data.views import Views
 from selftask.errors import UserError
 
@@ -82,14 +83,17 @@ class DeviceDataset(ViewDataset):
         """Engine that turns a batch into the input of a network."""
         return self.engine
 
-    def make(
-        self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
-    ) -> tuple[list[np.ndarray], Any]:
-        """Return the images, and the parameters of all views."""
+    def read(self, index: int) -> tuple[list[np.ndarray], int, dict[str, np.ndarray] | None]:
+        images, target, extras = super().read(index)
         if self.max_side is not None:
             images = [shrunk(image, self.max_side) for image in images]
-        (height, width), *further = (image.shape[:2] for image in images)
-        return images, self.engine.draw(height, width, self.seed, epoch, index, further)
+        return images, target, extras
+
+    def make(
+        self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
+    ) -> tuple[list[np.ndarray], list[Trace]]:
+        """Return the images to send, and the draws of all views."""
+        return self.engine.prepare(images, self.seed, epoch, index)
 
     def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> DeviceBatch:
         """Put all images into one canvas, and all parameters into one tensor."""
@@ -101,7 +105,7 @@ class DeviceDataset(ViewDataset):
         images = chain.from_iterable(zip(*(sample.views for sample in shown), strict=True))
         canvas, sizes = to_canvas([*images], places.new)
         try:
-            packed = self.engine.pack([sample.drawn for sample in shown], sizes)
+            packed = self.engine.pack([sample.traces for sample in shown], sizes)
         except UserError as error:
             return replace(batch, problem=str(error))
         return replace(batch, views=[canvas], sizes=sizes_in_canvas(sizes), packed=packed)

@@ -1,103 +1,136 @@
-"""Device engine: makes all views of a batch on the device, from given parameters."""
+"""Device engine: makes the views of a batch on the device, from parameters drawn by the workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from selftask.config.checks.contradictions import unbatched
-from selftask.data.device.compose import Chain, differ, listed
-from selftask.data.device.operation import Images, find_batched_transform
-from selftask.data.device.packing import Packed, Steps, pack
-from selftask.data.views import Views
-from selftask.errors import ConfigError, UserError
+from selftask.config.checks.contradictions import is_unbatched
+from selftask.data.device.operation import Operation, find_batched_transform
+from selftask.data.device.packing import Packed, ViewParameters, pack
+from selftask.data.transforms.transform import Drawn, Trace
+from selftask.data.views import Compose, View, Views
+from selftask.errors import UserError
 from selftask.random.views import Streams, ViewDraws
 
 if TYPE_CHECKING:
     from selftask.config.schema import ViewConfig
 
-_CHUNK_BYTES = 1 << 24  # of images processed together on a CPU, so that they stay in its cache
 
-Draws = list[list[Any]]  # of one sample: for each view, the parameters of each transform
-Sizes = Sequence[tuple[int, int]]  # height and width of each image of a sample
+@dataclass(frozen=True)
+class Program:
+    """How a view is made: in the worker up to some transform, and on the device from then on."""
+
+    parent: int | None
+    """Number of the view that it is made from on the device; None: from an image."""
+    image: int
+    """Which of the images that are sent for a sample it is made from, without a parent."""
+    in_worker: Compose | None
+    """Transforms up to the last one without a batched version; None if all have one."""
+    operations: list[Operation]
+    """Batched versions of the other transforms."""
 
 
 class Engine:
     """Makes all views of a batch with the batched versions of their transforms.
 
-    Workers call ``draw`` and ``pack``; ``__call__`` runs on the device.
-
-    Raises:
-        ConfigError: A transform has no batched version.
+    Workers call ``prepare`` and ``pack``; ``__call__`` runs on the device. If a transform has no
+    batched version, the worker applies the transforms up to it, and the result is one more image
+    that is sent to the device.
     """
 
-    def __init__(
-        self, views: Views, config: Mapping[str, ViewConfig], dense: bool | None = None
-    ) -> None:
-        """``dense`` is described at ``Images.dense``; None: dense, except on a CPU."""
+    def __init__(self, views: Views, config: Mapping[str, ViewConfig]) -> None:
         self.made = views.made
-        self.num_images = 1 + len(views.images)  # I, per sample
-        self.chains = _chains(views, config)
         self.to_float = views.to_float
-        self.dense = dense
+        lengths = _num_in_worker(views.made, config)
+        direct = any(
+            length is None and view.of is None
+            for view, length in zip(views.made, lengths, strict=True)
+        )
+        self.num_given = 1 + len(views.images) if direct else 0  # images that are sent as they are
+        self.num_images = self.num_given  # I, sent for each sample
+        self.programs: list[Program] = []
+        for view, length in zip(views.made, lengths, strict=True):
+            named = [*zip(config[view.group].transforms, view.pipeline.transforms, strict=False)]
+            operations = [find_batched_transform(c.name, one) for c, one in named[length:]]
+            if length is None:
+                self.programs.append(Program(view.of, view.image, None, operations))
+            else:
+                in_worker = view.pipeline.first(length)
+                self.programs.append(Program(None, self.num_images, in_worker, operations))
+                self.num_images += 1
         self._draws: ViewDraws | None = None
 
-    def draw(
-        self, height: int, width: int, seed: int, epoch: int, index: int, further: Sizes = ()
-    ) -> Draws:
-        """Draw parameters for one sample, the same as the CPU engine draws.
+    def prepare(
+        self, images: Sequence[np.ndarray], seed: int, epoch: int, index: int
+    ) -> tuple[list[np.ndarray], list[Trace]]:
+        """Return the images to send for one sample, and the draws of each view.
+
+        The draws are the same as those of the CPU engine.
 
         Args:
-            height: Height of the first image, in pixels.
-            width: Width of the first image, in pixels.
+            images: Images of the sample, uint8 (H, W, C).
             seed: Seed of the run.
             epoch: First number of the sample's key.
             index: Index of the sample.
-            further: Height and width of the sample's further images.
         """
         if self._draws is None or self._draws.seed != seed:
             self._draws = ViewDraws(seed)
-        return self._draw(self._draws, [(height, width), *further], epoch, index)
+        sent = list(images[: self.num_given])
+        in_worker: list[np.ndarray | None] = []
+        traces: list[Trace] = []
+        for number, (view, program) in enumerate(zip(self.made, self.programs, strict=True)):
+            rng = self._draws.at(epoch, index, number)
+            steps: list[Drawn] = []
+            made = None
+            if program.in_worker is not None:
+                source = images[view.image] if view.of is None else in_worker[view.of]
+                assert source is not None  # see _num_in_worker
+                made = program.in_worker(source, rng, steps=steps)
+                sent.append(made)
+            in_worker.append(made)
+            before = images[view.image].shape[:2] if view.of is None else traces[view.of].size
+            size = before if made is None else made.shape[:2]
+            traces.append(_draw(program.operations, rng, size, steps))
+        return sent, traces
 
-    def _draw(self, draws: ViewDraws, given: Sizes, epoch: int, index: int) -> Draws:
-        drawn: Draws = []
-        sizes: list[tuple[int, int]] = []  # of the views
-        for number, (view, chain) in enumerate(zip(self.made, self.chains, strict=True)):
-            before = given[view.image] if view.of is None else sizes[view.of]
-            drawn.append(chain.draw_for(draws.at(epoch, index, number), *before))
-            if self._parents:
-                sizes.append(chain.size_after(*before, drawn[-1]))
-        return drawn
+    def draw(
+        self, sizes: Sequence[tuple[int, int]], seed: int, epoch: int, index: int
+    ) -> list[Trace]:
+        """Return the draws of ``prepare`` for images of these sizes, if no worker is needed."""
+        blank = [np.empty((*size, 0), dtype=np.uint8) for size in sizes]
+        return self.prepare(blank, seed, epoch, index)[1]
 
-    @cached_property
-    def _parents(self) -> set[int | None]:
-        """Numbers of the views from which other views are made."""
-        return {view.of for view in self.made} - {None}
-
-    def pack(self, params: Sequence[Draws], sizes: np.ndarray) -> Packed:
+    def pack(self, traces: Sequence[Sequence[Trace]], sizes: np.ndarray) -> Packed:
         """Turn the parameters of a batch into arrays.
 
         Args:
-            params: Parameters of each sample, from ``draw``.
-            sizes: Height and width of the images, int64 (I*B, 2). If samples have I > 1 images, the
-                first images of all samples come first.
+            traces: Draws of each sample.
+            sizes: Height and width of the sent images, int64 (I*B, 2). If there are I > 1 for each
+                sample, the first images of all samples come first.
 
         Raises:
             UserError: An operation needs images of equal size, and sizes differ.
         """
-        return self._pack(
-            lambda view, chain, sizes: chain.pack([one[view] for one in params], sizes), sizes
-        )
+
+        def step(view: int, number: int, operation: Operation, sizes: np.ndarray) -> Any:
+            last = number - len(self.programs[view].operations)  # counted from the end
+            params = [trace[view].steps[last].params for trace in traces]
+            return operation.pack(params, sizes)
+
+        return self._pack(step, sizes)
 
     def draw_batch(
         self, seed: int, epochs: np.ndarray, indices: np.ndarray, sizes: np.ndarray
     ) -> Packed:
         """Do ``draw`` and ``pack`` for a batch, vectorized if all transforms support it.
+
+        No transform may need the worker.
 
         Args:
             seed: Seed of the run.
@@ -105,39 +138,44 @@ class Engine:
             indices: Indices of the samples, int64 (B,).
             sizes: As for ``pack``.
         """
-        if not all(chain.vectorised for chain in self.chains):
-            draws = ViewDraws(seed)  # not shared: other calls may draw at the same time
-            given: Any = (
-                sizes.reshape(self.num_images, -1, 2).swapaxes(0, 1).tolist()
-            )  # [sample][image]: height and width
-            keys = zip(given, epochs.tolist(), indices.tolist(), strict=True)
-            return self.pack([self._draw(draws, g, e, i) for g, e, i in keys], sizes)
-        streams = [Streams(seed, epochs, indices, view) for view in range(len(self.chains))]
-        return self._pack(lambda view, chain, sizes: chain.draw(streams[view], sizes), sizes)
+        assert not any(program.in_worker for program in self.programs)  # a check of the config
+        if all(one.vectorized for program in self.programs for one in program.operations):
+            streams = [Streams(seed, epochs, indices, view) for view in range(len(self.made))]
+            return self._pack(
+                lambda view, _, operation, now: operation.draw(streams[view], now), sizes
+            )
+        by_sample: Any = sizes.reshape(self.num_images, -1, 2).swapaxes(0, 1).tolist()
+        keys = zip(by_sample, epochs.tolist(), indices.tolist(), strict=True)
+        return self.pack([self.draw(each, seed, *key) for each, *key in keys], sizes)
 
     def _pack(
-        self,
-        lay_out: Callable[[int, Chain, np.ndarray], tuple[Steps, np.ndarray]],
-        sizes: np.ndarray,
+        self, step: Callable[[int, int, Operation, np.ndarray], Any], sizes: np.ndarray
     ) -> Packed:
-        """Call ``lay_out(view, chain, sizes before)`` for each view, and pack the results."""
-        views: list[Steps] = []
-        given = np.split(sizes, self.num_images)
-        sizes_after: list[np.ndarray] = []
-        for view, chain in enumerate(self.chains):
-            of, image = self.made[view].of, self.made[view].image
-            try:
-                before = given[image] if of is None else sizes_after[of]
-                steps, after = lay_out(view, chain, before)
-            except UserError as error:
-                raise UserError(f"view {view}: {error}") from error
-            if differ(after):
+        """Call ``step(view, number, operation, sizes before it)`` for each, and pack the arrays."""
+        views: list[ViewParameters] = []
+        images = np.split(sizes, self.num_images)
+        after: list[np.ndarray] = []  # sizes of the views
+        for number, program in enumerate(self.programs):
+            parent = program.parent
+            now = before = images[program.image] if parent is None else after[parent]
+            steps = []
+            for place, operation in enumerate(program.operations):
+                if _differ(now) and not operation.crops:
+                    raise UserError(
+                        f"view {number}: {type(operation.transform).__name__} comes before any "
+                        f"crop, and images have different sizes ({_listed(now)}); put a crop "
+                        "first, or set data.augment_on=cpu"
+                    )
+                steps.append(step(number, place, operation, now))
+                now = operation.sizes_after(now)
+            if _differ(now):
                 raise UserError(
-                    f"view {view}: its images have different sizes ({listed(after)}) and make no "
+                    f"view {number}: its images have different sizes ({_listed(now)}) and make no "
                     "batch; its transforms need a crop (random_resized_crop or center_crop)"
                 )
-            views.append(steps)
-            sizes_after.append(after)
+            height, width = before.max(0).tolist()
+            views.append(ViewParameters((height, width), _differ(before), steps))
+            after.append(now)
         return pack(views)
 
     def __call__(self, pixels: Tensor, sizes: Tensor | None, packed: Packed) -> list[Tensor]:
@@ -152,59 +190,59 @@ class Engine:
         Returns:
             V views, normalized float32 (B, C, S, S).
         """
-        on_host = pixels.device.type == "cpu"
-        dense = (not on_host) if self.dense is None else self.dense
-        samples = len(pixels) // self.num_images
-        rows = _rows_at_once(pixels, packed) if on_host else samples
-        pieces = [
-            self._views(pixels, sizes, packed, slice(first, min(first + rows, samples)), dense)
-            for first in range(0, samples, rows)
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
-
-    def _views(
-        self, pixels: Tensor, sizes: Tensor | None, packed: Packed, rows: slice, dense: bool
-    ) -> list[Tensor]:
-        """Make all views of some of the samples."""
-        given = []
-        for first in range(0, len(pixels), len(pixels) // self.num_images):
-            of_image = slice(first + rows.start, first + rows.stop)
-            planes = pixels[of_image].permute(0, 3, 1, 2)
-            values = planes.to(torch.float32, memory_format=torch.contiguous_format)
-            given.append(Images(values, None if sizes is None else sizes[of_image], dense))
-        parents: dict[int, Images] = {}
-        to_float, views = iter(self.to_float), []
-        for number, (view, chain) in enumerate(zip(self.made, self.chains, strict=True)):
-            before = given[view.image] if view.of is None else parents[view.of]
-            made = chain.apply(before, packed.steps(number, rows))
-            if number in self._parents:
-                parents[number] = made
-            if view.shown:
-                views.append(next(to_float).of_planes(made.values))
-        return views
+        planes = pixels.permute(0, 3, 1, 2)
+        values = planes.to(torch.float32, memory_format=torch.contiguous_format)
+        images = values.chunk(self.num_images)
+        each = [None] * self.num_images if sizes is None else sizes.chunk(self.num_images)
+        made: list[Tensor] = []
+        for number, program in enumerate(self.programs):
+            (height, width), parent = packed.views[number].canvas, program.parent
+            now = images[program.image] if parent is None else made[parent]
+            now = now[:, :, :height, :width]
+            ragged = each[program.image] if packed.views[number].ragged else None
+            for place, operation in enumerate(program.operations):
+                now = operation.apply(now, packed.step(number, place), ragged)
+                ragged = None  # only a crop accepts different sizes, and makes them equal
+            made.append(now)
+        shown = (values for view, values in zip(self.made, made, strict=True) if view.shown)
+        return [to.of_planes(values) for to, values in zip(self.to_float, shown, strict=True)]
 
 
-def _chains(views: Views, config: Mapping[str, ViewConfig]) -> list[Chain]:
-    """Return the batched transforms of each view; raises ConfigError if a transform has none."""
-    problems = [text for _, text in unbatched(config)]
-    if problems:
-        raise ConfigError(problems)
-    chains: list[Chain] = []
-    for view in views.made:
-        built = zip(config[view.group].transforms, view.pipeline.transforms, strict=False)
-        forms = [
-            find_batched_transform(component.name, transform) for component, transform in built
-        ]
-        chains.append(Chain(forms))
-    return chains
+def _num_in_worker(made: Sequence[View], config: Mapping[str, ViewConfig]) -> list[int | None]:
+    """Return how many transforms of each view the worker applies; None: it makes no image.
+
+    A view from which the worker makes another one is made by the worker, too.
+    """
+    numbers: list[int | None] = []
+    for view in made:
+        names = [component.name for component in config[view.group].transforms]
+        unbatched = [place for place, name in enumerate(names) if is_unbatched(name)]
+        numbers.append(unbatched[-1] + 1 if unbatched else None)
+    for view, number in reversed([*zip(made, numbers, strict=True)]):
+        if view.of is not None and number is not None:
+            numbers[view.of] = len(made[view.of].pipeline.transforms)
+    return numbers
 
 
-def _rows_at_once(pixels: Tensor, packed: Packed) -> int:
-    """Return how many samples fit into ``_CHUNK_BYTES``, at least 1."""
-    canvases = [(pixels.shape[1], pixels.shape[2])]
-    for view in packed.views:
-        canvases += [step.canvas for step in view.steps]
-    largest = max(height * width for height, width in canvases)
-    return max(1, _CHUNK_BYTES // (4 * pixels.shape[3] * largest))
+def _draw(
+    operations: Sequence[Operation],
+    rng: np.random.Generator,
+    size: tuple[int, int],
+    steps: list[Drawn],
+) -> Trace:
+    """Draw for each operation on an image of this size, after the ``steps`` of the worker."""
+    for operation in operations:
+        transform = operation.transform
+        steps.append(Drawn(transform, transform.draw(rng, *size), size))
+        size = (transform.size, transform.size) if operation.crops else size
+    return Trace(steps, size)
+
+
+def _differ(sizes: np.ndarray) -> bool:
+    """Return whether sizes (B, 2) differ."""
+    return bool((sizes != sizes[0]).any())
+
+
+def _listed(sizes: np.ndarray) -> str:
+    """Return up to three of the sizes as text, for a message."""
+    return ", ".join(sorted({f"{width}x{height}" for height, width in sizes.tolist()})[:3])

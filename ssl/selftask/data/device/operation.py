@@ -1,4 +1,4 @@
-"""Base classes of batched transforms, and functions for their implementation.
+"""Base classes of batched transforms.
 
 The parameters come from ``Transform.draw``. ``pack`` runs in a worker and turns the parameters of a
 batch into arrays. ``apply`` runs on the device. It must not wait for the device, so that it can run
@@ -8,14 +8,12 @@ ahead of the step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from selftask.data.transforms.transform import SCALARS
 from selftask.errors import UserError
@@ -28,78 +26,44 @@ Arrays = dict[str, np.ndarray]  # parameters by name, (B, ...) each
 Tensors = Mapping[str, Tensor]  # the same on the device; float32, uint8 or int16
 
 
-@dataclass(frozen=True)
-class Images:
-    """A batch of images between two operations."""
-
-    values: Tensor  # (B, C, H, W) float32, whole levels 0..255
-    sizes: Tensor | None = None  # (B, 2) height and width in the canvas; None: images fill it
-    dense: bool = True  # change all images, then select: no shape depends on a parameter
-
-    def with_values(self, values: Tensor, sizes: Tensor | None = None) -> Images:
-        """Return a batch with other values and sizes; ``sizes`` None: images fill the canvas."""
-        return replace(self, values=values, sizes=sizes)
-
-
 class Operation(ABC):
     """Base class of batched transforms."""
 
-    ragged = False  # True if it accepts images of different sizes
-    in_place = True  # True if it may write into the given values
-    vectorised = True  # True if ``draw`` is implemented, which draws for a whole batch at once
+    crops = False  # True if it makes squares of ``size`` pixels, also from images of other sizes
+    vectorized = True  # True if ``draw`` is implemented, which draws for a whole batch at once
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
 
-    def draw_for(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        """Draw parameters for one image of this size."""
-        return self.transform.draw(rng, height, width)
-
-    def transforms(self) -> Iterator[Any]:
-        """Yield the transform, or the transforms nested in it."""
-        yield self.transform
-
-    def applied(self, params: Any, height: int, width: int) -> Iterator[tuple[Any, Any, int, int]]:
-        """Yield each transform that changes the image, its params, and the image size before it."""
-        if params is not None:
-            yield self.transform, params, height, width
-
-    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
-        """Return height and width after the operation."""
-        return height, width
-
-    def sizes_after(self, sizes: np.ndarray, packed: Any) -> np.ndarray:
-        """Return the sizes (B, 2) after the operation; ``packed`` is the result of ``pack``."""
-        if (sizes == sizes[0]).all():
-            return np.tile(self.size_after(*sizes[0].tolist()), (len(sizes), 1))
-        different, which = np.unique(sizes, axis=0, return_inverse=True)
-        after = [self.size_after(height, width) for height, width in different.tolist()]
-        return np.array(after, dtype=np.int64)[which.ravel()]
+    def sizes_after(self, sizes: np.ndarray) -> np.ndarray:
+        """Return height and width (B, 2) of the images after the operation."""
+        return np.full_like(sizes, self.transform.size) if self.crops else sizes
 
     @abstractmethod
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Any:
         """Turn parameters into arrays for ``apply``.
 
         Args:
-            params: Parameters of each image, from ``draw_for``.
+            params: Parameters of each image, from ``Transform.draw``.
             sizes: Height and width of the images, int64 (B, 2).
         """
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        """Do ``draw_for`` and ``pack`` for all images at once; only if ``vectorised``.
+        """Draw and ``pack`` for all images at once; only if ``vectorized``.
 
         It takes the same draws from each image's stream as ``Transform.draw``.
         """
         raise NotImplementedError(f"{type(self).__name__} draws for one image at a time")
 
     @abstractmethod
-    def apply(self, images: Images, packed: Any, canvas: tuple[int, int]) -> Images:
-        """Return the changed images.
+    def apply(self, values: Tensor, packed: Any, sizes: Tensor | None) -> Tensor:
+        """Return the changed images, and leave the given ones unchanged.
 
         Args:
-            images: The batch.
+            values: float32 (B, C, H, W), whole levels 0..255.
             packed: The arrays of ``pack``, on the device of the images.
-            canvas: Largest height and width of the images afterwards.
+            sizes: Height and width (B, 2) of each image in ``values``, for an operation that
+                ``crops``; None if the images fill it.
         """
 
 
@@ -136,15 +100,15 @@ class RandomlyApplied(UniformOperation):
     def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
         return {"chosen": chosen}
 
-    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
-        return on_chosen(images, packed["chosen"], self.change)
+    def apply(self, values: Tensor, packed: Tensors, sizes: Tensor | None) -> Tensor:
+        return on_chosen(values, packed["chosen"], self.change)
 
     @abstractmethod
     def change(self, values: Tensor) -> Tensor:
         """Return the changed values (B, C, H, W); may write into the given ones."""
 
 
-class OwnOperation(Operation):
+class CustomOperation(Operation):
     """User's transform with a method ``on_batch``, which keeps the size of the images.
 
     ``on_batch(images, params)`` gets float32 images (B, C, H, W) in 0..255, and a list with the
@@ -152,21 +116,20 @@ class OwnOperation(Operation):
     then rounded to whole levels. It must not wait for the device (no ``.item()``).
     """
 
-    in_place = False
-    vectorised = False
+    vectorized = False
 
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> list[Any]:
         return list(params)
 
-    def apply(self, images: Images, packed: Any, canvas: tuple[int, int]) -> Images:
-        changed = self.transform.on_batch(images.values, packed)
-        if changed.shape != images.values.shape:
+    def apply(self, values: Tensor, packed: Any, sizes: Tensor | None) -> Tensor:
+        changed = self.transform.on_batch(values.clone(), packed)
+        if changed.shape != values.shape:
             raise UserError(
                 f"{type(self.transform).__name__}.on_batch gave shape {tuple(changed.shape)} for "
-                f"{tuple(images.values.shape)}; the shape has to stay (data.augment_on=cpu has no "
+                f"{tuple(values.shape)}; the shape has to stay (data.augment_on=cpu has no "
                 "such limit)"
             )
-        return images.with_values(to_levels(changed.float()))
+        return to_levels(changed.float())
 
 
 def find_batched_transform(name: str, transform: Any) -> Operation:
@@ -176,9 +139,9 @@ def find_batched_transform(name: str, transform: Any) -> Operation:
     by class: a subclass of a built-in transform may draw or do something else.
     """
     if hasattr(transform, "on_batch"):
-        return OwnOperation(transform)
-    form: Operation = BATCHED_TRANSFORMS[name](transform)
-    return form
+        return CustomOperation(transform)
+    operation: Operation = BATCHED_TRANSFORMS[name](transform)
+    return operation
 
 
 def to_levels(values: Tensor) -> Tensor:
@@ -187,31 +150,14 @@ def to_levels(values: Tensor) -> Tensor:
 
 
 def on_chosen(
-    images: Images, chosen: Tensor, change: Callable[..., Tensor], *parameters: Tensor
-) -> Images:
-    """Apply ``change(values, *parameters)`` to the images whose ``chosen`` (B,) is not zero.
+    values: Tensor, chosen: Tensor, change: Callable[..., Tensor], *parameters: Tensor
+) -> Tensor:
+    """Return ``change(values, *parameters)`` where ``chosen`` (B,) is not zero, else ``values``.
 
-    If ``images.dense``, all images are changed and the result is selected for the chosen ones.
-    Otherwise only the chosen images are changed, in place.
+    All images are changed, and the result is selected, so that no shape depends on a draw.
     """
-    values = images.values
-    if images.dense:
-        changed = change(values.clone(), *parameters)
-        return replace(images, values=torch.where(per_image(chosen) != 0, changed, values))
-    rows = chosen.nonzero()[:, 0]
-    if len(rows) == len(values):
-        return replace(images, values=change(values, *parameters))
-    if len(rows):
-        values[rows] = change(values[rows], *(parameter[rows] for parameter in parameters))
-    return replace(images, values=values)
-
-
-def fitted(values: Tensor, canvas: tuple[int, int]) -> Tensor:
-    """Pad with zeros or cut ``values`` (B, C, H, W) to this height and width."""
-    height, width = values.shape[2:]
-    if (height, width) == canvas:
-        return values
-    return pad(values, (0, canvas[1] - width, 0, canvas[0] - height))
+    changed = change(values.clone(), *parameters)
+    return torch.where(per_image(chosen) != 0, changed, values)
 
 
 def per_image(parameter: Tensor) -> Tensor:

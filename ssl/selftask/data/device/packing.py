@@ -1,9 +1,8 @@
-"""Packing of a batch's parameters, which are trees of arrays, into one tensor."""
+"""Packing of a batch's parameters into one tensor."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,34 +10,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Arrays or tensors with one entry per image, lists with one entry per image (parameters of a user's
-# transform), and dicts and Steps of these.
-Tree = Any
+from selftask.data.device.operation import Arrays
 
 
 @dataclass(frozen=True)
-class Step:
-    """Arrays of one operation."""
+class ViewParameters:
+    """Parameters of all images of a batch in one view."""
 
-    packed: Tree
-    canvas: tuple[int, int]  # largest height and width of the images afterwards
-    ragged: bool  # whether sizes differ before the operation
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Arrays of a sequence of operations."""
-
-    canvas: tuple[int, int]  # largest height and width of the images before them
-    steps: tuple[Step, ...]
+    canvas: tuple[int, int]
+    """Largest height and width of the images before the view's transforms."""
+    ragged: bool
+    """Whether these sizes differ between the images."""
+    steps: list[Any]
+    """For each transform, its arrays by name, or the list of parameters of a user's transform."""
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Position of an array in ``Packed.numbers``."""
 
     first: int
     shape: tuple[int, ...]
-    kind: torch.dtype
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class Packed:
     """Parameters of a batch in one tensor, so that one copy takes them to the device."""
 
     numbers: Tensor  # (n,) float32; other types are reinterpreted
-    views: list[Steps]  # with a Place for each array
+    views: list[ViewParameters]  # with a Position for each array
 
     def to(self, device: torch.device) -> Packed:
         """Copy the numbers to the device asynchronously."""
@@ -56,77 +48,35 @@ class Packed:
         """Copy the numbers to page-locked memory."""
         return replace(self, numbers=self.numbers.pin_memory())
 
-    def steps(self, view: int, rows: slice = slice(None)) -> Steps:
-        """Return the steps of a view, for the images in ``rows``."""
+    def step(self, view: int, number: int) -> Any:
+        """Return the parameters of one transform of a view, as tensors by name, or its list."""
+        step = self.views[view].steps[number]
+        return step if isinstance(step, list) else {n: self._at(at) for n, at in step.items()}
 
-        def find(leaf: Any) -> Any:
-            if isinstance(leaf, list):
-                return leaf[rows]
-            size = math.prod(leaf.shape) * leaf.kind.itemsize
-            words = self.numbers[leaf.first : leaf.first + -(-size // 4)]
-            return words.view(leaf.kind)[: math.prod(leaf.shape)].view(leaf.shape)[rows]
-
-        steps: Steps = mapped(self.views[view], find)
-        return steps
+    def _at(self, position: Position) -> Tensor:
+        first, shape, dtype = position
+        size = math.prod(shape)
+        words = self.numbers[first : first + -(-size * dtype.itemsize // 4)]
+        return words.view(dtype)[:size].view(shape)
 
 
-def pack(views: list[Steps]) -> Packed:
+def pack(views: list[ViewParameters]) -> Packed:
     """Concatenate all arrays; uint8 and int16 keep their type, other types become float32."""
-    words: list[np.ndarray] = []
+    words: list[np.ndarray] = [np.zeros(0, np.float32)]
     length = 0
 
-    def put(leaf: Any) -> Any:
+    def put(array: np.ndarray) -> Position:
         nonlocal length
-        if isinstance(leaf, list):
-            return leaf
-        small = leaf.dtype in (np.uint8, np.int16)
-        array = np.ascontiguousarray(leaf if small else leaf.astype(np.float32))
+        kept = array.dtype in (np.uint8, np.int16)
+        array = np.ascontiguousarray(array if kept else array.astype(np.float32))
         data = array.reshape(-1).view(np.uint8)
-        data = np.pad(data, (0, -len(data) % 4)) if len(data) % 4 else data
-        place = Place(length, array.shape, getattr(torch, array.dtype.name))
-        words.append(data.view(np.float32))
+        words.append(np.pad(data, (0, -len(data) % 4)).view(np.float32))
+        position = Position(length, array.shape, getattr(torch, array.dtype.name))
         length += len(words[-1])
-        return place
+        return position
 
-    placed = [mapped(view, put) for view in views]
-    return Packed(torch.from_numpy(np.concatenate([*words, np.zeros(0, np.float32)])), placed)
+    def put_all(step: Arrays | list[Any]) -> Any:
+        return step if isinstance(step, list) else {n: put(array) for n, array in step.items()}
 
-
-def mapped(tree: Tree, change: Callable[[Any], Any]) -> Tree:
-    """Apply ``change`` to each array, list or ``Place`` of a tree, and return the new tree."""
-    if isinstance(tree, dict):
-        return {name: mapped(one, change) for name, one in tree.items()}
-    if isinstance(tree, Steps):
-        return replace(tree, steps=tuple(mapped(one, change) for one in tree.steps))
-    if isinstance(tree, Step):
-        return replace(tree, packed=mapped(tree.packed, change))
-    return change(tree)
-
-
-def take(tree: Tree, rows: Tensor) -> Tree:
-    """Return the tree for the images in ``rows``, which are on the host."""
-
-    def of(leaf: Any) -> Any:
-        return [leaf[row] for row in rows.tolist()] if isinstance(leaf, list) else leaf[rows]
-
-    return mapped(tree, of)
-
-
-def spread(tree: Tree, rows: np.ndarray, count: int) -> Tree:
-    """Extend a tree for the images in ``rows`` to ``count`` images.
-
-    The other images get the entry of the first image in ``rows``. It is valid and never used. In
-    lists they get None.
-    """
-    source = np.zeros(count, dtype=np.int64)
-    source[rows] = np.arange(len(rows))
-
-    def of(leaf: Any) -> Any:
-        if not isinstance(leaf, list):
-            return leaf[source]
-        own: list[Any] = [None] * count
-        for row, one in zip(rows.tolist(), leaf, strict=True):
-            own[row] = one
-        return own
-
-    return mapped(tree, of)
+    placed = [replace(view, steps=[put_all(step) for step in view.steps]) for view in views]
+    return Packed(torch.from_numpy(np.concatenate(words)), placed)

@@ -9,11 +9,7 @@ from selftask.distributed.accelerator import is_accelerator
 
 
 def filter_matrix(
-    start: Tensor,
-    length: Tensor,
-    num_out: Tensor | int,
-    shape: tuple[int, int],
-    interpolation: str,
+    start: Tensor, length: Tensor, num_out: int, num_in: int, interpolation: str
 ) -> Tensor:
     """Return weights that resample ``length`` inputs to ``num_out`` outputs.
 
@@ -23,43 +19,27 @@ def filter_matrix(
     Args:
         start: Index of the first input of each crop, (B,).
         length: Number of inputs of each crop, (B,).
-        num_out: Number of outputs, one for all images or (B,).
-        shape: Shape (O, I) of each matrix: at least the largest ``num_out``, and the number of
-            inputs.
+        num_out: Number of outputs, O.
+        num_in: Number of inputs, I.
         interpolation: ``bilinear``, ``bicubic`` or ``nearest``.
 
     Returns:
-        float32 (B, O, I); rows from ``num_out`` on are zero.
+        float32 (B, O, I).
     """
-    outs = torch.arange(shape[0], device=start.device, dtype=torch.float32)
-    ins = torch.arange(shape[1], device=start.device, dtype=torch.float32)
-    if interpolation == "nearest":
-        nearest = start[:, None] + _nearest(length, num_out, shape[0])
-        weights = (ins == nearest[:, :, None]).float()
-    else:
-        scale = length / num_out
-        widen = 1 / scale.clamp(min=1)  # (B,)
-        centres = (outs + 0.5) * (scale * widen)[:, None]  # (B, O), in widths of the filter
-        places = (ins + (0.5 - start)[:, None]).mul_(widen[:, None])  # (B, I), from the crop's edge
-        inside = (places > 0) & (places < (length * widen)[:, None])
-        places = torch.where(inside, places, 1e6)  # beyond any filter
-        distance = (places[:, None, :] - centres[:, :, None]).abs_()
-        weights = _triangle(distance) if interpolation == "bilinear" else _cubic(distance)
-        weights = weights.div_(weights.sum(2, keepdim=True))
-    if isinstance(num_out, int):
-        return weights
-    return torch.where((outs < num_out[:, None])[:, :, None], weights, 0.0)
-
-
-def _nearest(length: Tensor, num_out: Tensor | int, size: int) -> Tensor:
-    """Return the nearest of ``length`` inputs for each of ``size`` outputs, (B, size).
-
-    Of two equally near inputs, it is the later one. OpenCV, which uses fixed-point numbers, takes
-    either.
-    """
-    outs = torch.arange(size, device=length.device)
-    wanted = num_out if isinstance(num_out, int) else num_out[:, None].long()
-    return (2 * outs + 1) * length[:, None].long() // (2 * wanted)
+    outs = torch.arange(num_out, device=start.device, dtype=torch.float32)
+    ins = torch.arange(num_in, device=start.device, dtype=torch.float32)
+    if interpolation == "nearest":  # of two equally near inputs, the later; OpenCV takes either
+        nearest = start[:, None] + (2 * outs + 1) * length[:, None] // (2 * num_out)
+        return (ins == nearest[:, :, None]).float()
+    scale = length / num_out
+    widen = 1 / scale.clamp(min=1)  # (B,)
+    centers = (outs + 0.5) * (scale * widen)[:, None]  # (B, O), in widths of the filter
+    places = (ins + (0.5 - start)[:, None]).mul_(widen[:, None])  # (B, I), from the crop's edge
+    inside = (places > 0) & (places < (length * widen)[:, None])
+    places = torch.where(inside, places, 1e6)  # beyond any filter
+    distance = (places[:, None, :] - centers[:, :, None]).abs_()
+    weights = _triangle(distance) if interpolation == "bilinear" else _cubic(distance)
+    return weights.div_(weights.sum(2, keepdim=True))
 
 
 def _triangle(distance: Tensor) -> Tensor:

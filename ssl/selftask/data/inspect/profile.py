@@ -132,7 +132,7 @@ def _one_process(
     augment_s, made = _each(
         lambda place: dataset.make(images_of[place], 0, place), range(len(images_of)), seconds
     )
-    samples = [Sample(images, -1, 0, (0, 0), [], drawn=drawn) for images, drawn in made]
+    samples = [Sample(images, -1, 0, (0, 0), [], traces=traces) for images, traces in made]
     samples = samples[: config.train.batch_size]
     collate_s, batch = _repeat(
         lambda: dataset.collate(samples, BatchBuffer(len(samples))), seconds / 4

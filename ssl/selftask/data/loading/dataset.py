@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from selftask.config.schema import DataConfig
     from selftask.data.draw_recorder import DrawRecorder
     from selftask.data.loading.collate import Batch, BatchBuffer
+    from selftask.data.transforms.transform import Trace
     from selftask.data.views import Compose, Normalizer, Views
 
 MAX_REPLACEMENTS = 100  # tried for one sample before giving up
@@ -160,12 +161,11 @@ class ViewDataset(Dataset):
                 bad.append(error)
                 shown = replacement(self.seed, epoch, index, attempt, len(self.source))
             else:
-                views, drawn = self.make(images, epoch, index, out)
+                views, traces = self.make(images, epoch, index, out)
                 if self.recorder is not None:
-                    given = views if self.makes_views_on_device else images
-                    row = self.recorder.row([i.shape[:2] for i in given], self.seed, epoch, index)
+                    row = self.recorder.row([image.shape[:2] for image in images], traces)
                     extras = {**(extras or {}), self.recorder.name: row}
-                return Sample(views, target, shown, key, bad, extras, drawn)
+                return Sample(views, target, shown, key, bad, extras, traces)
         return Sample([], -1, index, key, bad)
 
     def read(self, index: int) -> tuple[list[np.ndarray], int, dict[str, np.ndarray] | None]:
@@ -177,10 +177,12 @@ class ViewDataset(Dataset):
 
     def make(
         self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
-    ) -> tuple[list[np.ndarray], Any]:
-        """Return the images to hand over, and the parameters of views made on the device."""
+    ) -> tuple[list[np.ndarray], list[Trace]]:
+        """Return the images to hand over, and the draws of all views if they are needed."""
         image, *further = images
-        return self.views(image, self.seed, epoch, index, out, further), None
+        traces: list[Trace] = []
+        recorded = None if self.recorder is None else traces
+        return self.views(image, self.seed, epoch, index, out, further, recorded), traces
 
 
 class EvalDataset(Dataset):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from selftask.data.device.prefetch import Ahead
 from selftask.data.loading.dataset import BadFiles, Dataset, ViewDataset
+from selftask.data.loading.prefetch import Ahead
 from selftask.data.loading.workers import BatchReader
 from selftask.data.sampling.sampler import BatchSampler, Pool, Sampler
 from selftask.data.sampling.shuffled import Shuffled

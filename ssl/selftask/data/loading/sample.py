@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from selftask.data.reading.files import BadImage
 from selftask.data.sampling.sampler import epoch_of
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from selftask.data.transforms.transform import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class Sample:
     key: tuple[int, int]  # the requested key, which the draws depend on
     bad: list[BadImage]  # images that could not be read before this one
     extras: dict[str, np.ndarray] | None = None  # fields besides image and label
-    drawn: Any = None  # parameters of the views, if the device makes them (data.augment_on=device)
+    traces: Sequence[Trace] = ()  # draws of the views, if they are recorded or made on the device
 
     @property
     def epoch(self) -> int:

@@ -1,7 +1,7 @@
 """Transforms that apply other transforms: random_apply, random_choice and random_order.
 
 The parameters of a transform may depend on the image size after the transform before it. So these
-draw and apply one transform at a time: they are callables and not ``Transform``s.
+draw and apply one transform at a time: they are no ``Transform``s.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.transforms.channels import channel_problems
+from selftask.data.transforms.channels import channel_problems, for_channels
+from selftask.data.transforms.transform import Drawn, Nested
 from selftask.data.views import Compose
 from selftask.registry import TRANSFORMS, register_transform
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OneList:
+class _OneList(Nested):
     """Transform with one list of transforms, which must not be empty."""
-
-    channels: ClassVar[int] = 3  # of the images
 
     transforms: list[Any] = setting(of="transforms")
     """List of transforms, at least one."""
@@ -49,8 +48,13 @@ class RandomApply(_OneList):
     p: float = setting(0.5, min=0, max=1)
     """Probability that the list is applied."""
 
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        return self.pipeline(image, rng) if rng.random() < self.p else image
+    def __call__(
+        self, image: np.ndarray, rng: np.random.Generator, steps: list[Drawn] | None = None
+    ) -> np.ndarray:
+        return self.pipeline(image, rng, steps=steps) if rng.random() < self.p else image
+
+    def inner(self) -> list[Any]:
+        return self.pipeline.transforms
 
     @cached_property
     def pipeline(self) -> Compose:
@@ -60,10 +64,8 @@ class RandomApply(_OneList):
 
 @register_transform("random_choice")
 @dataclass(frozen=True, kw_only=True)
-class RandomChoice:
+class RandomChoice(Nested):
     """Apply one of several lists of transforms; an empty list leaves the image unchanged."""
-
-    channels: ClassVar[int] = 3  # of the images
 
     choices: list[list[Any]] = setting(of="transforms")
     """Lists of transforms, one of which is drawn for each view."""
@@ -91,9 +93,14 @@ class RandomChoice:
         for number, choice in enumerate(self.choices):
             yield from _problems_within(choice, f"choices.{number}", channels)
 
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def __call__(
+        self, image: np.ndarray, rng: np.random.Generator, steps: list[Drawn] | None = None
+    ) -> np.ndarray:
         chosen = int(np.searchsorted(self.shares, rng.random(), side="right"))
-        return self.pipelines[chosen](image, rng)
+        return self.pipelines[chosen](image, rng, steps=steps)
+
+    def inner(self) -> list[Any]:
+        return [transform for pipeline in self.pipelines for transform in pipeline.transforms]
 
     @cached_property
     def pipelines(self) -> list[Compose]:
@@ -112,14 +119,20 @@ class RandomChoice:
 class RandomOrder(_OneList):
     """Apply all transforms of a list, in random order."""
 
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def __call__(
+        self, image: np.ndarray, rng: np.random.Generator, steps: list[Drawn] | None = None
+    ) -> np.ndarray:
         order = np.argsort(rng.random(len(self.transforms)))
-        return Compose((self.built[place] for place in order), self.channels)(image, rng)
+        pipeline = Compose((self.built[index] for index in order), self.channels)
+        return pipeline(image, rng, steps=steps)
+
+    def inner(self) -> list[Any]:
+        return self.built
 
     @cached_property
     def built(self) -> list[Any]:
         """Instances of ``transforms``."""
-        return [build(transform) for transform in self.transforms]
+        return [for_channels(build(transform), self.channels) for transform in self.transforms]
 
 
 def _problems_within(transforms: list[Any], key: str, channels: int) -> Iterator[str]:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,24 @@ def after(first: Matrix, second: Matrix) -> Matrix:
         *(g * a + h * d, g * b + h * e, g * c + h * f + i),
         *(j * a + k * d, j * b + k * e, j * c + k * f + m),
     )
+
+
+class Drawn(NamedTuple):
+    """Transform of a view, and what was drawn for it."""
+
+    transform: Transform
+    params: Any
+    """Parameters from ``Transform.draw``; None: it leaves the image unchanged."""
+    size: tuple[int, int]
+    """Height and width of the image before the transform."""
+
+
+class Trace(NamedTuple):
+    """All draws of one view of one image."""
+
+    steps: list[Drawn]
+    size: tuple[int, int]
+    """Height and width of the view."""
 
 
 # The functions of NumPy that parameter formulas use, for Python numbers. For one image they take a
@@ -143,3 +161,19 @@ class Deterministic(Transform):
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
         return ()
+
+
+class Nested(ABC):
+    """Base class of transforms that apply other transforms."""
+
+    channels: ClassVar[int] = 3  # of the images; set by the pipeline
+
+    @abstractmethod
+    def __call__(
+        self, image: np.ndarray, rng: np.random.Generator, steps: list[Drawn] | None = None
+    ) -> np.ndarray:
+        """Return the changed image; append the draws of the inner transforms to ``steps``."""
+
+    @abstractmethod
+    def inner(self) -> list[Any]:
+        """Return all inner transforms, whether they are applied or not."""

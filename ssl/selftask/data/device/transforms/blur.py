@@ -11,7 +11,6 @@ from torch import Tensor
 
 from selftask.data.device.operation import (
     Arrays,
-    Images,
     Tensors,
     UniformOperation,
     on_chosen,
@@ -33,9 +32,9 @@ class BatchedGaussianBlur(UniformOperation):
     def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
         return {"sigma": np.where(chosen, params, 0.0)}
 
-    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+    def apply(self, values: Tensor, packed: Tensors, sizes: Tensor | None) -> Tensor:
         blur = partial(_blur, radius=round(6 * self.transform.sigma[1] + 1) // 2)
-        return on_chosen(images, packed["sigma"], blur, packed["sigma"])
+        return on_chosen(values, packed["sigma"], blur, packed["sigma"])
 
 
 def _blur(values: Tensor, sigma: Tensor, radius: int) -> Tensor:

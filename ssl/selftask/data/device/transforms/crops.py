@@ -1,4 +1,4 @@
-"""Batched crops and resizing, which accept images of different sizes."""
+"""Batched crops, which accept images of different sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from selftask.data.device.operation import (
     Arrays,
-    Images,
     Operation,
     Tensors,
     UniformOperation,
@@ -19,7 +18,7 @@ from selftask.data.device.operation import (
 )
 from selftask.data.device.resampling import filter_matrix, resample
 from selftask.data.transforms.boxes import TRIES, Attempt
-from selftask.data.transforms.crops import CenterCrop, RandomCrop, RandomResizedCrop, Resize
+from selftask.data.transforms.crops import RandomCrop, RandomResizedCrop
 from selftask.registry import register_batched_transform
 
 if TYPE_CHECKING:
@@ -30,12 +29,8 @@ if TYPE_CHECKING:
 class BatchedRandomResizedCrop(Operation):
     """Crop random boxes and resize them to a square."""
 
-    ragged = True
-    in_place = False
+    crops = True
     transform: RandomResizedCrop
-
-    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
-        return self.transform.size, self.transform.size
 
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
         return {"box": np.array(params, dtype=np.float32)}
@@ -46,87 +41,20 @@ class BatchedRandomResizedCrop(Operation):
         first_fits(streams, sizes, np.arange(len(sizes)), crop.attempt, box)
         return {"box": box}
 
-    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
-        box, size, kind = packed["box"], self.transform.size, self.transform.interpolation
-        height, width = images.values.shape[2:]
-        start, length = box[:, :2], box[:, 2:] - box[:, :2]
-        if height == width:  # both directions at once
-            both = filter_matrix(start.flatten(), length.flatten(), size, (size, width), kind)
-            across, down = both.view(-1, 2, size, width).unbind(1)
-        else:
-            across = filter_matrix(start[:, 0], length[:, 0], size, (size, width), kind)
-            down = filter_matrix(start[:, 1], length[:, 1], size, (size, height), kind)
-        return images.with_values(to_levels(resample(images.values, down, across)))
-
-
-@register_batched_transform("resize")
-class BatchedResize(Operation):
-    """Resize the shorter side to ``size``, keeping the aspect ratio."""
-
-    ragged = True
-    in_place = False
-    transform: Resize
-
-    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
-        size = self.transform.size
-        if width <= height:
-            return max(1, int(size * height / width)), size
-        return size, max(1, int(size * width / height))
-
-    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        after = [self.size_after(height, width) for height, width in sizes.tolist()]
-        return {"before": sizes.astype(np.float32), "after": np.array(after, dtype=np.float32)}
-
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        return self.pack((), sizes)
-
-    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
-        (height, width), after = packed["before"].unbind(1), packed["after"]
-        rows, columns = images.values.shape[2:]
-        interpolation, start = self.transform.interpolation, torch.zeros_like(height)
-        shapes = (canvas[0], rows), (canvas[1], columns)
-        down = filter_matrix(start, height, after[:, 0], shapes[0], interpolation)
-        across = filter_matrix(start, width, after[:, 1], shapes[1], interpolation)
-        values = to_levels(resample(images.values, down, across))
-        return images.with_values(values, None if images.sizes is None else after)
-
-
-class BatchedCut(Operation):
-    """Base class: cut out a square, black outside the image."""
-
-    ragged = True
-    in_place = False
-    transform: CenterCrop | RandomCrop
-
-    def size_after(self, height: int, width: int, params: Any = None) -> tuple[int, int]:
-        return self.transform.size, self.transform.size
-
-    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
-        corner = packed["corner"]
-        values, sizes = images.values, images.sizes
-        for axis in (0, 1):
-            end = values.shape[2 + axis] if sizes is None else sizes[:, axis, None]
-            values = cut(values, 2 + axis, corner[:, axis], end, self.transform.size)
-        return images.with_values(values)
-
-
-@register_batched_transform("center_crop")
-class BatchedCenterCrop(BatchedCut):
-    """Center crop."""
-
-    def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
-        room = sizes - self.transform.size
-        before = np.maximum(0, -room) // 2  # black rows at the top, black columns on the left
-        return {"corner": (np.rint(np.maximum(0, room) / 2) - before).astype(np.float32)}
-
-    def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        return self.pack((), sizes)
+    def apply(self, values: Tensor, packed: Tensors, sizes: Tensor | None) -> Tensor:
+        size, interpolation = self.transform.size, self.transform.interpolation
+        left, top, right, bottom = packed["box"].unbind(1)
+        height, width = values.shape[2:]
+        across = filter_matrix(left, right - left, size, width, interpolation)
+        down = filter_matrix(top, bottom - top, size, height, interpolation)
+        return to_levels(resample(values, down, across))
 
 
 @register_batched_transform("random_crop")
-class BatchedRandomCrop(UniformOperation, BatchedCut):
-    """Random crop of the padded image."""
+class BatchedRandomCrop(UniformOperation):
+    """Random crop of the padded image, black outside the image."""
 
+    crops = True
     transform: RandomCrop
 
     def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
@@ -134,6 +62,13 @@ class BatchedRandomCrop(UniformOperation, BatchedCut):
         padding = self.transform.padding
         missing = np.maximum(0, self.transform.size - sizes - 2 * padding)
         return {"corner": np.stack([top, left], axis=1) - padding - missing // 2}
+
+    def apply(self, values: Tensor, packed: Tensors, sizes: Tensor | None) -> Tensor:
+        corner = packed["corner"]
+        for axis in (0, 1):
+            end = values.shape[2 + axis] if sizes is None else sizes[:, axis, None]
+            values = cut(values, 2 + axis, corner[:, axis], end, self.transform.size)
+        return values
 
 
 def first_fits(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from selftask.data.device.operation import (
     Arrays,
-    Images,
     Tensors,
     UniformOperation,
     on_chosen,
@@ -46,10 +45,9 @@ class BatchedColorJitter(UniformOperation):
         active = np.array((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)) != 0
         place = np.zeros(len(order), dtype=np.int64)
         gain, of_luma, of_mean = np.ones((len(order), 2 * STEPS)), *np.zeros((2, len(order), 6))
-        before = np.full(len(order), STEPS)  # number of steps before the hue shift
         for operation in order.T:
             is_hue = active[HUE] & (operation == HUE)
-            before[is_hue], place[is_hue] = place[is_hue], STEPS
+            place[is_hue] = STEPS
             (does,) = np.nonzero(active[operation] & (operation != HUE))
             at, what = place[does], operation[does]
             factor = factors[does, what]
@@ -57,31 +55,15 @@ class BatchedColorJitter(UniformOperation):
             of_luma[does, at] = np.where(what == 2, 1 - factor, 0.0)
             of_mean[does, at] = np.where(what == 1, 1 - factor, 0.0)
             place[does] += 1
-        arrays = {"gain": gain, "luma": of_luma, "mean": of_mean, "before": before}
+        arrays = {"gain": gain, "luma": of_luma, "mean": of_mean}
         arrays |= {"turn": np.trunc(turn * 255) / 256, "chosen": chosen}  # rounded as in adjust_hue
         return {name: array.astype(np.float32) for name, array in arrays.items()}
 
-    def apply(self, images: Images, packed: Tensors, canvas: tuple[int, int]) -> Images:
+    def apply(self, values: Tensor, packed: Tensors, sizes: Tensor | None) -> Tensor:
         steps = torch.stack([packed["gain"], packed["luma"], packed["mean"]], 2)  # (B, 6, 3)
-        if images.dense:
-            return on_chosen(images, packed["chosen"], self._dense, steps, packed["turn"])
-        order = torch.where(packed["chosen"] != 0, packed["before"], -1.0).sort()
-        skipped = int((order.values < 0).sum())
-        rows, before = order.indices[skipped:], order.values[skipped:].contiguous()
-        if len(rows):
-            values, steps = images.values[rows], steps[rows]
-            ends = torch.searchsorted(before, torch.arange(STEPS + 1.0)).tolist()
-            for step in range(STEPS):  # images are sorted, so those with this step are a slice
-                adjust(values[ends[step + 1] :], steps[ends[step + 1] :, step])
-            if self.transform.hue:
-                values = turn_hue(values, packed["turn"][rows])
-            for step in range(STEPS):
-                last = ends[STEPS - step]
-                adjust(values[:last], steps[:last, STEPS + step])
-            images.values[rows] = values
-        return images
+        return on_chosen(values, packed["chosen"], self._jitter, steps, packed["turn"])
 
-    def _dense(self, values: Tensor, steps: Tensor, turn: Tensor) -> Tensor:
+    def _jitter(self, values: Tensor, steps: Tensor, turn: Tensor) -> Tensor:
         for step in range(STEPS):
             values = adjust(values, steps[:, step])
         if self.transform.hue:
@@ -93,8 +75,6 @@ class BatchedColorJitter(UniformOperation):
 
 def adjust(values: Tensor, step: Tensor) -> Tensor:
     """Apply one step in place; ``step`` (B, 3) holds the weights of x, luma and mean luma."""
-    if not len(values):
-        return values
     gain, of_luma, of_mean = (per_image(one) for one in step.unbind(1))
     gray = luma(values)
     mean = gray.mean((2, 3), keepdim=True).add_(0.5).floor_()  # rounded as Pillow does
