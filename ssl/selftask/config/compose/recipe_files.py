@@ -8,7 +8,6 @@ expanded when the file is read. Both are implemented by a config source, Hydra's
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,9 +32,8 @@ from selftask.config.compose.endings import find_recipe, recipe_files
 from selftask.config.compose.provenance import Layer, Layers, read_marks, take_path_texts
 from selftask.config.compose.short_forms import expand
 from selftask.errors import ConfigError, UserError, nearest
-
-MAX_VALUES = 100_000  # per file, with every anchor expanded
-MAX_LEVELS = 50
+from selftask.files.received import read_bytes
+from selftask.files.yaml_file import check_size
 
 # Settings of Hydra's own launcher, logging and help. They are not used here, so not read.
 HYDRA_GROUPS = (
@@ -158,14 +156,14 @@ def _find(config_path: str | None, roots: Sequence[Path]) -> Path | None:
 def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
     """Return a file's ``defaults:`` and its other values; raise ConfigError for invalid yaml."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{BASES.show(path)}: cannot be read: {error}"]) from error
     if path.suffix == ".json":
         text = text.replace("\t", " ")  # JSON has tabs between tokens only; yaml allows none there
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _check_size(node, path)
+        check_size(node)
         values = yaml.load(text, Loader=get_yaml_loader())
     except yaml.YAMLError as error:
         raise ConfigError([_explain_yaml(error, path)]) from error
@@ -200,28 +198,6 @@ def _bases(names: Any, path: Path, place: str) -> list[str]:
         return [BASES.name(name, path) for name in names]
     except UserError as error:
         raise ConfigError([f"{place}: {error}"]) from error
-
-
-def _check_size(document: yaml.Node | None, path: Path) -> None:
-    """Raise ConfigError if anchors expand to too many values or sections nest too deeply."""
-    known: dict[int, tuple[float, float]] = {}
-
-    def measure(node: yaml.Node | None) -> tuple[float, float]:
-        """Return the number of values and of levels."""
-        if not isinstance(node, yaml.CollectionNode):
-            return 1, 1
-        if id(node) not in known:
-            known[id(node)] = (math.inf, math.inf)  # in case the node contains itself
-            pairs = isinstance(node, yaml.MappingNode)
-            inner = [item for pair in node.value for item in pair] if pairs else node.value
-            values, levels = zip((0, 0), *map(measure, inner), strict=True)
-            known[id(node)] = (1 + sum(values), 1 + max(levels))
-        return known[id(node)]
-
-    values, levels = measure(document)
-    if values > MAX_VALUES or levels > MAX_LEVELS:
-        text = f"holds more than {MAX_VALUES:,} values, anchors written out, or {MAX_LEVELS} levels"
-        raise ConfigError([f"{BASES.show(path)}: {text}"])
 
 
 def _is_recipe_name(entry: Any) -> bool:
