@@ -125,3 +125,98 @@ def test_no_value_takes_the_pages_down(name: str, runs: Path) -> None:
             page = show(runs)
             page.encode()
             assert "good" in page, changed
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "odd", "told"),
+    [
+        ("status.json", "started", "lots", "started: expected a time in seconds since 1970"),
+        ("status.json", "step", 10**26, "step: expected a whole number"),
+        ("environment.json", "memory_gib", "lots", "memory_gib: expected a number, not 'lots'"),
+        ("metrics.jsonl", "step", 10**26, "1 row with a text for a number"),
+        ("metrics.jsonl", "step_s", "lots", "1 row with a text for a number"),
+    ],
+)
+def test_a_text_for_a_number_is_said(
+    name: str, key: str, odd: Any, told: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs / "bad" / name
+    *others, last = parse(path) if path.suffix != ".jsonl" else parse(path)[:-1]
+    path.write_text("\n".join(map(json.dumps, [*others, {**last, key: odd}])) + "\n")
+    assert main(["report", "bad", "images=false"]) == 0
+    assert f"{name} cannot be read: {told}" in (runs / "bad/report.html").read_text().replace(
+        "&#x27;", "'"
+    )
+    if name != "environment.json":
+        assert main(["runs", "."]) == 0
+        assert f"cannot be read: {name}: {told}" in capsys.readouterr().out
+    assert told.split(":")[0] in show(runs)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 43)
+
+
+@pytest.mark.parametrize("make", [pipe, endless, sparse])
+@pytest.mark.parametrize("name", [*ALL, "log.txt"])
+def test_only_regular_files_of_bounded_size_are_read(
+    name: str, make: Callable[[Path], None], runs: Path
+) -> None:
+    """A named pipe made every page wait for ever, a link to /dev/zero took all memory."""
+    (runs / "bad" / name).unlink()
+    make(runs / "bad" / name)
+    began = time.monotonic()
+    page = show(runs)
+    assert time.monotonic() - began < 5
+    assert "good" in page
+    if name in ("status.json", "environment.json"):
+        kind = {pipe: "is a named pipe", endless: "is a device", sparse: "is larger than 8 MiB"}
+        assert f"{name} cannot be read: {kind[make]}" in page
+
+
+@pytest.mark.parametrize("nested", ["[" * 100_000, '{"a":' * 100_000])
+@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "events.jsonl", "config.yaml"])
+def test_nested_files_are_said(name: str, nested: str, runs: Path) -> None:
+    (runs / "bad" / name).write_text(nested + "\n")
+    assert "good" in show(runs)
+
+
+def test_anchors_that_expand_to_billions_of_values(runs: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    (runs / "bad/config.yaml").write_text("\n".join(lines))
+    assert "config.yaml cannot be read: is no yaml (holds more than 100,000 values" in show(runs)
+
+
+def test_escape_sequences_do_not_reach_the_terminal(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither from names of folders, nor from states, recipes, columns and log lines."""
+    evil = "\x1b]0;owned\x07\x9b2J\u202e\n"
+    shutil.move(runs / "bad", runs / f"bad{evil}")
+    bad = write_run(runs / f"bad{evil}", evil, log=f"RUN {evil}", config={"recipe": evil})
+    (bad / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0, evil: 2.0}) + "\n")
+    (bad / "slurm").mkdir()
+    (bad / "slurm/jobs.json").write_text(json.dumps({str(bad): "12"}))
+    for words in (["runs"], ["jobs"], ["report"], ["repro"], ["checkpoints"], ["eval", "knn"]):
+        main([*words, str(bad)])
+        shown = capsys.readouterr()
+        assert "owned" in shown.out + shown.err or words[0] in ("eval", "checkpoints")
+        for text in (shown.out, shown.err):
+            assert not set("\x1b\x07\x9b\u202e") & set(text), words
+
+
+def test_a_folder_whose_name_is_not_utf_8(runs: Path, capsysbinary: Any) -> None:
+    write_run(Path(os.fsdecode(bytes(runs) + b"/\xff\xfe")))
+    assert "good" in show(runs)
+    assert main(["runs", "."]) == 0
+    write_run_report(RunRecord.read(Path(os.fsdecode(bytes(runs) + b"/\xff\xfe"))))

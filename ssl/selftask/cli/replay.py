@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from selftask.errors import UserError
+from selftask.errors import UserError, printable_line
 
 USAGE = """\
 usage: selftask replay RUN/failures/step_N [key=value ...]
@@ -24,5 +24,5 @@ def main(argv: list[str]) -> int:
     from selftask.task.replay import replay  # takes seconds to import
 
     result = replay(Path(folders[0]), [word for word in argv if "=" in word])
-    print("\n".join(result.lines()))
+    print("\n".join(map(printable_line, result.lines())))
     return 0 if result.same else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from selftask.errors import UserError
+from selftask.errors import UserError, printable_line
 
 USAGE = """\
 usage: selftask repro RUN
@@ -27,10 +27,10 @@ def main(argv: list[str]) -> int:
     for topic, lines in found.items():
         print(f"{topic}: {'the same' if not lines else ''}".rstrip())
         for line in lines[:SHOWN]:
-            print(f"  {line}")
+            print(f"  {printable_line(line)}")
         if len(lines) > SHOWN:
             print(f"  and {len(lines) - SHOWN} more")
     print("to repeat it:")
     for line in command(run, there):
-        print(f"  {line}")
+        print(f"  {printable_line(line)}")
     return 1 if any(found.values()) else 0

@@ -86,14 +86,14 @@ def read_bytes(path: str | Path, most: int = MAX_BYTES) -> bytes:
     return content
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Path, most: int = MAX_BYTES) -> dict[str, Any]:
     """Return the object in a JSON file; see ``read_bytes`` for errors.
 
     Raises:
         UnreadableFile: If it is not a JSON object.
     """
     try:
-        content = json.loads(read_bytes(path))
+        content = json.loads(read_bytes(path, most))
     except (ValueError, RecursionError) as error:
         raise UnreadableFile(path, f"is no JSON ({error})") from error
     if not isinstance(content, dict):

@@ -12,6 +12,8 @@ from selftask.files.received import UnreadableFile, read_bytes
 
 MAX_VALUES = 100_000  # per file, with every anchor expanded
 MAX_LEVELS = 50
+_TOO_LARGE = f"holds more than {MAX_VALUES:,} values, anchors written out, or {MAX_LEVELS} levels"
+_FEW_SECTIONS = 2000
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -24,8 +26,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         UnreadableFile: If it is no mapping, is too large, or is not a regular file.
         OSError: If it is missing or cannot be opened.
     """
+    content = read_bytes(path)
     try:
-        loader = _LOADER(read_bytes(path))
+        _check_levels(content)
+        loader = _LOADER(content)
         try:
             node = loader.get_single_node()
             check_size(node)
@@ -37,6 +41,18 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         return {str(name): _plain(item) for name, item in content.items()}
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UnreadableFile(path, f"is no yaml ({' '.join(str(error).split())})") from error
+
+
+def _check_levels(content: bytes) -> None:
+    """Raise ValueError if sections nest too deeply for the parser in C, which would crash."""
+    if sum(map(content.count, (b"[", b"{", b"-", b"?", b":"))) < _FEW_SECTIONS:
+        return  # each section needs one of these, so that nothing must be parsed twice
+    levels = 0
+    for event in yaml.parse(content, Loader=_LOADER):
+        levels += isinstance(event, yaml.CollectionStartEvent)
+        levels -= isinstance(event, yaml.CollectionEndEvent)
+        if levels > MAX_LEVELS:
+            raise ValueError(_TOO_LARGE)
 
 
 def check_size(document: yaml.Node | None) -> None:
@@ -57,9 +73,7 @@ def check_size(document: yaml.Node | None) -> None:
 
     values, levels = measure(document)
     if values > MAX_VALUES or levels > MAX_LEVELS:
-        raise ValueError(
-            f"holds more than {MAX_VALUES:,} values, anchors written out, or {MAX_LEVELS} levels"
-        )
+        raise ValueError(_TOO_LARGE)
 
 
 def _plain(value: Any) -> Any:

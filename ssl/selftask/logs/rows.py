@@ -11,9 +11,10 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from selftask.errors import RunError
+from selftask.errors import RunError, masked
 from selftask.files.paths import exists
 from selftask.files.received import open_regular, read_bytes
+from selftask.files.replace import replacing
 
 
 class MetricsFile:
@@ -68,10 +69,12 @@ def utc_now() -> str:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a ``metrics.jsonl`` up to the first incomplete line."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    with open_regular(path) as file:
+        lines = file.read().split(b"\n")
+    for line in lines[: -1 if not lines[-1] else None]:
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:  # includes UnicodeDecodeError
             break
     return rows
 
@@ -160,14 +163,9 @@ def is_measured(name: str) -> bool:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a small JSON file atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write a small JSON file atomically, with passwords in addresses masked."""
+    with replacing(path) as temporary:
+        temporary.write_text(masked(json.dumps(content, indent=2)) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

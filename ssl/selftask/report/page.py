@@ -6,7 +6,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from selftask.errors import masked
+from selftask.files.replace import replacing
 
 STATIC = Path(__file__).parent / "static"
 
@@ -150,13 +150,8 @@ def write_page(
     Raises:
         OSError: If the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         temporary.write_text(page_html(title, sections, top=top, scripts=scripts), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _section(section: Section) -> str:

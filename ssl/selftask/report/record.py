@@ -27,7 +27,6 @@ from selftask.report.record_forms import (
     STATUS,
     numeric_rows,
     valid_events,
-    valid_results,
 )
 
 FILES = (
@@ -100,7 +99,7 @@ class RunRecord:
         record.rows = record._read_lines("metrics.jsonl", read_drawn_rows, numeric_rows)
         for path in result_files(folder):
             name = str(path.relative_to(folder))
-            record.results += record._read_lines(name, read_ends, valid_results)
+            record.results += record._read_lines(name, read_ends)
         record.events = record._read_lines("events.jsonl", read_ends, valid_events)
         record.checkpoints = _checkpoints(folder / "checkpoints")
         record.exports = sorted(path for path in (folder / "export").glob("*") if path.is_file())
@@ -212,7 +211,7 @@ class RunRecord:
         self,
         name: str,
         read: Callable[[Path], Lines],
-        check: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], str]],
+        check: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], str]] = lambda r: (r, ""),
     ) -> list[dict[str, Any]]:
         """Return the objects of a file with one a line, without values of another kind."""
         try:

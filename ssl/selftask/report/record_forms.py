@@ -46,7 +46,6 @@ CONFIG: Mapping[str, Kind] = dict.fromkeys(
     NUMBER,
 )
 _EVENT = {"step": COUNT, "event": TEXT, "text": TEXT, "time": TEXT, "data": TABLE}
-_RESULT = {"step": COUNT, "settings": TEXTS, "evaluations": TEXTS}
 _NUMBERS = frozenset(
     (
         *("epoch", "loss", "lr", "step_s", "images_per_s", "data_wait", "eta_s", "eval_s"),
@@ -65,7 +64,7 @@ def numeric_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]
         numbers = {name: value for name, value in row.items() if is_number(value)}
         others = row.keys() - numbers.keys()
         if not COUNT.accepts(row.get("step")):
-            wrong += 1
+            wrong += row.get("step") is not None
             continue
         wrong += any(name in _NUMBERS and row[name] is not None for name in others)
         kept.append(numbers)
@@ -87,27 +86,7 @@ def total_steps(steps: Any, epochs: Any, row: Mapping[str, Any]) -> int | None:
     return min(limits, default=None)
 
 
-def valid_events(events: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+def valid_events(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """Return the events without values of another kind, and a message or an empty text."""
-    return _valid(events, _EVENT, ())
-
-
-def valid_results(rows: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of result files that have a step and settings, and a message or nothing."""
-    kept, problem = _valid(rows, _RESULT, ("step", "settings"))
-    texts = ("settings", "evaluations", "date")
-    return [
-        {name: v for name, v in row.items() if name in texts or is_number(v)} for row in kept
-    ], problem
-
-
-def _valid(
-    rows: Iterable[dict[str, Any]], kinds: Mapping[str, Kind], needed: Iterable[str]
-) -> tuple[list[dict[str, Any]], str]:
-    first, kept = "", []
-    for row in rows:
-        problems = drop_misfits(row, kinds)
-        first = first or next(iter(problems), "")
-        if all(name in row for name in needed):
-            kept.append(row)
-    return kept, first
+    problems = [problem for event in events for problem in drop_misfits(event, _EVENT)]
+    return events, next(iter(problems), "")

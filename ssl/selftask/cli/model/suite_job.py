@@ -100,7 +100,8 @@ def submit_suite(request: Request, config: Config, *, each: bool, follow: bool =
 
 def _check_idle(run: Path, noted: Path) -> None:
     """Raise UserError if an earlier job is still in the queue."""
-    for job, state in queue.queue(read_json(noted).get("jobs", [])).items():
+    jobs = read_json(noted).get("jobs")
+    for job, state in queue.queue(jobs if isinstance(jobs, list) else []).items():
         if state.split()[0] in queue.WAITING:
             raise UserError(
                 f"{run}: job {job} ({state}) evaluates its checkpoints already; "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selftask.files.received import drop_misfits, open_regular, read_json
+from selftask.files.received import UnreadableFile, drop_misfits, open_regular, read_json
 from selftask.logs.rows import is_measured
 from selftask.logs.tails import last_line, last_lines
 from selftask.report.overview.liveness import age, judge
@@ -64,7 +64,8 @@ def read_line(folder: Path, now: float | None = None) -> RunLine:
 
 def unreadable(folder: Path, error: OSError) -> RunLine:
     """Return the line of a folder whose files cannot be read."""
-    path, reason = Path(error.filename or folder), (error.strerror or str(error)).lower()
+    path, reason = Path(error.filename or folder), error.strerror or str(error)
+    reason = reason if isinstance(error, UnreadableFile) else reason.lower()
     inside = path.is_relative_to(folder) and path != folder
     name = path.relative_to(folder) if inside else path
     return RunLine(folder, "unreadable", note=f"cannot be read: {name}: {reason}")
