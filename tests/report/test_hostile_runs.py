@@ -39,7 +39,13 @@ ENVIRONMENT = {
     "python": "3.11.2",
     "packages": {"torch": "2.6.0"},
     "selftask": {"version": "1", "commit": "abc-dirty"},
-    "git": {"folder": "/work", "commit": "abc", "branch": "main", "dirty": True, "diff": "git.diff"},
+    "git": {
+        "folder": "/work",
+        "commit": "abc",
+        "branch": "main",
+        "dirty": True,
+        "diff": "git.diff",
+    },
     "origins": {"train": "command line: train.epochs=5"},
 }
 EVENTS = [
@@ -107,9 +113,11 @@ def parse(path: Path) -> list[Any]:
     text = path.read_text()
     if path.suffix == ".yaml":
         return [yaml.safe_load(text)]
-    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [
-        json.loads(text)
-    ]
+    return (
+        [json.loads(line) for line in text.splitlines()]
+        if path.suffix == ".jsonl"
+        else [json.loads(text)]
+    )
 
 
 @pytest.mark.slow
@@ -120,7 +128,9 @@ def test_no_value_takes_the_pages_down(name: str, runs: Path) -> None:
     for number in {0, len(documents) - 2, len(documents) - 1} & set(range(len(documents))):
         for changed in variants(documents[number]):
             content = [*documents[:number], changed, *documents[number + 1 :]]
-            texts = [yaml.safe_dump(c) if path.suffix == ".yaml" else json.dumps(c) for c in content]
+            texts = [
+                yaml.safe_dump(c) if path.suffix == ".yaml" else json.dumps(c) for c in content
+            ]
             path.write_text("\n".join(texts) + "\n", errors="surrogatepass")
             page = show(runs)
             page.encode()

@@ -211,7 +211,10 @@ class RunRecord:
         self,
         name: str,
         read: Callable[[Path], Lines],
-        check: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], str]] = lambda r: (r, ""),
+        check: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], str]] = lambda r: (
+            r,
+            "",
+        ),
     ) -> list[dict[str, Any]]:
         """Return the objects of a file with one a line, without values of another kind."""
         try:

@@ -27,7 +27,9 @@ def main(argv: list[str]) -> int:
         cells = (run.job or "-", short_path(run.folder), step, run.state)
         rows.append(tuple(map(printable_line, cells)))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row, last in zip(rows, ["LAST LINE", *(run.last_line or run.note for run in runs)], strict=True):
+    for row, last in zip(
+        rows, ["LAST LINE", *(run.last_line or run.note for run in runs)], strict=True
+    ):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         print("  ".join([*cells, printable_line(last)]).rstrip())
     return 0

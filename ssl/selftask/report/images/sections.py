@@ -12,9 +12,10 @@ import torch
 
 from selftask.checkpoint.rotation import checkpoints
 from selftask.config.load import load_config
+from selftask.config.trust import refuse_addresses
 from selftask.config.schema import Config
 from selftask.data.fingerprint import differences, fingerprint
-from selftask.data.loading.open_data import Sources, open_data
+from selftask.data.loading.open_data import Sources, open_received
 from selftask.data.reading.files import BadImage
 from selftask.distributed.device import pick_device
 from selftask.distributed.world import World
@@ -140,7 +141,9 @@ class ImageSections:
             config = load_config(str(self.run / "config.yaml"), [], trust=self.trust)
             if config.train.threads != "auto":
                 torch.set_num_threads(config.train.threads)
-            sources = open_data(config.data)
+            if not self.trust:
+                refuse_addresses(config, "method")
+            sources = open_received(config, trust=self.trust)
             before = trained_on(self.run)
             if before is not None:
                 changed = differences(before, fingerprint(sources.train))
