@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import tiny
-
 from run_folders import write_run
 from selftask.cli.main import main
 from selftask.files.replace import replacing
@@ -56,7 +55,11 @@ def test_files_of_processes_that_may_run_stay(tmp_path: Path) -> None:
 
 
 def test_an_error_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError), replacing(tmp_path / "a") as temporary:
-        temporary.write_text("half")
-        raise ValueError
+    def write(path: Path) -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        write(tmp_path / "a")
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from run_folders import row, write_run
+from run_folders import write_run
 from selftask.cli.main import main
 from selftask.cli.monitor.runs import lines_of
 from selftask.report.overview.table import columns_of, text_table
 from selftask.report.record import RunRecord
-from selftask.report.run_report import run_sections, write_run_report
+from selftask.report.run_report import write_run_report
 from selftask.report.watch import pages
 from selftask.report.watch.live_run import changes, live_state
 

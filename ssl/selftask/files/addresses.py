@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import re
 import shutil
 import tempfile
@@ -129,9 +128,8 @@ def find(address: str, *, pattern: bool = False) -> list[tuple[str, int, str]]:
 def download(address: str, path: Path) -> None:
     """Copy a file from the store to ``path``, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        with open_read(address) as source, temporary.open("wb") as copy:
-            shutil.copyfileobj(source, copy, PIECE)
+    with replacing(path) as part, open_read(address) as source, part.open("wb") as copy:
+        shutil.copyfileobj(source, copy, PIECE)
 
 
 def upload(path: Path, address: str) -> None:

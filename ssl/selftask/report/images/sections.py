@@ -12,8 +12,8 @@ import torch
 
 from selftask.checkpoint.rotation import checkpoints
 from selftask.config.load import load_config
-from selftask.config.trust import refuse_addresses
 from selftask.config.schema import Config
+from selftask.config.trust import refuse_addresses
 from selftask.data.fingerprint import differences, fingerprint
 from selftask.data.loading.open_data import Sources, open_received
 from selftask.data.reading.files import BadImage
