@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,12 @@ from selftask.logs.drawn_rows import read_drawn_rows, read_ends
 from selftask.report.record import RunRecord
 from selftask.report.run_report import write_run_report
 
-ROWS = 40_000
+ROWS = 80_000
 
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """A run with 40,000 rows, two spikes of the loss and an evaluation every 1,000 steps."""
+    """A run with 80,000 rows, two spikes of the loss and an evaluation every 1,000 steps."""
     run, draw = write_run(tmp_path / "run"), random.Random(0)
     lines = []
     for step in range(1, ROWS + 1):
@@ -45,7 +46,7 @@ def test_what_is_drawn_of_a_large_file(large: Path) -> None:
     assert steps == sorted(steps)
     assert {12_345, 23_456} <= set(steps), "spikes of the loss are kept"
     assert sum("knn_top1" in row for row in found.rows) == ROWS // 1000
-    gaps = [after - before for before, after in zip(steps, steps[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(steps)]
     assert max(gaps) <= 2 * ROWS / drawn_rows.PARTS, "from all parts of the run"
     page = write_run_report(RunRecord.read(large)).read_text()
     assert f"metrics.jsonl: {len(steps):,} of {found.lines:,} rows are read" in page

@@ -26,10 +26,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         UnreadableFile: If it is no mapping, is too large, or is not a regular file.
         OSError: If it is missing or cannot be opened.
     """
-    content = read_bytes(path)
+    text = read_bytes(path)
     try:
-        _check_levels(content)
-        loader = _LOADER(content)
+        _check_levels(text)
+        loader = _LOADER(text)
         try:
             node = loader.get_single_node()
             check_size(node)

@@ -49,7 +49,8 @@ def read_drawn_rows(path: Path) -> Lines:
         size = _checked_size(file, path)
         if size <= WHOLE:
             return Lines(*parse_lines(file.read()))
-        kept, newest, count, offset = {}, deque[tuple[int, bytes]](maxlen=NEWEST), 0, 0
+        kept: dict[int, bytes] = {}
+        newest, count, offset = deque[tuple[int, bytes]](maxlen=NEWEST), 0, 0
         part, end = _Part(), size / PARTS
         for line in _bounded_lines(file):
             if offset >= end:

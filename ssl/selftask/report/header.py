@@ -129,7 +129,7 @@ def _summary(record: RunRecord) -> Iterable[str]:
 
 def _total_steps(record: RunRecord) -> int | None:
     """Return the length of the run in steps, from the last row's step, epoch and config."""
-    row = next((row for row in reversed(record.rows) if row.get("epoch")), {})
+    row: dict[str, Any] = next((row for row in reversed(record.rows) if row.get("epoch")), {})
     return total_steps(record.setting("train.max_steps"), record.setting("train.epochs"), row)
 
 

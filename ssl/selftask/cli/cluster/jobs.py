@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     if not runs:
         print("no submitted runs in runs/; selftask jobs OUT looks elsewhere")
         return 0
-    rows = [("JOB", "RUN", "STEP", "STATE")]
+    rows: list[tuple[str, ...]] = [("JOB", "RUN", "STEP", "STATE")]
     for run in runs:
         step = "-" if run.step is None else str(run.step)
         cells = (run.job or "-", short_path(run.folder), step, run.state)
@@ -30,6 +30,6 @@ def main(argv: list[str]) -> int:
     for row, last in zip(
         rows, ["LAST LINE", *(run.last_line or run.note for run in runs)], strict=True
     ):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join([*cells, printable_line(last)]).rstrip())
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join([*padded, printable_line(last)]).rstrip())
     return 0
