@@ -26,10 +26,12 @@ from selftask.checkpoint import manifest, rotation, sharded, store
 from selftask.cli.main import main
 from selftask.config import trust
 from selftask.config.load import load_config, to_yaml
+from selftask.errors import masked
 from selftask.hooks.export import facts
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import save_backbone
 from selftask.models.weights.foreign_pickle import read_tensors
+from selftask.report.page import escape
 
 PACKAGE = tiny.ROOT / "ssl" / "selftask"
 
@@ -531,3 +533,18 @@ def test_a_word_in_passing_is_not_typed(pwned: Path) -> None:
     for words in (["data=digits"], ["out=import=data"]):
         with pytest.raises(trust.UserError, match="import: data"):
             load_config("r.yaml", words, trust=False)
+
+
+def test_passwords_in_addresses_are_masked(
+    pwned: Path, capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
+    """In what ``config`` prints, in errors and in pages; masks change nothing else."""
+    words = ["simclr/digits", "data=s3://user:hunter2@host/x"]
+    main(["config", *words])
+    main(["train", *words, "out=run"])
+    shown = capsys.readouterr()
+    assert "s3://user:***@host/x" in shown.out + shown.err
+    assert "hunter2" not in shown.out + shown.err
+    for text in ("http://127.0.0.1:80/a@b", "a:b@c", "s3://bucket/run@best", "me@host:path"):
+        assert masked(text) == text
+    assert escape("see http://a:b@c/d") == "see http://a:***@c/d"
