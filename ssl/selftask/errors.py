@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -55,6 +56,36 @@ def describe_exit(code: int | None) -> str:
 def plural(noun: str, number: float) -> str:
     """Return the singular or plural of a noun: ``image`` for 1, ``images`` for 0."""
     return noun if number == 1 else f"{noun}s"
+
+
+def printable(text: str) -> str:
+    """Return the text for a terminal: control characters escaped, passwords in addresses masked.
+
+    Line breaks and tabs are kept. Escape sequences in the name of a received run would otherwise
+    act on the terminal.
+    """
+    if not (text.isascii() and text.isprintable()):
+        text = "".join(map(_escaped, text))
+    return masked(text)
+
+
+def printable_line(text: str) -> str:
+    """Return the text as ``printable`` does, in one line."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
+def _escaped(character: str) -> str:
+    if character in "\n\t" or character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+_PASSWORD = re.compile(r"""(://[^/\s:@"'<>]*):[^/\s"'<>]+@""")
+
+
+def masked(text: str) -> str:
+    """Return the text with ``***`` in place of passwords in addresses (``http://user:***@host``)."""
+    return _PASSWORD.sub(r"\1:***@", text) if "://" in text else text
 
 
 def shorten(text: str, most: int = 200) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,44 @@ def test_hdf5_arrays(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "y.h5", "w") as file:
         file["y"] = LABELS
     check(build("hdf5", path=path, labels="y", labels_path=str(tmp_path / "y.h5")), LABELS)
+
+
+def test_hdf5_reads_no_other_files_of_this_machine(tmp_path: Path) -> None:
+    """A received file showed any local file as pixels."""
+    h5py = pytest.importorskip("h5py")
+    (tmp_path / "theirs").mkdir()
+    private = tmp_path / "private.h5"
+    with h5py.File(private, "w") as file:
+        file["images"] = PIXELS
+    (tmp_path / "theirs/link.h5").symlink_to(private)
+    raw = [(str(private), 0, h5py.h5f.UNLIMITED)]
+    for number, other in enumerate((str(private), "../private.h5", "link.h5")):
+        path, name = tmp_path / f"theirs/{number}.h5", Path(other).name
+        layout = h5py.VirtualLayout(PIXELS.shape, "uint8")
+        layout[:] = h5py.VirtualSource(other, "images", PIXELS.shape, "uint8")
+        with h5py.File(path, "w") as file:
+            file.create_dataset("images", PIXELS.shape, "uint8", external=raw)
+            file["link"] = h5py.ExternalLink(other, "images")
+            file.create_virtual_dataset("virtual", layout)
+        for key, told in (("images", "another file"), ("link", name), ("virtual", name)):
+            with pytest.raises(UserError, match=f"data.images: {key!r} of .*{re.escape(told)}"):
+                build("hdf5", path=str(path), images=key, labels=None)
+            with pytest.raises(UserError, match=f"data.labels: {key!r} of .*"):
+                build("hdf5", path=str(private), labels=key, labels_path=str(path))
+
+
+def test_hdf5_parts_in_its_folder(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    for part in (0, 1):
+        with h5py.File(tmp_path / f"part{part}.h5", "w") as file:
+            file["images"] = PIXELS[3 * part : 3 * part + 3]
+    layout = h5py.VirtualLayout(PIXELS.shape, "uint8")
+    for part in (0, 1):
+        source = h5py.VirtualSource(f"part{part}.h5", "images", (3, *PIXELS.shape[1:]), "uint8")
+        layout[3 * part : 3 * part + 3] = source
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file.create_virtual_dataset("images", layout)
+    check(build("hdf5", path=str(tmp_path / "all.h5")), None)
 
 
 def test_hdf5_encoded(tmp_path: Path) -> None:

@@ -138,13 +138,13 @@ def test_mistakes(
 def test_a_folder_that_may_not_be_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As root, permissions do not count: the system's answer is given instead."""
 
-    def refuse(path: Path, *args: object, **more: object) -> str:
+    def refuse(path: Path, *args: object, **more: object) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     line = read_line(runs / "lr_2")
     assert line.state == "unreadable"
-    assert line.note == f"{runs / 'lr_2/status.json'}: permission denied"
+    assert line.note == "cannot be read: status.json: permission denied"
 
 
 def test_a_row_that_is_being_written_and_a_long_file(tmp_path: Path) -> None:

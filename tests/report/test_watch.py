@@ -284,6 +284,23 @@ def test_idle_connections_do_not_keep_others_out(
         connection.close()
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n"])
+def test_half_open_connections_do_not_keep_others_out(server: Server, sent: bytes) -> None:
+    """70 of them kept every reader out for 30 seconds."""
+    host, port = server.server_address[:2]
+    half = [socket.create_connection((str(host), port)) for _ in range(70)]
+    try:
+        for connection in half:
+            connection.sendall(sent)
+        began = time.monotonic()
+        answers = [Answer(server, "/") for _ in range(3)]
+        assert [answer.code for answer in answers] == [200, 200, 200]
+        assert time.monotonic() - began < 5
+    finally:
+        for connection in half:
+            connection.close()
+
+
 def test_the_command_takes_the_next_port_and_ends_by_ctrl_c(root: Path) -> None:
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))

@@ -68,6 +68,19 @@ def test_out_without_what_sbatch_replaces(tmp_path: Path) -> None:
         plan("simclr/digits", tiny.overrides("simclr", tmp_path, "run_%j"))
 
 
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ('out="FOLDER/a\\n#SBATCH --uid=0"', "out"),
+        ('launch.slurm.comment="a\\n#SBATCH --uid=0"', "comment"),
+    ],
+)
+def test_a_line_break_begins_no_line_of_the_script(tmp_path: Path, more: str, key: str) -> None:
+    text = more.replace("FOLDER", str(tmp_path)).replace("\\n", "\n")
+    with pytest.raises(UserError, match=rf"{key}: '.*a\\n#SBATCH --uid=0.*' *: the sbatch script"):
+        plan("simclr/digits", [*words(tmp_path, "run"), text])
+
+
 def test_out_is_a_place_with_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = words(tmp_path, "run")
     (tmp_path / "file").write_text("")

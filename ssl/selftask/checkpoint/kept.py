@@ -15,6 +15,7 @@ from typing import Any
 from selftask.checkpoint import rotation
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.errors import UserError
+from selftask.files.received import read_json
 
 FILE = "kept.json"
 
@@ -32,8 +33,8 @@ class Kept:
     def read(cls, folder: Path) -> Kept:
         """Return the content of the file in ``folder``, restricted to existing checkpoints."""
         try:
-            kept = cls.of(json.loads((folder / FILE).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError):
+            kept = cls.of(read_json(folder / FILE))
+        except (OSError, ValueError, TypeError, KeyError, OverflowError):
             return cls()
         return kept.only(map(step_of, checkpoints(folder)))
 
@@ -41,7 +42,7 @@ class Kept:
     def of(cls, content: Mapping[str, Any]) -> Kept:
         """Return the object from the result of ``to_dict``."""
         best = tuple((int(step), float(value)) for step, value in content["best"])
-        return cls(content["metric"], content["mode"], best, tuple(content["every"]))
+        return cls(content["metric"], content["mode"], best, tuple(map(int, content["every"])))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON and for the state of a hook."""

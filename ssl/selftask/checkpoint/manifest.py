@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import torch
 
+from selftask.files.received import check_regular, read_bytes
+
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -57,6 +59,7 @@ def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         mmap: Map tensors into memory instead of reading them.
     """
     try:
+        check_regular(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # for a damaged zip, torch raises five kinds
         raise DamagedCheckpoint(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
@@ -84,8 +87,8 @@ def check_plain(value: Any, key: str = "state") -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest; raise DamagedCheckpoint if that fails."""
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        manifest = json.loads(read_bytes(path))
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path.name} is not a manifest") from error
     if not isinstance(manifest, dict):
         raise DamagedCheckpoint(f"{path.name} is not a manifest")

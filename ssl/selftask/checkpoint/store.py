@@ -31,6 +31,7 @@ from selftask.checkpoint.mirror import local_run
 from selftask.checkpoint.rotation import MANIFEST, NAME, checkpoints, clear
 from selftask.errors import UserError
 from selftask.files.addresses import fetch
+from selftask.files.received import UnreadableFile, check_regular
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
@@ -183,6 +184,11 @@ def load(path: Path, wanted: Wanted | None = None) -> dict[str, Any]:
             ``model.backbone.conv1.weight``; None for all. Others are not read from shards and are
             None; those of a file are read only when they are used.
     """
+    try:
+        for file in path.iterdir() if path.is_dir() else (path, path.with_suffix(".json")):
+            check_regular(file)
+    except UnreadableFile as error:
+        raise DamagedCheckpoint(f"{Path(error.filename).name} {error.strerror}") from error
     if path.is_dir():
         from selftask.checkpoint import sharded  # torch.distributed.checkpoint takes 0.7 s
 

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selftask.errors import UserError
+from selftask.errors import UserError, printable_line
 
 if TYPE_CHECKING:
     from selftask.checkpoint.kept import Kept
@@ -39,9 +39,8 @@ def main(argv: list[str]) -> int:
     rows = _rows(run, paths)
     widths = [max(len(row[n]) for row in (HEADS, *rows)) for n in range(len(HEADS))]
     for row in (HEADS, *rows):
-        print(
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        print(printable_line("  ".join(cells).rstrip()))
     return int(any(row[-1] != "good" for row in rows))
 
 
@@ -69,11 +68,12 @@ def _rows(run: Path, paths: list[Path]) -> list[tuple[str, ...]]:
 
 def _metrics(run: Path, kept: Kept) -> dict[int, str]:
     """Return a text by step: the metric of ``train.keep_best``, or else evaluation results."""
-    from selftask.logs import read_metrics
+    from selftask.logs.drawn_rows import read_drawn_rows
+    from selftask.report.record_forms import numeric_rows
 
     path = run / "metrics.jsonl"
     found: dict[int, str] = {}
-    for row in read_metrics(path) if path.exists() else ():
+    for row in numeric_rows(read_drawn_rows(path).rows)[0] if path.exists() else ():
         names = [kept.metric] if kept.metric else [name for name in row if "top1" in name]
         text = " ".join(f"{name} {row[name]:.4g}" for name in names if row.get(name) is not None)
         if text:
@@ -88,8 +88,10 @@ def _read(path: Path) -> tuple[str, str]:
     from selftask.config.run_length import RunLength
 
     try:
-        state = store.load_with({"clock": dict}, path)
+        state = store.load_with({"clock": dict, "length": dict}, path)
+        length = RunLength(**state["length"])
+        return f"{state['clock']['batch'] / length.batches_per_epoch:.2f}", "good"
     except (DamagedCheckpoint, OSError) as error:
         return "-", f"damaged: {error}"
-    length = RunLength(**state["length"])
-    return f"{state['clock']['batch'] / length.batches_per_epoch:.2f}", "good"
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        return "-", f"damaged: its length is not one that selftask writes ({error!r})"

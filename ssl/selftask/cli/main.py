@@ -14,7 +14,7 @@ from collections.abc import Callable
 from selftask.cli.options import HELP, asks_for_help
 from selftask.cli.verbosity import TALKATIVE, print_versions, take_verbosity
 from selftask.distributed.garbage import seldom_collected
-from selftask.errors import ConfigError, RunError, UserError, nearest
+from selftask.errors import ConfigError, RunError, UserError, nearest, printable
 from selftask.files import paths
 from selftask.logs.verbosity import verbosity
 
@@ -112,13 +112,13 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
             return _interrupted()
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         for problem in problems:
-            print(f"error: {problem}", file=sys.stderr)
+            _print_error(problem)
         return error.exit_code
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(str(error))
         return 1
     except MemoryError as error:
-        print(f"error: the machine's memory is full: {error}", file=sys.stderr)
+        _print_error(f"the machine's memory is full: {error}")
         return 1
     except BrokenPipeError:  # `selftask list | head`: the reader has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -127,10 +127,14 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
         told = paths.explain(error)
         if told is None:
             raise
-        print(f"error: {told}", file=sys.stderr)
+        _print_error(told)
         return UserError.exit_code
     except KeyboardInterrupt:  # Ctrl-C before a run has begun, which would report it itself
         return _interrupted()
+
+
+def _print_error(message: str) -> None:
+    print(f"error: {printable(message)}", file=sys.stderr)
 
 
 def _hides_interrupt(error: BaseException) -> bool:

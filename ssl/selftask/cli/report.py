@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from selftask.cli.model.load_model import take
 from selftask.config.trust import TRUST, take_trust
-from selftask.errors import UserError
+from selftask.errors import UserError, printable_line
 from selftask.files.paths import exists
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ def main(argv: list[str]) -> int:
     more = _image_sections(record.folder, _number(asked), trust=trust)
     with _written(out or f"{record.folder}/{NAME}"):
         made = write_run_report(record, path, more=more)
-    print(f"{record.name}: {verdict_of(record).headline}")
+    print(printable_line(f"{record.name}: {verdict_of(record).headline}"))
     if addresses.is_remote(words[0]) and not out:
         address = f"{words[0].rstrip('/')}/{NAME}"
         addresses.upload(made, address)
-        print(address)
+        print(printable_line(address))
     else:
-        print(made)
+        print(printable_line(str(made)))
     return 0
 
 
@@ -96,8 +96,8 @@ def _compare(folders: list[Path], out: Path | None, sort: str) -> int:
     with _written(str(path)):
         comparison = write_comparison(folders, path, sort)
     if line := best_line(comparison):
-        print(line)
-    print(path)
+        print(printable_line(line))
+    print(printable_line(str(path)))
     return 0
 
 
@@ -119,7 +119,7 @@ def _image_sections(run: Path, images: int | None, *, trust: bool) -> list[Secti
     from selftask.report.images.sections import DEFAULT_IMAGES, ImageSections
 
     def tell(text: str) -> None:
-        print(f"report: {text}", file=sys.stderr, flush=True)
+        print(printable_line(f"report: {text}"), file=sys.stderr, flush=True)
 
     made = ImageSections(run=run, images=images or DEFAULT_IMAGES, trust=trust, tell=tell)
     return made.make()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from selftask.errors import UserError
+from selftask.errors import UserError, masked
 
 USAGE = """\
 usage: selftask config RECIPE [key=value ...]
 
 Prints the whole config as yaml, each value with its origin: file:line, command line or default.
+Passwords in addresses are masked.
 The output is itself a recipe: selftask config simclr > mine.yaml; selftask train mine.yaml"""
 
 
@@ -18,5 +19,5 @@ def main(argv: list[str]) -> int:
     from selftask.config.explain import explain
     from selftask.config.load import load_config
 
-    print(explain(load_config(argv[0], argv[1:])))
+    print(masked(explain(load_config(argv[0], argv[1:]))))
     return 0

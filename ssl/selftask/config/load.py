@@ -7,8 +7,11 @@ other. Does not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import yaml
 
+from selftask.config.checks import locations
 from selftask.config.checks.components import component_problems
 from selftask.config.checks.contradictions import contradictions
 from selftask.config.compose.compose import compose
@@ -18,20 +21,25 @@ from selftask.config.sections import read_config
 from selftask.errors import ConfigError
 
 
-def load_config(recipe: str, overrides: list[str], *, trust: bool = True) -> Config:
+def load_config(
+    recipe: str, overrides: list[str], *, trust: bool = True, typed: Sequence[str] | None = None
+) -> Config:
     """Return the validated config of a method, shipped recipe or yaml file.
 
     Args:
         recipe: Name of the method or recipe, or path of the file.
         overrides: ``key=value`` arguments that override the recipe.
-        trust: Whether to import code that is named in a file but not on the command line.
+        trust: False for the config of a run that is read and not trained, which may come from
+            somebody else: code that it names is refused, ``${oc.env:NAME}`` and other resolvers
+            are errors, and its ``out``, ``resume`` and ``init`` are not looked up.
+        typed: Words that the user has typed, if ``overrides`` are not.
 
     Raises:
         ConfigError: If anything is wrong; lists every problem with its ``file:line`` or
             ``command line: ...``.
         UserError: If ``trust`` is False and a file names code. That code is not imported.
     """
-    composed = compose(recipe, overrides, trust=trust)
+    composed = compose(recipe, overrides, trust=trust, typed=typed)
     reader = Reader(composed.layers)
     config = read_config(reader, composed.values)
     # A key whose override is invalid is reported for that, not as missing.
@@ -39,7 +47,8 @@ def load_config(recipe: str, overrides: list[str], *, trust: bool = True) -> Con
     read = [p for p in reader.problems if p.partition(" is missing")[0] not in unreadable]
     if composed.problems or read or config is None:
         raise ConfigError([*composed.problems, *read])
-    for key, text in [*contradictions(config), *component_problems(config)]:
+    found = [*contradictions(config), *component_problems(config)]
+    for key, text in [*found, *(locations.problems(config) if trust else ())]:
         reader.problem(key, text)
     if reader.problems:
         raise ConfigError(reader.problems)

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from selftask.config.keys import Key
 from selftask.errors import UserError
+from selftask.files.addresses import is_remote
 
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
+
+REFERENCE = "if you trust where it comes from, trust=true resolves it"
 TRUST = "trust=true   import and call code that the run, file or catalog names (docs/security.md)"
 _ADDRESSES = ("model", "dataset", "transform")
 """Fields of ``name: custom`` with a value ``package.module:callable``."""
@@ -38,6 +43,8 @@ def code_in(values: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
         yield from (
             ((*key, "import"), str(n)) for n in (names if isinstance(names, list) else [names])
         )
+    if values.get("trust") is True:  # of a method that reads another run
+        yield (*key, "trust"), "true"
     if values.get("name") == "custom":
         yield from (((*key, f), str(values[f])) for f in _ADDRESSES if values.get(f))
     for name, item in values.items():
@@ -58,6 +65,35 @@ def refuse_code(found: Iterable[tuple[Key, str]], received: str, typed: Sequence
             f"{received}: names code of its own, which reading it would run: {'; '.join(named)}. "
             "If you trust where it comes from, add trust=true"
         )
+
+
+def refuse_addresses(config: Config, *sections: str) -> None:
+    """Raise UserError if a received config has addresses that are not from the command line.
+
+    Reading them would send requests to wherever its author likes.
+
+    Args:
+        config: The config of a received run.
+        *sections: The sections that the command reads, such as ``data``.
+    """
+    values = config.to_dict()
+    for section in sections:
+        for key, text in _addresses_in(values[section], section):
+            place = config.place(key)
+            if not place.startswith("command line"):
+                raise UserError(
+                    f"{place}: {key}: {text} would be fetched, which the run names and you do not; "
+                    f"give {key}=..., or trust=true if you trust where the run comes from"
+                )
+
+
+def _addresses_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str) and is_remote(value):
+        yield key, value
+    elif isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, item in parts:
+            yield from _addresses_in(item, f"{key}.{name}")
 
 
 def _is_typed(key: Key, address: str, typed: Sequence[str]) -> bool:

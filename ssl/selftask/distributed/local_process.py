@@ -15,6 +15,8 @@ OPEN_FILES = 4096  # enough for the workers of a run
 
 def is_running(pid: int) -> bool:
     """Return True if a process with this id runs on this machine."""
+    if pid <= 0:  # a group of processes
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

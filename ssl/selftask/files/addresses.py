@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import re
 import shutil
 import tempfile
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from selftask.errors import AddressError, UserError
 from selftask.files.cache_dir import cache_path
 from selftask.files.paths import expand_user
+from selftask.files.replace import replacing
 
 if TYPE_CHECKING:
     from iopath.common.file_io import PathManager
@@ -128,14 +128,8 @@ def find(address: str, *, pattern: bool = False) -> list[tuple[str, int, str]]:
 def download(address: str, path: Path) -> None:
     """Copy a file from the store to ``path``, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open_read(address) as source, temporary.open("wb") as copy:
-            shutil.copyfileobj(source, copy, PIECE)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as part, open_read(address) as source, part.open("wb") as copy:
+        shutil.copyfileobj(source, copy, PIECE)
 
 
 def upload(path: Path, address: str) -> None:

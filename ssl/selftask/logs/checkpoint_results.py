@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selftask.logs.rows import json_row, read_metrics, utc_now
+from selftask.files.received import COUNT, TEXTS, is_number
+from selftask.logs.drawn_rows import read_ends
+from selftask.logs.rows import json_row, utc_now
 
 FOLDER = "evaluations"  # in the run folder
 _FACTS = ("date", "step", "evaluations", "settings")
@@ -28,7 +30,7 @@ class CheckpointResults:
 
     def missing(self, step: int, evaluations: Iterable[str]) -> list[str]:
         """Return the evaluations of a checkpoint that have no result yet."""
-        done = {name for row in self._rows(step) for name in row["evaluations"]}
+        done = {name for row in self._rows(step) for name in row.get("evaluations", [])}
         return [name for name in evaluations if name not in done]
 
     def add(self, step: int, evaluations: Sequence[str], metrics: Mapping[str, Any]) -> None:
@@ -42,7 +44,7 @@ class CheckpointResults:
 
     def table(self) -> dict[int, dict[str, float]]:
         """Return step -> metrics of the evaluated checkpoints, the newest value of each metric."""
-        rows = [row for path in result_files(self.run) for row in read_metrics(path)]
+        rows = [row for path in result_files(self.run) for row in read_ends(path).rows]
         return tables(rows).get(tuple(self.settings), {})
 
     def _path(self, step: int) -> Path:
@@ -50,8 +52,8 @@ class CheckpointResults:
 
     def _rows(self, step: int) -> list[dict[str, Any]]:
         path = self._path(step)
-        rows = read_metrics(path) if path.exists() else []
-        return [row for row in rows if row.get("settings") == list(self.settings)]
+        rows = read_ends(path).rows if path.exists() else []
+        return [row for row in filter(_is_result, rows) if row["settings"] == list(self.settings)]
 
 
 def result_files(run: Path) -> list[Path]:
@@ -67,12 +69,14 @@ def tables(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], dict[int,
     found: dict[tuple[str, ...], dict[int, dict[str, float]]] = {}
     for row in sorted(filter(_is_result, rows), key=lambda row: row["step"]):
         metrics = found.setdefault(tuple(row["settings"]), {}).setdefault(row["step"], {})
-        metrics |= {name: value for name, value in row.items() if _is_metric(name)}
+        metrics |= {n: value for n, value in row.items() if _is_metric(n) and is_number(value)}
     return found
 
 
 def _is_result(row: Mapping[str, Any]) -> bool:
-    return isinstance(row.get("step"), int) and isinstance(row.get("settings"), list)
+    """Return True for a row that ``add`` may have written; a run may come from somebody else."""
+    texts = map(TEXTS.accepts, (row.get("settings"), row.get("evaluations", [])))
+    return COUNT.accepts(row.get("step")) and all(texts)
 
 
 def _is_metric(name: str) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from selftask.distributed.heartbeat import HEARTBEAT
+from selftask.errors import masked
 from selftask.logs.rows import json_row, read_whole_lines
 
 NAME = "events.jsonl"
@@ -46,7 +47,9 @@ def add_event(folder: Path, kind: str, text: str, *, step: int = 0, **data: Any)
     event = {"time": now, "step": step, "event": kind, "text": text, "data": data}
     try:
         with (folder / NAME).open("a", encoding="utf-8") as file:
-            file.write(json_row(event) + "\n")  # a single write, so that lines are not mixed
+            file.write(
+                masked(json_row(event)) + "\n"
+            )  # a single write, so that lines are not mixed
     except OSError as error:
         print(f"{folder / NAME}: {error.strerror or error}", file=sys.stderr, flush=True)
 

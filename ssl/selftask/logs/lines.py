@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from selftask.errors import printable
 from selftask.logs.verbosity import DETAIL, console_level
 
 LOGGER = logging.getLogger("selftask")
@@ -104,7 +105,7 @@ def add_line(folder: Path, line: str) -> None:
         line: The line without a time stamp.
     """
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
-        log.write(f"{time.strftime(_TIME)} {line}\n")
+        log.write(f"{time.strftime(_TIME)} {printable(line)}\n")
 
 
 @contextmanager
@@ -167,6 +168,9 @@ class _LogFile(logging.FileHandler):
     def filter(self, record: logging.LogRecord) -> bool:
         return not getattr(record, "is_summary", False) and bool(super().filter(record))
 
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
     def handleError(self, record: logging.LogRecord) -> None:
         print(f"{self.baseFilename}: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
 
@@ -185,7 +189,7 @@ class _Console(logging.Handler):
         return shown and bool(super().filter(record))
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = self.format(record)
+        line = printable(self.format(record))
         if _Console.live is not None:
             _Console.live.print(line, markup=False, highlight=False, soft_wrap=True)
         else:

@@ -11,8 +11,10 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from selftask.errors import RunError
+from selftask.errors import RunError, masked
 from selftask.files.paths import exists
+from selftask.files.received import open_regular, read_bytes
+from selftask.files.replace import replacing
 
 
 class MetricsFile:
@@ -67,29 +69,41 @@ def utc_now() -> str:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a ``metrics.jsonl`` up to the first incomplete line."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    with open_regular(path) as file:
+        lines = file.read().split(b"\n")
+    for line in lines[: -1 if not lines[-1] else None]:
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:  # includes UnicodeDecodeError
             break
     return rows
 
 
 def read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read a file with one JSON object per line, which may be damaged or still being written.
+    """Read a file with one JSON object per line; see ``parse_lines``.
+
+    Raises:
+        OSError: If it is missing, cannot be read, or is not a regular file.
+    """
+    with open_regular(path) as file:
+        return parse_lines(file.read())
+
+
+def parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Parse one JSON object per line, where lines may be damaged or still being written.
 
     Returns:
         The objects, and the number of damaged lines without an incomplete last line.
     """
     rows, damaged = [], 0
-    *lines, last = path.read_bytes().split(b"\n")
-    with suppress(ValueError):  # parsing all lines at once is twice as fast
+    *lines, last = content.split(b"\n")
+    with suppress(ValueError, RecursionError):  # parsing all lines at once is twice as fast
         if not last and all(map(_is_dict, whole := json.loads(b"[" + b",".join(lines) + b"]"))):
             return whole, 0
     for line in (*lines, last):
         try:
             row = json.loads(line)
-        except ValueError:  # includes UnicodeDecodeError
+        except (ValueError, RecursionError):  # includes UnicodeDecodeError
             row = None
         if isinstance(row, dict):
             rows.append(row)
@@ -149,25 +163,24 @@ def is_measured(name: str) -> bool:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a small JSON file atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write a small JSON file atomically, with passwords in addresses masked."""
+    with replacing(path) as temporary:
+        temporary.write_text(masked(json.dumps(content, indent=2)) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file, or an empty dict if it is missing or damaged."""
+    """Return the content of a JSON file, or an empty dict if it is missing or damaged.
+
+    Raises:
+        UnreadableFile: If it is a pipe or a device, or too large.
+    """
     if not exists(path):
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+    content = read_bytes(path)
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(content), dict):
+            return found
+    return {}
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from selftask.files.received import open_regular
+
 _BYTES = 1 << 16  # number of bytes read from the end of a file
 
 
@@ -17,7 +19,7 @@ def last_lines(path: Path, size: int = _BYTES) -> list[str]:
         OSError: If the file cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = max(0, file.seek(0, 2) - size)
             file.seek(max(0, start - 1))
             data = file.read()

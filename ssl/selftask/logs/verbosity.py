@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from selftask.errors import printable
+
 VARIABLE = "SELFTASK_VERBOSITY"
 DETAIL = 15  # logging level of lines that the terminal shows only if verbose
 _LEVELS = {"quiet": logging.ERROR, "verbose": logging.DEBUG}
@@ -33,7 +35,7 @@ def is_verbose() -> bool:
 def announce(text: str) -> None:
     """Print a line that is not a command's result, unless ``--quiet``."""
     if not is_quiet():
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from selftask.errors import plural
 from selftask.report.overview.durations import show_seconds
 from selftask.report.page import Section, escape
 from selftask.report.record import FILES, RunRecord
+from selftask.report.record_forms import total_steps
 from selftask.report.verdict import Kind, verdict_of
 
 STATE_KINDS: dict[str, Kind] = {
@@ -23,6 +24,7 @@ STATE_KINDS: dict[str, Kind] = {
     "failed": "bad",
     "hung": "bad",
     "lost": "bad",
+    "unreadable": "bad",
 }
 _SYMBOLS: dict[Kind, str] = {"good": "✓", "warning": "!", "bad": "✗", "plain": "·"}
 MAX_CHECKPOINTS = 12  # visible rows; further rows are folded
@@ -55,6 +57,7 @@ def facts_section(record: RunRecord) -> Section:
         *_when(record),
         *_code(record),
         ("problems", "; ".join(record.problems)),
+        ("large files", "; ".join(record.thinned)),
     ]
     facts = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in items if text
@@ -111,7 +114,7 @@ def _link(path: Path, page: Path, text: str) -> str:
         relative = os.path.relpath(path.resolve(), page.resolve().parent)
     except ValueError:  # on another drive
         return escape(text)
-    return f'<a href="{escape(quote(relative))}">{escape(text)}</a>'
+    return f'<a href="{escape(quote(os.fsencode(relative)))}">{escape(text)}</a>'
 
 
 def _summary(record: RunRecord) -> Iterable[str]:
@@ -126,12 +129,8 @@ def _summary(record: RunRecord) -> Iterable[str]:
 
 def _total_steps(record: RunRecord) -> int | None:
     """Return the length of the run in steps, from the last row's step, epoch and config."""
-    steps, epochs = record.setting("train.max_steps"), record.setting("train.epochs")
-    lengths = [steps] if isinstance(steps, int) else []
-    row = next((row for row in reversed(record.rows) if row.get("epoch")), None)
-    if isinstance(epochs, int | float) and row is not None:
-        lengths.append(round(row["step"] / row["epoch"] * epochs))
-    return min(lengths, default=None)
+    row: dict[str, Any] = next((row for row in reversed(record.rows) if row.get("epoch")), {})
+    return total_steps(record.setting("train.max_steps"), record.setting("train.epochs"), row)
 
 
 def _what(record: RunRecord) -> Iterable[tuple[str, str]]:

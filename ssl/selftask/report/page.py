@@ -6,12 +6,14 @@ import base64
 import hashlib
 import html
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from selftask.errors import masked
+from selftask.files.replace import replacing
 
 STATIC = Path(__file__).parent / "static"
 
@@ -40,8 +42,17 @@ class Section:
 
 
 def escape(text: object) -> str:
-    """Escape a text for use in the content or a quoted attribute of an element."""
-    return html.escape(str(text), quote=True)
+    """Escape a text for use in the content or a quoted attribute of an element.
+
+    Passwords in addresses are masked, since pages are passed on.
+    """
+    return _shareable(html.escape(str(text), quote=True))
+
+
+def _shareable(text: str) -> str:
+    """Mask passwords, and replace lone surrogates, which UTF-8 cannot hold."""
+    text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    return masked(text)
 
 
 def json_data(content: Any, id: str) -> str:
@@ -53,7 +64,7 @@ def json_data(content: Any, id: str) -> str:
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":  # text must not close the element or open a comment
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return f'<script type="application/json" id="{escape(id)}">{text}</script>'
+    return f'<script type="application/json" id="{escape(id)}">{_shareable(text)}</script>'
 
 
 def static_text(name: str) -> str:
@@ -139,13 +150,8 @@ def write_page(
     Raises:
         OSError: If the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(path) as temporary:
         temporary.write_text(page_html(title, sections, top=top, scripts=scripts), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _section(section: Section) -> str:

@@ -5,23 +5,29 @@ from __future__ import annotations
 import shlex
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from selftask.checkpoint.kept import Kept
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.errors import UserError
 from selftask.files.paths import is_folder
-from selftask.logs import read_json
+from selftask.files.received import Kind, drop_misfits, read_json
+from selftask.files.yaml_file import read_yaml
 from selftask.logs.checkpoint_results import result_files
-from selftask.logs.rows import read_whole_lines
+from selftask.logs.drawn_rows import Lines, read_drawn_rows, read_ends
 from selftask.report.overview.liveness import judge
+from selftask.report.record_forms import (
+    CONFIG,
+    ENVIRONMENT,
+    STATUS,
+    numeric_rows,
+    valid_events,
+)
 
 FILES = (
     *("config.yaml", "log.txt", "metrics.jsonl", "events.jsonl", "status.json"),
@@ -53,7 +59,8 @@ class RunRecord:
 
     ``state`` is that of ``status.json``, except that a run whose state is running but whose process
     does not run is ``hung`` or ``lost``; the field ``lost`` has the reason. ``problems`` has a line
-    for each file that could not be read.
+    for each file or value that cannot be read; values of another kind than expected are left out.
+    If one of them is in ``status.json``, the state is ``unreadable``.
     """
 
     folder: Path
@@ -66,6 +73,7 @@ class RunRecord:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     exports: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    thinned: list[str] = field(default_factory=list)  # large files that were read in part
     state: str = "unknown"
     lost: str = ""
     read_at: float = field(default_factory=time.time)
@@ -83,16 +91,20 @@ class RunRecord:
         if not is_run(folder):
             raise UserError(f"{folder}: not a run folder (it has neither config.yaml nor a log)")
         record = cls(folder=folder)
-        record.config = record._read_yaml(folder / "config.yaml")
-        record.environment = record._read_json(folder / "environment.json")
-        record.status = record._read_json(folder / "status.json")
-        record.rows = [row for row in record._read_lines("metrics.jsonl") if _is_row(row)]
-        found = [record._read_lines(str(p.relative_to(folder))) for p in result_files(folder)]
-        record.results = [row for rows in found for row in rows]
-        record.events = record._read_lines("events.jsonl")
+        record.config = record._read_values("config.yaml", read_yaml, CONFIG)
+        record.environment = record._read_values("environment.json", read_json, ENVIRONMENT)
+        sound = len(record.problems)
+        record.status = record._read_values("status.json", read_json, STATUS)
+        is_sound = len(record.problems) == sound or not record.status
+        record.rows = record._read_lines("metrics.jsonl", read_drawn_rows, numeric_rows)
+        for path in result_files(folder):
+            name = str(path.relative_to(folder))
+            record.results += record._read_lines(name, read_ends)
+        record.events = record._read_lines("events.jsonl", read_ends, valid_events)
         record.checkpoints = _checkpoints(folder / "checkpoints")
         record.exports = sorted(path for path in (folder / "export").glob("*") if path.is_file())
-        record.state = str(record.status.get("state") or "unknown")
+        state = str(record.status.get("state") or "unknown")
+        record.state = state if is_sound else "unreadable"
         if record.state == "running":
             interval_s = record._interval_s()
             record.state, record.lost = judge(folder, record.status, interval_s, record.read_at)
@@ -179,42 +191,50 @@ class RunRecord:
         steps = column.steps[-1] - column.steps[-2]
         return steps * statistics.median(column.values)
 
-    def _read_yaml(self, path: Path) -> dict[str, Any]:
+    def _read_values(
+        self, name: str, read: Callable[[Path], dict[str, Any]], kinds: Mapping[str, Kind]
+    ) -> dict[str, Any]:
+        """Return the values of a file, without those of another kind than expected."""
         try:
-            content = yaml.load(path.read_bytes(), Loader=_LOADER)
+            content = read(self.folder / name)
         except FileNotFoundError:
-            self.problems.append(f"{path.name} is missing")
+            self.problems.append(f"{name} is missing")
             return {}
-        except (OSError, ValueError, yaml.YAMLError):
-            content = None
-        if not isinstance(content, dict):
-            self.problems.append(f"{path.name} is damaged")
+        except OSError as error:
+            self._cannot_read(name, error.strerror)
             return {}
+        for problem in drop_misfits(content, kinds):
+            self._cannot_read(name, problem)
         return content
 
-    def _read_json(self, path: Path) -> dict[str, Any]:
+    def _read_lines(
+        self,
+        name: str,
+        read: Callable[[Path], Lines],
+        check: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], str]] = lambda r: (
+            r,
+            "",
+        ),
+    ) -> list[dict[str, Any]]:
+        """Return the objects of a file with one a line, without values of another kind."""
         try:
-            content = read_json(path)
-        except OSError:
-            content = {}
-        if not content:
-            self.problems.append(f"{path.name} is {'damaged' if path.exists() else 'missing'}")
-        return content
-
-    def _read_lines(self, name: str) -> list[dict[str, Any]]:
-        try:
-            rows, damaged = read_whole_lines(self.folder / name)
+            found = read(self.folder / name)
         except FileNotFoundError:
             return []
         except OSError as error:
-            self.problems.append(f"{name} cannot be read ({error.strerror})")
+            self._cannot_read(name, error.strerror)
             return []
-        if damaged:
-            self.problems.append(f"{name}: {damaged} damaged lines were left out")
+        if found.damaged:
+            self.problems.append(f"{name}: {found.damaged} damaged lines were left out")
+        if found.lines:
+            self.thinned.append(f"{name}: {len(found.rows):,} of {found.lines:,} rows are read")
+        rows, problem = check(found.rows)
+        if problem:
+            self._cannot_read(name, problem)
         return rows
 
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    def _cannot_read(self, name: str, reason: str | None) -> None:
+        self.problems.append(f"{name} cannot be read: {reason}")
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
@@ -249,14 +269,10 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.yaml", "status.json", "log.txt"))
 
 
-def _is_row(row: dict[str, Any]) -> bool:
-    return isinstance(row.get("step"), int)
-
-
 def _time_of(event: dict[str, Any]) -> datetime | None:
     try:
-        return datetime.fromisoformat(event["time"])
-    except (KeyError, TypeError, ValueError):
+        return datetime.fromisoformat(event["time"]).astimezone()
+    except (KeyError, ValueError, OverflowError):
         return None
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from selftask.errors import RunError, UserError
+from selftask.errors import RunError, UserError, masked
 from selftask.logs import LOGGER, add_line, log_result
 from selftask.logs.events import add_event
 from selftask.report.at_end import write_end_page
@@ -142,7 +142,7 @@ class Ending:
         with _written_or_said():
             path = self._errors_of(rank)
             path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_text(masked(text), encoding="utf-8")
 
     def _errors_of(self, rank: int) -> Path:
         return self.task.out / "errors" / f"rank{rank}.txt"

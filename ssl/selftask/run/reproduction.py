@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from selftask.config.load import load_config
 from selftask.errors import ConfigError, UserError
 from selftask.files.paths import exists
-from selftask.logs import read_json
+from selftask.files.received import UnreadableFile, drop_misfits, read_json
+from selftask.files.yaml_file import read_yaml
+from selftask.report.record_forms import ENVIRONMENT
 from selftask.run import environment
 from selftask.run.compatibility import changes
 
@@ -20,15 +21,26 @@ _MACHINE = ("python", "platform", "cpu", "cpus", "memory_gib", "gpus", "cuda")
 
 
 def read_environment(run: Path) -> dict[str, Any]:
-    """Return the ``environment.json`` of a run; raise UserError if it has none."""
+    """Return the ``environment.json`` of a run; raise UserError if it has none or another one."""
     path = run / environment.FILE
     if not exists(path):
         raise UserError(f"{run}: no run, or one that never began: there is no {path}")
-    return read_json(path)
+    content = read_json(path)
+    for problem in drop_misfits(content, ENVIRONMENT):
+        raise UnreadableFile(path, problem)
+    return content
 
 
-def differences(run: Path) -> dict[str, list[str]]:
-    """Return the differences between a run and the present environment, as a list by topic."""
+def differences(
+    run: Path, typed: Sequence[str] = (), *, trust: bool = False
+) -> dict[str, list[str]]:
+    """Return the differences between a run and the present environment, as a list by topic.
+
+    Args:
+        run: The run folder.
+        typed: ``import=`` words of the user; the run's own are not followed unless ``trust``.
+        trust: Import code that the run or its recipe names.
+    """
     there, here = read_environment(run), environment.describe()
     return {
         "packages": [*changes(there.get("packages", {}), here["packages"], "")],
@@ -36,7 +48,7 @@ def differences(run: Path) -> dict[str, list[str]]:
         "machine": [
             *changes({k: there.get(k) for k in _MACHINE}, {k: here[k] for k in _MACHINE}, "")
         ],
-        "config": [*_config(run, there)],
+        "config": [*_config(run, there, typed, trust)],
     }
 
 
@@ -53,14 +65,14 @@ def _code(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
         yield "git: there are uncommitted changes here"
 
 
-def _config(run: Path, there: dict[str, Any]) -> Iterator[str]:
+def _config(run: Path, there: dict[str, Any], typed: Sequence[str], trust: bool) -> Iterator[str]:
     """Yield differences between the config of the run and that of its command now."""
     words = recipe_words(there)
     if not words:
         return
-    stored = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    stored = read_yaml(run / "config.yaml")
     try:
-        now = load_config(words[0], words[1:]).to_dict()
+        now = load_config(words[0], [*words[1:], *typed], trust=trust, typed=typed).to_dict()
     except (ConfigError, UserError) as error:
         yield f"the recipe cannot be read here: {error}"
         return
@@ -69,19 +81,22 @@ def _config(run: Path, there: dict[str, Any]) -> Iterator[str]:
 
 def recipe_words(there: dict[str, Any]) -> list[str]:
     """Return the words after ``train`` in the recorded command; none for another command."""
-    words = [str(word) for word in there.get("command", [])]
+    words = list(there.get("command") or [])
     if words[1:2] == ["train"]:
         return words[2:]
     return words[1:] if words and Path(words[0]).name == "train.py" else []
 
 
 def command(run: Path, there: dict[str, Any]) -> list[str]:
-    """Return the shell lines that repeat a run in a new folder."""
+    """Return the shell lines that repeat a run in a new folder, each word quoted."""
     git, folder = there.get("git") or {}, there.get("folder")
     run = run.resolve()
-    lines = [f"cd {shlex.quote(folder)}"] if folder else []
-    if git:
-        lines.append(f"git checkout {git['commit']}")
-    if git.get("diff"):
-        lines.append(shlex.join(["git", "-C", git["folder"], "apply", str(run / git["diff"])]))
-    return [*lines, shlex.join(["selftask", "train", str(run / "config.yaml"), f"out={run}_again"])]
+    commands = [["cd", folder]] if folder and not folder.startswith("-") else []
+    if commit := git.get("commit"):
+        if not re.fullmatch(r"[0-9a-f]{7,64}", commit):
+            raise UnreadableFile(run / environment.FILE, f"git.commit: {commit!r} is no commit")
+        commands.append(["git", "checkout", commit])
+    if git.get("diff") and git.get("folder"):
+        commands.append(["git", "-C", git["folder"], "apply", str(run / git["diff"])])
+    commands.append(["selftask", "train", str(run / "config.yaml"), f"out={run}_again"])
+    return [shlex.join(words) for words in commands]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import site
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -142,6 +143,7 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
         **derived: Default sbatch options; those in ``launch.slurm`` take precedence.
     """
     given = {**derived, **{option(key): value for key, value in launch.slurm.items()}}
+    _check_lines({"out": str(folder.absolute()), "the name of the job": name, **given})
     limit = minutes(given.pop("time", None)) or DEFAULT_MINUTES
     options = {key: value for key, value in given.items() if key not in SUBMITIT}
     options = {"job_name": name, "requeue": True, **options}
@@ -166,6 +168,13 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
         **submitits,
     )
     return made
+
+
+def _check_lines(values: Mapping[str, Any]) -> None:
+    """Raise UserError for a text with a line break, which would begin a line of the script."""
+    for key, value in values.items():
+        if isinstance(value, str) and re.search(r"[\x00-\x1f\x7f]", value):
+            raise UserError(f"{key}: {value!r}: the sbatch script needs it in one line")
 
 
 def _before() -> list[str]:

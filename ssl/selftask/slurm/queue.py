@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from selftask.distributed.local_process import is_running
-from selftask.errors import UserError
+from selftask.errors import UserError, shorten
+from selftask.files.received import UnreadableFile
 from selftask.logs import read_json, write_json
-from selftask.report.overview.run_line import RunLine, read_line
+from selftask.report.overview.run_line import RunLine, read_line, unreadable
 from selftask.run.slurm_job import command
 
 WAITING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "STOPPED")
 LOCAL = "local-"  # prefix of the id of a job on this machine, followed by its process id
+JOBS = Path("slurm", "jobs.json")  # in the folder of a run or sweep
+_ID = re.compile(r"[1-9]\d{0,17}(_\d{1,9})?|local-[1-9]\d{0,9}", re.ASCII)
+_CONTROLLER = "submitit.local._local"  # module that runs a local job; its argument is the folder
 
 
 def note(out: Path, made: dict[Path, str]) -> None:
@@ -24,7 +30,7 @@ def note(out: Path, made: dict[Path, str]) -> None:
         out: Folder of the run or sweep.
         made: Run folder -> job id.
     """
-    path = out / "slurm" / "jobs.json"
+    path = out / JOBS
     runs = {**read_json(path), **{str(run): job for run, job in made.items()}}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, runs)
@@ -33,13 +39,36 @@ def note(out: Path, made: dict[Path, str]) -> None:
 def noted(out: Path) -> dict[Path, str]:
     """Return run folder -> job id for the run or sweep in ``out``.
 
-    For a single run of a sweep, the result has only that run.
+    For a single run of a sweep, the result has only that run. Raises UnreadableFile if the record
+    was not written by selftask.
     """
-    runs = {Path(run): job for run, job in read_json(out / "slurm" / "jobs.json").items()}
+    runs = _recorded(out)
     if runs:
         return runs
-    siblings = read_json(out.parent / "slurm" / "jobs.json")
-    return {Path(run): job for run, job in siblings.items() if Path(run) == out.resolve()}
+    return {run: job for run, job in _recorded(out.parent).items() if run == out.resolve()}
+
+
+def _recorded(out: Path) -> dict[Path, str]:
+    """Return run folder -> job id of the runs in and below a folder, as submitted.
+
+    Runs elsewhere are left out: the folder is a copy, and their jobs are not its own.
+
+    Raises:
+        UnreadableFile: If the file is not one that ``note`` writes.
+    """
+    path = out / JOBS
+    jobs = read_json(path)
+    for run, job in jobs.items():
+        if not isinstance(job, str) or not is_job(job) or not Path(run).is_absolute():
+            raise UnreadableFile(path, f"{shorten(repr(job), 60)} is no job id")
+    here = out.resolve()
+    runs = {Path(run): job for run, job in jobs.items()}
+    return {run: job for run, job in runs.items() if run.resolve().is_relative_to(here)}
+
+
+def is_job(text: str) -> bool:
+    """Return whether a text is a job id: ``12``, ``12_3`` in an array, or ``local-1234``."""
+    return _ID.fullmatch(text) is not None
 
 
 def check_idle(out: Path) -> None:
@@ -64,7 +93,7 @@ def find(outs: list[Path]) -> list[Path]:
     """
     if outs:
         for out in outs:
-            if not noted(out):
+            if not any(jobs_of([out])):
                 raise UserError(f"{out}: no submitted run or sweep lies there (no slurm/jobs.json)")
         return outs
     return sorted(path.parents[1] for path in Path("runs").glob("**/slurm/jobs.json"))
@@ -72,9 +101,22 @@ def find(outs: list[Path]) -> list[Path]:
 
 def stand(outs: list[Path]) -> list[RunLine]:
     """Return a line for each run, with its job and the state from its files and from SLURM."""
-    runs = {run: job for out in outs for run, job in noted(out).items()}
+    runs, unread = jobs_of(outs)
     states = queue(list(runs.values()))
-    return [with_job(read_line(run), job, states.get(job, "")) for run, job in runs.items()]
+    lines = [with_job(read_line(run), job, states.get(job, "")) for run, job in runs.items()]
+    return [*lines, *unread]
+
+
+def jobs_of(outs: Iterable[Path]) -> tuple[dict[Path, str], list[RunLine]]:
+    """Return run folder -> job id, and a line for each folder whose record cannot be read."""
+    jobs: dict[Path, str] = {}
+    unread = []
+    for out in outs:
+        try:
+            jobs |= noted(out)
+        except UnreadableFile as error:
+            unread.append(unreadable(out, error))
+    return jobs, unread
 
 
 def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
@@ -105,6 +147,7 @@ def queue(ids: list[str]) -> dict[str, str]:
     Queued jobs are read from ``squeue``, recently ended ones from ``scontrol``, and older ones
     from ``sacct`` if the cluster has accounting. Jobs unknown to SLURM are left out.
     """
+    ids = [job for job in ids if isinstance(job, str) and is_job(job)]
     listed = lines("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")
     states = {job: _state_of_local(job) for job in ids if _is_local(job)}
     for job, state, reason in (line.split("|", 2) for line in listed if line.count("|") > 1):
@@ -125,14 +168,21 @@ def queue(ids: list[str]) -> dict[str, str]:
     return {job: states[job] for job in ids if job in states}
 
 
-def cancel(ids: list[str]) -> None:
-    """Cancel jobs; raise UserError with the message of ``scancel`` if it fails."""
-    for job in filter(_is_local, ids):
-        _cancel_local(job)
-    ids = [job for job in ids if not _is_local(job)]
+def cancel(jobs: Mapping[str, Path | None]) -> None:
+    """Cancel jobs; raise UserError with the message of ``scancel`` if it fails.
+
+    Args:
+        jobs: Job id -> its run folder, or None for an id of SLURM that the user gave.
+    """
+    for job, run in jobs.items():
+        if not is_job(job):
+            raise UserError(f"{job!r}: is no job id")
+        if _is_local(job):
+            _cancel_local(job, run)
+    ids = [job for job in jobs if not _is_local(job)]
     if not ids:
         return
-    done = command("scancel", *ids, timeout_s=60)
+    done = command("scancel", "--", *ids, timeout_s=60)
     if done.returncode != 0:
         raise UserError(f"scancel {' '.join(ids)}: {done.stderr.strip()}")
 
@@ -142,17 +192,46 @@ def _is_local(job: str) -> bool:
 
 
 def _state_of_local(job: str) -> str:
-    return "RUNNING" if is_running(int(job.removeprefix(LOCAL))) else "gone"
+    return "RUNNING" if _controlled_folder(job) else "gone"
 
 
-def _cancel_local(job: str) -> None:
-    """Send SIGTERM to the ranks of a local job, so that they save a checkpoint and stop."""
+def _cancel_local(job: str, run: Path | None) -> None:
+    """Send SIGTERM to the ranks of a local job, so that they save a checkpoint and stop.
+
+    Nothing is sent to a process that is not the job of this run, such as one that has got its
+    process id later.
+    """
     pid = job.removeprefix(LOCAL)
-    started = lines("pgrep", "-P", pid, "-f", "submitit.local._local")  # child of the set-up shell
+    folder = _controlled_folder(job)
+    logs = [] if run is None else [run / "slurm", run.parent / "slurm"]
+    if folder is None or folder.resolve() not in [log.resolve() for log in logs]:
+        raise UserError(f"{job}: is not running on this machine")
+    started = lines("pgrep", "-P", pid, "-f", _CONTROLLER)  # child of the set-up shell
     try:
         os.kill(int(started[0] if started else pid), signal.SIGTERM)
     except ProcessLookupError:
         raise UserError(f"{job}: is not running on this machine") from None
+
+
+def _controlled_folder(job: str) -> Path | None:
+    """Return the folder of logs of a local job from the command line of its process.
+
+    None if there is no such process, or if it is not a local job's, or began after the job was
+    recorded in this folder.
+    """
+    shown = ("-ww", "-o", "lstart=", "-o", "command=", "-p", job.removeprefix(LOCAL))
+    line = next(iter(lines("env", "LC_ALL=C", "ps", *shown)), "")
+    began, _, argument = line.partition(f" {_CONTROLLER} ")
+    if not argument:
+        return None
+    folder = Path(argument.strip("'"))
+    words = " ".join(began.split()[:5])  # Tue Nov 24 05:28:53 2026
+    try:
+        started_s = time.mktime(time.strptime(words, "%a %b %d %H:%M:%S %Y"))
+        recorded_s = (folder / JOBS.name).stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    return folder if started_s <= recorded_s + 1 else None
 
 
 def lines(*words: str) -> list[str]:

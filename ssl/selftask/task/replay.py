@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from selftask.checkpoint import store
+from selftask.checkpoint.manifest import DamagedCheckpoint, read_file
 from selftask.config.load import load_config
+from selftask.config.trust import refuse_addresses
 from selftask.errors import UserError
 from selftask.hooks.failures.dump import unpack
 from selftask.hooks.failures.non_finite import is_finite
@@ -72,20 +73,29 @@ class Replay:
             )
 
 
-def replay(folder: Path, overrides: list[str]) -> Replay:
+def replay(folder: Path, overrides: list[str], *, trust: bool = False) -> Replay:
     """Repeat the step dumped in ``failures/step_N`` without changing the run's folder.
 
     The batches of all ranks are joined into one batch, since W ranks compute the same as one
     process.
 
+    Args:
+        folder: The dump.
+        overrides: ``key=value`` words that the user has typed.
+        trust: Allow code and addresses that the run names.
+
     Raises:
-        UserError: If the folder holds no dump, or the data of the run cannot be opened.
+        UserError: If the folder holds no dump, the data of the run cannot be opened, or the run
+            names code or addresses and ``trust`` is False.
     """
     parts, state = _read(folder)
     with tempfile.TemporaryDirectory() as out:
         alone = ["launch={nodes: 1, processes: 1}", "resume=never", "parallel.reduce=manual"]
         words = [*alone, "data.num_workers=0", "init.backbone=null", f"out={out}", *overrides]
-        task = Task(load_config(str(folder / "config.yaml"), words))
+        config = load_config(str(folder / "config.yaml"), words, trust=trust)
+        if not trust:
+            refuse_addresses(config, "data", "method")
+        task = Task(config)
         task.prepare()
         try:
             task.load_state_dict(state)
@@ -100,7 +110,10 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     states = sorted(folder.glob("step_*.pt"))
     if not files or not states:
         raise UserError(f"{folder}: no dump of a failed step; they lie in RUN/failures/step_N")
-    parts = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+    try:
+        parts = [read_file(file) for file in files]
+    except DamagedCheckpoint as error:
+        raise UserError(f"{folder}: its batches cannot be read: {error}") from error
     if len(parts) != parts[0]["ranks"]:
         raise UserError(f"{folder}: batches of {len(parts)} of {parts[0]['ranks']} ranks")
     return parts, store.load(states[-1])

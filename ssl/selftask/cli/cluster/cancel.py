@@ -23,11 +23,11 @@ def main(argv: list[str]) -> int:
         return 2
     for word in argv:
         if re.fullmatch(r"\d+(_\d+)?", word) and not exists(word):
-            ids = [word]
+            jobs: dict[str, Path | None] = {word: None}
         else:
-            ids = list(queue.noted(Path(word)).values())
-            if not ids:
+            jobs = {job: run for run, job in queue.noted(Path(word)).items()}
+            if not jobs:
                 raise UserError(f"{word}: neither a job's id nor a submitted run or sweep")
-        queue.cancel(ids)
-        print(f"cancelled {', '.join(ids)}")
+        queue.cancel(jobs)
+        print(f"cancelled {', '.join(jobs)}")
     return 0

@@ -190,7 +190,7 @@ def export_run(
         weights = backbone_state(state)
     load_weights(backbone, weights, what=str(path))
     if told is not None:
-        backbone = _with_statistics(backbone, config)
+        backbone = _with_statistics(backbone, config, trust=trust)
     step = int(state["clock"]["steps_done"])
     return write(backbone, out, facts(config, step, channels, told), to)
 
@@ -238,12 +238,12 @@ def _newest(run: Path, number: int) -> list[Path]:
     return paths[:number]
 
 
-def _with_statistics(backbone: nn.Module, config: Config) -> nn.Module:
+def _with_statistics(backbone: nn.Module, config: Config, *, trust: bool) -> nn.Module:
     """Recompute the BatchNorm statistics of the averaged backbone if the run has ``precise_bn``."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from selftask.data.loading.data_module import DataModule
-    from selftask.data.loading.open_data import open_data
+    from selftask.data.loading.open_data import open_received
     from selftask.distributed.device import pick_device
     from selftask.distributed.world import World
     from selftask.registry import HOOKS
@@ -259,7 +259,7 @@ def _with_statistics(backbone: nn.Module, config: Config) -> nn.Module:
         )
         return backbone
     device = pick_device(config.train.device, World())
-    data = DataModule(config, open_data(config.data), World(), device)
+    data = DataModule(config, open_received(config, trust=trust), World(), device)
     precise: nn.Module = HOOKS[hook.name](**hook.args).recompute(backbone.to(device), data)
     data.close()
     return precise.cpu()

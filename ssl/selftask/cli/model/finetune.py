@@ -10,7 +10,7 @@ import yaml
 from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import MODEL, take
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.config.trust import TRUST, take_trust
+from selftask.config.trust import TRUST, refuse_addresses, take_trust
 from selftask.errors import UserError
 from selftask.files.paths import exists, expand_user
 
@@ -104,7 +104,10 @@ def _data_of_run(address: str, words: list[str], *, trust: bool) -> dict[str, An
         return {}
     from selftask.config.load import load_config
 
-    data = load_config(str(own), [], trust=trust).data
+    config = load_config(str(own), [], trust=trust)
+    if not trust:
+        refuse_addresses(config, "data")
+    data = config.data
     source = {**data.source.to_dict()}
     if data.val is not None and not any(key.startswith("data.val") for key in keys):
         source["val"] = data.val.to_dict()
@@ -118,6 +121,8 @@ def _flow(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_flow, value)) + "]"
     if isinstance(value, str):
+        if "${" in value:
+            raise UserError(f"{value!r}: a reference in a run or file is not resolved")
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'
     return str(yaml.safe_dump(value, default_flow_style=True)).split("\n")[0]

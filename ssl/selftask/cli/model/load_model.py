@@ -77,7 +77,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     asked_size, rest = take("image_size", overrides)
     size = int(asked_size) if asked_size and asked_size != "null" else None
 
-    from selftask.data.loading.open_data import copy_data, open_data
+    from selftask.data.loading.open_data import copy_data, open_received
     from selftask.data.source import channels_of
     from selftask.distributed.device import keep_freed_memory, pick_device
     from selftask.distributed.world import World
@@ -87,7 +87,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     asked = config.place("data.stage_to").startswith("command line")
     # A run of someone else must not choose a folder to write to.
     stage_to = config.data.stage_to if trust or asked else None
-    sources = copy_data(open_data(config.data), stage_to)
+    sources = copy_data(open_received(config, trust=trust), stage_to)
     chosen = weights or PRETRAINED
     with info_on_stderr():
         for line in explain_chosen(config, without=f"{show_path(Path(recipe))}:"):

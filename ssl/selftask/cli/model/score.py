@@ -9,7 +9,7 @@ from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import take
 from selftask.config.schema import Config
-from selftask.config.trust import TRUST, take_trust
+from selftask.config.trust import TRUST, refuse_addresses, take_trust
 from selftask.errors import UserError
 from selftask.files.paths import exists
 from selftask.registry import METHODS
@@ -47,6 +47,8 @@ def main(argv: list[str]) -> int:
     from selftask.logs import json_row
 
     config = load_config(str(run / "config.yaml"), words, trust=trust)
+    if not trust:
+        refuse_addresses(config, "data", "method")
     found = [checkpoint] if checkpoint is not None else checkpoints(run / "checkpoints")
     if not found:
         raise UserError(f"{run}: has no checkpoint yet")

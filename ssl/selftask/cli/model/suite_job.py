@@ -12,7 +12,8 @@ from submitit.core.utils import DelayedSubmission
 
 from selftask.checkpoint.rotation import step_of
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option
-from selftask.data.loading.open_data import open_data
+from selftask.config.trust import take_trust
+from selftask.data.loading.open_data import open_received
 from selftask.errors import RunError, UserError
 from selftask.logs import read_json, write_json
 from selftask.logs.checkpoint_results import FOLDER, CheckpointResults
@@ -71,7 +72,8 @@ def submit_suite(request: Request, config: Config, *, each: bool, follow: bool =
         UserError: If there is nothing to do, an earlier job is still queued, or SLURM refuses the
             job.
     """
-    open_data(config.data)  # reports mistakes before the job is submitted
+    trust = take_trust(list(request.words))[1]
+    open_received(config, trust=trust)  # reports mistakes before the job is submitted
     out = request.run.absolute() / FOLDER
     results = CheckpointResults(request.run, request.settings)
     steps = [step_of(path) for path in request.chosen()]
@@ -100,7 +102,8 @@ def submit_suite(request: Request, config: Config, *, each: bool, follow: bool =
 
 def _check_idle(run: Path, noted: Path) -> None:
     """Raise UserError if an earlier job is still in the queue."""
-    for job, state in queue.queue(read_json(noted).get("jobs", [])).items():
+    jobs = read_json(noted).get("jobs")
+    for job, state in queue.queue(jobs if isinstance(jobs, list) else []).items():
         if state.split()[0] in queue.WAITING:
             raise UserError(
                 f"{run}: job {job} ({state}) evaluates its checkpoints already; "

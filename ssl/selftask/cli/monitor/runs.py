@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from selftask.cli.options import take_options
-from selftask.errors import UserError, nearest, plural
+from selftask.errors import UserError, nearest, plural, printable_line
 from selftask.files import paths
 from selftask.files.addresses import is_remote
 from selftask.report.overview.find import find_runs
@@ -94,8 +94,9 @@ def lines_of(folders: list[Path]) -> list[RunLine]:
     jobs: dict[Path, str] = {}
     for folder in folders:
         found = find_runs(folder)
-        for out in (folder, *found.submissions):
-            jobs |= {run.resolve(): job for run, job in queue.noted(out).items()}
+        recorded, unread = queue.jobs_of((folder, *found.submissions))
+        jobs |= {run.resolve(): job for run, job in recorded.items()}
+        runs |= {line.folder.resolve() / queue.JOBS: line for line in unread}
         runs |= {run.resolve(): read_line(run) for run in found.runs}
     runs |= {run: read_line(run) for run in jobs if run not in runs}
     states = queue.queue(list(jobs.values())) if jobs else {}
@@ -121,7 +122,7 @@ def _text(wanted: _Wanted) -> list[str]:
     for line in lines:
         counts[line.state] = counts.get(line.state, 0) + 1
     told = ", ".join(f"{number} {state}" for state, number in counts.items())
-    return [*table, f"{len(lines)} {plural('run', len(lines))}: {told}"]
+    return [*table, printable_line(f"{len(lines)} {plural('run', len(lines))}: {told}")]
 
 
 def _watch(wanted: _Wanted) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from selftask.config import torch_names
-from selftask.config.checks import devices, grid, locations, optimizer, requirements, sbatch
+from selftask.config.checks import devices, grid, optimizer, requirements, sbatch
 from selftask.config.classy_names import classy_has
 from selftask.config.keys import Key
 from selftask.config.schema import Component, Config, ParallelConfig, ViewConfig, num_views
@@ -36,7 +36,6 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from requirements.of_config(config)
     yield from grid.problems(config)
     yield from _engine(config)
-    yield from locations.problems(config)
     yield from _slurm(config)
     yield from _parallel(config)
     for name, (low, high) in config.expected.items():

@@ -6,12 +6,16 @@ the machine. ``layers`` has the origin of each value. Types are checked in a lat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.basecontainer import BaseContainer
+from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
 from selftask.config.compose import recipes
 from selftask.config.compose.bases import compose_recipe
@@ -22,7 +26,7 @@ from selftask.config.compose.short_forms import expand
 from selftask.config.extensions import import_entry_points, import_extensions
 from selftask.config.keys import Key, dotted
 from selftask.config.schema import DEFAULT_HOOKS, SHARED
-from selftask.config.trust import code_in, refuse_code
+from selftask.config.trust import REFERENCE, code_in, refuse_code
 from selftask.config.values import auto_values
 from selftask.errors import ConfigError
 
@@ -36,16 +40,25 @@ class Composition:
     problems: list[str]
 
 
-def compose(recipe: str, overrides: list[str], *, trust: bool = True) -> Composition:
+def compose(
+    recipe: str, overrides: list[str], *, trust: bool = True, typed: Sequence[str] | None = None
+) -> Composition:
     """Compose a method, shipped recipe or recipe file with ``key=value`` overrides.
 
     Users' modules are imported before the names that they register are looked up.
+
+    Args:
+        recipe: As in ``load_config``.
+        overrides: As in ``load_config``.
+        trust: As in ``load_config``.
+        typed: As in ``load_config``.
 
     Raises:
         ConfigError: If nothing can be composed (no such recipe, invalid yaml, a failing import).
         UserError: If ``trust`` is False and a file names code. That code is not imported.
     """
-    import_plugins(overrides)
+    typed = list(overrides if typed is None or trust else typed)
+    import_plugins(typed)
     parsed, problems = parse_overrides(overrides)  # after the import: short forms may name plug-ins
     try:
         path = recipes.locate(recipe, _source_name(parsed))
@@ -55,9 +68,10 @@ def compose(recipe: str, overrides: list[str], *, trust: bool = True) -> Composi
     problems += apply_overrides(merged, layers, parsed)
     values = _plain(merged, resolve=False)
     layers.forget_renamed(values, SHARED)
-    values = _resolve(values, layers, problems)
+    with nullcontext() if trust else _no_resolvers():
+        values = _resolve(values, layers, problems)
     if not trust:
-        refuse_code(code_in(values), recipe, overrides)
+        refuse_code(code_in(values), recipe, typed)
     folders = [Path.cwd(), path.parent] if trust else [Path.cwd()]
     _import(values.get("import"), folders, layers.place(("import",)) or "import")
     _fill_in(values, layers, recipe)
@@ -104,8 +118,19 @@ def _resolve(values: dict[str, Any], layers: Layers, problems: list[str]) -> dic
         key = tuple(str(error.full_key or "").replace("[", ".").replace("]", "").split("."))
         place = layers.place_or_around(key)
         text = str(error).splitlines()[0]
+        if isinstance(error, UnsupportedInterpolationType) and not BaseContainer._resolvers:
+            text = f"a reference to something outside of the config is not resolved; {REFERENCE}"
         raise ConfigError([*problems, f"{place or 'config'}: {dotted(key)}: {text}"]) from error
     return {key: expand(value, (key,)) for key, value in resolved.items()}
+
+
+def _no_resolvers() -> AbstractContextManager[Any]:
+    """Context without OmegaConf's resolvers: ``${oc.env:HOME}`` is an error.
+
+    The text of a received config could otherwise take secrets of this machine into an address.
+    References to other keys are still resolved.
+    """
+    return patch.dict(BaseContainer._resolvers, clear=True)
 
 
 def _plain(config: DictConfig, *, resolve: bool) -> dict[str, Any]:

@@ -5,7 +5,6 @@ The keys of each file are global, and short forms are expanded when the file is 
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from omegaconf._utils import get_yaml_loader
 from selftask.config.compose.provenance import Layer, read_marks, take_path_texts
 from selftask.config.compose.short_forms import expand
 from selftask.errors import ConfigError, UserError
+from selftask.files.received import read_bytes
+from selftask.files.yaml_file import check_size
 
-MAX_VALUES = 100_000  # per file, with every anchor expanded
-MAX_LEVELS = 50
 SELF = "_self_"  # entry of `defaults:` that stands for the file itself
 
 
@@ -64,14 +63,14 @@ def read_recipe(path: Path, shown: str) -> RecipeFile:
 def _load_yaml(path: Path, shown: str) -> tuple[Any, yaml.Node | None]:
     """Return the values of a file and its syntax tree; raise ConfigError for invalid yaml."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{shown}: cannot be read: {error}"]) from error
     if path.suffix == ".json":
         text = text.replace("\t", " ")  # JSON has tabs between tokens only; yaml allows none there
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _check_size(node, shown)
+        check_size(node)
         return yaml.load(text, Loader=get_yaml_loader()), node
     except yaml.YAMLError as error:
         raise ConfigError([_explain_yaml(error, shown)]) from error
@@ -93,28 +92,6 @@ def _check_defaults(entries: Any, place: str) -> list[str]:
 def _is_recipe_name(entry: Any) -> bool:
     """Return whether an entry is a plain name without Hydra's group and package syntax."""
     return isinstance(entry, str) and not re.search(r"[@\s$]", entry)
-
-
-def _check_size(document: yaml.Node | None, shown: str) -> None:
-    """Raise ConfigError if anchors expand to too many values or sections nest too deeply."""
-    known: dict[int, tuple[float, float]] = {}
-
-    def measure(node: yaml.Node | None) -> tuple[float, float]:
-        """Return the number of values and of levels."""
-        if not isinstance(node, yaml.CollectionNode):
-            return 1, 1
-        if id(node) not in known:
-            known[id(node)] = (math.inf, math.inf)  # in case the node contains itself
-            pairs = isinstance(node, yaml.MappingNode)
-            inner = [item for pair in node.value for item in pair] if pairs else node.value
-            values, levels = zip((0, 0), *map(measure, inner), strict=True)
-            known[id(node)] = (1 + sum(values), 1 + max(levels))
-        return known[id(node)]
-
-    values, levels = measure(document)
-    if values > MAX_VALUES or levels > MAX_LEVELS:
-        text = f"holds more than {MAX_VALUES:,} values, anchors written out, or {MAX_LEVELS} levels"
-        raise ConfigError([f"{shown}: {text}"])
 
 
 def _texts(value: Any) -> Any:

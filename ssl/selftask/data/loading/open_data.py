@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from selftask.config.checks.requirements import of_extras, of_labels, required
+from selftask.config.trust import refuse_addresses
 from selftask.data.labels import align_classes, check_labels, count_unlabelled
 from selftask.data.reading.files import Policy, set_policy
 from selftask.data.relabelled import relabelled
@@ -61,6 +62,17 @@ def open_data(data: DataConfig) -> Sources:
         for name, component in data.val_sets.items()
     }
     return Sources(train, val, sets)
+
+
+def open_received(config: Config, *, trust: bool) -> Sources:
+    """Open the data of a run that may come from somebody else; see ``open_data``.
+
+    Raises:
+        UserError: If it is at an address that the user has not named, unless ``trust``.
+    """
+    if not trust:
+        refuse_addresses(config, "data")
+    return open_data(config.data)
 
 
 def _open_named(component: Component, data: DataConfig, key: str) -> Source:

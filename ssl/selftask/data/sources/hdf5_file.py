@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,7 +146,7 @@ def _open(path: str) -> Any:
 
 def _open_images(path: str, key: str) -> Any:
     """Open a data set and keep its file open; opening takes longer than reading an image."""
-    return _open(path)[key]
+    return _dataset(_open(path), key, path, "images")
 
 
 def _dataset(file: Any, key: str, path: str, field: str) -> Any:
@@ -154,7 +156,26 @@ def _dataset(file: Any, key: str, path: str, field: str) -> Any:
     if not isinstance(found, h5py.Dataset):
         hint = nearest(key, _keys(file))
         raise UserError(f"data.{field}: {path} has no data set {key!r}; {hint}")
+    _check_files(found, Path(path), f"data.{field}: {key!r} of {path}")
     return found
+
+
+def _check_files(dataset: Any, path: Path, name: str) -> None:
+    """Raise UserError if a data set has its values in files elsewhere.
+
+    A received file could otherwise show any file of this machine as pixels.
+    """
+    if dataset.external:
+        file = os.fsdecode(dataset.external[0][0])
+        raise UserError(f"{name} is stored in another file, {file}; such data sets are not read")
+    linked = {dataset.file.filename} - {str(path)}
+    if dataset.is_virtual:
+        linked |= {source.file_name for source in dataset.virtual_sources()} - {"."}
+    folder = path.resolve().parent
+    for file in sorted(linked):
+        inside = (folder / file).resolve()
+        if not inside.is_relative_to(folder) or not inside.is_file():
+            raise UserError(f"{name} is a part of {file}, which does not lie in its folder")
 
 
 def _keys(file: Any) -> Iterator[str]:

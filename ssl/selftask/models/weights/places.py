@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from selftask.errors import UserError
 from selftask.files import addresses
 from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import expand_user, is_file, is_folder
+from selftask.files.received import UnreadableFile, read_json
 from selftask.logs import get_logger
 from selftask.models.weights.export import META, WEIGHTS, metadata
 from selftask.models.weights.read import backbone_state, of_backbone, read_backbone, read_state
@@ -56,14 +56,14 @@ class Exported:
                 f"missing; use timm:NAME or torchvision:NAME with weights={self.weights}"
             )
         try:
-            facts = json.loads(self.meta.read_text(encoding="utf-8"))
+            facts = read_json(self.meta)
             if facts.keys() >= {"bytes", "crc32"}:  # the manifest of a checkpoint
                 raise UserError(
                     f"{self.weights}: is a checkpoint; give the folder of its run, whose backbone "
                     "`selftask export` takes out of the newest one"
                 )
             {**Component(**facts["architecture"]).args}  # raises TypeError if it is not a mapping
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (UnreadableFile, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self.meta}: is not what selftask writes ({error!r})") from error
         return dict(facts)
 
@@ -86,15 +86,18 @@ class Saved:
 
     def facts(self) -> dict[str, Any]:
         """Return the metadata that an export of this checkpoint would have."""
-        config = yaml.safe_load(self.state["config"])
-        return metadata(
-            component(config["backbone"]),
-            [component(transform) for transform in config["eval"]["transforms"]],
-            channels=self.state["channels"],
-            method=config["method"]["name"],
-            step=int(self.state["clock"]["steps_done"]),
-            recipe=config["recipe"],
-        )
+        try:
+            config = yaml.safe_load(self.state["config"])
+            return metadata(
+                component(config["backbone"]),
+                [component(transform) for transform in config["eval"]["transforms"]],
+                channels=self.state["channels"],
+                method=config["method"]["name"],
+                step=int(self.state["clock"]["steps_done"]),
+                recipe=config["recipe"],
+            )
+        except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.weights}: is not what selftask writes ({error!r})") from error
 
 
 def find_weights(address: str) -> Exported | Saved:

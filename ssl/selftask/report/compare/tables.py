@@ -198,7 +198,9 @@ def reports_from(folder: Path) -> Link:
     def link(member: Member) -> str:
         report = member.record.folder / "report.html"
         return (
-            quote(os.path.relpath(report.resolve(), folder.resolve())) if report.is_file() else ""
+            quote(os.fsencode(os.path.relpath(report.resolve(), folder.resolve())))
+            if report.is_file()
+            else ""
         )
 
     return link

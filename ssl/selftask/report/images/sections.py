@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import yaml
 
 from selftask.checkpoint.rotation import checkpoints
 from selftask.config.load import load_config
 from selftask.config.schema import Config
+from selftask.config.trust import refuse_addresses
 from selftask.data.fingerprint import differences, fingerprint
-from selftask.data.loading.open_data import Sources, open_data
+from selftask.data.loading.open_data import Sources, open_received
 from selftask.data.reading.files import BadImage
 from selftask.distributed.device import pick_device
 from selftask.distributed.world import World
 from selftask.errors import UserError
+from selftask.files.received import read_bytes
+from selftask.files.yaml_file import read_yaml
 from selftask.logs import DETAIL, get_logger
 from selftask.report.images.allowance import Allowance, TooExpensive
 from selftask.report.images.cache import SectionCache, digest
@@ -81,7 +83,7 @@ class ImageSections:
         """Return the sections; a section that cannot be shown contains the reason."""
         if not self.images or not (self.run / "config.yaml").is_file():
             return []
-        settings = digest((self.run / "config.yaml").read_bytes())
+        settings = digest(read_bytes(self.run / "config.yaml"))
         sections = self._group("Views that the network saw", "views", settings, self._views)
         weights = find_weights(self.run)
         if weights is None:
@@ -127,8 +129,8 @@ class ImageSections:
     @property
     def _method(self) -> str:
         """Name of the method, without loading code that the run names."""
-        config = yaml.safe_load((self.run / "config.yaml").read_text(encoding="utf-8"))
-        return str(config["method"]["name"])
+        method = read_yaml(self.run / "config.yaml").get("method")
+        return str(method.get("name")) if isinstance(method, dict) else str(method)
 
     def _open(self) -> tuple[Config, Sources]:
         """Return config and data; raise UserError if the training images have changed."""
@@ -139,7 +141,9 @@ class ImageSections:
             config = load_config(str(self.run / "config.yaml"), [], trust=self.trust)
             if config.train.threads != "auto":
                 torch.set_num_threads(config.train.threads)
-            sources = open_data(config.data)
+            if not self.trust:
+                refuse_addresses(config, "method")
+            sources = open_received(config, trust=self.trust)
             before = trained_on(self.run)
             if before is not None:
                 changed = differences(before, fingerprint(sources.train))

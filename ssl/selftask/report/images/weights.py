@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from selftask.checkpoint.manifest import DamagedCheckpoint, crc32, read_file
 from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
 from selftask.config.schema import Component, Config
+from selftask.logs import read_json
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import META, WEIGHTS
 from selftask.models.weights.model_source import describe_model
@@ -32,7 +32,7 @@ class Weights:
         if self.exported:
             return f"{self.step}-{crc32(self.path):08x}"
         manifest = self.path / MANIFEST if self.path.is_dir() else self.path.with_suffix(".json")
-        known = json.loads(manifest.read_text(encoding="utf-8")) if manifest.exists() else {}
+        known = read_json(manifest)
         return f"{self.step}-{known.get('crc32', self.path.stat().st_mtime_ns)}"
 
     def load(self, config: Config, *, trust: bool) -> nn.Module:
@@ -79,6 +79,6 @@ def find_weights(run: Path) -> Weights | None:
 
 def _exported_step(run: Path) -> int | None:
     try:
-        return int(json.loads((run / "export" / META).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(read_json(run / "export" / META)["step"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None  # incomplete export; the checkpoint is used instead

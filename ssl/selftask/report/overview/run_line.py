@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from selftask.files.received import UnreadableFile, drop_misfits, open_regular, read_json
 from selftask.logs.rows import is_measured
 from selftask.logs.tails import last_line, last_lines
 from selftask.report.overview.liveness import age, judge
+from selftask.report.record_forms import STATUS, numeric_rows, total_steps
 
 _CONFIG_BYTES = 1 << 15
 _RECIPE = re.compile(r"^recipe: (.+)$", re.MULTILINE)
@@ -57,8 +59,16 @@ def read_line(folder: Path, now: float | None = None) -> RunLine:
     try:
         return _read(folder, time.time() if now is None else now)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        return RunLine(folder, "unreadable", note=f"{error.filename or folder}: {reason}")
+        return unreadable(folder, error)
+
+
+def unreadable(folder: Path, error: OSError) -> RunLine:
+    """Return the line of a folder whose files cannot be read."""
+    path, reason = Path(error.filename or folder), error.strerror or str(error)
+    reason = reason if isinstance(error, UnreadableFile) else reason.lower()
+    inside = path.is_relative_to(folder) and path != folder
+    name = path.relative_to(folder) if inside else path
+    return RunLine(folder, "unreadable", note=f"cannot be read: {name}: {reason}")
 
 
 def _read(folder: Path, now: float) -> RunLine:
@@ -67,10 +77,13 @@ def _read(folder: Path, now: float) -> RunLine:
     age_s = age(folder / "metrics.jsonl", now)
     log = last_line(folder / "log.txt")
     recipe, method = _names(folder / "config.yaml")
-    step = _largest(rows.values.get("step"), status.get("step"))
+    steps = (rows.values.get("step"), status.get("step"))
+    step = max((int(step) for step in steps if step is not None), default=None)
+    if rows.problem and not problem:
+        problem = f"cannot be read: metrics.jsonl: {rows.problem}"
     line = RunLine(
         folder,
-        str(status.get("state", "not started")),
+        status.get("state") or "not started",
         recipe,
         method,
         step,
@@ -98,14 +111,13 @@ def _read(folder: Path, now: float) -> RunLine:
 def _status(path: Path) -> tuple[dict[str, Any], str]:
     """Return the content of ``status.json``, and an error message or an empty string."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         return {}, ""
-    except ValueError as error:
-        return {}, f"{path.name}: is no JSON ({error})"
-    if not isinstance(content, dict) or not isinstance(content.get("state"), str):
-        return {}, f"{path.name}: has no state"
-    return content, ""
+    problems = drop_misfits(content, STATUS)
+    if not problems and content.get("state") is None:
+        problems = ["has no state"]
+    return content, f"cannot be read: {path.name}: {problems[0]}" if problems else ""
 
 
 @dataclass
@@ -113,60 +125,54 @@ class _Rows:
     values: dict[str, float]
     evaluations: tuple[str, ...]
     interval_s: float | None  # seconds between the last two training rows
+    problem: str = ""
 
 
 def _newest_rows(path: Path) -> _Rows:
     """Return the newest value of each column among the last rows."""
     values: dict[str, float] = {}
     evaluations: list[str] = []
-    trained: list[dict[str, Any]] = []
+    trained: list[dict[str, float]] = []
+    problem = ""
     for text in reversed(last_lines(path)):
         of_training = '"loss": ' in text
         if of_training and len(trained) == 2:
             continue  # parsing all rows of a thousand runs would be slow
         try:
             row = json.loads(text)
-        except ValueError:  # incomplete: still being written, or the disk is full
+        except (ValueError, RecursionError):  # still being written, or the disk is full
             continue
         if not isinstance(row, dict):
             continue
+        numbers, wrong = numeric_rows([row])
+        problem = problem or wrong
+        if not numbers:
+            continue
+        (row,) = numbers
         if of_training:
             trained.append(row)
-        names = [name for name in row if name not in values and _is_number(row[name])]
+        names = [name for name in row if name not in values]
         values |= {name: row[name] for name in names}
         if not of_training:
             evaluations += [n for n in names if n not in ("step", "epoch") and not is_measured(n)]
     interval = None
-    if len(trained) == 2 and _is_number(trained[0].get("step_s")):
+    if len(trained) == 2 and "step_s" in trained[0]:
         interval = (trained[0]["step"] - trained[1]["step"]) * trained[0]["step_s"]
-    return _Rows(values, tuple(evaluations), interval)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _largest(*steps: Any) -> int | None:
-    return max((int(step) for step in steps if _is_number(step)), default=None)
+    return _Rows(values, tuple(evaluations), interval, problem)
 
 
 def _total_steps(status: dict[str, Any], values: dict[str, float], step: int | None) -> int | None:
     """Return the length of a run in steps, or None before a row shows the length of an epoch."""
     if status.get("state") == "finished":
         return step
-    length = status.get("length")
-    epochs, most = length if isinstance(length, list) and len(length) == 2 else (None, None)
-    epoch = values.get("epoch")
-    limits = [int(most)] if isinstance(most, int | float) else []
-    if isinstance(epochs, int | float) and epoch and "step" in values:
-        limits.append(max(1, round(values["step"] / epoch * epochs)))
-    return min(limits, default=None)
+    epochs, most = status.get("length") or (None, None)
+    return total_steps(most, epochs, values)
 
 
 def _names(path: Path) -> tuple[str, str]:
     """Return recipe and method of a ``config.yaml`` without parsing the whole file."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             text = file.read(_CONFIG_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:
         return "", ""

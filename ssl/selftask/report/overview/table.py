@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, nearest, printable_line
 from selftask.report.overview.durations import show_seconds
 from selftask.report.overview.find import natural
 from selftask.report.overview.run_line import RunLine
@@ -149,15 +149,15 @@ def text_table(lines: Sequence[RunLine], columns: Sequence[str], width: int = 0)
         columns: Columns from ``columns_of``.
         width: Width of the terminal, to which notes are truncated; 0 does not truncate them.
     """
-    heads = [name.upper() if name in _FIXED else name for name in columns]
-    body = [[cell(line, name).text for name in columns] for line in lines]
+    heads = [name.upper() if name in _FIXED else printable_line(name) for name in columns]
+    body = [[printable_line(cell(line, name).text) for name in columns] for line in lines]
     widths = [max(map(len, texts)) for texts in zip(heads, *body, strict=True)]
     left = [name in ("run", "method", "recipe", "state", "job") for name in columns]
     text = [_aligned(heads, widths, left)]
     for line, cells in zip(lines, body, strict=True):
         text.append(_aligned(cells, widths, left))
         if line.note:
-            note = f"    {line.note}"
+            note = f"    {printable_line(line.note)}"
             text.append(f"{note[: width - 3]}..." if 0 < width < len(note) else note)
     return text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ _SELF = "'self'"
 
 def run_url(name: str) -> str:
     """Return the address of a run's page."""
-    return f"/run/{quote(name)}/"
+    return f"/run/{quote(os.fsencode(name))}/"
 
 
 def overview_page(title: str, lines: Mapping[str, RunLine]) -> str:

@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from selftask.report.watch.site import TEXTS, NotThere, Site
 
 PORTS = 20  # number of ports that are tried
 MOST_CONNECTIONS = 64
+REPLACE_S = 0.5  # longest time that a new connection waits for the end of the one it replaces
 TIMEOUT_S = 30.0  # time after which an idle connection is closed
 _SMALL = 1400  # responses of fewer bytes are not compressed
 _HEADERS = {
@@ -36,7 +38,11 @@ _NO_CODE = "default-src 'none'; frame-ancestors 'none'"
 
 
 class Server(ThreadingHTTPServer):
-    """Server of a site; connections beyond ``MOST_CONNECTIONS`` are closed immediately."""
+    """Server of a site with at most ``MOST_CONNECTIONS`` connections.
+
+    If there are as many, a new one replaces the one that has waited longest without sending a whole
+    request. It is closed immediately if all are being answered.
+    """
 
     daemon_threads = True
     allow_reuse_address = True
@@ -45,20 +51,41 @@ class Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], site: Site, access: Access) -> None:
         self.site, self.access = site, access
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._waiting: dict[Any, None] = {}  # connections without a whole request, oldest first
+        self._lock = threading.Lock()
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._room.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+            self._end_oldest()
+            if not self._room.acquire(timeout=REPLACE_S):
+                self.shutdown_request(request)
+                return
+        self.set_waiting(request, True)
         super().process_request(request, client_address)
+
+    def set_waiting(self, connection: Any, waits: bool) -> None:
+        """Record whether a connection waits for a request."""
+        with self._lock:
+            self._waiting.pop(connection, None)
+            if waits:
+                self._waiting[connection] = None
+
+    def _end_oldest(self) -> None:
+        with self._lock:
+            oldest = next(iter(self._waiting), None)
+            if oldest is not None:
+                del self._waiting[oldest]
+                with suppress(OSError):  # it has just ended
+                    oldest.shutdown(socket.SHUT_RDWR)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.set_waiting(request, False)
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -87,6 +114,16 @@ class Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = TIMEOUT_S
     server: Server
+
+    def handle_one_request(self) -> None:
+        self.server.set_waiting(self.connection, True)
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        """Read the rest of a request; until then its connection may be replaced."""
+        complete = super().parse_request()
+        self.server.set_waiting(self.connection, False)
+        return complete
 
     def do_GET(self) -> None:
         access = self.server.access

@@ -1,0 +1,46 @@
+"""Replace a file atomically, and remove what killed processes have left of doing so."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from selftask.distributed.local_process import is_running
+
+OLD_S = 3600.0  # age after which a temporary file of another machine is of a killed process
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Context manager that yields a temporary path beside ``path``, and moves it there at exit.
+
+    A reader never sees an incomplete file. After an error the temporary file is removed; those of
+    killed processes are removed by the next one that writes the file.
+    """
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _remove_abandoned(path)
+
+
+def _remove_abandoned(path: Path) -> None:
+    pattern = re.compile(re.escape(f".{path.name}.") + r"(.*)\.(\d+)\.tmp")
+    with suppress(OSError):  # another process may be cleaning up, too
+        for name in glob.glob(glob.escape(str(path.with_name(f".{path.name}."))) + "*.tmp"):
+            match = pattern.fullmatch(os.path.basename(name))
+            if match is None:
+                continue
+            here = match[1] == socket.gethostname()
+            is_old = time.time() - os.stat(name).st_mtime > OLD_S
+            if is_old or (here and not is_running(int(match[2]))):
+                os.unlink(name)

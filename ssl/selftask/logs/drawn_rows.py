@@ -1,0 +1,125 @@
+"""Read lines of JSON files of any size in bounded time and memory.
+
+A small file is read whole. Of a large ``metrics.jsonl`` only rows are parsed that a chart shows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from selftask.files.received import UnreadableFile, open_regular
+from selftask.logs.rows import parse_lines
+
+WHOLE = 8 << 20  # a file of up to this many bytes is read whole
+LARGEST = 8 << 30  # a larger file is not read
+PARTS = 1000  # of a large file, equal in bytes; some rows of each are read
+PART_BYTES = 16 << 10  # most bytes of the lines of one part
+NEWEST = 100  # number of last lines that are always read
+HEAD = 1 << 20  # bytes read from the start of a large file of events
+_LOSS = re.compile(rb'"loss": (-?\d+\.?\d*(?:[eE][-+]?\d+)?)')
+_TRAINED = b'"lr": '  # in rows of training, but not in those of evaluations
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Objects of a file, and what is missing."""
+
+    rows: list[dict[str, Any]]
+    damaged: int = 0  # number of lines that are no JSON object
+    lines: int = 0  # number of lines of a file that was read in part, else 0
+
+
+def read_drawn_rows(path: Path) -> Lines:
+    """Return the rows of a ``metrics.jsonl``, or of a large one those that its charts need.
+
+    These are in each part of the file a row of training, those of the smallest and largest loss,
+    and rows of evaluations; and the newest rows.
+
+    Raises:
+        UnreadableFile: If it is not a regular file, or too large.
+        OSError: If it is missing or cannot be read.
+    """
+    with open_regular(path) as file:
+        size = _checked_size(file, path)
+        if size <= WHOLE:
+            return Lines(*parse_lines(file.read()))
+        kept: dict[int, bytes] = {}
+        newest, count, offset = deque[tuple[int, bytes]](maxlen=NEWEST), 0, 0
+        part, end = _Part(), size / PARTS
+        for line in _bounded_lines(file):
+            if offset >= end:
+                kept |= part.chosen()
+                part, end = _Part(), offset + size / PARTS
+            part.add(count, line)
+            newest.append((count, line))
+            count, offset = count + 1, offset + len(line)
+        kept |= part.chosen() | dict(newest)
+    rows, damaged = parse_lines(b"".join(kept[number] for number in sorted(kept)))
+    return Lines(rows, damaged, count)
+
+
+def read_ends(path: Path) -> Lines:
+    """Return the objects of a file with one a line; of a large file, the first and the last ones.
+
+    ``lines`` is the size of the file in bytes if it was read in part. See ``read_drawn_rows`` for
+    errors.
+    """
+    with open_regular(path) as file:
+        size = _checked_size(file, path)
+        if size <= WHOLE:
+            return Lines(*parse_lines(file.read()))
+        first = file.read(HEAD).rpartition(b"\n")[0]
+        file.seek(size - (WHOLE - HEAD))
+        last = file.read(WHOLE - HEAD).partition(b"\n")[2]
+    return Lines(*parse_lines(first + b"\n" + last), size)
+
+
+def _checked_size(file: BinaryIO, path: Path) -> int:
+    size = os.fstat(file.fileno()).st_size
+    if size > LARGEST:
+        raise UnreadableFile(path, f"is larger than {LARGEST >> 30} GiB")
+    return size
+
+
+def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; of a line that is too long only pieces, which are no JSON."""
+    while line := file.readline(PART_BYTES):
+        yield line
+
+
+@dataclass
+class _Part:
+    """The chosen lines of one part of a file, by number."""
+
+    losses: dict[float, tuple[int, bytes]] = field(default_factory=dict)
+    first: tuple[int, bytes] | None = None
+    evaluations: dict[int, bytes] = field(default_factory=dict)
+    size: int = 0  # of the evaluations in bytes
+
+    def add(self, number: int, line: bytes) -> None:
+        if _TRAINED not in line:
+            if self.size + len(line) <= PART_BYTES:
+                self.evaluations[number] = line
+                self.size += len(line)
+            return
+        self.first = self.first or (number, line)
+        match = _LOSS.search(line)
+        if match is None:
+            return
+        loss, losses = float(match[1]), self.losses
+        if len(losses) < 2:
+            losses.setdefault(loss, (number, line))
+        elif not min(losses) <= loss <= max(losses):
+            del losses[min(losses) if loss < min(losses) else max(losses)]
+            losses[loss] = (number, line)
+
+    def chosen(self) -> dict[int, bytes]:
+        """Return the chosen lines by number."""
+        ends = list(self.losses.values()) + ([self.first] if self.first else [])
+        return {**self.evaluations, **dict(ends)}

@@ -1,0 +1,92 @@
+"""Expected values in the files of a run, and the removal of others.
+
+A run may come from somebody else, so nothing in it is used as a number or a text before it is known
+to be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from selftask.errors import plural
+from selftask.files.received import (
+    COUNT,
+    NUMBER,
+    TABLE,
+    TABLE_OF_TEXTS,
+    TEXT,
+    TEXTS,
+    TIME,
+    Kind,
+    drop_misfits,
+    is_number,
+)
+
+STATUS: Mapping[str, Kind] = {
+    **dict.fromkeys(("state", "host", "error", "by"), TEXT),
+    **dict.fromkeys(("step", "pid", "rank"), COUNT),
+    **dict.fromkeys(("started", "updated"), TIME),
+    "length": Kind("epochs and steps", lambda v: isinstance(v, list) and len(v) == 2),
+}
+ENVIRONMENT: Mapping[str, Kind] = {
+    **dict.fromkeys(("host", "cpu", "python", "folder"), TEXT),
+    **dict.fromkeys(("gpus", "command"), TEXTS),
+    **dict.fromkeys(("packages", "origins"), TABLE_OF_TEXTS),
+    **dict.fromkeys(("selftask", "git"), TABLE),
+    **dict.fromkeys(("selftask.commit", "git.commit", "git.folder", "git.diff"), TEXT),
+    "cpus": COUNT,
+    "memory_gib": NUMBER,
+}
+CONFIG: Mapping[str, Kind] = dict.fromkeys(
+    (
+        *("train.epochs", "train.max_steps", "train.batch_size"),
+        *("hooks.health.collapsed", "hooks.health.min_rank"),
+    ),
+    NUMBER,
+)
+_EVENT = {"step": COUNT, "event": TEXT, "text": TEXT, "time": TEXT, "data": TABLE}
+_NUMBERS = frozenset(
+    (
+        *("epoch", "loss", "lr", "step_s", "images_per_s", "data_wait", "eta_s", "eval_s"),
+        *("chance_loss", "chance_ratio", "emb_std", "effective_rank", "memory_mb"),
+    )
+)  # columns that always hold numbers
+
+
+def numeric_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of a ``metrics.jsonl`` with their numbers, and a message or an empty text.
+
+    Rows without a valid step are left out. Texts that hooks log are left out without a message.
+    """
+    kept, wrong = [], 0
+    for row in rows:
+        numbers = {name: value for name, value in row.items() if is_number(value)}
+        others = row.keys() - numbers.keys()
+        if not COUNT.accepts(row.get("step")):
+            wrong += row.get("step") is not None
+            continue
+        wrong += any(name in _NUMBERS and row[name] is not None for name in others)
+        kept.append(numbers)
+    return kept, f"{wrong} {plural('row', wrong)} with a text for a number" if wrong else ""
+
+
+def total_steps(steps: Any, epochs: Any, row: Mapping[str, Any]) -> int | None:
+    """Return the length of a run in steps; None if it is unlimited or not known yet.
+
+    Args:
+        steps: Largest number of steps, as in the config or the status, or None.
+        epochs: Largest number of epochs, or None.
+        row: A row, whose step and epoch give the length of an epoch.
+    """
+    limits = [int(steps)] if is_number(steps) else []
+    if is_number(epochs) and row.get("epoch") and "step" in row:
+        total = row["step"] / row["epoch"] * epochs
+        limits += [max(1, round(total))] if is_number(total) else []
+    return min(limits, default=None)
+
+
+def valid_events(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Return the events without values of another kind, and a message or an empty text."""
+    problems = [problem for event in events for problem in drop_misfits(event, _EVENT)]
+    return events, next(iter(problems), "")
