@@ -239,9 +239,8 @@ def resume(task: Task) -> bool:
 
 def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
     """Raise UserError or warn, as configured, if the data have changed since the checkpoint."""
-    changes = differences(
-        state.get("data") or task.data_module.fingerprint, task.data_module.fingerprint
-    )
+    now = task.data_module.fingerprint
+    changes = differences(state.get("data") or now, now, task.data_module.train_source.path)
     if not changes:
         return
     text = f"data is not what it was when {path.name} was written: {'; '.join(changes)}"
