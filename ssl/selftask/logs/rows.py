@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -149,14 +150,26 @@ def is_measured(name: str) -> bool:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a small JSON file atomically."""
+    """Write a small JSON file atomically; in place if the disk has no room for another file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    text = json.dumps(content, indent=2) + "\n"
     try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _overwrite(path, text.encode()):
+            raise
+
+
+def _overwrite(path: Path, content: bytes) -> bool:
+    """Write into the blocks that a file has already; return False if they do not suffice."""
+    if not exists(path) or len(content) > path.stat().st_blocks * 512:  # the unit of st_blocks
+        return False
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate()
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any]:
