@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 from selftask.distributed.local_process import is_running
 from selftask.errors import UserError
 from selftask.logs import read_json, write_json
+from selftask.logs.tails import last_line
 from selftask.report.overview.run_line import RunLine, read_line
 from selftask.run.slurm_job import command
 
 WAITING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "STOPPED")
 LOCAL = "local-"  # prefix of the id of a job on this machine, followed by its process id
+CONTROLLER_ERRORS = "controller.err"  # error output of the processes that start a local job's ranks
 
 
 def note(out: Path, made: dict[Path, str]) -> None:
@@ -94,9 +97,24 @@ def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
     elif own in ("running", "hung", "lost", "requeued", "not started"):  # ended without a status
         state = f"lost: job {in_slurm.lower() or 'unknown to SLURM'}"
         state = "cancelled" if first == "CANCELLED" else state
+        error = last_error(line.folder, job)
+        line = replace(line, note=line.note or error, last_line=line.last_line or error)
     else:
         state = own
     return replace(line, job=job, state=state)
+
+
+def last_error(run: Path, job: str) -> str:
+    """Return the last line that a job of a run wrote to its error log, or an empty string."""
+    number = job.removeprefix(LOCAL)
+    names = [CONTROLLER_ERRORS] if _is_local(job) else []
+    names += [f"{number}_0_log.err"] if re.fullmatch(r"\d+(_\d+)?", number) else []
+    texts = [
+        last_line(folder / "slurm" / name)
+        for folder in (run, run.parent)  # the folder of a sweep
+        for name in reversed(names)
+    ]
+    return next(filter(None, texts), "")
 
 
 def queue(ids: list[str]) -> dict[str, str]:
