@@ -36,6 +36,7 @@ def _record(out: Path, error: Exception) -> None:
         return
     known = isinstance(error, UserError | RunError)
     text = str(error) if known else f"{type(error).__name__}: {error}"
+    text = "; ".join(text.splitlines())
     where = {"attempt": record.attempt, "host": socket.gethostname(), "pid": os.getpid()}
     record.write("failed", f"RUN FAILED before it began: {text}", error=text, **where)
 

@@ -16,7 +16,9 @@ from selftask.report.overview.run_line import RunLine, read_line
 from selftask.run.slurm_job import command
 
 WAITING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "STOPPED")
+_NUMBER = re.compile(r"\d+(_\d+)?")  # of a job, or of one of a job array
 LOCAL = "local-"  # prefix of the id of a job on this machine, followed by its process id
+SUITE_JOBS = Path("evaluations", "slurm", "suite_jobs.json")  # in the folder of a run
 CONTROLLER_ERRORS = "controller.err"  # error output of the processes that start a local job's ranks
 
 
@@ -67,17 +69,37 @@ def find(outs: list[Path]) -> list[Path]:
     """
     if outs:
         for out in outs:
-            if not noted(out):
+            if not (noted(out) or suite_jobs(out)):
                 raise UserError(f"{out}: no submitted run or sweep lies there (no slurm/jobs.json)")
         return outs
-    return sorted(path.parents[1] for path in Path("runs").glob("**/slurm/jobs.json"))
+    runs = Path("runs")
+    folders = {path.parents[1] for path in runs.glob("**/slurm/jobs.json")}
+    return sorted(folders | {path.parents[2] for path in runs.glob(f"**/{SUITE_JOBS}")})
+
+
+def suite_jobs(run: Path) -> list[str]:
+    """Return the ids of the jobs that evaluate the checkpoints of a run (``eval suite``)."""
+    jobs = map(str, read_json(run / SUITE_JOBS).get("jobs", []))
+    return [job for job in jobs if _NUMBER.fullmatch(job)]
 
 
 def stand(outs: list[Path]) -> list[RunLine]:
-    """Return a line for each run, with its job and the state from its files and from SLURM."""
+    """Return a line for each run, with its job and the state from its files and from SLURM.
+
+    The jobs of ``eval suite`` for these runs follow, with the folder of their results.
+    """
     runs = {run: job for out in outs for run, job in noted(out).items()}
-    states = queue(list(runs.values()))
-    return [with_job(read_line(run), job, states.get(job, "")) for run, job in runs.items()]
+    suites = {job: run for run in dict.fromkeys([*outs, *runs]) for job in suite_jobs(run)}
+    states = queue([*runs.values(), *suites])
+    lines = [with_job(read_line(run), job, states.get(job, "")) for run, job in runs.items()]
+    return lines + [_line_of_suite(run, job, states.get(job, "")) for job, run in suites.items()]
+
+
+def _line_of_suite(run: Path, job: str, in_slurm: str) -> RunLine:
+    """Return the line of an evaluation job: its state in SLURM and the last line of its log."""
+    folder = run / SUITE_JOBS.parts[0]
+    state = in_slurm.lower() or "ended"
+    return RunLine(folder, state, job=job, last_line=last_error(folder, job))
 
 
 def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
@@ -108,7 +130,7 @@ def last_error(run: Path, job: str) -> str:
     """Return the last line that a job of a run wrote to its error log, or an empty string."""
     number = job.removeprefix(LOCAL)
     names = [CONTROLLER_ERRORS] if _is_local(job) else []
-    names += [f"{number}_0_log.err"] if re.fullmatch(r"\d+(_\d+)?", number) else []
+    names += [f"{number}_0_log.err"] if _NUMBER.fullmatch(number) else []
     texts = [
         last_line(folder / "slurm" / name)
         for folder in (run, run.parent)  # the folder of a sweep
