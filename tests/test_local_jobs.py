@@ -114,8 +114,7 @@ def test_a_local_job_that_dies_before_its_run_begins_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of two jobs beside modules that shadow others, one has a plug-in that fails in the job."""
-    for name in ("submitit.py", "torch.py"):
-        (tmp_path / name).write_text("raise ValueError('of the current folder')\n")
+    (tmp_path / "submitit.py").write_text("raise ValueError('of the current folder')\n")
     (tmp_path / "selftask").mkdir()
     fails = (
         "import os\nif 'SUBMITIT_LOCAL_JOB_ID' in os.environ:\n    raise KeyError('only here')\n"

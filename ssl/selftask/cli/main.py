@@ -11,8 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from selftask.cli.options import HELP, asks_for_help
-from selftask.cli.ranks import refuse_ranks
+from selftask.cli.options import HELP, asks_for_help, refuse_ranks
 from selftask.cli.verbosity import TALKATIVE, print_versions, take_verbosity
 from selftask.distributed.garbage import seldom_collected
 from selftask.errors import ConfigError, RunError, UserError, nearest

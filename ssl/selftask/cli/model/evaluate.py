@@ -10,8 +10,7 @@ from selftask.cli.model.checkpoint_model import open_checkpoint
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
-from selftask.cli.options import asks_for_help
-from selftask.cli.ranks import refuse_ranks
+from selftask.cli.options import asks_for_help, refuse_ranks
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
 from selftask.config.schema import Config
