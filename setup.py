@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "ssl/selftask/__init__.py").read_text())
@@ -22,6 +24,22 @@ AUGMENT = Extension(
     optional=os.environ.get("SELFTASK_REQUIRE_KERNEL") != "1",
 )
 
+
+class BuildWithRecipes(build_py):
+    """Copy ``configs/`` into the package.
+
+    Recipes are no package of ``package_dir``: with a second folder there, an editable install is
+    an import hook instead of a line in a .pth file, and a folder ``selftask`` beside a script
+    would hide it. In a checkout, selftask finds the recipes by itself.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            recipes = Path(self.build_lib) / "selftask" / "configs"
+            shutil.copytree(HERE / "configs", recipes, dirs_exist_ok=True)
+
+
 setup(
     name="selftask",
     version=VERSION[1],
@@ -30,10 +48,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    package_dir={"": "ssl", "selftask.configs": "configs"},
-    packages=[*find_packages(where="ssl"), "selftask.configs"],
+    cmdclass={"build_py": BuildWithRecipes},
+    package_dir={"": "ssl"},
+    packages=find_packages(where="ssl"),
     package_data={
-        "selftask.configs": ["**/*.yaml"],
         "selftask": ["py.typed", "**/*.pyi", "report/static/**", "cli/scaffold/templates/*.txt"],
     },
     ext_modules=[AUGMENT],

@@ -70,6 +70,10 @@ def rename(photos: Path) -> None:
     (photos / "ant").rename(photos / "wasp")
 
 
+def replace(photos: Path) -> None:
+    Image.new("RGB", (16, 16)).save(photos / "bee" / "04.png")
+
+
 def remove_class(photos: Path) -> None:
     for file in (photos / "bee").iterdir():
         file.unlink()
@@ -82,6 +86,7 @@ def remove_class(photos: Path) -> None:
         (remove, "36 images before, 35 now"),
         (swap, "as many images (36), but not the same names"),
         (rename, "class gone: 'ant'; class new: 'wasp'"),
+        (replace, "other images under the same names (1 of 36 compared: "),
         (remove_class, "36 images before, 24 now; class gone: 'bee'"),
     ],
 )

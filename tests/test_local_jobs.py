@@ -18,9 +18,10 @@ import pytest
 
 import tiny
 from selftask.cli.main import main
+from selftask.errors import UserError
 from selftask.hooks.stopping.fault_injection import InjectedFault
-from selftask.logs import read_json
-from selftask.slurm import queue
+from selftask.logs import read_json, write_json
+from selftask.slurm import local_rank, queue
 
 Fake = Callable[[str, str], None]  # of conftest
 
@@ -106,6 +107,68 @@ def test_a_cancelled_local_job_saves_and_stops(setup: str, tmp_path: Path) -> No
     assert main(["cancel", str(out)]) == 0
     assert "checkpoint saved" in wait_for(out / "log.txt", "RUN interrupted by SIGTERM")
     assert read_json(out / "status.json")["state"] == "interrupted"
+
+
+@pytest.mark.slow
+def test_a_local_job_that_dies_before_its_run_begins_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two jobs beside modules that shadow others, one has a plug-in that fails in the job."""
+    (tmp_path / "submitit.py").write_text("raise ValueError('of the current folder')\n")
+    (tmp_path / "selftask").mkdir()
+    fails = (
+        "import os\nif 'SUBMITIT_LOCAL_JOB_ID' in os.environ:\n    raise KeyError('only here')\n"
+    )
+    (tmp_path / "mine.py").write_text(fails)
+    outs = [tmp_path / "run", tmp_path / "good"]
+    for out, more in zip(outs, (["import=[mine]"], ["train.max_steps=1"]), strict=True):
+        words = words_of(tmp_path, f"out={out}", *more)
+        command = [sys.executable, "-P", "-m", "selftask", "submit", *words, "--cluster=local"]
+        subprocess.run(command, env=tiny.environment(), cwd=tmp_path, check=True)
+    line = wait_for(outs[0] / "log.txt", "RUN FAILED before it began: ").splitlines()[-1]
+    assert "import: 'mine' failed at mine.py:3: KeyError: 'only here'" in line
+    assert read_json(outs[0] / "status.json")["state"] == "failed"
+    wait_for(outs[1] / "log.txt", "RUN finished")
+    capsys.readouterr()
+    for command in (["jobs", str(outs[0])], ["runs", str(tmp_path)]):
+        assert main(command) == 0
+        assert "only here" in capsys.readouterr().out
+
+
+def test_a_rank_that_dies_before_its_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that has written a status itself keeps it."""
+    job = {"JOB_ID": "78", "GLOBALID": "0", "NTASKS": "1"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", value)
+    monkeypatch.setenv(local_rank.OUT, str(tmp_path))
+
+    def start() -> None:
+        raise UserError("no data\nno labels")
+
+    monkeypatch.setattr(local_rank, "submitit_main", start)
+    for state, expected in ((None, "failed"), ("interrupted", "interrupted")):
+        if state is not None:
+            write_json(tmp_path / "status.json", {"state": state, "attempt": "local:78"})
+        with pytest.raises(UserError):
+            local_rank.main()
+        assert read_json(tmp_path / "status.json")["state"] == expected
+    (line,) = (tmp_path / "log.txt").read_text().splitlines()
+    assert line.endswith("RUN FAILED before it began: no data; no labels")
+
+
+@pytest.mark.parametrize("name", ["4194305_0_log.err", "controller.err"])
+def test_the_last_words_of_a_lost_job_are_shown(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a status nor a log: what its processes have written to their error file."""
+    queue.note(tmp_path / "s", {tmp_path / "s/one": "local-4194305"})  # no such process id
+    (tmp_path / "s/slurm" / name).write_text("Traceback ...\nImportError: no selftask here\n\n")
+    for command in ("jobs", "runs"):
+        assert main([command, str(tmp_path / "s")]) == 0
+        shown = capsys.readouterr().out
+        assert "lost: job gone" in shown and "ImportError: no selftask here" in shown
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,43 @@ def test_they_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "restart 1 of 1" in capsys.readouterr().out
 
 
+RECORDS = """
+import json, os, pathlib, sys, time
+out = pathlib.Path({out!r})
+status = json.loads((out / "status.json").read_text()) if out.exists() else {{}}
+if os.environ["RANK"] == "0":
+    with (out.parent / "seen").open("a") as file:
+        print(json.dumps(status), file=file)
+    out.mkdir(exist_ok=True)
+    (out / "status.json").write_text(json.dumps({{"state": "failed", "error": "NaN"}}))
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize(("code", "starts"), [(1, 2), (2, 1)])
+def test_a_run_that_is_started_again_is_not_failed_meanwhile(
+    code: int, starts: int, tmp_path: Path
+) -> None:
+    """The ranks need seconds until they say that they run; whoever watches sees the parent."""
+    program = RECORDS.format(out=str(tmp_path / "run"), code=code)
+    ended, status = launch(tmp_path / "run", program, "launch.max_restarts=1")
+    assert (ended, status["state"], status["error"]) == (code, "failed", "NaN")
+    seen = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
+    assert len(seen) == starts and seen[0] == {}
+    if starts == 2:
+        assert (seen[1]["state"], seen[1]["restart"]) == ("running", 1)
+        assert seen[1]["pid"] == os.getpid(), "the parent"
+
+
+def test_a_mistake_that_only_a_restart_meets_ends_as_failed(tmp_path: Path) -> None:
+    """Exit code 2 without a status: the one that announced the restart does not stay."""
+    program = RECORDS.format(out=str(tmp_path / "run"), code="2 if status else 1").replace(
+        'if os.environ["RANK"] == "0":', 'if os.environ["RANK"] == "0" and not status:'
+    )
+    code, status = launch(tmp_path / "run", program, "launch.max_restarts=3")
+    assert (code, status["state"]) == (2, "failed")
+
+
 SAVES = """
 import os, pathlib, signal, sys
 out = pathlib.Path({out!r})

@@ -21,8 +21,9 @@ from selftask.data.source import Source
 from selftask.distributed import process_group
 from selftask.distributed.world import World
 from selftask.errors import UserError
+from selftask.logs import write_json
 from selftask.run import early_errors
-from selftask.run.early_errors import find_early_error, report_early_errors
+from selftask.run.early_errors import find_early_error, find_end_of_rank0, report_early_errors
 
 
 class Named(Source):
@@ -108,6 +109,33 @@ def test_an_early_error_is_left_for_rank_0(tmp_path: Path, monkeypatch: pytest.M
     assert find_early_error(tmp_path, "n1:7::") is None, "it has started again"
 
 
+def test_the_others_learn_how_rank_0_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before or after it wrote a status; of an earlier attempt or start nothing counts."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": 7}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "n1")
+
+    def end(since: float, attempt: str = "n1:7::") -> str | None:
+        failure = find_end_of_rank0(tmp_path, attempt, since)
+        return None if failure is None else failure.message
+
+    start = time.time()
+    assert end(start) is None
+    with pytest.raises(UserError, match="no data"), report_early_errors(tmp_path):
+        raise UserError("no data")
+    assert str(end(start)).startswith("no data (on ")
+    assert end(start, "n1:8::") is None and end(time.time()) is None
+    with report_early_errors(tmp_path):
+        assert end(start) is None, "it has started again"
+    status = {"attempt": "n1:7::", "updated": time.time()}
+    for state, message in (("running", None), ("failed", "port"), ("interrupted", None)):
+        write_json(
+            tmp_path / "status.json", {**status, "state": state, "error": message, "by": "I"}
+        )
+        expected = {"running": None, "failed": "port", "interrupted": "interrupted by I"}[state]
+        assert (end(start), end(time.time())) == (expected, None)
+
+
 def test_ranks_that_have_not_arrived_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,29 +166,54 @@ def test_ranks_that_have_not_arrived_are_named(
         assert not (tmp_path / "errors").exists(), "one process waits for nobody"
 
 
-@pytest.mark.slow
-def test_rank_0_names_the_rank_that_failed_before_they_met(tmp_path: Path) -> None:
-    """Data missing on one node: rank 0 does not wait for it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _start_by_hand(folder: Path, port: int, *words: list[str]) -> tuple[list[int], list[list[str]]]:
+    """Start a rank for each list of words; return their exit codes and output lines."""
+    world = {"WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = []
-    for rank, data in enumerate([[], ["data=nowhere"]]):
-        command = tiny.command("simclr", tmp_path, "run", *data)
+    for rank, more in enumerate(words):
+        command = tiny.command("simclr", folder, "run", *more)
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(
             subprocess.Popen(
                 command,
                 env={**tiny.environment(), **world, **own},
-                cwd=tmp_path,
+                cwd=folder,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
         )
     said = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 2]
+    return [rank.returncode for rank in ranks], said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("taken", [True, False])
+def test_the_others_stop_if_rank_0_ends_before_they_meet(taken: bool, tmp_path: Path) -> None:
+    """Its port is taken, or its data missing: a minute, not the twenty of the process group."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        if not taken:
+            server.close()
+        codes, said = _start_by_hand(tmp_path, port, [] if taken else ["data=nowhere"], [])
+    assert codes == [2, 1], said
+    cause = "if the port is taken, set MASTER_PORT" if taken else "data: no such"
+    assert cause in said[0][-1] and cause in said[1][-1], said
+    assert said[1][-1].startswith("rank 1 stops: rank 0 has ended: ")
+    status = tiny.status(tmp_path / "run")
+    assert (status["state"], status["rank"]) == ("failed", 0)
+
+
+@pytest.mark.slow
+def test_rank_0_names_the_rank_that_failed_before_they_met(tmp_path: Path) -> None:
+    """Data missing on one node: rank 0 does not wait for it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    codes, said = _start_by_hand(tmp_path, port, [], ["data=nowhere"])
+    assert codes == [1, 2]
     assert "RUN FAILED at step 0 on rank 1: data: no such" in said[0][-1], said
     assert said[0][-1] in (tmp_path / "run/log.txt").read_text()
     status = tiny.status(tmp_path / "run")

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 import tiny
-from selftask.checkpoint import rotation
+from selftask.checkpoint import rotation, store
 from selftask.config.load import to_yaml
 from selftask.errors import UserError
 from selftask.random import process_state
@@ -227,3 +227,29 @@ def test_damaged_newest_falls_back(folder: Path, caplog: pytest.LogCaptureFixtur
         path.write_bytes(b"")
     with pytest.raises(UserError, match="none of the 3 checkpoints"):
         tiny.train("simclr", folder, "damaged")
+
+
+def test_other_statistics_of_batch_norm_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Per rank they are of 16 / W images; other layers and synchronized ones do not change."""
+    cases = (("simclr", ()), ("simclr", ("parallel.sync_batch_norm=all",)), ("mae", ()))
+    messages = []
+    for number, (method, more) in enumerate(cases):
+        tiny.train(method, tmp_path, f"{number}", *more, "train.stop_at=1")
+        path = rotation.checkpoints(tmp_path / f"{number}/checkpoints")[0]
+        state = store.load(path)
+        for ranks in (1, 2):
+            caplog.clear()
+            store.save({**state, "rng": state["rng"] * ranks}, path.parent, 1, keep=1)
+            again = tiny.task(method, tmp_path, f"{number}", *more)
+            again.prepare()
+            again.close()
+            messages.append([text for text in caplog.messages if "BatchNorm" in text])
+    same, doubled, *others = messages
+    assert same == [] and others == [[], [], [], []]
+    expected = (
+        "BatchNorm takes its statistics per rank: over 16 images now (1 rank), 8 before (2); the "
+        "result depends on it. parallel.sync_batch_norm=all takes those of all ranks"
+    )
+    assert doubled == [expected]

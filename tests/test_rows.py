@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import math
+import os
 import re
 import resource
 import statistics
@@ -23,7 +26,7 @@ from selftask.hooks import metrics
 from selftask.hooks.base import function_hook
 from selftask.hooks.failures.non_finite import NonFiniteLoss
 from selftask.hooks.metrics import Metrics
-from selftask.logs import format_row, pace, read_metrics
+from selftask.logs import format_row, pace, read_json, read_metrics, write_json
 from selftask.logs.history import LENGTH, History
 from selftask.logs.pace import Pace, settings_of_groups, take_memory_mb
 from selftask.task import Task
@@ -267,3 +270,27 @@ def test_history_survives_a_resume(tmp_path: Path) -> None:
     assert resumed["loss"].latest == pytest.approx(losses[-1], rel=1e-8)
     assert resumed["loss"].median(10) == pytest.approx(statistics.median(losses[-10:]), rel=1e-8)
     assert resumed["loss"].mean(10) == pytest.approx(statistics.fmean(losses[-10:]), rel=1e-8)
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT])
+def test_a_small_file_is_written_though_no_other_can_be_created(
+    reason: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system without a free inode: the state of a run is still written, in place."""
+    path, real = tmp_path / "status.json", io.open
+    write_json(path, {"state": "running", "steps": "x" * 200})
+
+    def full(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
+        if "w" in mode and not os.path.exists(file):
+            raise OSError(reason, os.strerror(reason), str(file))
+        return real(file, mode, *args, **more)
+
+    monkeypatch.setattr(io, "open", full)
+    write_json(path, {"state": "failed"})
+    assert read_json(path) == {"state": "failed"}
+    with pytest.raises(OSError, match=os.strerror(reason)):  # more than its blocks hold
+        write_json(path, {"state": "x" * (path.stat().st_blocks * 512)})
+    assert read_json(path) == {"state": "failed"}
+    with pytest.raises(OSError, match=os.strerror(reason)):
+        write_json(tmp_path / "new.json", {})
+    assert [file.name for file in tmp_path.iterdir()] == ["status.json"]

@@ -40,9 +40,9 @@ def test_the_first_line_of_a_run_says_that_the_kernel_is_absent(tmp_path: Path) 
     assert "kernel: absent, so that views cost about twice the CPU time" in first
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_wheel_carries_the_kernel_or_is_not_built(tmp_path: Path) -> None:
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A copy of what a wheel is built from."""
     source = tmp_path / "source"
     source.mkdir()
     for name in SOURCES:
@@ -53,6 +53,43 @@ def test_a_wheel_carries_the_kernel_or_is_not_built(tmp_path: Path) -> None:
             )
         else:
             shutil.copy(origin, source)
+    return source
+
+
+def _recipes(folder: Path) -> set[str]:
+    return {file.relative_to(folder).as_posix() for file in folder.rglob("*.yaml")}
+
+
+@pytest.mark.slow
+def test_an_editable_install_is_a_path_that_no_folder_hides(source: Path, tmp_path: Path) -> None:
+    """A folder ``selftask`` beside a script, such as a clone, is no package, but comes first."""
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    env = {**os.environ, "CC": "false"}  # the kernel is not needed
+    command = [sys.executable, "-c", build, str(tmp_path)]
+    subprocess.run(command, cwd=source, env=env, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("selftask-*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (tmp_path / "parent/selftask").mkdir(parents=True)
+    use = (
+        "import site, sys; sys.path.insert(0, ''); site.addsitedir(sys.argv[1]); import selftask; "
+        "from selftask.config.compose import recipes; print(selftask.train, recipes.folder())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", use, str(site)],
+        cwd=tmp_path / "parent",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if "-packages" in p)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.endswith(f"{source}/configs\n"), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_wheel_carries_the_kernel_or_is_not_built(source: Path, tmp_path: Path) -> None:
+    """And the recipes."""
 
     def build(**more: str) -> int:
         words = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
@@ -65,6 +102,7 @@ def test_a_wheel_carries_the_kernel_or_is_not_built(tmp_path: Path) -> None:
     (wheel,) = (source / "dist").glob("selftask-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
+    assert _recipes(tmp_path / "site/selftask/configs") == _recipes(source / "configs") != set()
     use = "from selftask.data import kernel; print(kernel.__file__, kernel.variants())"
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     found = subprocess.run(

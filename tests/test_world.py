@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny
+from selftask.distributed.device import pick_device
 from selftask.distributed.world import World, expand_counts, first_host, read_world
 from selftask.errors import UserError
 from selftask.run.local_ranks import starts_ranks
@@ -182,3 +184,46 @@ def test_who_starts_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert not starts_ranks(one)
     with pytest.raises(UserError, match="torchrun has started 4 processes"):
         starts_ranks(two)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "gpus", "local_size", "refused"),
+    [
+        ("selftask", 1, 2, "launch.processes=2: torch sees 1 GPU on this machine"),
+        ("torchrun", 1, 2, "torchrun --nproc_per_node=2: torch sees 1 GPU"),
+        (
+            "slurm",
+            2,
+            4,
+            "4 ranks: torch sees 2 GPUs on this machine, and each rank needs one; use at",
+        ),
+        ("slurm", 1, 4, None),  # each task may see a GPU of its own
+        ("selftask", 2, 2, None),
+        ("python", 1, 1, None),
+    ],
+)
+def test_ranks_that_would_share_a_gpu(
+    launcher: str,
+    gpus: int,
+    local_size: int,
+    refused: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One sentence instead of NCCL's error, before any rank waits for another."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
+    chosen: list[int] = []
+    for name, answer in {
+        "is_available": lambda: True,
+        "current_accelerator": lambda: torch.device("cuda"),
+        "device_count": lambda: gpus,
+        "set_device_index": chosen.append,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, answer)
+    of_rank = World(local_size - 1, local_size, local_size - 1, local_size, launcher)
+    if refused is None:
+        assert pick_device("auto", of_rank) == torch.device("cuda", chosen[0])
+        return
+    with pytest.raises(UserError) as error:
+        pick_device("auto", of_rank)
+    assert str(error.value).startswith(refused) and "train.device=cpu" in str(error.value)
+    assert pick_device("cpu", of_rank) == torch.device("cpu")

@@ -74,7 +74,7 @@ def test_refused_before_features_are_computed(
     def compute(*_: object, **__: object) -> Features:
         raise AssertionError("features are computed")
 
-    monkeypatch.setattr(offline, "extract_features", compute)
+    monkeypatch.setattr(offline, "iterate_in_order", compute)
     sets = [f"data={images / 'train'}", f"data.val={images / 'val'}", "train.device=cpu"]
     asked = [word.format(root=images) for word in words[1:]]
     assert main(["eval", words[0], str(exported), *sets, *asked]) == 2

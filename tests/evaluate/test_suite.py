@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -213,6 +214,10 @@ def test_jobs_on_slurm(
     told = capsys.readouterr().err
     assert "job 77 (RUNNING) evaluates its checkpoints already; `selftask cancel 77`" in told
     assert queue.noted(run / "evaluations") == {}, "it makes no run"
+    (run / "evaluations/slurm/77_0_log.err").write_text("step 2: knn\n")
+    assert main(["jobs", str(run)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert re.fullmatch(r"77 +\S*evaluations +- +running +step 2: knn", line)
     job()
     capsys.readouterr()
     rows = table(evaluated(capsys, run))

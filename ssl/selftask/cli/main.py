@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from selftask.cli.options import HELP, asks_for_help
+from selftask.cli.options import HELP, asks_for_help, refuse_ranks
 from selftask.cli.verbosity import TALKATIVE, print_versions, take_verbosity
 from selftask.distributed.garbage import seldom_collected
 from selftask.errors import ConfigError, RunError, UserError, nearest, printable
@@ -74,6 +74,9 @@ GROUPS = {
     "cluster": ("submit", "jobs", "cancel"),
     "write code": ("new", "check", "list", "env", "completion"),
 }  # sections of `selftask --help`; names that are not commands are left out
+
+ALONE = ("test", "export", "report", "replay", "check", "bench", "submit")
+"""Commands that do or write something and cannot share it among ranks."""
 
 ABOUT = """\
 RECIPE is a method (simclr), a shipped recipe (simclr/digits) or a yaml or json file.
@@ -179,6 +182,8 @@ def usage() -> str:
 def _run(name: str, argv: list[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"there is no command {name!r}; {nearest(name, COMMANDS)}")
+    if name in ALONE:
+        refuse_ranks(name)
     command = importlib.import_module(COMMANDS[name][0])
     if asks_for_help(argv) and not hasattr(command, "COMMANDS"):  # subcommands print their own
         print(command.USAGE)

@@ -1,10 +1,12 @@
-"""Parse ``--options`` of commands whose other words are names and ``key=value``."""
+"""What commands share: ``--options`` beside names and ``key=value``, help, and several ranks."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from selftask.distributed.world import read_world
 from selftask.errors import UserError, nearest
 
 HELP = ("-h", "--help")
@@ -50,3 +52,20 @@ def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str],
             raise UserError(f"{name} {text}: expected a number, such as 4")
         options[name] = known[name](text)
     return words, options
+
+
+def refuse_ranks(command: str) -> None:
+    """End this process if it is one of several ranks: raise UserError on rank 0, else exit.
+
+    Args:
+        command: The command, which would do its work once on each rank.
+    """
+    world = read_world()
+    if world.size == 1:
+        return
+    if world.rank:
+        sys.exit(UserError.exit_code)  # one message is enough
+    raise UserError(
+        f"{command} runs in one process, and {world.launcher} has started {world.size}; start it "
+        "without the launcher (train, finetune, features and eval knn|linear|svm share the work)"
+    )

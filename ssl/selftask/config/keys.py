@@ -25,7 +25,7 @@ _PATHS = {
     ("resume", "checkpoint"),
     ("out",),
 }
-_PATH_FIELDS = ("path", "root", "pattern", "labels_path", "stage_to")  # fields of a source
+PATH_FIELDS = ("path", "root", "pattern", "labels_path", "stage_to")  # fields of a source
 NAMED_ENTRIES = {("hooks",), ("meters",), ("eval", "evaluations"), ("data", "val_sets")}
 
 
@@ -45,7 +45,7 @@ def is_path(key: Key) -> bool:
     """Return whether the value at a key is a path, so that any text is valid."""
     if key in _PATHS or is_source(key):
         return True
-    return key[-1] in _PATH_FIELDS and is_source(key[:-1])
+    return key[-1] in PATH_FIELDS and is_source(key[:-1])
 
 
 def is_source(key: Key) -> bool:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.errors import UserError, plural
+from selftask.random.splitmix import hash_words
 
-_SHOWN = 3  # maximum number of classes named in a message
+_SHOWN = 3  # maximum number of classes or images named in a message
+SAMPLED = 256  # images whose content is compared
+_THREADS = 16  # a network file system answers many requests at once
 
 
 def fingerprint(source: Source) -> dict[str, Any]:
@@ -37,8 +42,45 @@ def fingerprint(source: Source) -> dict[str, Any]:
     }
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return how two fingerprints differ, one phrase per difference."""
+def sampled(count: int) -> list[int]:
+    """Return the indices of the images whose content is compared, at most SAMPLED of ``count``."""
+    if count <= SAMPLED:
+        return list(range(count))
+    return sorted({hash_words(number) % count for number in range(SAMPLED)})
+
+
+def sample_contents(source: Source) -> list[str | None]:
+    """Return a hash of the stored bytes of each image of ``sampled``, without decoding any.
+
+    An entry is None if the image cannot be read, or its source has no inexpensive way to do so.
+    """
+    indices = sampled(len(source))
+    if not indices or _content(source, indices[0]) is None:  # sources that decode or download
+        return [None] * len(indices)
+    with ThreadPoolExecutor(max_workers=_THREADS) as pool:
+        return list(pool.map(lambda index: _content(source, index), indices))
+
+
+def _content(source: Source, index: int) -> str | None:
+    try:
+        stored = source.stored_bytes(index)
+    except BadImage:  # reported when it is decoded
+        return None
+    return None if stored is None else hashlib.blake2b(stored, digest_size=8).hexdigest()
+
+
+def differences(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    path: Callable[[int], str] = "image {}".format,
+) -> list[str]:
+    """Return how two fingerprints differ, one phrase per difference.
+
+    Args:
+        before: A fingerprint, perhaps of an older version; contents are compared if both have them.
+        now: The other fingerprint.
+        path: Returns the name of an image by index, for messages.
+    """
     if before["count"] != now["count"]:
         number = f"{before['count']:,} {plural('image', before['count'])}"
         return [f"{number} before, {now['count']:,} now", *_classes(before, now)]
@@ -46,11 +88,26 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     if before["names"] != now["names"]:
         return [f"as many images ({now['count']:,}), but not the same names or order", *classes]
     if before["labels"] != now["labels"] and not classes:
-        return ["other labels"]
+        return ["other labels", *_contents(before, now, path)]
     if before.get("tokenizer") != now.get("tokenizer"):
         words = (known.get("tokenizer") or "none" for known in (before, now))
         classes.append("tokens: {} before, {} now".format(*words))
-    return classes
+    return [*classes, *_contents(before, now, path)]
+
+
+def _contents(
+    before: Mapping[str, Any], now: Mapping[str, Any], path: Callable[[int], str]
+) -> list[str]:
+    """Return a phrase about images of the same name whose content differs, if there are any."""
+    pairs = zip(before.get("contents") or (), now.get("contents") or (), strict=False)
+    changed = [number for number, (old, new) in enumerate(pairs) if old and new and old != new]
+    if not changed:
+        return []
+    indices = sampled(now["count"])
+    names = ", ".join(path(indices[number]) for number in changed[:_SHOWN])
+    more = ", ..." if changed[_SHOWN:] else ""
+    of = f"{len(changed)} of {len(indices)} compared"
+    return [f"other images under the same names ({of}: {names}{more})"]
 
 
 def _classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -67,24 +124,30 @@ def _classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
 def check_same_on_all_ranks(source: Source | None, key: str) -> None:
     """Raise UserError on every rank if ranks have opened different images. Collective call.
 
-    Such ranks would do different numbers of steps and hang at the end of an epoch.
+    Such ranks would train on other images than they report, or do different numbers of steps and
+    hang at the end of an epoch.
     """
     if world_size() == 1:
         return
-    own = {} if source is None else fingerprint(source)
-    found = gather_objects((socket.gethostname(), own))
-    first_host, first = found[0]
-    for rank, (host, other) in enumerate(found):
-        if other != first:
+    here: dict[str, Any] = {"count": 0}
+    if source is not None:
+        here = {**fingerprint(source), "contents": sample_contents(source)}
+    prints = gather_objects((socket.gethostname(), here))
+    first_host, first = prints[0]
+    for rank, (host, other) in enumerate(prints):
+        if problem := _difference(other, first, source):
             raise UserError(
-                f"{key}: rank {rank} on {host} {_difference(other, first)} rank 0 on "
-                f"{first_host}; every rank must see the same files, in the same order"
+                f"{key}: rank {rank} on {host} {problem} rank 0 on {first_host}; every rank must "
+                "see the same files, in the same order"
             )
 
 
-def _difference(other: dict[str, Any], first: dict[str, Any]) -> str:
-    counts = [f"{d.get('count', 0)} {plural('image', d.get('count', 0))}" for d in (other, first)]
+def _difference(other: dict[str, Any], first: dict[str, Any], source: Source | None) -> str | None:
+    counts = [f"{d['count']} {plural('image', d['count'])}" for d in (other, first)]
     if counts[0] != counts[1]:
         return f"has {counts[0]}, not the {counts[1]} of"
-    what = "names" if other["names"] != first["names"] else "labels"
-    return f"has {counts[0]} with other {what} than"
+    for key, what in (("names", "names"), ("labels", "labels"), ("classes", "classes")):
+        if other.get(key) != first.get(key):
+            return f"has {counts[0]} with other {what} than"
+    changed = _contents(first, other, "image {}".format if source is None else source.path)
+    return f"has {changed[0]} than" if changed else None

@@ -67,6 +67,13 @@ class Source(ABC):
         for index in range(0, len(self), max(1, len(self) // _HASHED)):
             add(os.fsencode(self.path(index)) + b"\0")
 
+    def stored_bytes(self, index: int) -> bytes | None:
+        """Return bytes of the stored image for fingerprints; None if reading them is expensive.
+
+        The bytes are not decoded and may be only a part of the image. Raises BadImage.
+        """
+        return None
+
     def extra_path(self, index: int, name: str) -> str:
         """Return a name of a further image for logs and lists: its path, if it is a file."""
         return f"{self.path(index)}:{name}"
@@ -167,6 +174,9 @@ class Wrapped(Source):
 
     def path(self, index: int) -> str:
         return self.source.path(index)
+
+    def stored_bytes(self, index: int) -> bytes | None:
+        return self.source.stored_bytes(index)
 
     def extra_path(self, index: int, name: str) -> str:
         return self.source.extra_path(index, name)

@@ -70,6 +70,9 @@ class Subset(Wrapped):
     def path(self, index: int) -> str:
         return self.source.path(int(self.rows[index]))
 
+    def stored_bytes(self, index: int) -> bytes | None:
+        return self.source.stored_bytes(int(self.rows[index]))
+
     def unreadable(self) -> dict[int, BadImage]:
         known = self.source.unreadable()
         return {i: known[row] for i, row in enumerate(self.rows.tolist()) if row in known}

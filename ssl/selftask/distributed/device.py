@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from selftask.distributed.world import World
-from selftask.errors import UserError
+from selftask.errors import UserError, plural
 
 _BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16")  # Intel; Intel and AMD; ARM
 
@@ -36,7 +36,7 @@ def pick_device(name: str, world: World) -> torch.device:
         world: This process; its local rank selects the accelerator.
 
     Raises:
-        UserError: If torch does not see an accelerator of that type.
+        UserError: If torch does not see an accelerator of that type, or fewer GPUs than ranks.
     """
     seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "cpu" or (name == "auto" and seen is None):
@@ -46,9 +46,27 @@ def pick_device(name: str, world: World) -> torch.device:
         raise UserError(
             f"train.device={name}: torch sees {found} here; use train.device=auto{others} or cpu"
         )
+    _check_gpus(seen.type, world)
     index = world.local_rank % torch.accelerator.device_count()  # a SLURM task may see only one
     torch.accelerator.set_device_index(index)
     return torch.device(seen.type, index)
+
+
+def _check_gpus(kind: str, world: World) -> None:
+    """Raise UserError if ranks would share a GPU, which NCCL refuses in words of its own.
+
+    A launcher may show each process another single GPU. selftask and torchrun show all the same.
+    """
+    count = torch.accelerator.device_count()
+    shown_alike = world.launcher in ("selftask", "torchrun") and "LOCAL_WORLD_SIZE" in os.environ
+    if kind == "cuda" and world.local_size > count and (shown_alike or count > 1):
+        launch = {"selftask": "launch.processes=", "torchrun": "torchrun --nproc_per_node="}
+        option = launch.get(world.launcher, "")
+        raise UserError(
+            f"{option}{world.local_size}{'' if option else ' ranks'}: torch sees {count} "
+            f"{plural('GPU', count)} on this machine, and each rank needs one; use "
+            f"{option or 'at most '}{count}, or train.device=cpu"
+        )
 
 
 def precision_advice(precision: str, device: torch.device) -> str | None:

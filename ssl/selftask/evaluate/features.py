@@ -102,7 +102,12 @@ def extract_features(
         UserError: If features are not finite, or a vision transformer does not accept the size of
             the images.
     """
-    parts = list(iterate_features(backbone, batches, device=device))
+    return collect(iterate_features(backbone, batches, device=device))
+
+
+def collect(batches: Iterable[Features]) -> Features:
+    """Join batches of features; raise UserError if there are none or if some are not finite."""
+    parts = list(batches)
     if not parts:
         raise UserError("there are no images to take features of")
     whole = (

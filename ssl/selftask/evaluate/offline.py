@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import nn
@@ -13,9 +15,11 @@ from selftask.data.loading.loader import EvalBatches
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source, channels_of
 from selftask.data.views import build_pipeline
+from selftask.distributed.world import World
 from selftask.errors import UserError
-from selftask.evaluate.features import Features, extract_features
+from selftask.evaluate.features import Features, collect
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
+from selftask.evaluate.on_ranks import connected, iterate_in_order, take_share
 from selftask.evaluate.online import evaluate_features, of_set, with_layers
 from selftask.logs import get_logger
 from selftask.logs.stages import stage
@@ -31,6 +35,7 @@ def evaluate_backbone(
     sources: Sources,
     *,
     device: torch.device,
+    world: World | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> dict[str, float]:
     """Evaluate a frozen backbone on labelled images with ``eval.evaluations``.
@@ -43,12 +48,13 @@ def evaluate_backbone(
         config: Config with ``eval.evaluations`` and ``eval.transforms``.
         sources: Training and test images.
         device: Device to compute features on.
+        world: This process, if several extract the features together. Rank 0 evaluates.
         tell: Called with a line about images and classes, and another if test images are also
             training images.
 
     Returns:
         Metrics by name, and ``train_images``, ``test_images``, ``classes`` and ``chance`` of each
-        set.
+        set; empty on ranks other than 0.
 
     Raises:
         UserError: If labels are missing or do not allow the evaluation. Known labels are checked
@@ -64,10 +70,17 @@ def evaluate_backbone(
         if counts is not None:
             check_label_counts(evaluations, counts)
     backbone = with_layers(backbone, config.eval).to(device)
-    train = features_of(backbone, config, sources.train, device=device)
+    world = world or World()
+    with connected(world):  # the evaluations themselves run on rank 0 only
+        sets = [sources.train, *(source for source in tests.values() if source is not None)]
+        parts = [iterate_source(backbone, config, s, device=device, world=world) for s in sets]
+        if world.rank:
+            deque(chain.from_iterable(parts), maxlen=0)
+            return {}
+        train, *others = map(collect, parts)
     row: dict[str, float] = {}
     for name, source in tests.items():
-        test = train if source is None else features_of(backbone, config, source, device=device)
+        test = train if source is None else others.pop(0)
         shared = 0 if source is None else count_shared_images(train, test)
         if shared:
             tell(f"warning: {shared} of {len(test)} test images are also training images")
@@ -85,11 +98,15 @@ def evaluate_backbone(
     return row
 
 
-def features_of(
-    backbone: nn.Module, config: Config, source: Source, *, device: torch.device
-) -> Features:
-    """Return the features of every image of a source, with ``eval.transforms``."""
-    return extract_features(backbone, eval_batches(config, source, device), device=device)
+def iterate_source(
+    backbone: nn.Module, config: Config, source: Source, *, device: torch.device, world: World
+) -> Iterator[Features]:
+    """Yield the features of every image of a source, with ``eval.transforms``, in batches.
+
+    With several ranks, all of them on rank 0 and none on the others; every rank must exhaust it.
+    """
+    batches = take_share(eval_batches(config, source, device), world)
+    return iterate_in_order(backbone, batches, world, device=device)
 
 
 def eval_batches(config: Config, source: Source, device: torch.device) -> EvalBatches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -163,9 +164,27 @@ def is_measured(name: str) -> bool:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a small JSON file atomically, with passwords in addresses masked."""
-    with replacing(path) as temporary:
-        temporary.write_text(masked(json.dumps(content, indent=2)) + "\n", encoding="utf-8")
+    """Write a small JSON file atomically, with passwords in addresses masked.
+
+    If the disk has no room for another file, the file is overwritten in place.
+    """
+    text = masked(json.dumps(content, indent=2)) + "\n"
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _overwrite(path, text.encode()):
+            raise
+
+
+def _overwrite(path: Path, content: bytes) -> bool:
+    """Write into the blocks that a file has already; return False if they do not suffice."""
+    if not exists(path) or len(content) > path.stat().st_blocks * 512:  # the unit of st_blocks
+        return False
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate()
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any]:

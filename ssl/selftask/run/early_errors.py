@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,31 +21,34 @@ log = get_logger(__name__)
 _EVERY_S = 1.0
 _TELL_S = 60.0  # interval between warnings about ranks that have not arrived
 _MOST = 12  # largest number of ranks in a warning
+_STARTED = time.time()  # of this process; files of rank 0 from before are of an earlier attempt
+_PRESENT = ("running", "finished")  # states of a run whose rank 0 has not ended early
 
 
 @contextmanager
 def report_early_errors(out: str | Path) -> Iterator[None]:
-    """Context that writes an error of a rank other than 0 to ``out/errors``, where rank 0 reads it.
+    """Context that writes an error of a rank to ``out/errors``, where the other ranks read it.
 
-    Otherwise rank 0 would wait for this rank until the launcher kills rank 0, which would then be
+    Otherwise they would wait for this rank until the launcher kills them, and would then be
     reported as the cause.
     """
     world = read_world()
     path = _path(Path(out), world.rank)
-    if world.rank:
+    if world.size > 1:
         with suppress(OSError):
             path.unlink(missing_ok=True)
             _sign(Path(out), world.rank).unlink(missing_ok=True)
     try:
         yield
     except Exception as error:
-        if world.rank:
+        if world.size > 1:
             known = isinstance(error, UserError | RunError)
             message = str(error) if known else f"{type(error).__name__}: {error}"
             message += f" (on {socket.gethostname()})"
             with suppress(OSError):  # the error itself is raised in any case
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, {"attempt": world.attempt, "message": message})
+                content = {"attempt": world.attempt, "message": message, "updated": time.time()}
+                write_json(path, content)
         raise
 
 
@@ -58,17 +62,36 @@ def find_early_error(out: Path, attempt: str) -> Failure | None:
     return None
 
 
-@contextmanager
-def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> Iterator[None]:
-    """Context for creating the process group, in which a thread of rank 0 watches the others.
-
-    The thread ends the process after an error of another rank. Once a minute it logs which ranks
-    have not arrived. A thread is needed because the main thread waits for the other ranks in
-    torch's C++ code, which cannot be interrupted.
+def find_end_of_rank0(out: Path, attempt: str, since: float) -> Failure | None:
+    """Return how rank 0 ended in this attempt, from its files; None if it may still arrive.
 
     Args:
         out: The run folder.
-        world: This process; the thread is started on rank 0 only.
+        attempt: The attempt of this rank; ranks started by hand may have that of an earlier start.
+        since: Start of this rank; older files are ignored, as rank 0 may be started again.
+    """
+    early, status = read_json(_path(out, 0)), read_json(out / "status.json")
+    is_over = status.get("state", "running") not in _PRESENT
+    for content, is_end in ((early, bool(early)), (status, is_over)):
+        if is_end and content.get("attempt") == attempt and content.get("updated", 0.0) >= since:
+            message = content.get("message") or content.get("error")
+            failure = Failure(0, str(message or f"{status['state']} by {status.get('by')}"))
+            failure.rank0_hears = content is status  # else it may have ended without one
+            return failure
+    return None
+
+
+@contextmanager
+def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> Iterator[None]:
+    """Context for creating the process group, in which a thread watches the other ranks.
+
+    The thread ends the process after an error of another rank (on rank 0) or the end of rank 0 (on
+    the others). Once a minute rank 0 logs which ranks have not arrived. A thread is needed because
+    the main thread waits for the other ranks in torch's C++ code, which cannot be interrupted.
+
+    Args:
+        out: The run folder.
+        world: This process.
         report: Called with the failure before the process exits with code 1.
     """
     over = threading.Event()
@@ -77,20 +100,26 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
     def watch() -> None:
         began = told = time.monotonic()
         while not over.wait(_EVERY_S):
-            failure = find_early_error(out, world.attempt)
+            if world.rank:
+                failure = find_end_of_rank0(out, world.attempt, _STARTED)
+            else:
+                failure = find_early_error(out, world.attempt)
             if failure is not None and not over.is_set():
                 report(failure)
+                if world.rank:  # its log is in a file
+                    text = f"rank {world.rank} stops: rank 0 has ended: {failure.message}"
+                    print(text, file=sys.stderr, flush=True)
                 os._exit(1)
-            if time.monotonic() - told >= _TELL_S and (missing := missing_ranks(out, world)):
+            if world.rank == 0 and time.monotonic() - told >= _TELL_S:
                 told = time.monotonic()
-                log.warning("%s", _waiting(missing, world.size, told - began, out))
+                if missing := missing_ranks(out, world):
+                    log.warning("%s", _waiting(missing, world.size, told - began, out))
 
     if world.size > 1:
         with suppress(OSError):
             sign.parent.mkdir(parents=True, exist_ok=True)
             write_json(sign, {"attempt": world.attempt, "host": socket.gethostname()})
-        if world.rank == 0:
-            threading.Thread(target=watch, name="selftask early errors", daemon=True).start()
+        threading.Thread(target=watch, name="selftask early errors", daemon=True).start()
     try:
         yield
     finally:

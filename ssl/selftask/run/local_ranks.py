@@ -55,13 +55,17 @@ def start(config: Config, command: list[str]) -> int:
         state = after.get("state") if after != before else None
         if code == 0 or ranks.asked_to_stop or state in _ENDED_WELL:
             return code
-        mistake = state is None and code == 2  # a UserError, already reported
+        # A UserError is already reported; on a restart the status still says that it begins.
+        mistake = state is None and code == 2 and attempt == 1
         if state in (None, "running") and not mistake:
             _tell_what_ranks_could_not(status, ranks)
+        again = code != 2 and attempt < attempts  # a restart cannot fix a UserError
+        if again:  # the ranks need seconds until they say so themselves
+            status.write("running", world_size=config.launch.processes, restart=attempt)
         upload_files(
             config.out, config.out_folder, "*.txt", "events.jsonl", "errors/*", "status.json"
         )
-        if code == 2 or attempt == attempts:  # a restart cannot fix a UserError
+        if not again:
             break
         announce(f"starting again from the newest checkpoint: restart {attempt} of {attempts - 1}")
         if config.resume.checkpoint != "auto" and _saved(config) - earlier:

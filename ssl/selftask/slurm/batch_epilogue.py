@@ -50,7 +50,7 @@ def after(code: int, folder: Path, job: Job | None) -> int:
     paths = submitit_files.JobPaths(folder, job_id=name)
     delayed = submitit_files.DelayedSubmission.load(paths.submitted_pickle)
     submission = cast(Submitted, delayed.function)
-    record = Record(Path(submission.out))
+    record = Record(Path(submission.out), slurm_attempt())
     if code == 0 or record.state not in _UNTOLD or is_held(record.out):
         return code  # if another run holds the folder, the ranks have reported it
     launch = LaunchConfig(**submission.config["launch"])
@@ -117,10 +117,10 @@ class Submitted(Protocol):
 class Record:
     """Status, log and failure count of a run, edited from outside the run."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, attempt: str) -> None:
         self.out = out
         self.content: dict[str, Any] = _read(out / "status.json")
-        self.attempt = slurm_attempt()
+        self.attempt = attempt
         fresh = self.content.get("attempt") == self.attempt
         self.state = self.content.get("state") if fresh else None  # None: from an earlier attempt
 

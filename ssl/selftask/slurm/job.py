@@ -179,10 +179,10 @@ def _check_lines(values: Mapping[str, Any]) -> None:
 
 def _before() -> list[str]:
     """Return shell lines before srun: environment, a mark in the log, and a trap for SIGTERM."""
-    lines = []
-    root = str(Path(selftask.__file__).resolve().parents[1])
-    if root not in site.getsitepackages():
-        lines.append(f"export PYTHONPATH={shlex.quote(root)}${{PYTHONPATH:+:$PYTHONPATH}}")
+    lines = [
+        f"export PYTHONPATH={shlex.quote(root)}${{PYTHONPATH:+:$PYTHONPATH}}"
+        for root in python_path()
+    ]
     lines.append("export PYTHONSAFEPATH=1  # modules of the current folder shadow no others")
     # By default torch prints a C++ stack for each connection that a dying rank breaks.
     lines.append("export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}")
@@ -191,6 +191,12 @@ def _before() -> list[str]:
     lines.append(f'echo "{MARK}$((${{SLURM_RESTART_COUNT:-0}} + 1)) of job $SLURM_JOB_ID" >&2')
     lines.append("trap : TERM  # ranks get it, too, and save; this shell waits for them")
     return lines
+
+
+def python_path() -> list[str]:
+    """Return the folder that jobs need on PYTHONPATH to import selftask, unless it is installed."""
+    root = str(Path(selftask.__file__).resolve().parents[1])
+    return [] if root in site.getsitepackages() else [root]
 
 
 def _afterwards(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ the ranks, signals them before the time limit, and restarts them after a requeue
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,18 @@ from submitit import DebugExecutor, LocalExecutor
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option
 from selftask.config.schema import Config, LaunchConfig
 from selftask.errors import UserError
-from selftask.slurm.job import WARNING, Submission, signal_delay_s
-from selftask.slurm.queue import LOCAL
+from selftask.slurm.job import WARNING, Submission, python_path, signal_delay_s
+from selftask.slurm.local_rank import OUT
+from selftask.slurm.queue import CONTROLLER_ERRORS, LOCAL
+
+
+class _Executor(LocalExecutor):
+    """submitit's local executor with ranks that report a failure before their run has begun."""
+
+    @property
+    def _submitit_command_str(self) -> str:
+        words = [sys.executable, "-u", "-m", "selftask.slurm.local_rank", str(self.folder)]
+        return shlex.join(words)
 
 
 def submit_locally(
@@ -42,18 +53,47 @@ def submit_locally(
     given = {option(key): value for key, value in launch.slurm.items()}
     limit = minutes(given.get("time")) or DEFAULT_MINUTES
     gpus = _gpus(configs[0], given.get("gpus_per_node"))
-    made = LocalExecutor(folder.absolute(), max_num_timeout=launch.max_requeues)
+    folder = folder.absolute()
+    made = _Executor(folder, max_num_timeout=launch.max_requeues)
+    setup = list(given.get("setup", []))
+    if setup:  # the user's lines expect the current folder
+        setup = [shlex.join(["cd", os.getcwd()]), *setup, shlex.join(["cd", str(folder)])]
     made.update_parameters(
         timeout_min=limit,
         tasks_per_node=launch.processes,
         gpus_per_node=len(gpus),
         signal_delay_s=given.get("signal_delay_s", signal_delay_s(limit)),
-        setup=list(given.get("setup", [])),
+        setup=setup,
     )
     made.parameters["visible_gpus"] = gpus  # may be UUIDs; update_parameters accepts numbers only
-    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = WARNING  # read by the job's processes
-    with _as_of_nohup():
-        return [f"{LOCAL}{made.submit(submission).job_id}" for submission in submissions]
+    jobs = []
+    with _as_of_nohup(folder / CONTROLLER_ERRORS):
+        for submission in submissions:
+            with _environment_of(submission, folder):
+                jobs.append(f"{LOCAL}{made.submit(submission).job_id}")
+    return jobs
+
+
+@contextmanager
+def _environment_of(submission: Submission, folder: Path) -> Iterator[None]:
+    """Context in which a job's processes are started.
+
+    They start in the folder of logs and pickles: ``python -m`` puts the current folder first on the
+    module search path, and modules of the user's folder must not shadow others. (Python 3.10 has no
+    option against it.) The submission itself returns to the user's folder.
+    """
+    before, cwd = dict(os.environ), os.getcwd()
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [*python_path(), *(paths if os.environ.get("PYTHONPATH") else [])]
+    os.environ |= {"SUBMITIT_PREEMPT_SIGNAL": WARNING, OUT: submission.out}
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _gpus(config: Config, asked: Any) -> list[str]:
@@ -72,21 +112,27 @@ def _gpus(config: Config, asked: Any) -> list[str]:
 
 
 @contextmanager
-def _as_of_nohup() -> Iterator[None]:
-    """Context whose child processes are detached from the terminal's output and signals."""
+def _as_of_nohup(errors: Path) -> Iterator[None]:
+    """Context whose child processes are detached from the terminal's output and signals.
+
+    Args:
+        errors: File that their error output is appended to.
+    """
     ignored = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGHUP)}
     kept = [os.dup(number) for number in (1, 2)]
     null = os.open(os.devnull, os.O_WRONLY)
+    file = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
     try:
-        for number in (1, 2):
-            os.dup2(null, number)
+        os.dup2(null, 1)
+        os.dup2(file, 2)
         yield
     finally:
         for number, saved in zip((1, 2), kept, strict=True):
             os.dup2(saved, number)
             os.close(saved)
         os.close(null)
+        os.close(file)
         for number, handler in ignored.items():
             signal.signal(number, handler)
 

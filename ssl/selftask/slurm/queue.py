@@ -13,6 +13,7 @@ from pathlib import Path
 from selftask.errors import UserError, shorten
 from selftask.files.received import UnreadableFile
 from selftask.logs import read_json, write_json
+from selftask.logs.tails import last_line
 from selftask.report.overview.run_line import RunLine, read_line, unreadable
 from selftask.run.slurm_job import command
 
@@ -21,6 +22,8 @@ LOCAL = "local-"  # prefix of the id of a job on this machine, followed by its p
 JOBS = Path("slurm", "jobs.json")  # in the folder of a run or sweep
 _ID = re.compile(r"[1-9]\d{0,17}(_\d{1,9})?|local-[1-9]\d{0,9}", re.ASCII)
 _CONTROLLER = "submitit.local._local"  # module that runs a local job; its argument is the folder
+SUITE_JOBS = Path("evaluations", "slurm", "suite_jobs.json")  # in the folder of a run
+CONTROLLER_ERRORS = "controller.err"  # error output of the processes that start a local job's ranks
 
 
 def note(out: Path, made: dict[Path, str]) -> None:
@@ -93,17 +96,31 @@ def find(outs: list[Path]) -> list[Path]:
     """
     if outs:
         for out in outs:
-            if not any(jobs_of([out])):
+            if not (any(jobs_of([out])) or suite_jobs(out)):
                 raise UserError(f"{out}: no submitted run or sweep lies there (no slurm/jobs.json)")
         return outs
-    return sorted(path.parents[1] for path in Path("runs").glob("**/slurm/jobs.json"))
+    runs = Path("runs")
+    folders = {path.parents[1] for path in runs.glob("**/slurm/jobs.json")}
+    return sorted(folders | {path.parents[2] for path in runs.glob(f"**/{SUITE_JOBS}")})
+
+
+def suite_jobs(run: Path) -> list[str]:
+    """Return the ids of the jobs that evaluate the checkpoints of a run (``eval suite``)."""
+    jobs = read_json(run / SUITE_JOBS).get("jobs")
+    ids = map(str, jobs) if isinstance(jobs, list) else ()
+    return [job for job in ids if is_job(job) and not _is_local(job)]
 
 
 def stand(outs: list[Path]) -> list[RunLine]:
-    """Return a line for each run, with its job and the state from its files and from SLURM."""
+    """Return a line for each run, with its job and the state from its files and from SLURM.
+
+    The jobs of ``eval suite`` for these runs follow, with the folder of their results.
+    """
     runs, unread = jobs_of(outs)
-    states = queue(list(runs.values()))
+    suites = {job: run for run in dict.fromkeys([*outs, *runs]) for job in suite_jobs(run)}
+    states = queue([*runs.values(), *suites])
     lines = [with_job(read_line(run), job, states.get(job, "")) for run, job in runs.items()]
+    lines += [_line_of_suite(run, job, states.get(job, "")) for job, run in suites.items()]
     return [*lines, *unread]
 
 
@@ -117,6 +134,13 @@ def jobs_of(outs: Iterable[Path]) -> tuple[dict[Path, str], list[RunLine]]:
         except UnreadableFile as error:
             unread.append(unreadable(out, error))
     return jobs, unread
+
+
+def _line_of_suite(run: Path, job: str, in_slurm: str) -> RunLine:
+    """Return the line of an evaluation job: its state in SLURM and the last line of its log."""
+    folder = run / SUITE_JOBS.parts[0]
+    state = in_slurm.lower() or "ended"
+    return RunLine(folder, state, job=job, last_line=last_error(folder, job))
 
 
 def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
@@ -136,9 +160,24 @@ def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
     elif own in ("running", "hung", "lost", "requeued", "not started"):  # ended without a status
         state = f"lost: job {in_slurm.lower() or 'unknown to SLURM'}"
         state = "cancelled" if first == "CANCELLED" else state
+        error = last_error(line.folder, job)
+        line = replace(line, note=line.note or error, last_line=line.last_line or error)
     else:
         state = own
     return replace(line, job=job, state=state)
+
+
+def last_error(run: Path, job: str) -> str:
+    """Return the last line that a job of a run wrote to its error log, or an empty string."""
+    number = job.removeprefix(LOCAL)
+    names = [CONTROLLER_ERRORS] if _is_local(job) else []
+    names += [f"{number}_0_log.err"] if is_job(job) else []
+    texts = [
+        last_line(folder / "slurm" / name)
+        for folder in (run, run.parent)  # the folder of a sweep
+        for name in reversed(names)
+    ]
+    return next(filter(None, texts), "")
 
 
 def queue(ids: list[str]) -> dict[str, str]:

@@ -22,9 +22,8 @@ from selftask.classy import ClassyHook, ClassyTaskNames
 from selftask.config.load import to_yaml
 from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import Config
-from selftask.data.fingerprint import check_same_on_all_ranks
 from selftask.data.loading.data_module import DataModule
-from selftask.data.loading.open_data import Sources, open_data
+from selftask.data.loading.open_data import Sources
 from selftask.distributed import device, process_group
 from selftask.distributed.collectives import average_statistics, broadcast_buffers, is_primary
 from selftask.distributed.heartbeat import HEARTBEAT
@@ -41,6 +40,7 @@ from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_task
 from selftask.task import build, loop, opening, task_state
 from selftask.task.averaged_weights import averaged_weights, begin_phase
+from selftask.task.rank_agreement import open_same_data
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import score, update_meters
 
@@ -123,11 +123,7 @@ class Task(Recorder, ClassyTaskNames):
         process_group.join_world(self.world, self.device)
         process_state.seed_all(train.seed, rank=0)  # equal initial weights on every rank
         self.out.mkdir(parents=True, exist_ok=True)
-        sources = self.sources or open_data(self.config.data)
-        check_same_on_all_ranks(sources.train, "data")
-        check_same_on_all_ranks(sources.val, "data.val")
-        for name, source in sources.val_sets.items():
-            check_same_on_all_ranks(source, f"data.val_sets.{name}")
+        sources = open_same_data(self.config, self.sources)
         self.data_module = DataModule(self.config, sources, self.world, self.device)
         self.length = RunLength.of(train, self.data_module.num_samples)
         self.clock = Clock(self.length)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from selftask.checkpoint import manifest, rotation, store
 from selftask.checkpoint.writer import CheckpointWriter
@@ -19,7 +20,7 @@ from selftask.config.schema import Config
 from selftask.config.values.budget import show_bytes
 from selftask.data.fingerprint import differences
 from selftask.distributed.collectives import barrier, gather_objects, is_primary
-from selftask.errors import UserError
+from selftask.errors import UserError, plural
 from selftask.logs import get_logger
 from selftask.optim.build import lr_schedule
 from selftask.random import process_state
@@ -234,14 +235,14 @@ def resume(task: Task) -> bool:
     if not task.clock.done:  # a finished run may be loaded
         task.event("resume", f"resumed from {found[1]}", epoch=task.clock.epoch)
     _log_new_length(task, found[0])
+    _log_new_statistics(task, found[0])
     return True
 
 
 def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
     """Raise UserError or warn, as configured, if the data have changed since the checkpoint."""
-    changes = differences(
-        state.get("data") or task.data_module.fingerprint, task.data_module.fingerprint
-    )
+    now = task.data_module.fingerprint
+    changes = differences(state.get("data") or now, now, task.data_module.train_source.path)
     if not changes:
         return
     text = f"data is not what it was when {path.name} was written: {'; '.join(changes)}"
@@ -270,6 +271,23 @@ def _log_new_length(task: Task, state: dict[str, Any]) -> None:
         "learning rate from %.3g to %.3g",
         *(now.total_steps, before.total_steps, task.steps_done, *wheres, *rates),
     )
+
+
+def _log_new_statistics(task: Task, state: dict[str, Any]) -> None:
+    """Warn if BatchNorm now computes its statistics over another number of images."""
+    if task.config.parallel.sync_batch_norm == "all" or "length" not in state:
+        return
+    before, now = len(state["rng"]), task.world.size
+    images = state["length"]["batch_size"] // before, task.length.batch_size // now
+    parts = (task.base_model, task.loss)
+    if images[0] != images[1] and any(
+        isinstance(module, _BatchNorm) for part in parts for module in part.modules()
+    ):
+        log.warning(
+            "BatchNorm takes its statistics per rank: over %d images now (%d %s), %d before (%d); "
+            "the result depends on it. parallel.sync_batch_norm=all takes those of all ranks",
+            *(images[1], now, plural("rank", now), images[0], before),
+        )
 
 
 def _check_space(task: Task) -> None:

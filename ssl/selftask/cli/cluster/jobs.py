@@ -12,7 +12,7 @@ USAGE = """\
 usage: selftask jobs [OUT ...]
 
 State, step and last line of each submitted run: of the runs and sweeps in OUT, or of all that
-lie in runs/."""
+lie in runs/. Then those of `eval suite --slurm`, whose last line is that of the job's error log."""
 
 
 def main(argv: list[str]) -> int:

@@ -10,10 +10,11 @@ from selftask.cli.model.checkpoint_model import open_checkpoint
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
-from selftask.cli.options import asks_for_help
+from selftask.cli.options import asks_for_help, refuse_ranks
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
 from selftask.config.schema import Config
+from selftask.distributed.world import read_world
 from selftask.errors import UserError, nearest
 from selftask.logs import announce, json_row
 from selftask.registry import EVALUATIONS
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
         if asks_for_help(argv):
             print(command.USAGE)
             return 0
+        refuse_ranks(f"eval {argv[0]}")
         return int(command.main(argv[1:]))
     if not argv or asks_for_help(argv):
         print(USAGE)
@@ -66,9 +68,12 @@ def main(argv: list[str]) -> int:
 
     from selftask.evaluate.offline import evaluate_backbone
 
+    world = read_world()
     row = evaluate_backbone(
-        frozen.backbone, config, frozen.sources, device=frozen.device, tell=announce
+        frozen.backbone, config, frozen.sources, device=frozen.device, world=world, tell=announce
     )
+    if world.rank:  # rank 0 has the results
+        return 0
     print(json_row(row))
     keep(address, name, overrides, frozen.facts.get("step"), row)
     return 0

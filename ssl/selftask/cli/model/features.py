@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen, open_frozen, take
 from selftask.cli.verbosity import USAGE as VERBOSITY
+from selftask.distributed.world import World, read_world
 from selftask.errors import UserError
 from selftask.files import addresses
 from selftask.files.addresses import is_remote, output_folder
@@ -14,6 +17,9 @@ from selftask.files.paths import exists, expand_user
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import nn
+
+    from selftask.evaluate.features import Features
 
 USAGE = f"""\
 usage: selftask features RUN_OR_MODEL out=DIR [data=DIR] [key=value ...]
@@ -28,7 +34,7 @@ clusters=K    also clusters.csv: path and cluster of each image by spherical k-m
 rank=true     also ranking.csv: path of each image and its cosine to the nearest other one, the
               rarest image first, near copies last
 {WEIGHTS}
-An image that cannot be read has no row.
+An image that cannot be read has no row. Ranks of torchrun share the work: the same files.
 {VERBOSITY}"""
 
 CLUSTERS, RANKING = "clusters.csv", "ranking.csv"
@@ -46,6 +52,7 @@ def main(argv: list[str]) -> int:
     if ranks not in (None, "true", "false"):
         raise UserError(f"rank={ranks}: expected true or false")
     out, clusters, overrides = _own_options(overrides)
+    world = read_world()
     frozen = open_frozen(address, ["data.val=null", "data.val_sets=null", *overrides])
     facts = {
         "model": address,
@@ -53,8 +60,11 @@ def main(argv: list[str]) -> int:
         "data": frozen.config.data.to_dict(),
         "transforms": [transform.to_dict() for transform in frozen.config.eval.transforms],
     }
+    if world.rank:
+        _compute_share(frozen, world)
+        return 0
     with output_folder(out) as folder:
-        features = _write(folder, frozen, facts)
+        features = _write(folder, frozen, world, facts)
         if clusters:
             _write_clusters(folder, features, frozen.config.train.seed, clusters)
         if ranks == "true":
@@ -83,25 +93,41 @@ def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
     return out, int(clusters or 0), overrides
 
 
-def _write(folder: Path, frozen: Frozen, facts: dict[str, Any]) -> np.ndarray:
+def _compute_share(frozen: Frozen, world: World) -> None:
+    """Compute the part of a rank other than 0, which sends it to rank 0."""
+    from selftask.evaluate.on_ranks import connected
+
+    with connected(world):
+        deque(_compute(frozen, world)[1], maxlen=0)
+
+
+def _compute(frozen: Frozen, world: World) -> tuple[nn.Module, Iterator[Features]]:
+    """Return the backbone on its device, and an iterator that computes its features."""
+    from selftask.evaluate.offline import iterate_source
+    from selftask.evaluate.online import with_layers
+
+    config, device = frozen.config, frozen.device
+    backbone = with_layers(frozen.backbone, config.eval).to(device)
+    parts = iterate_source(backbone, config, frozen.sources.train, device=device, world=world)
+    return backbone, parts
+
+
+def _write(folder: Path, frozen: Frozen, world: World, facts: dict[str, Any]) -> np.ndarray:
     """Write the features batch by batch; return those of the last file, memory-mapped."""
     import numpy as np
 
     from selftask.evaluate.feature_files import write_features
-    from selftask.evaluate.features import iterate_features
-    from selftask.evaluate.offline import eval_batches
-    from selftask.evaluate.online import with_layers
+    from selftask.evaluate.on_ranks import connected
     from selftask.models.features.pooled_layers import PooledLayers
 
-    backbone = with_layers(frozen.backbone, frozen.config.eval).to(frozen.device)
     source = frozen.sources.train
-    batches = eval_batches(frozen.config, source, frozen.device)
-    parts = iterate_features(backbone, batches, device=frozen.device)
-    if isinstance(backbone, PooledLayers):
-        blocks = ((part, part.split(backbone.widths)) for part in parts)
-        last = write_features(folder, blocks, source, facts, layers=backbone.numbers)
-    else:
-        last = write_features(folder, ((part, [part]) for part in parts), source, facts)
+    with connected(world):
+        backbone, parts = _compute(frozen, world)
+        if isinstance(backbone, PooledLayers):
+            blocks = ((part, part.split(backbone.widths)) for part in parts)
+            last = write_features(folder, blocks, source, facts, layers=backbone.numbers)
+        else:
+            last = write_features(folder, ((part, [part]) for part in parts), source, facts)
     mapped: np.ndarray = np.load(last, mmap_mode="r")
     return mapped
 

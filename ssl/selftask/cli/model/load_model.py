@@ -80,7 +80,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     from selftask.data.loading.open_data import copy_data, open_received
     from selftask.data.source import channels_of
     from selftask.distributed.device import keep_freed_memory, pick_device
-    from selftask.distributed.world import World
+    from selftask.distributed.world import read_world
     from selftask.logs import LOGGER, info_on_stderr
     from selftask.models.weights.model_source import PRETRAINED, open_model
 
@@ -101,7 +101,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     taken, there = facts.get("channels", 3), channels_of(sources.train)
     if taken != there:
         raise UserError(f"data: its images have {there} channels, and {address} takes {taken}")
-    device = pick_device(config.train.device, World())
+    device = pick_device(config.train.device, read_world())
     keep_freed_memory(device)
     return Frozen(backbone, facts, config, sources, device)
 

@@ -83,7 +83,7 @@ def submit_suite(request: Request, config: Config, *, each: bool, follow: bool =
             f"{request.run}: nothing to evaluate: every chosen checkpoint has its results, which "
             "the same command without --slurm prints"
         )
-    noted = out / "slurm" / "suite_jobs.json"
+    noted = request.run / queue.SUITE_JOBS
     _check_idle(request.run, noted)
     launch = replace(config.launch, nodes=1, processes=1)
     config = replace(config, launch=launch)

@@ -16,7 +16,7 @@ from selftask.config.schema import num_views
 from selftask.data.cache.fill import decode_once
 from selftask.data.cache.on_device import CachedBatches
 from selftask.data.extras import ExtraImages, ExtrasReader
-from selftask.data.fingerprint import fingerprint
+from selftask.data.fingerprint import fingerprint, sample_contents
 from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches, in_batches, in_equal_numbers
 from selftask.data.loading.open_data import Sources, check_data, check_val
@@ -87,6 +87,7 @@ class DataModule:
     def fingerprint(self) -> dict[str, Any]:
         """Fingerprint of the training images, with the tokenizer if there are texts."""
         known = fingerprint(self.train_source)
+        known["contents"] = sample_contents(self.train_source)
         if "text" in extras_of(self.train_source).values():
             known["tokenizer"] = self.tokenizer.describe()
         return known

@@ -28,6 +28,7 @@ from selftask.files.addresses import is_remote
 
 T = TypeVar("T")
 
+SAMPLE_BYTES = 4096  # of a file, at its start and in its middle
 MAX_STUCK = 16  # hanging threads of a process, after which further reads fail
 FIRST_PAUSE_S = 0.1  # pause before the first retry; each further pause is four times as long
 
@@ -95,6 +96,19 @@ def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = 
     if is_remote(path):
         return with_retries(_read_remote, path, path, may_pass_remote, timeout_s, retries)
     return with_retries(_read, path, path, is_transient, timeout_s, retries)
+
+
+def read_sample(path: str) -> bytes | None:
+    """Read a part of a local file that changes with its content; None for a remote file.
+
+    Returns:
+        The size, the first bytes and some from the middle: an image's header may be the same as
+        that of another image.
+
+    Raises:
+        BadImage: As in ``read_bytes``.
+    """
+    return None if is_remote(path) else with_retries(_read_sample, path, path, is_transient)
 
 
 def with_retries(
@@ -192,6 +206,15 @@ def _read(path: str) -> bytes:
         return b"".join(parts)
     finally:
         os.close(handle)
+
+
+def _read_sample(path: str) -> bytes:
+    handle, size = _open(path)
+    try:
+        pieces = [os.pread(handle, SAMPLE_BYTES, start) for start in (0, size // 2)]
+    finally:
+        os.close(handle)
+    return b"%d\0" % size + b"".join(pieces)
 
 
 class _ReadingThread:

@@ -89,6 +89,10 @@ class ArrayFile(Source):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         return from_array(self.images[index], self.channels), self.label_of(index)
 
+    def stored_bytes(self, index: int) -> bytes | None:
+        pixels: bytes = self.images[index].tobytes()
+        return pixels
+
     def path(self, index: int) -> str:
         return f"{self.file}[{index}]"
 

@@ -102,6 +102,10 @@ class Concat(Source):
         source, row = self._at(index)
         return source.path(row)
 
+    def stored_bytes(self, index: int) -> bytes | None:
+        source, row = self._at(index)
+        return source.stored_bytes(row)
+
     def hash_names(self, add: Callable[[bytes], None]) -> None:
         for source, end in zip(self.sources, self.ends.tolist(), strict=True):
             add(b"%d\0" % end)

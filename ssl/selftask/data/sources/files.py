@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from selftask.data.labels import label_top_folders, name_top_folders
-from selftask.data.reading.files import BadImage
+from selftask.data.reading.files import BadImage, read_sample
 from selftask.data.reading.image import check_header, read_image
 from selftask.data.reading.path_list import read_list
 from selftask.data.reading.scan import scan_folder
@@ -63,6 +63,9 @@ class FileSource(Source):
     def path(self, index: int) -> str:
         path = self.paths[index]
         return path if is_remote(path) else os.path.join(self.root, path)
+
+    def stored_bytes(self, index: int) -> bytes | None:
+        return read_sample(self.path(index))
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
         self.paths.hash_names(add)

@@ -69,6 +69,9 @@ class Frames(Source):
     def path(self, index: int) -> str:
         return self.folder.path(int(self.rows[index]))
 
+    def stored_bytes(self, index: int) -> bytes | None:
+        return self.folder.stored_bytes(int(self.rows[index]))
+
     def extra_path(self, index: int, name: str) -> str:
         return self.folder.path(int(self.next_rows[index]))
 

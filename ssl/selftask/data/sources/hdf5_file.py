@@ -104,17 +104,23 @@ class Hdf5(Source):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
+        name, item = self.path(index), self._item(index)
+        if self.encoded:
+            return decode(_as_bytes(item), name, self.max_pixels), self.label_of(index)
+        return image_of(item, name, self.channels), self.label_of(index)
+
+    def _item(self, index: int) -> Any:
         name = self.path(index)
         now_reading(name)
         try:
-            item = self._opened()[index]
+            return self._opened()[index]
         except MemoryError:
             raise
         except Exception as error:  # such as a damaged chunk or a truncated file
             raise BadImage(name, str(error)) from error
-        if self.encoded:
-            return decode(_as_bytes(item), name, self.max_pixels), self.label_of(index)
-        return image_of(item, name, self.channels), self.label_of(index)
+
+    def stored_bytes(self, index: int) -> bytes:
+        return _as_bytes(self._item(index))
 
     def path(self, index: int) -> str:
         """Return a name such as ``pcam.h5:images[17]``."""

@@ -55,18 +55,21 @@ class Lmdb(Source):
         return len(self.keys)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        key, name = self.keys[index], self.path(index)
-        now_reading(name)
-        with _open(self._real).begin() as transaction:
-            data = transaction.get(os.fsencode(key))
-        if data is None:
-            raise BadImage(name, "the key is gone")
-        label = self.label_of(index)
+        name, data, label = self.path(index), self.stored_bytes(index), self.label_of(index)
         if self.shape is None:
             return decode(data, name, self.max_pixels), label
         if len(data) != np.prod(self.shape):
             raise BadImage(name, f"{len(data)} bytes are not pixels of shape {self.shape}")
         return image_of(np.frombuffer(data, np.uint8).reshape(self.shape), name), label
+
+    def stored_bytes(self, index: int) -> bytes:
+        name = self.path(index)
+        now_reading(name)
+        with _open(self._real).begin() as transaction:
+            data: bytes | None = transaction.get(os.fsencode(self.keys[index]))
+        if data is None:
+            raise BadImage(name, "the key is gone")
+        return data
 
     def path(self, index: int) -> str:
         """Return a name such as ``train_lmdb:KEY``."""

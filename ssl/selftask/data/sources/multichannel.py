@@ -12,7 +12,7 @@ import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.labels import label_top_folders, name_top_folders
-from selftask.data.reading.files import BadImage, read_bytes
+from selftask.data.reading.files import BadImage, read_bytes, read_sample
 from selftask.data.source import PathTable, Source
 from selftask.data.sources.glob_pattern import fixed_folder, is_pattern, match_files
 from selftask.data.sources.packages import require
@@ -140,6 +140,9 @@ class Bands(Source):
 
     def path(self, index: int) -> str:
         return os.path.join(self.root, self.paths[index])
+
+    def stored_bytes(self, index: int) -> bytes | None:
+        return read_sample(self.path(index))
 
     def describe(self) -> str:
         """Return a line such as ``27000 images, channels 3, 2, 1, no labels``."""

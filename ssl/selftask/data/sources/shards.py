@@ -16,6 +16,7 @@ from selftask.data.reading.storage import find_files, read_part
 from selftask.data.reading.tar_index import TarIndex, Wanted, map_index, open_index
 from selftask.data.source import NO_LABEL, Source
 from selftask.errors import UserError
+from selftask.files.addresses import is_remote
 from selftask.registry import register_source
 
 
@@ -63,6 +64,13 @@ class WebDataset(Source):
         shard = self._read_from[rows.shards[index]]
         data = read_part(shard, int(rows.offsets[index]), int(rows.sizes[index]), name)
         return decode(data, name, self.max_pixels), int(rows.labels[index])
+
+    def stored_bytes(self, index: int) -> bytes | None:
+        shard = self.shards[self.index.shards[index]]
+        if is_remote(shard):
+            return None
+        offset, size = int(self.index.offsets[index]), int(self.index.sizes[index])
+        return read_part(shard, offset, size, self.path(index))
 
     def path(self, index: int) -> str:
         """Return a name such as ``train-003.tar:n01440764/10026.jpg``."""

@@ -1,0 +1,45 @@
+"""One rank of a local job: ``python -m selftask.slurm.local_rank FOLDER``, run by submitit.
+
+If the job ends before its run has begun (its pickle, config or data cannot be read), the run still
+gets a status and a last log line. On SLURM, the epilogue of the batch script sees to that.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from submitit.core.submission import submitit_main
+
+from selftask.distributed.world import read_world
+from selftask.errors import RunError, UserError
+
+OUT = "SELFTASK_OUT"  # environment variable with the run folder, set at submission
+
+
+def main() -> None:
+    """Run the job that the environment names, as submitit does."""
+    try:
+        submitit_main()
+    except Exception as error:
+        _record(Path(os.environ[OUT]), error)
+        raise
+
+
+def _record(out: Path, error: Exception) -> None:
+    """Write status and log line of a failure, unless the run has done so itself."""
+    from selftask.slurm.batch_epilogue import Record
+
+    record = Record(out, read_world().attempt)
+    if record.state is not None:  # the run had begun
+        return
+    known = isinstance(error, UserError | RunError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    text = "; ".join(text.splitlines())
+    where = {"attempt": record.attempt, "host": socket.gethostname(), "pid": os.getpid()}
+    record.write("failed", f"RUN FAILED before it began: {text}", error=text, **where)
+
+
+if __name__ == "__main__":
+    main()

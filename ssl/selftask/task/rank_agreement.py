@@ -1,0 +1,130 @@
+"""Check that all ranks run the same config and the user's same code, on the same images.
+
+Ranks that differ would train different networks, or wait for one another in collectives of
+different sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from selftask.config.keys import PATH_FIELDS, Key, dotted
+from selftask.config.plugin_files import plugin_files
+from selftask.config.schema import Config
+from selftask.data.fingerprint import check_same_on_all_ranks
+from selftask.data.loading.open_data import Sources, open_data
+from selftask.distributed.collectives import gather_objects, world_size
+from selftask.errors import UserError
+
+_SHOWN = 3  # maximum number of keys or files in a message
+_MISSING = "nothing"
+_OF_A_NODE = {
+    *("recipe", "out", "launch", "train.threads"),
+    *(f"data.{name}" for name in ("num_workers", "cache", "stage_to")),
+    *(f"data.{name}" for name in ("read_timeout_s", "read_retries")),
+}
+"""Sections and keys that may differ between ranks: what they find there is the same, or is
+compared itself, as the images are."""
+
+
+def open_same_data(config: Config, sources: Sources | None = None) -> Sources:
+    """Return the sources, opened if None, after all ranks have compared what they run.
+
+    Every rank must call this function.
+
+    Raises:
+        UserError: On every rank, if ranks have different configs, code or images.
+    """
+    check_same_on_ranks(config)
+    sources = sources or open_data(config.data)
+    check_same_on_all_ranks(sources.train, "data")
+    check_same_on_all_ranks(sources.val, "data.val")
+    for name, source in sources.val_sets.items():
+        check_same_on_all_ranks(source, f"data.val_sets.{name}")
+    return sources
+
+
+def check_same_on_ranks(config: Config) -> None:
+    """Raise UserError on every rank if ranks have different configs or code. Collective call.
+
+    Paths of images, ``out``, and settings of the machine (workers, caches, time limits) may differ.
+    """
+    if world_size() == 1:
+        return
+    values, code = _compared(config.to_dict()), _digests(plugin_files(config))
+    text = json.dumps([values, code], sort_keys=True)
+    if len(set(gather_objects(hashlib.blake2b(text.encode()).hexdigest()))) == 1:
+        return
+    ranks = gather_objects((socket.gethostname(), values, code))
+    first_host, first_values, first_code = ranks[0]
+    for rank, (host, other_values, other_code) in enumerate(ranks):
+        differing = [
+            f"{key} {_show(other)}, rank 0 has {_show(first)}"
+            for key, other, first in _differences(other_values, first_values)
+        ]
+        if differing:
+            raise UserError(
+                f"rank {rank} on {host} has {_first_of(differing)}; start every rank with the "
+                f"same command, as rank 0 on {first_host}"
+            )
+        files = sorted(
+            name for name, digest in other_code.items() if first_code.get(name, digest) != digest
+        )
+        if files:  # a file that only one rank has imported may be needed by that rank only
+            raise UserError(
+                f"rank {rank} on {host} has imported another {_first_of(files, ', ')} than rank 0 "
+                f"on {first_host}; copy the same code to every node"
+            )
+
+
+def _compared(values: Any, key: Key = ()) -> dict[str, Any]:
+    """Return the values that must agree, by dotted key, as JSON has them."""
+    if dotted(key) in _OF_A_NODE or (key[:1] == ("data",) and key[-1] in PATH_FIELDS):
+        return {}
+    if isinstance(values, Mapping):
+        items = [(str(name), item) for name, item in values.items()]
+    elif isinstance(values, list | tuple) and any(isinstance(i, Mapping | list) for i in values):
+        items = [(str(number), item) for number, item in enumerate(values)]
+    else:
+        return {dotted(key): json.loads(json.dumps(values, default=_name_of_type))}
+    flat: dict[str, Any] = {}
+    for name, item in items:
+        flat |= _compared(item, (*key, name))
+    return flat
+
+
+def _name_of_type(value: Any) -> str:
+    """Return a text for an object, the same in every process."""
+    return type(value).__qualname__
+
+
+def _digests(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return a hash of each file."""
+    return {
+        name: hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+        for name, file in files.items()
+        if file.exists()  # may have been removed after it was imported
+    }
+
+
+def _differences(
+    other: Mapping[str, Any], first: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in {**first, **other}:
+        pair = other.get(key, _MISSING), first.get(key, _MISSING)
+        if pair[0] != pair[1]:
+            yield (key, *pair)
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else f"{value}"
+
+
+def _first_of(texts: list[str], separator: str = "; ") -> str:
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return separator.join(texts[:_SHOWN]) + more
