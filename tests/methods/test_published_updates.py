@@ -83,6 +83,28 @@ def weights_but_prototypes(name: str, shape: tuple[int, ...]) -> bool:
     return weights(name, shape) and "prototypes" not in name
 
 
+def full_rate(name: str, step: int) -> float:
+    return 1.0
+
+
+def rate_of_dinov2(name: str, step: int) -> float:
+    """param_groups.py and train.py: 0.9 for each layer above, 0.2 for patches, 0 for last layers.
+
+    For a backbone of two blocks, and two steps in which the last layers wait.
+    """
+    if "last_layer" in name:
+        return float(step >= 2)
+    if name == "network.mask_token" or name.startswith(
+        ("network.backbone.cls_token", "network.backbone.pos_embed")
+    ):
+        return 0.9**3
+    if name.startswith("network.backbone.patch_embed"):
+        return 0.2 * 0.9**3
+    if name.startswith("network.backbone.blocks."):
+        return float(0.9 ** (2 - int(name.split(".")[3])))
+    return 1.0
+
+
 @dataclass(frozen=True)
 class Published:
     """What the code does to a parameter; lr for the full batch as its scripts give it."""
@@ -96,6 +118,7 @@ class Published:
     decay: float = 0.0
     end_decay: float | None = None
     by_epoch: bool = False
+    rate: Callable[[str, int], float] = full_rate  # factor of the lr of a parameter at a step
     milestones: tuple[int, ...] = ()  # steps after which the lr is a tenth, instead of a cosine
     settings: tuple[str, ...] = ()  # of the recipe's small version
 
@@ -142,13 +165,19 @@ CODE = {
     "dino/vit_small_imagenet": Published(
         adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
     ),
-    "dinov2/vit_large_imagenet": Published(  # but one lr for all layers
+    "dinov2/vit_large_imagenet": Published(
         adamw(0.999),
         weights,
         0.004 * math.sqrt(BATCH / 1024),
         1e-6 * math.sqrt(BATCH / 2048),
         decay=0.04,
         end_decay=0.4,
+        rate=rate_of_dinov2,
+        settings=(
+            "optimizer.groups=[{match: backbone.patch_embed, lr: 0.2},"
+            "{match: mask_token, lr: 0.729},"
+            '{match: "*.last_layer", schedule: {name: cosine, zero_until: 2 steps}}]',
+        ),
     ),
     "npid/resnet50_imagenet": Published(
         sgd,
@@ -230,8 +259,9 @@ def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) ->
     for step, (before, after) in enumerate(task.states):
         for name, grad in task.gradients[step].items():
             decay = code.decay_at(step) if code.decays(name, grad.shape) else 0.0
+            lr = code.lr_at(step) * code.rate(name, step)
             expected, states[name] = code.rule(
-                before[name], grad.numpy(), states[name], code.lr_at(step), decay
+                before[name], grad.numpy(), states[name], lr, decay
             )
             np.testing.assert_allclose(after[name], expected, rtol=1e-12, atol=1e-15, err_msg=name)
             moved += not np.array_equal(before[name], after[name])

@@ -88,6 +88,19 @@ def disable_stochastic_depth(network: nn.Module) -> None:
             layer.p = 0.0  # type: ignore[assignment]
 
 
+def set_uniform_stochastic_depth(network: nn.Module, rate: float) -> None:
+    """Give all residual branches of a timm model one rate, in place of one that rises with depth.
+
+    timm leaves out the layer in the first block, whose rate is 0.
+    """
+    from timm.layers import DropPath
+
+    for part in network.modules():
+        for name, _ in [*part.named_children()]:
+            if name.startswith("drop_path"):
+                setattr(part, name, DropPath(rate))
+
+
 @functools.cache
 def _per_sample(library: Any, kind: _Kind) -> Any:
     """Return a subclass of ``library`` that draws per sample during training steps."""
