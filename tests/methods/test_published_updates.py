@@ -152,6 +152,9 @@ CODE = {
     "vicregl/resnet50_imagenet": Published(
         lars(False), weights, 0.2 * SHARE, 0.0002 * SHARE, decay=1e-6
     ),
+    "vicregl/convnext_small_imagenet": Published(
+        adamw(0.999), weights, 5e-4 * SHARE, 5e-7 * SHARE, decay=0.05
+    ),
     "swav/resnet50_imagenet": Published(larc, everything, 4.8, 0.0048, 0.3, decay=1e-6),
     "swav/resnet50_imagenet_batch256": Published(
         larc, everything, 0.6, 0.0006, warmup=0, decay=1e-6
@@ -212,7 +215,6 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "simmim/swin_base_imagenet",
     "simmim/vit_base_imagenet",
     "supervised/linear_resnet50_imagenet",  # trains one layer by torch's SGD
-    "vicregl/convnext_small_imagenet",
 }
 
 
