@@ -80,11 +80,14 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
 
 
 def disable_stochastic_depth(network: nn.Module) -> None:
-    """Set the rate of stochastic depth to 0, for timm, torchvision and any ``drop_prob``."""
+    """Set the rates of stochastic depth, for timm, torchvision and any ``drop_prob``, to 0.
+
+    So are those of dropout: a teacher that is built without one has none of the other.
+    """
     for layer in network.modules():
         if hasattr(layer, "drop_prob"):
             layer.drop_prob = 0.0  # type: ignore[assignment]
-        elif type(layer).__name__ == "StochasticDepth":
+        elif type(layer).__name__ in ("StochasticDepth", "Dropout"):
             layer.p = 0.0  # type: ignore[assignment]
 
 
