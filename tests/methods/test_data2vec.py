@@ -126,7 +126,7 @@ def test_the_mean_of_layers_is_normalised_once_more_on_request() -> None:
         plain.var(dim=2, correction=0, keepdim=True) + 1e-5
     ).sqrt()
     assert torch.allclose(normed, expected, rtol=0, atol=1e-12)
-    assert not torch.allclose(normed, plain, rtol=0, atol=1e-3)
+    assert not torch.allclose(normed, plain, rtol=0, atol=1e-6)
 
 
 def test_the_teacher_has_no_dropout() -> None:

@@ -78,6 +78,16 @@ def weights(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 or name.endswith("mask_token")
 
 
+def weights_but_tokens(name: str, shape: tuple[int, ...]) -> bool:
+    """All but biases, norms, tokens and positions: no_weight_decay of SimMIM's transformers."""
+    return len(shape) > 1 and not name.endswith(("_token", "pos_embed"))
+
+
+def weights_and_mask_token(name: str, shape: tuple[int, ...]) -> bool:
+    """Of BEiT's code, which data2vec takes over: no class token, no positions."""
+    return weights_but_tokens(name, shape) or name.endswith("mask_token")
+
+
 def weights_but_prototypes(name: str, shape: tuple[int, ...]) -> bool:
     """Of MSN: prototypes are a group of their own, without decay."""
     return weights(name, shape) and "prototypes" not in name
@@ -118,24 +128,27 @@ class Published:
     decay: float = 0.0
     end_decay: float | None = None
     by_epoch: bool = False
+    stretch: float = 1.0  # length of the cosines in lengths of the run
+    jump: bool = False  # timm's cosine: of the whole run, behind the warm-up's rise to the peak
     rate: Callable[[str, int], float] = full_rate  # factor of the lr of a parameter at a step
     milestones: tuple[int, ...] = ()  # steps after which the lr is a tenth, instead of a cosine
     settings: tuple[str, ...] = ()  # of the recipe's small version
 
     def lr_at(self, step: int) -> float:
-        if self.milestones:
-            return float(self.lr * 0.1 ** sum(step >= milestone for milestone in self.milestones))
         if self.by_epoch:
             step = step // (STEPS // EPOCHS) * (STEPS // EPOCHS)
         if step < self.warmup:
             return self.start_lr + (self.lr - self.start_lr) * step / self.warmup
-        angle = math.pi * (step - self.warmup) / (STEPS - self.warmup)
+        if self.milestones:
+            return float(self.lr * 0.1 ** sum(step >= milestone for milestone in self.milestones))
+        start = 0 if self.jump else self.warmup
+        angle = math.pi * (step - start) / (self.stretch * STEPS - start)
         return self.end_lr + (self.lr - self.end_lr) * 0.5 * (1 + math.cos(angle))
 
     def decay_at(self, step: int) -> float:
         if self.end_decay is None:
             return self.decay
-        half = 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        half = 0.5 * (1 + math.cos(math.pi * step / (self.stretch * STEPS)))
         return self.end_decay + (self.decay - self.end_decay) * half
 
 
@@ -191,15 +204,49 @@ CODE = {
         milestones=(STEPS // EPOCHS, 2 * STEPS // EPOCHS),
         settings=("optimizer.schedule.milestones=[1 epoch, 2 epochs]",),
     ),
-    "msn/vit_small_imagenet": Published(  # but half a cosine, there the first 4/5 of a longer one
+    "msn/vit_small_imagenet": Published(
         adamw(0.999),
         weights_but_prototypes,
         1e-3,
-        9.93e-5,
+        1e-6,
         2e-4,
         decay=0.04,
-        end_decay=0.366,
+        end_decay=0.4,
+        stretch=1.25,
         settings=("optimizer.groups=[{match: loss.prototypes, weight_decay: 0.0}]",),
+    ),
+    "simmim/swin_base_imagenet": Published(
+        adamw(0.999),
+        weights_but_tokens,
+        2e-4 * BATCH / 512,
+        1e-5 * BATCH / 512,
+        1e-6 * BATCH / 512,
+        decay=0.05,
+        jump=True,
+        settings=("method.mask_size=8",),
+    ),
+    "simmim/vit_base_imagenet": Published(
+        adamw(0.999),
+        weights_but_tokens,
+        1e-4 * BATCH / 512,
+        start_lr=5e-7 * BATCH / 512,
+        decay=0.05,
+        milestones=(2 * STEPS // EPOCHS,),
+        settings=(
+            "method.mask_size=8",
+            "optimizer.schedule={name: multistep, milestones: [2 epochs], factor: 0.1}",
+        ),
+    ),
+    "data2vec/vit_base_imagenet": Published(
+        adamw(0.999),
+        weights_and_mask_token,
+        2e-3,
+        1e-5,
+        decay=0.05,
+        settings=("optimizer.groups=[{match: mask_token, weight_decay: 0.05}]",),
+    ),
+    "pirl/resnet50_imagenet": Published(
+        sgd, weights, 0.03 * SHARE, 3e-5 * SHARE, warmup=0, decay=1e-4, by_epoch=True
     ),
     "mae/vit_base_imagenet": Published(adamw(0.95), weights, 1.5e-4 * SHARE, decay=0.05),
     "ijepa/vit_base_imagenet": Published(
@@ -208,12 +255,8 @@ CODE = {
 }
 
 NOT_REPLAYED = {  # docs/parity.md says so
-    "data2vec/vit_base_imagenet",
     "distill/vit_small_imagenet",
     "dinov2/vitg14_imagenet",  # the rules of vit_large_imagenet with other numbers
-    "pirl/resnet50_imagenet",
-    "simmim/swin_base_imagenet",
-    "simmim/vit_base_imagenet",
     "supervised/linear_resnet50_imagenet",  # trains one layer by torch's SGD
 }
 

@@ -24,7 +24,7 @@ _SIZED = ("vit_", "deit", "beit", "eva", "swin", "cait")
 
 def _tiny(model: str, **kept: Any) -> dict[str, Any]:
     """Return a tiny network of selftask of the same kind: a transformer or a residual network."""
-    if "vit" in model:
+    if "vit" in model or "swin" in model:
         return {"name": "vit_micro", "img_size": 32, "patch_size": 4, "depth": 2, **kept}
     return {"name": "small_resnet", "width": 8}
 
