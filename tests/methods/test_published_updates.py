@@ -305,9 +305,7 @@ def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) ->
         for name, grad in task.gradients[step].items():
             decay = code.decay_at(step) if code.decays(name, grad.shape) else 0.0
             lr = code.lr_at(step) * code.rate(name, step)
-            expected, states[name] = code.rule(
-                before[name], grad.numpy(), states[name], lr, decay
-            )
+            expected, states[name] = code.rule(before[name], grad.numpy(), states[name], lr, decay)
             np.testing.assert_allclose(after[name], expected, rtol=1e-12, atol=1e-15, err_msg=name)
             moved += not np.array_equal(before[name], after[name])
     assert moved > STEPS * len(states) / 2
