@@ -190,9 +190,11 @@ CODE = {
         end_decay=0.4,
         rate=rate_of_dinov2,
         settings=(
-            "optimizer.groups=[{match: backbone.patch_embed, lr: 0.2},"
-            "{match: mask_token, lr: 0.729},"
-            '{match: "*.last_layer", schedule: {name: cosine, zero_until: 2 steps}}]',
+            (
+                "optimizer.groups=[{match: backbone.patch_embed, lr: 0.2},"
+                "{match: mask_token, lr: 0.729},"
+                '{match: "*.last_layer", schedule: {name: cosine, zero_until: 2 steps}}]'
+            ),
         ),
     ),
     "npid/resnet50_imagenet": Published(

@@ -101,8 +101,8 @@ class DINOv2(Method):
         tied_heads: bool = False
         """Whether images and patches share one head."""
         norm_last_layer: bool = True
-        """Whether the rows of the last layers keep unit length; false: their lengths are trained, as
-        in the published code.
+        """Whether the rows of the last layers keep unit length; false: their lengths are trained,
+        as in the published code.
         """
         temperature: float = setting(0.1, above=0)
         """Temperature of the student."""
