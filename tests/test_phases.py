@@ -200,6 +200,39 @@ def test_test_phases_every_other_epoch_and_half_an_epoch(folder: Path) -> None:
     assert tiny.differences(tiny.last_state(whole.out), tiny.last_state(parts.out)) == []
 
 
+@pytest.mark.parametrize(
+    ("start", "tested", "evaluated"),
+    [("3 epochs", [4.0, 4.6], [16, 20, 23]), ("7 steps", [2.0, 4.0, 4.6], [8, 12, 16, 20, 23])],
+)
+def test_nothing_is_evaluated_before_its_start(
+    start: str, tested: list[float], evaluated: list[int], folder: Path
+) -> None:
+    """Test phases every other epoch of five steps, k-NN every four steps, 23 steps in all."""
+    words = (LABELLED, "eval={every: 4 steps, evaluations: {knn: {k: [3]}}, test_every: 2}")
+    words += ("train.epochs=4.6", f"eval.start={start}")
+    name = start.replace(" ", "_")
+    whole = train("supervised", folder, name, *words)
+    rows = tiny.rows(whole.out)
+    assert [row["epoch"] for row in rows if "test_accuracy_top_1" in row] == tested
+    assert [row["step"] for row in rows if "knn_top1" in row] == evaluated
+    train("supervised", folder, f"{name}_parts", *words, "train.stop_at=17")
+    parts = train("supervised", folder, f"{name}_parts", *words)
+    assert tiny.differences(tiny.last_state(whole.out), tiny.last_state(parts.out)) == []
+
+
+def test_phases_have_their_numbers_behind_a_late_start(folder: Path) -> None:
+    """Classy's indices of train and test phases, for hooks of Classy."""
+    words = (LABELLED, "eval.evaluations={}", "train.epochs=5", "eval.start='3 epochs'")
+    val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}"
+    task = tiny.task("supervised", folder, "numbers", val, *words)
+    seen: list[tuple[bool, int, int]] = []
+    note = lambda task: seen.append((task.train, task.train_phase_idx, task.eval_phase_idx))  # noqa: E731
+    task.add_hook(function_hook(on_phase_start=note))
+    train_loop(task)
+    trained = [(True, 0, -1), (True, 1, -1), (True, 2, -1), (False, 2, 0)]
+    assert seen == [*trained, (True, 3, 0), (False, 3, 1), (True, 4, 1), (False, 4, 2)]
+
+
 def test_epochs_are_parts_of_one_stream(tmp_path: Path) -> None:
     """85 images, 16 a batch: 5 steps an epoch, from one reader; the last images are left out."""
     data = f"data={tiny.digits_file(tmp_path, '85.npz', 0, 85)}"

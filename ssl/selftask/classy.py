@@ -114,17 +114,29 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
     @property
     def train_phase_idx(self) -> int:
         """Index of the current or last train phase, or -1 before the first."""
-        if not self.has_test_phases:
+        if not self.has_test_phases or self.phase_begun < self.phases_to_test:
             return self.phase_begun
         trained = int(self.config.eval.test_every)  # phases before each test phase
-        cycles, place = divmod(self.phase_begun, trained + 1)
+        cycles, place = divmod(self.phase_begun + self._skipped_tests, trained + 1)
         return int(cycles * trained + min(place, trained - 1))
 
     @property
     def eval_phase_idx(self) -> int:
         """Index of the current or last test phase, or -1 before the first."""
-        trained = int(self.config.eval.test_every)
-        return (self.phase_begun - trained) // (trained + 1) if self.has_test_phases else -1
+        if not self.has_test_phases or self.phase_begun < self.phases_to_test:
+            return -1
+        trained, skipped = int(self.config.eval.test_every), self._skipped_tests
+        return (self.phase_begun + skipped - trained) // (trained + 1) - skipped
+
+    @property
+    def phases_to_test(self) -> int:
+        """Number of train phases before the first test phase."""
+        return int(self.config.eval.phases_to_test(self.length))
+
+    @property
+    def _skipped_tests(self) -> int:
+        """Number of test phases that ``eval.start`` leaves out."""
+        return int(self.phases_to_test // self.config.eval.test_every - 1)
 
     @property
     def num_batches_per_phase(self) -> int:

@@ -118,6 +118,26 @@ def test_layers_are_normalised_one_by_one() -> None:
     assert torch.allclose(mean, expected)
 
 
+def test_the_mean_of_layers_is_normalised_once_more_on_request() -> None:
+    """The published run of ViT-B (`--post_target_layer_norm`), from the targets without it."""
+    tasks = [_task(norm_target=norm) for norm in (False, True)]
+    plain, normed = (task.forward(torch.arange(4))["targets"] for task in tasks)
+    expected = (plain - plain.mean(dim=2, keepdim=True)) / (
+        plain.var(dim=2, correction=0, keepdim=True) + 1e-5
+    ).sqrt()
+    assert torch.allclose(normed, expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(normed, plain, rtol=0, atol=1e-6)
+
+
+def test_the_teacher_has_no_dropout() -> None:
+    """As in the published code, whose teacher is in evaluation mode."""
+    task = _task(lambda: _vit(attn_drop_rate=0.5))
+    assert task.base_model.backbone.blocks[2].attn.attn_drop.p == 0.5
+    assert task.loss.teacher.network.backbone.blocks[2].attn.attn_drop.p == 0.0
+    first, second = (task.forward(torch.arange(4))["targets"] for _ in range(2))
+    assert torch.equal(first, second)
+
+
 def test_the_teacher_drops_no_paths() -> None:
     task = _task(lambda: _vit(drop_path_rate=0.5))
     assert task.base_model.backbone.blocks[2].drop_path1.drop_prob == 0.5

@@ -78,9 +78,41 @@ def weights(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 or name.endswith("mask_token")
 
 
+def weights_but_tokens(name: str, shape: tuple[int, ...]) -> bool:
+    """All but biases, norms, tokens and positions: no_weight_decay of SimMIM's transformers."""
+    return len(shape) > 1 and not name.endswith(("_token", "pos_embed"))
+
+
+def weights_and_mask_token(name: str, shape: tuple[int, ...]) -> bool:
+    """Of BEiT's code, which data2vec takes over: no class token, no positions."""
+    return weights_but_tokens(name, shape) or name.endswith("mask_token")
+
+
 def weights_but_prototypes(name: str, shape: tuple[int, ...]) -> bool:
     """Of MSN: prototypes are a group of their own, without decay."""
     return weights(name, shape) and "prototypes" not in name
+
+
+def full_rate(name: str, step: int) -> float:
+    return 1.0
+
+
+def rate_of_dinov2(name: str, step: int) -> float:
+    """param_groups.py and train.py: 0.9 for each layer above, 0.2 for patches, 0 for last layers.
+
+    For a backbone of two blocks, and two steps in which the last layers wait.
+    """
+    if "last_layer" in name:
+        return float(step >= 2)
+    if name == "network.mask_token" or name.startswith(
+        ("network.backbone.cls_token", "network.backbone.pos_embed")
+    ):
+        return 0.9**3
+    if name.startswith("network.backbone.patch_embed"):
+        return 0.2 * 0.9**3
+    if name.startswith("network.backbone.blocks."):
+        return float(0.9 ** (2 - int(name.split(".")[3])))
+    return 1.0
 
 
 @dataclass(frozen=True)
@@ -96,23 +128,27 @@ class Published:
     decay: float = 0.0
     end_decay: float | None = None
     by_epoch: bool = False
+    stretch: float = 1.0  # length of the cosines in lengths of the run
+    jump: bool = False  # timm's cosine: of the whole run, behind the warm-up's rise to the peak
+    rate: Callable[[str, int], float] = full_rate  # factor of the lr of a parameter at a step
     milestones: tuple[int, ...] = ()  # steps after which the lr is a tenth, instead of a cosine
     settings: tuple[str, ...] = ()  # of the recipe's small version
 
     def lr_at(self, step: int) -> float:
-        if self.milestones:
-            return float(self.lr * 0.1 ** sum(step >= milestone for milestone in self.milestones))
         if self.by_epoch:
             step = step // (STEPS // EPOCHS) * (STEPS // EPOCHS)
         if step < self.warmup:
             return self.start_lr + (self.lr - self.start_lr) * step / self.warmup
-        angle = math.pi * (step - self.warmup) / (STEPS - self.warmup)
+        if self.milestones:
+            return float(self.lr * 0.1 ** sum(step >= milestone for milestone in self.milestones))
+        start = 0 if self.jump else self.warmup
+        angle = math.pi * (step - start) / (self.stretch * STEPS - start)
         return self.end_lr + (self.lr - self.end_lr) * 0.5 * (1 + math.cos(angle))
 
     def decay_at(self, step: int) -> float:
         if self.end_decay is None:
             return self.decay
-        half = 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        half = 0.5 * (1 + math.cos(math.pi * step / (self.stretch * STEPS)))
         return self.end_decay + (self.decay - self.end_decay) * half
 
 
@@ -129,6 +165,9 @@ CODE = {
     "vicregl/resnet50_imagenet": Published(
         lars(False), weights, 0.2 * SHARE, 0.0002 * SHARE, decay=1e-6
     ),
+    "vicregl/convnext_small_imagenet": Published(
+        adamw(0.999), weights, 5e-4 * SHARE, 5e-7 * SHARE, decay=0.05
+    ),
     "swav/resnet50_imagenet": Published(larc, everything, 4.8, 0.0048, 0.3, decay=1e-6),
     "swav/resnet50_imagenet_batch256": Published(
         larc, everything, 0.6, 0.0006, warmup=0, decay=1e-6
@@ -142,13 +181,21 @@ CODE = {
     "dino/vit_small_imagenet": Published(
         adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
     ),
-    "dinov2/vit_large_imagenet": Published(  # but one lr for all layers
+    "dinov2/vit_large_imagenet": Published(
         adamw(0.999),
         weights,
         0.004 * math.sqrt(BATCH / 1024),
         1e-6 * math.sqrt(BATCH / 2048),
         decay=0.04,
         end_decay=0.4,
+        rate=rate_of_dinov2,
+        settings=(
+            (
+                "optimizer.groups=[{match: backbone.patch_embed, lr: 0.2},"
+                "{match: mask_token, lr: 0.729},"
+                '{match: "*.last_layer", schedule: {name: cosine, zero_until: 2 steps}}]'
+            ),
+        ),
     ),
     "npid/resnet50_imagenet": Published(
         sgd,
@@ -159,15 +206,49 @@ CODE = {
         milestones=(STEPS // EPOCHS, 2 * STEPS // EPOCHS),
         settings=("optimizer.schedule.milestones=[1 epoch, 2 epochs]",),
     ),
-    "msn/vit_small_imagenet": Published(  # but half a cosine, there the first 4/5 of a longer one
+    "msn/vit_small_imagenet": Published(
         adamw(0.999),
         weights_but_prototypes,
         1e-3,
-        9.93e-5,
+        1e-6,
         2e-4,
         decay=0.04,
-        end_decay=0.366,
+        end_decay=0.4,
+        stretch=1.25,
         settings=("optimizer.groups=[{match: loss.prototypes, weight_decay: 0.0}]",),
+    ),
+    "simmim/swin_base_imagenet": Published(
+        adamw(0.999),
+        weights_but_tokens,
+        2e-4 * BATCH / 512,
+        1e-5 * BATCH / 512,
+        1e-6 * BATCH / 512,
+        decay=0.05,
+        jump=True,
+        settings=("method.mask_size=8",),
+    ),
+    "simmim/vit_base_imagenet": Published(
+        adamw(0.999),
+        weights_but_tokens,
+        1e-4 * BATCH / 512,
+        start_lr=5e-7 * BATCH / 512,
+        decay=0.05,
+        milestones=(2 * STEPS // EPOCHS,),
+        settings=(
+            "method.mask_size=8",
+            "optimizer.schedule={name: multistep, milestones: [2 epochs], factor: 0.1}",
+        ),
+    ),
+    "data2vec/vit_base_imagenet": Published(
+        adamw(0.999),
+        weights_and_mask_token,
+        2e-3,
+        1e-5,
+        decay=0.05,
+        settings=("optimizer.groups=[{match: mask_token, weight_decay: 0.05}]",),
+    ),
+    "pirl/resnet50_imagenet": Published(
+        sgd, weights, 0.03 * SHARE, 3e-5 * SHARE, warmup=0, decay=1e-4, by_epoch=True
     ),
     "mae/vit_base_imagenet": Published(adamw(0.95), weights, 1.5e-4 * SHARE, decay=0.05),
     "ijepa/vit_base_imagenet": Published(
@@ -176,14 +257,9 @@ CODE = {
 }
 
 NOT_REPLAYED = {  # docs/parity.md says so
-    "data2vec/vit_base_imagenet",
     "distill/vit_small_imagenet",
     "dinov2/vitg14_imagenet",  # the rules of vit_large_imagenet with other numbers
-    "pirl/resnet50_imagenet",
-    "simmim/swin_base_imagenet",
-    "simmim/vit_base_imagenet",
     "supervised/linear_resnet50_imagenet",  # trains one layer by torch's SGD
-    "vicregl/convnext_small_imagenet",
 }
 
 
@@ -230,9 +306,8 @@ def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) ->
     for step, (before, after) in enumerate(task.states):
         for name, grad in task.gradients[step].items():
             decay = code.decay_at(step) if code.decays(name, grad.shape) else 0.0
-            expected, states[name] = code.rule(
-                before[name], grad.numpy(), states[name], code.lr_at(step), decay
-            )
+            lr = code.lr_at(step) * code.rate(name, step)
+            expected, states[name] = code.rule(before[name], grad.numpy(), states[name], lr, decay)
             np.testing.assert_allclose(after[name], expected, rtol=1e-12, atol=1e-15, err_msg=name)
             moved += not np.array_equal(before[name], after[name])
     assert moved > STEPS * len(states) / 2

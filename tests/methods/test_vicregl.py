@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.models.convnext import ConvNeXt
 from torch import Tensor
 
 import tiny
@@ -20,6 +21,8 @@ from selftask.methods.vicregl import (
     matched_terms,
     nearest_cells,
 )
+from selftask.optim.param_groups import freeze_for_good
+from selftask.registry import BACKBONES
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -159,3 +162,37 @@ def test_terms_are_weighted() -> None:
 def test_one_view_is_refused() -> None:
     with pytest.raises(ConfigError, match="vicregl needs 2 views or more of an image, got 1"):
         load_config("vicregl", ["views.main.count=1"])
+
+
+def test_the_convnext_recipe_has_no_layer_scale_and_layer_norm_in_its_heads() -> None:
+    """As in the published code: timm's ConvNeXt without gammas computes and trains the same."""
+    config = load_config("vicregl/convnext_small_imagenet", [])
+    small: dict[str, Any] = {"depths": (1, 1, 2, 1), "dims": (8, 8, 8, 8)}
+    args = {**config.backbone.args["args"], **small}
+    backbone = BACKBONES["timm"](model="convnext_small", args=args).build().eval()
+    plain = ConvNeXt(num_classes=0, ls_init_value=None, **small).eval()
+    plain.load_state_dict({k: v for k, v in backbone.state_dict().items() if "gamma" not in k})
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(backbone(images), plain(images))
+    network = torch.nn.ModuleDict({"backbone": backbone})
+    freeze_for_good([("network", network)], config.optimizer.groups)
+    frozen = {name for name, p in backbone.named_parameters() if not p.requires_grad}
+    assert frozen == set(backbone.state_dict()) - set(plain.state_dict()) and len(frozen) == 5
+
+    method = VICRegL(VICRegL.Config(**{**config.method.args, "hidden_dim": 6, "local_dim": 4}))
+    for head in method.build_head(8).values():
+        kinds = [type(part).__name__ for part in head]
+        assert kinds == ["Linear", "LayerNorm", "ReLU"] * 2 + ["Linear"]
+        assert head[0].bias is not None and head[-1].bias is None
+
+
+def test_the_convnext_recipe_blurs_and_solarizes_by_view() -> None:
+    """The published code alternates its two settings, among small crops too."""
+    views = load_config("vicregl/convnext_small_imagenet", []).views.values()
+    chances = []
+    for view in views:
+        chance = {t.name: t.args.get("p") for t in view.transforms}
+        size = view.transforms[0].args["size"]
+        chances += [(size, chance["gaussian_blur"], chance.get("solarize", 0))] * view.count
+    assert chances[:2] == [(224, 1.0, 0), (224, 0.1, 0.2)]
+    assert sorted(chances[2:]) == [(96, 0.1, 0.2)] * 3 + [(96, 1.0, 0)] * 3

@@ -161,6 +161,21 @@ def test_drop_path_grows_linearly_with_the_depth() -> None:
         assert rates == [pytest.approx([rate, rate]) for rate in (0.0, 0.1, 0.2, 0.3)]
 
 
+@pytest.mark.parametrize("name", ["vit_tiny", "timm"])
+def test_drop_path_is_the_same_in_all_blocks_if_uniform(name: str) -> None:
+    """As in DINOv2: the first block too, which has no such layer in timm, and training draws."""
+    args = {"img_size": 32, "patch_size": 16, "depth": 3}
+    if name == "timm":
+        args = {"model": "deit_tiny_patch16_224", "args": {"drop_path_rate": 0.3, **args}}
+    else:
+        args = {"drop_path": 0.3, **args}
+    backbone = _build(name, drop_path_uniform=True, **args)
+    layers = [layer for b in backbone.blocks for layer in (b.drop_path1, b.drop_path2)]
+    assert [layer.drop_prob for layer in layers] == [0.3] * 6
+    kept = layers[0].train()(torch.ones(1000, 2))
+    assert float((kept > 0).float().mean()) == pytest.approx(0.7, abs=0.05)
+
+
 def test_class_token_starts_as_in_deit_and_dino() -> None:
     """Normal of deviation 0.02; timm's own is 1e-6."""
     token = _build("vit_small").cls_token.detach()

@@ -202,6 +202,24 @@ def test_weight_norm_is_torchs_with_length_one() -> None:
     assert torch.allclose(ours.weight.grad, expected, atol=1e-6)
 
 
+def test_trained_lengths_are_torchs_weight_norm() -> None:
+    """DINOv2's last layer: directions and lengths, which start at 1, and their gradients."""
+    ours = WeightNormLinear(5, 7, trained_length=True)
+    assert torch.equal(ours.length, torch.ones(7, 1))
+    reference = nn.utils.parametrizations.weight_norm(nn.Linear(5, 7, bias=False))
+    lengths, directions = reference.parametrizations.weight.parameters()
+    with torch.no_grad():
+        ours.length.copy_(torch.rand(7, 1) + 0.5)
+        lengths.copy_(ours.length)
+        directions.copy_(ours.weight)
+    x, y = torch.randn(4, 5), torch.randn(4, 7)
+    assert torch.allclose(ours(x), reference(x), atol=1e-6)
+    (ours(x) * y).sum().backward()
+    (reference(x) * y).sum().backward()
+    assert torch.allclose(ours.length.grad, lengths.grad, atol=1e-5)
+    assert torch.allclose(ours.weight.grad, directions.grad, atol=1e-5)
+
+
 def test_dino_head_scores_are_cosines() -> None:
     head = copy.deepcopy(DINOHead(8, 12, hidden=16, bottleneck=4))
     assert _kinds(head.mlp) == ["Linear", "GELU", "Linear", "GELU", "Linear"]

@@ -63,6 +63,14 @@ def lars(w: list[float], g: list[float], v: list[float], lr: float, *, classic: 
     return [a - lr * b for a, b in zip(w, v, strict=True)], v
 
 
+def solo_learns(w: list[float], g: list[float], v: list[float], lr: float) -> Any:
+    """Lightning Bolts' LARS, as in solo-learn: equation 6 of the paper, clipped, without eps."""
+    rate = TRUST * norm(w) / (norm(g) + DECAY * norm(w))
+    rate = min(rate / lr, 1.0)
+    v = [MOMENTUM * a + rate * (b + DECAY * c) for a, b, c in zip(v, g, w, strict=True)]
+    return [a - lr * b for a, b in zip(w, v, strict=True)], v
+
+
 def path(optimizer_type: type[LARS], weight: list[float], **args: Any) -> list[list[float]]:
     parameter = torch.nn.Parameter(torch.tensor(weight, dtype=torch.float64))
     optimizer = optimizer_type(
@@ -89,6 +97,13 @@ def test_lars_with_the_lr_outside_and_inside_of_the_velocity(classic: bool) -> N
     weight = [0.3, -1.2, 0.7]
     expected = train(lambda *state: lars(*state, classic=classic), weight)
     for one, other in zip(path(LARS, weight, classic_momentum=classic), expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-13)
+
+
+def test_lars_with_the_norms_of_gradient_and_weight_apart() -> None:
+    weight = [0.3, -1.2, 0.7]
+    ours = path(LARS, weight, separate_norms=True, clip_lr=True)
+    for one, other in zip(ours, train(solo_learns, weight), strict=True):
         assert one == pytest.approx(other, rel=1e-13)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.scheduler import CosineLRScheduler
 from torch.optim import lr_scheduler
 
 from selftask.config.load import load_config
@@ -160,6 +161,37 @@ def test_a_schedule_keeps_its_place_beside_a_warmup(
     whole = ours({"start": 0.8, **section, **warmup, "warmup": "100%"})
     end = value(1.0)
     assert whole == pytest.approx([0.05 + (end - 0.05) * step / STEPS for step in range(STEPS)])
+
+
+def test_a_jump_after_the_warmup_is_timms() -> None:
+    """timm's schedulers, as SimMIM and Swin use them: the warm-up rises to the peak."""
+    section = {"name": "cosine", "start": 0.8, "end": 0.04, "warmup": 14, "warmup_start": 0.004}
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.8)
+    theirs = CosineLRScheduler(
+        optimizer, STEPS, 0.04, warmup_t=14, warmup_lr_init=0.004, t_in_epochs=False
+    )
+    values = [theirs._get_values(step, on_epoch=False)[0] for step in range(STEPS)]
+    assert ours({**section, "warmup_interval": "jump"}) == pytest.approx(values, rel=1e-12)
+
+
+def test_a_stretched_cosine_is_the_beginning_of_a_longer_one() -> None:
+    """MSN's and I-JEPA's `ipe_scale`: their formula, for a warm-up of 14 steps and for none."""
+    for warmup in (14, 0):
+        section = {"name": "cosine", "start": 0.8, "end": 0.04, "warmup": warmup, "stretch": 1.25}
+        expected = []
+        for step in range(STEPS):
+            progress = (step - warmup) / (1.25 * STEPS - warmup)
+            cosine = 0.04 + (0.8 - 0.04) * 0.5 * (1 + math.cos(math.pi * progress))
+            expected.append(0.8 * step / warmup if step < warmup else cosine)
+        assert ours(section) == pytest.approx(expected, rel=1e-12)
+    assert expected[-1] > 0.1  # far above the end
+
+
+def test_zero_until_a_time() -> None:
+    section = {"name": "cosine", "start": 0.8, "end": 0.0, "warmup": 14}
+    expected = [0.0] * 7 + ours(section)[7:]
+    assert ours({**section, "zero_until": "1 epoch"}) == expected
+    assert expected[7] == pytest.approx(0.4)
 
 
 def test_durations_count_from_the_start_of_the_run() -> None:

@@ -132,11 +132,15 @@ class Clock:
         """Number of remaining batches of the train phase, even if the run ends before."""
         return self.length.first_batch(self.length.phases_before(self.batch) + 1) - self.batch
 
-    def test_is_due(self, every: int) -> bool:
-        """Return whether a test phase is next: after ``every`` train phases, and at the end."""
+    def test_is_due(self, every: int, first: int = 1) -> bool:
+        """Return whether a test phase is next: after ``every`` train phases, and at the end.
+
+        The first is after ``first`` train phases or more.
+        """
         if self.batch == self.tested or not (self.between_phases or self.done):
             return False
-        return self.done or self.length.phases_before(self.batch) % every == 0
+        phases = self.length.phases_before(self.batch)
+        return self.done or (phases >= first and phases % every == 0)
 
     def advance(self, batches: int = 1) -> None:
         """Count one finished step of ``batches`` batches."""

@@ -25,6 +25,7 @@ log = get_logger(__name__)
 class EvaluateBackbone(Hook):
     """Runs ``eval.evaluations`` at step 0, every ``eval.every`` and at the end, given labels.
 
+    Before ``eval.start`` it runs none.
     The results, and their duration ``eval_s``, are written to ``metrics.jsonl``; those of averaged
     weights with a prefix, such as ``ema_knn_top1``. ``task.evaluate``, set by the launcher, does
     the evaluation. The state of the run does not change.
@@ -38,8 +39,9 @@ class EvaluateBackbone(Hook):
         self.ran_at = -1  # step of the last evaluation
         if every is not None:
             self.every = max(1, steps_in(every, task.length))
+        self.first = steps_in(task.config.eval.start, task.length)
         self._warn_of_missing_labels(task)
-        if task.steps_done == 0:
+        if task.steps_done == self.first == 0:
             self._run(task)
 
     def _warn_of_missing_labels(self, task: Task) -> None:
@@ -53,7 +55,9 @@ class EvaluateBackbone(Hook):
             log.warning("meters (%s) measure nothing: data.val has no labelled images", meters)
 
     def on_step(self, task: Task) -> None:
-        if self.every and task.train and task.steps_done % self.every == 0 and not task.clock.done:
+        if not self.every or not task.train or task.clock.done or task.steps_done < self.first:
+            return
+        if task.steps_done % self.every == 0:
             self._run(task)
 
     def on_end(self, task: Task) -> None:

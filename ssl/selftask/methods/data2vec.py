@@ -51,6 +51,8 @@ class Data2Vec(Method):
         """Size of the smallest masked block, in patches."""
         top_blocks: int = setting(6, min=1, tiny=2)
         """Number of the teacher's top blocks whose mean is the target, K."""
+        norm_target: bool = False
+        """Whether this mean is normalized once more, as in the published run of ViT-B."""
         beta: float = setting(2.0, above=0)
         """Beta of the smooth L1 loss, eq. 4."""
         momentum: float | dict[str, Any] = setting(0.9998, of="schedules", min=0, max=1)
@@ -111,7 +113,10 @@ class Data2Vec(Method):
         """Compute ``batch["targets"]`` (B, N, E), the teacher's layers on the whole image."""
         batch = task.last_batch
         hidden = self.teacher(batch.all_views[0], layers=self.layers).hidden
-        batch["targets"] = mean_of_layers([tokens.patches for tokens in hidden.values()])
+        targets = mean_of_layers([tokens.patches for tokens in hidden.values()])
+        if self.config.norm_target:
+            targets = F.layer_norm(targets, targets.shape[-1:])
+        batch["targets"] = targets
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return smooth L1 (eq. 4) at masked patches, averaged over each image, then over images.

@@ -100,6 +100,10 @@ class DINOv2(Method):
         """Number of layers of each head, without the last layer."""
         tied_heads: bool = False
         """Whether images and patches share one head."""
+        norm_last_layer: bool = True
+        """Whether the rows of the last layers keep unit length; false: their lengths are trained,
+        as in the published code.
+        """
         temperature: float = setting(0.1, above=0)
         """Temperature of the student."""
         teacher_temperature: float | dict[str, Any] = setting(
@@ -158,6 +162,7 @@ class DINOv2(Method):
             hidden=config.hidden_dim,
             bottleneck=config.bottleneck,
             num_layers=config.num_layers,
+            trained_length=not config.norm_last_layer,
         )
 
     def setup(self, task: Task) -> None:
@@ -246,7 +251,8 @@ class DINOv2(Method):
         """Freeze the last layers at first, as in DINO."""
         if task.steps_done < self.frozen_steps:
             for head in (task.base_model.head, task.base_model.patch_head):
-                head.last_layer.weight.grad = None
+                for parameter in head.last_layer.parameters():
+                    parameter.grad = None
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:

@@ -1,8 +1,9 @@
 """VICRegL: VICReg of whole views and of matching patches, by location or by features.
 
 Bardes et al., VICRegL: Self-Supervised Learning of Local Visual Features, NeurIPS 2022,
-arXiv:2210.01571. The published code uses the local loss of the last pair of views only, divided by
-the number of pairs. Here it is the mean over all pairs, as in the paper.
+arXiv:2210.01571. The local loss is the mean over all pairs of views, as in the paper and in the
+published code since December 2022. By location, that code matches 20 cells of the first view of a
+pair and 4 of the second, whatever their sizes, and ignores that a crop was flipped.
 
 V: views, the first two of which are large; B: images per rank; N: cells of a view's feature map;
 M: matched cells; D: width of the projector, L: of the local projector.
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +58,8 @@ class VICRegL(Method):
         """Width of the projector's two hidden layers."""
         local_dim: int = setting(512, min=1, tiny=8)
         """Width of the projector of cells and of its hidden layers, L."""
+        norm: Literal["batch", "layer"] = "batch"
+        """Norm between the projectors' layers; the published code has LayerNorm with a ConvNeXt."""
         alpha: float = setting(0.75, min=0, max=1)
         """Weight of the loss of whole views; cells get 1 - alpha."""
         num_matches: int = setting(20, min=1, tiny=2)
@@ -78,10 +82,12 @@ class VICRegL(Method):
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the projectors of pooled features and of cells; both end with a linear layer."""
         hidden, local = self.config.hidden_dim, self.config.local_dim
+        norm = nn.LayerNorm if self.config.norm == "layer" else nn.BatchNorm1d
+        build = partial(mlp, embed_dim, norm=norm, last_bias=False)
         return nn.ModuleDict(
             {
-                "pooled": mlp(embed_dim, hidden, hidden, self.config.out_dim, last_bias=False),
-                "cells": mlp(embed_dim, local, local, local, last_bias=False),
+                "pooled": build(hidden, hidden, self.config.out_dim),
+                "cells": build(local, local, local),
             }
         )
 

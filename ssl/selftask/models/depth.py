@@ -14,9 +14,10 @@ from selftask.errors import UserError
 def parameter_depths(backbone: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
     """Return the layer index of each parameter by name: 0 for the stem, then one for each block.
 
-    timm's ``group_matcher`` is used if the backbone has one; parameters that it assigns to the head
-    are omitted. Otherwise parameters between two blocks belong to the next block, and those after
-    the last block belong to the last block, as in timm.
+    timm's ``group_matcher`` is used if the backbone has one. Otherwise parameters between two
+    blocks belong to the next block. Parameters after the last block, such as the final norm, are
+    omitted: they learn at the rate of the head, as in the code of BEiT, MAE and DINOv2 (timm:
+    that of the last block).
 
     Args:
         backbone: Images -> features.
@@ -25,33 +26,40 @@ def parameter_depths(backbone: nn.Module, blocks: Sequence[nn.Module]) -> dict[s
     Raises:
         UserError: If the backbone has no blocks.
     """
+    inside = {
+        id(parameter): layer
+        for layer, block in enumerate(_without_downsampling(backbone, blocks), 1)
+        for parameter in block.parameters()
+    }
     matcher: Any = getattr(backbone, "group_matcher", None)
-    if matcher is not None:
-        return _by_matcher(backbone, matcher(coarse=False))
-    layers = _without_downsampling(backbone, blocks)
-    if not layers:
+    if matcher is None and not inside:
         raise UserError(
             f"optimizer.layer_decay: the layers of {type(backbone).__name__} are unknown: it has "
             "no blocks, such as children of a Sequential or ModuleList; take optimizer.groups, or "
             "give it a method group_matcher as timm's models have"
         )
-    inside = {id(p): number for number, block in enumerate(layers, 1) for p in block.parameters()}
     named = list(backbone.named_parameters())
-    first = next(place for place, (_, p) in enumerate(named) if id(p) in inside)
-    depths, layer = {}, len(layers)
-    for place, (name, parameter) in reversed([*enumerate(named)]):
+    numbers = [index for index, (_, parameter) in enumerate(named) if id(parameter) in inside]
+    first, last = (numbers[0], numbers[-1]) if numbers else (0, len(named) - 1)
+    if matcher is not None:
+        layers = _by_matcher([name for name, _ in named], matcher(coarse=False))
+        top = max(layers.values())
+        after = {name for name, _ in named[last + 1 :] if layers.get(name) == top}
+        return {name: layer for name, layer in layers.items() if name not in after}
+    depths, layer = {}, 0
+    for index, (name, parameter) in reversed([*enumerate(named[: last + 1])]):
         layer = inside.get(id(parameter), layer)
-        depths[name] = layer if place >= first else 0
+        depths[name] = layer if index >= first else 0
     return depths
 
 
-def _by_matcher(backbone: nn.Module, matcher: Any) -> dict[str, int]:
+def _by_matcher(names: Sequence[str], matcher: Any) -> dict[str, int]:
     """Return timm's layer indices without parameters that its patterns assign to the head."""
     from timm.models._manipulate import group_with_matcher
 
     head = "head_of_selftask"  # like a head's parameters, it matches no pattern
-    names = [*(name for name, _ in backbone.named_parameters()), head]
-    layers = group_with_matcher(iter([(name, None) for name in names]), matcher, reverse=True)
+    pairs = iter([(name, None) for name in (*names, head)])
+    layers = group_with_matcher(pairs, matcher, reverse=True)
     return {name: layer for name, layer in layers.items() if layer < layers[head]}
 
 

@@ -80,12 +80,28 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
 
 
 def disable_stochastic_depth(network: nn.Module) -> None:
-    """Set the rate of stochastic depth to 0, for timm, torchvision and any ``drop_prob``."""
+    """Set the rates of stochastic depth, for timm, torchvision and any ``drop_prob``, to 0.
+
+    So are those of dropout: a teacher that is built without one has none of the other.
+    """
     for layer in network.modules():
         if hasattr(layer, "drop_prob"):
             layer.drop_prob = 0.0  # type: ignore[assignment]
-        elif type(layer).__name__ == "StochasticDepth":
+        elif type(layer).__name__ in ("StochasticDepth", "Dropout"):
             layer.p = 0.0  # type: ignore[assignment]
+
+
+def set_uniform_stochastic_depth(network: nn.Module, rate: float) -> None:
+    """Give all residual branches of a timm model one rate, in place of one that rises with depth.
+
+    timm leaves out the layer in the first block, whose rate is 0.
+    """
+    from timm.layers import DropPath
+
+    for part in network.modules():
+        for name, _ in [*part.named_children()]:
+            if name.startswith("drop_path"):
+                setattr(part, name, DropPath(rate))
 
 
 @functools.cache

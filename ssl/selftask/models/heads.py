@@ -17,7 +17,7 @@ from selftask.models.precision import to_float32
 
 def mlp(
     *sizes: int,
-    norm: bool = True,
+    norm: bool | Callable[[int], nn.Module] = True,
     bias: bool = True,
     last_norm: bool = False,
     last_affine: bool = True,
@@ -28,7 +28,8 @@ def mlp(
 
     Args:
         sizes: Numbers of features, from input to output.
-        norm: Add BatchNorm before the activation between layers.
+        norm: Add BatchNorm, or the norm that this function builds for a width, before the
+            activation between layers.
         bias: Add a bias to all layers except the last. It has no effect before a BatchNorm.
         last_norm: Add BatchNorm after the last layer.
         last_affine: Give this BatchNorm a scale and a shift.
@@ -50,7 +51,7 @@ def mlp(
     for num_in, num_out in itertools.pairwise(sizes[:-1]):
         layers.append(nn.Linear(num_in, num_out, bias=bias))
         if norm:
-            layers.append(nn.BatchNorm1d(num_out))
+            layers.append(nn.BatchNorm1d(num_out) if norm is True else norm(num_out))
         layers.append(activation())
     layers.append(nn.Linear(sizes[-2], sizes[-1], bias=last_bias))
     if last_norm:
@@ -104,20 +105,23 @@ class UnitLength(nn.Module):
 
 
 class WeightNormLinear(nn.Module):
-    """Linear layer whose rows have unit length.
+    """Linear layer whose rows have unit length, or a trained length that starts at 1.
 
-    Weight normalisation (arXiv:1602.07868) with the length g fixed to 1, as in DINO's last layer.
-    Rows are normalised in the forward pass. The layer has a plain parameter and no hook, so it can
-    be copied, pickled and exported.
+    Weight normalisation (arXiv:1602.07868) with the length g fixed to 1, as in DINO's last layer,
+    or as the parameter ``length``, as in DINOv2's. Rows are normalised in the forward pass. The
+    layer has plain parameters and no hook, so it can be copied, pickled and exported.
     """
 
-    def __init__(self, dim: int, num: int) -> None:
+    def __init__(self, dim: int, num: int, *, trained_length: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num, dim))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as nn.Linear: sets the effective lr
+        # two dimensions, since it decays as weights do
+        self.length = nn.Parameter(torch.ones(num, 1)) if trained_length else None
 
     def forward(self, features: Tensor) -> Tensor:
-        return F.linear(features, F.normalize(self.weight, dim=1))
+        rows = F.normalize(self.weight, dim=1)
+        return F.linear(features, rows if self.length is None else rows * self.length)
 
 
 class DINOHead(nn.Module):
@@ -125,7 +129,7 @@ class DINOHead(nn.Module):
 
     DINO (arXiv:2104.14294), appendix C: (N, E) -> (N, K) scores in [-1, 1]. ``num_layers`` is the
     number of layers of the mlp including the bottleneck. ``norm`` adds BatchNorm to the mlp, as the
-    paper does for convolutional networks only.
+    paper does for convolutional networks only. ``trained_length``: see ``WeightNormLinear``.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class DINOHead(nn.Module):
         bottleneck: int = 256,
         num_layers: int = 3,
         norm: bool = False,
+        trained_length: bool = False,
     ) -> None:
         super().__init__()
         sizes = [embed_dim, *[hidden] * (num_layers - 1), bottleneck]
@@ -145,7 +150,9 @@ class DINOHead(nn.Module):
             if isinstance(layer, nn.Linear):
                 nn.init.trunc_normal_(layer.weight, std=0.02)
                 nn.init.zeros_(layer.bias)
-        self.last_layer = WeightNormLinear(bottleneck, num_prototypes)
+        self.last_layer = WeightNormLinear(
+            bottleneck, num_prototypes, trained_length=trained_length
+        )
 
     def forward(self, features: Tensor) -> Tensor:
         bottleneck = F.normalize(to_float32(self.mlp(features)), dim=-1)  # (N, bottleneck)

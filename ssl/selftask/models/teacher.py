@@ -25,7 +25,7 @@ class Teacher(nn.Module):
 
     Args:
         network: Module to copy.
-        drop_path: Whether the copy keeps stochastic depth; DINO's teacher does not.
+        drop_path: Whether the copy keeps stochastic depth and dropout; DINO's teacher does not.
     """
 
     moves: ClassVar[bool] = True  # False if parameters and buffers never change

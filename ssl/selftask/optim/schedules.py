@@ -11,6 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from fvcore.common.param_scheduler import ParamScheduler
@@ -61,10 +62,13 @@ class ScheduleConfig:
     """Value at the start of the warm-up."""
     warmup_shape: Literal["linear", "cosine", "exponential", "constant"] = "linear"
     """Shape of the warm-up."""
-    warmup_interval: Literal["rescaled", "fixed"] = "rescaled"
+    warmup_interval: Literal["rescaled", "fixed", "jump"] = "rescaled"
     """Place of the schedule. rescaled: it starts after the warm-up. fixed: it extends over the
-    whole run, and the warm-up rises to the schedule's value at the end of the warm-up.
+    whole run, and the warm-up rises to the schedule's value at the end of the warm-up. jump: the
+    same, but the warm-up rises to ``start``, as in timm.
     """
+    zero_until: int | str = setting(0, duration=True)
+    """Time until which the value is 0, as for a layer that is frozen by its learning rate."""
     update: Literal["step", "epoch"] = setting("step", also=["update_interval", "by_epoch"])
     """Whether the value changes at each step or once per epoch."""
 
@@ -86,7 +90,7 @@ class ScheduleConfig:
         """Return the schedule as a Classy scheduler, for a run of this length."""
         start = 0.0 if self.start is None else self.start
         warmup = min(steps_in(self.warmup, length) / length.total_steps, 1.0)
-        fixed = self.warmup_interval == "fixed"
+        fixed = self.warmup_interval != "rescaled"
         if warmup == 1.0 and not fixed:
             schedule = self._rise(start)
         else:
@@ -94,14 +98,21 @@ class ScheduleConfig:
             after = self.curve(start, start if self.end is None else self.end, span)
             schedule = after if isinstance(after, ParamScheduler) else Curve(after)
             if warmup > 0.0:
-                rise = self._rise(schedule(warmup) if fixed else start)
-                schedule = join([rise, schedule], [warmup, 1.0 - warmup], self.warmup_interval)
+                rise = self._rise(schedule(warmup) if self.warmup_interval == "fixed" else start)
+                lengths = [warmup, 1.0 - warmup]
+                schedule = join([rise, schedule], lengths, "fixed" if fixed else "rescaled")
+        if zeros := steps_in(self.zero_until, length) / length.total_steps:
+            schedule = Curve(partial(_after, zeros, schedule))
         if self.update == "epoch":
             schedule.update_interval = UpdateInterval.EPOCH
         return schedule
 
     def _rise(self, start: float) -> Any:
         return _RISES[self.warmup_shape](self.warmup_start, start)
+
+
+def _after(zeros: float, schedule: Schedule, where: float) -> float:
+    return float(schedule(where)) if where + _EPSILON >= zeros else 0.0
 
 
 _RISES: dict[str, Callable[[float, float], Any]] = {
@@ -142,9 +153,21 @@ class Cosine(ScheduleConfig):
     """Number of restarts."""
     growth: float = setting(1.0, above=0)
     """Ratio of the lengths of successive cycles, T_mult."""
+    stretch: float = setting(1.0, min=1, also=["ipe_scale"])
+    """Length of the half cosine in lengths of the run, counted from its start: at 1.25 the run
+    ends after four fifths of it, before ``end`` is reached.
+    """
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        yield from super().problems(config)
+        if self.restarts and self.stretch != 1:
+            yield f"stretch: {self.stretch:g}; has no effect with restarts: leave one of them out"
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         half = schedulers.CosineParamScheduler(start, end)
+        if self.stretch != 1:
+            share = (1.0 - span.warmup) / (self.stretch - span.warmup)
+            return lambda where: half(where * share)
         if not self.restarts:
             return half
         lengths = [self.growth**cycle for cycle in range(self.restarts + 1)]
@@ -231,8 +254,9 @@ class InverseSqrt(ScheduleConfig):
         yield from super().problems(config)
         if not parse_duration(self.warmup).value:
             yield "warmup: 0; inverse_sqrt decays from the end of a warm-up"
-        if self.warmup_interval == "fixed":
-            yield "warmup_interval: 'fixed'; inverse_sqrt begins after the warm-up: 'rescaled'"
+        if self.warmup_interval != "rescaled":
+            interval = self.warmup_interval
+            yield f"warmup_interval: {interval!r}; inverse_sqrt begins after it: 'rescaled'"
 
     def curve(self, start: float, end: float, span: Span) -> Schedule:
         return lambda where: start * math.sqrt(span.warmup / span.whole(where))

@@ -373,7 +373,7 @@ class Task(Recorder, ClassyTaskNames):
 
     def _test_is_next(self) -> bool:
         every = self.config.eval.test_every
-        return self.has_test_phases and self.clock.test_is_due(every)
+        return self.has_test_phases and self.clock.test_is_due(every, self.phases_to_test)
 
     # -- state ----------------------------------------------------------------------------------
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from selftask.config.fields import setting
 from selftask.config.schema.component import Component, entries
+from selftask.config.values.duration import steps_in
+
+if TYPE_CHECKING:
+    from selftask.config.run_length import RunLength
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +24,8 @@ class EvalConfig:
     """Evaluations by name, such as ``{knn: {k: [20]}}``."""
     every: int | str | None = setting(None, duration=True, min=1)
     """Time between evaluations; null: at step 0 and at the end only."""
+    start: int | str = setting(0, duration=True, also=["val_begin"])
+    """Time before which there are no evaluations, at step 0 neither, and no test phases."""
     loss: bool = setting(False, also=["val_loss", "validation_loss"])
     """Whether to compute the method's own loss on ``data.val``, with the views of training, as
     ``val_loss``.
@@ -34,12 +41,19 @@ class EvalConfig:
     token, registers), or both.
     """
 
+    def phases_to_test(self, length: RunLength) -> int:
+        """Return the number of train phases before the first test phase."""
+        start = min(steps_in(self.start, length), length.total_steps) / length.steps_per_epoch
+        cycles = start * length.phases_per_epoch / self.test_every
+        return self.test_every * max(1, math.ceil(cycles - 1e-9))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml."""
         return {
             "transforms": [t.to_dict() for t in self.transforms],
             "evaluations": entries(self.evaluations),
             "every": self.every,
+            "start": self.start,
             "loss": self.loss,
             "test_every": self.test_every,
             "layers": list(self.layers),

@@ -105,8 +105,8 @@ class OptimizerConfig:
     decay_tokens: bool = False
     """Whether a transformer's class token, registers and learned positions decay too."""
     layer_decay: float = setting(1.0, above=0, max=1, also=["layer_wise_lr_decay", "llrd"])
-    """Learning rate of a layer of the backbone divided by that of the layer above; the head is the
-    highest layer.
+    """Learning rate of a layer of the backbone divided by that of the layer above; the highest
+    layer is the head with the norm after the last block.
     """
     groups: list[GroupRule] = setting([], also=["param_groups", "paramwise_cfg", "custom_keys"])
     """Rules for some parameters; for each setting, the first matching rule applies."""

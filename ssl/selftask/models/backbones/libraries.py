@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ _SIZED = ("vit_", "deit", "beit", "eva", "swin", "cait")
 
 def _tiny(model: str, **kept: Any) -> dict[str, Any]:
     """Return a tiny network of selftask of the same kind: a transformer or a residual network."""
-    if "vit" in model:
+    if "vit" in model or "swin" in model:
         return {"name": "vit_micro", "img_size": 32, "patch_size": 4, "depth": 2, **kept}
     return {"name": "small_resnet", "width": 8}
 
@@ -38,14 +38,22 @@ class Timm:
     """Name of a timm model."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of timm.create_model, such as ``img_size``."""
+    drop_path_uniform: bool = False
+    """Whether all blocks have the rate of stochastic depth ``args.drop_path_rate``, as in DINOv2;
+    by default it increases linearly from 0 in the first block.
+    """
 
     library = "timm"
     sizes_in = "args"
 
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.drop_path_uniform and not self.args.get("drop_path_rate"):
+            yield "backbone.drop_path_uniform: true, and backbone.args.drop_path_rate is not set"
+
     def tiny(self) -> dict[str, Any]:
         names = {"drop_path_rate": "drop_path", "dynamic_img_size": "dynamic_img_size"}
         kept = {ours: self.args[name] for name, ours in names.items() if name in self.args}
-        return _tiny(self.model, **kept)
+        return _tiny(self.model, **kept, drop_path_uniform=self.drop_path_uniform)
 
     def grid(self) -> dict[str, Any]:
         patch = re.search(r"patch(\d+)", self.model)
@@ -64,6 +72,8 @@ class Timm:
         """
         import timm
 
+        from selftask.models.dropout import set_uniform_stochastic_depth
+
         check_name("timm", self.model)
         _refuse_given(self, "timm", "pretrained", "checkpoint_path")
         args = {"num_classes": 0, **self.args, "pretrained": False}
@@ -74,6 +84,8 @@ class Timm:
             )
         create = partial(timm.create_model, self.model, **args)
         model = _call(create, "timm", self)
+        if self.drop_path_uniform:
+            set_uniform_stochastic_depth(model, self.args.get("drop_path_rate", 0.0))
         if isinstance(getattr(model, "embed_dim", None), int):
             model.embed_dim = model.head_hidden_size  # timm sets that of the first stage for a Swin
         return model

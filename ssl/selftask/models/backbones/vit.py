@@ -33,6 +33,8 @@ class _ViT:
     """Whether there is a class token."""
     drop_path: float = setting(0.0, min=0, below=1)
     """Rate of stochastic depth in the last block; it increases linearly from 0 in the first."""
+    drop_path_uniform: bool = False
+    """Whether all blocks have this rate instead, as in DINOv2."""
     dynamic_img_size: bool = False
     """Whether the exported model also accepts other image sizes."""
 
@@ -44,9 +46,11 @@ class _ViT:
             )
         if self.pool == "token" and not self.class_token:
             yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
+        if self.drop_path_uniform and not self.drop_path:
+            yield "backbone.drop_path_uniform: true, and backbone.drop_path is 0"
 
     def tiny(self) -> dict[str, Any]:
-        kept = ("pool", "class_token", "drop_path", "dynamic_img_size")
+        kept = ("pool", "class_token", "drop_path", "drop_path_uniform", "dynamic_img_size")
         size = {"img_size": 32, "patch_size": 4, "depth": 2}
         return {"name": "vit_micro", **size, **{name: getattr(self, name) for name in kept}}
 
@@ -54,6 +58,8 @@ class _ViT:
         """Build timm's model with random weights; class token as in DeiT, DINO and MAE."""
         from timm.models import VisionTransformer  # slow to import
         from torch import nn
+
+        from selftask.models.dropout import set_uniform_stochastic_depth
 
         model = VisionTransformer(
             img_size=self.img_size,
@@ -71,6 +77,8 @@ class _ViT:
         )
         if self.class_token:
             nn.init.trunc_normal_(model.cls_token, std=0.02)  # timm: 1e-6
+        if self.drop_path_uniform:
+            set_uniform_stochastic_depth(model, self.drop_path)
         return model
 
 

@@ -28,6 +28,10 @@ class LARSConfig:
     """Whether to limit the rate to the global lr (LARC's clip mode)."""
     classic_momentum: bool = False
     """Whether lr multiplies the gradient (paper, SimCLR) instead of the velocity (BYOL)."""
+    separate_norms: bool = False
+    """Whether the rate is divided by ``|g| + weight_decay * |w|`` (paper, solo-learn) instead of
+    ``|g + weight_decay * w|`` (SimCLR, BYOL).
+    """
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return LARS(
@@ -36,6 +40,7 @@ class LARSConfig:
             trust_coefficient=self.trust_coefficient,
             clip_lr=self.clip_lr,
             classic_momentum=self.classic_momentum,
+            separate_norms=self.separate_norms,
         )
 
 
@@ -48,8 +53,9 @@ class LARS(PerParameter):
         w <- w - lr * v
 
     With ``classic_momentum`` lr multiplies g instead of v, which differs while lr changes. ``|g|``
-    includes weight decay, as in the code of SimCLR and BYOL. With ``clip_lr`` the rate is
-    min(rate / lr, 1), so that the effective rate never exceeds lr.
+    includes weight decay, as in the code of SimCLR and BYOL; with ``separate_norms`` it is the norm
+    of the gradient alone plus weight_decay * |w|. With ``clip_lr`` the rate is min(rate / lr, 1),
+    so that the effective rate never exceeds lr.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class LARS(PerParameter):
         trust_coefficient: float = 1e-3,
         clip_lr: bool = False,
         classic_momentum: bool = False,
+        separate_norms: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -71,6 +78,7 @@ class LARS(PerParameter):
             "adapt": True,
         }
         self.classic_momentum = classic_momentum
+        self.separate_norms = separate_norms
         super().__init__(params, defaults)
 
     def update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
@@ -84,11 +92,16 @@ class LARS(PerParameter):
 
     def _adapt(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """Return the gradient with weight decay, scaled by the layer's rate."""
-        grad = grad.add(weight, alpha=group["weight_decay"])
-        return grad * self._rate(weight, grad, group) if group["adapt"] else grad
+        decayed = grad.add(weight, alpha=group["weight_decay"])
+        if not group["adapt"]:
+            return decayed
+        if self.separate_norms:
+            norm = grad.norm() + group["weight_decay"] * weight.norm()
+        else:
+            norm = decayed.norm()
+        return decayed * self._rate(weight.norm(), norm, group)
 
-    def _rate(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        weight_norm, grad_norm = weight.norm(), grad.norm()
+    def _rate(self, weight_norm: Tensor, grad_norm: Tensor, group: dict[str, Any]) -> Tensor:
         rate = group["trust_coefficient"] * weight_norm / grad_norm
         rate = torch.where((weight_norm > 0) & (grad_norm > 0), rate, torch.ones_like(rate))
         if group["clip_lr"]:

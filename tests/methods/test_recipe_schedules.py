@@ -1,0 +1,199 @@
+"""Schedules of shipped recipes at their full length, beside the formula of the published code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from selftask.config.load import load_config
+from selftask.config.run_length import RunLength
+from selftask.config.schema import Config
+from selftask.optim.build import lr_schedule
+from selftask.optim.schedules import build_schedule
+from selftask.registry import METHODS
+
+IMAGENET, CIFAR = 1_281_167, 50_000
+Formula = Callable[[int], float]
+
+
+def at_steps(section: Any, config: Config, steps: tuple[int, ...], images: int) -> list[float]:
+    length = RunLength.of(config.train, images)
+    schedule = build_schedule(section, length)
+    return [schedule(step / length.total_steps) for step in steps]
+
+
+def lr_at(config: Config, steps: tuple[int, ...], images: int = IMAGENET) -> list[float]:
+    section = config.optimizer.lr_section(config.train.batch_size)
+    return at_steps(section, config, steps, images)
+
+
+def cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+DINOV2_STEPS = (0, 1, 1249, 1250, 6250, 12_500, 37_499, 37_500, 62_500, 124_999)
+
+
+def dinov2_lr(step: int) -> float:
+    """train.py and ssl_default_config.yaml: 4e-3 at batch 1024, square root; 12,500 of 125,000."""
+    peak = 4e-3 * math.sqrt(2048 / 1024)
+    if step < 12_500:
+        return peak * step / 12_500
+    return cosine(peak, 1e-6, (step - 12_500) / 112_500)
+
+
+def test_dinov2s_recipe_has_the_schedules_of_the_published_run() -> None:
+    config = load_config("dinov2/vit_large_imagenet", [])
+    assert RunLength.of(config.train, IMAGENET).total_steps == 100 * 1250
+    expected = [dinov2_lr(step) for step in DINOV2_STEPS]
+    assert lr_at(config, DINOV2_STEPS) == pytest.approx(expected, rel=1e-7)
+
+    last = next(rule for rule in config.optimizer.groups if "last_layer" in str(rule.match))
+    section = config.optimizer.lr_section(2048, last.given["schedule"])
+    frozen = [0.0 if step < 1250 else lr for step, lr in zip(DINOV2_STEPS, expected, strict=True)]
+    assert at_steps(section, config, DINOV2_STEPS, IMAGENET) == pytest.approx(frozen, rel=1e-7)
+
+    decay = [cosine(0.04, 0.4, step / 125_000) for step in DINOV2_STEPS]
+    found = at_steps(config.optimizer.weight_decay, config, DINOV2_STEPS, IMAGENET)
+    assert found == pytest.approx(decay, rel=1e-12)
+
+    method = METHODS["dinov2"].Config(**config.method.args)
+    momentum = [cosine(0.992, 1.0, step / 125_000) for step in DINOV2_STEPS]
+    found = at_steps(method.momentum, config, DINOV2_STEPS, IMAGENET)
+    assert found == pytest.approx(momentum, rel=1e-12)
+    warm = [0.04 + 0.03 * min(step / 37_500, 1.0) for step in DINOV2_STEPS]
+    found = at_steps(method.teacher_temperature, config, DINOV2_STEPS, IMAGENET)
+    assert found == pytest.approx(warm, rel=1e-12)
+
+
+@pytest.mark.parametrize("recipe", ["dinov2/vit_large_imagenet", "dinov2/vitg14_imagenet"])
+def test_dinov2s_recipes_have_the_blur_the_drop_path_and_the_heads_of_the_code(recipe: str) -> None:
+    config = load_config(recipe, [])
+    blur = [
+        {t.name: t.args.get("p", 1.0) for t in view.transforms}.get("gaussian_blur", 0)
+        for view in config.views.values()
+    ]
+    assert blur == [0, 0.9, 0.5]  # transforms.py keeps an image with the probability that it names
+    assert config.backbone.args["drop_path_uniform"]
+    assert config.method.args["norm_last_layer"] is False
+    rates = {str(rule.match): rule.lr for rule in config.optimizer.groups}
+    assert rates["backbone.patch_embed"] == 0.2
+    if recipe == "dinov2/vit_large_imagenet":
+        assert config.optimizer.layer_decay == 0.9
+        assert rates["mask_token"] == pytest.approx(0.9 ** (24 + 1), rel=1e-14)
+    else:
+        assert config.optimizer.layer_decay == 1.0 and "mask_token" not in rates
+
+
+def timm_cosine(step: int) -> float:
+    """SimMIM's config of Swin-B for batch 2048, and timm's CosineLRScheduler."""
+    total, warmup = 62_500, 6250
+    if step < warmup:
+        return 4e-6 + (8e-4 - 4e-6) * step / warmup
+    return cosine(8e-4, 4e-5, step / total)
+
+
+def multistep(step: int) -> float:
+    """SimMIM's config of ViT-B for batch 2048: a tenth from epoch 700 on."""
+    if step < 6250:
+        return 2e-6 + (4e-4 - 2e-6) * step / 6250
+    return 4e-4 if step < 700 * 625 else 4e-5
+
+
+def msn(step: int) -> float:
+    """msn_vits16.yaml with ipe_scale 1.25: T_max is 1.25 times the 800 epochs of 1,251 batches."""
+    total, warmup = 800 * 1251, 15 * 1251
+    if step < warmup:
+        return 2e-4 + (1e-3 - 2e-4) * step / warmup
+    return cosine(1e-3, 1e-6, (step - warmup) / (1.25 * total - warmup))
+
+
+def data2vec(step: int) -> float:
+    total, warmup = 800 * 625, 40 * 625
+    if step < warmup:
+        return 2e-3 * step / warmup
+    return cosine(2e-3, 1e-5, (step - warmup) / (total - warmup))
+
+
+def pirl(step: int) -> float:
+    return cosine(0.12, 1.2e-4, step / (800 * 1251))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "formula"),
+    [
+        ("simmim/swin_base_imagenet", timm_cosine),
+        ("simmim/vit_base_imagenet", multistep),
+        ("msn/vit_small_imagenet", msn),
+        ("data2vec/vit_base_imagenet", data2vec),
+        ("pirl/resnet50_imagenet", pirl),
+    ],
+)
+def test_the_learning_rate_is_that_of_the_published_run(recipe: str, formula: Formula) -> None:
+    config = load_config(recipe, [])
+    total = RunLength.of(config.train, IMAGENET).total_steps
+    steps = (0, 1, 5000, 6249, 6250, total // 3, 2 * total // 3, 437_499, 437_500, total - 1)
+    steps = tuple(step for step in steps if step < total)
+    assert lr_at(config, steps) == pytest.approx([formula(step) for step in steps], rel=1e-9)
+
+
+def test_pirls_learning_rate_moves_once_an_epoch() -> None:
+    config = load_config("pirl/resnet50_imagenet", [])
+    length = RunLength.of(config.train, IMAGENET)
+    schedule = lr_schedule(config.optimizer, length, batch=config.train.batch_size)
+    assert schedule.update_interval.value == "epoch"
+
+
+def test_msns_weight_decay_is_the_first_four_fifths_of_a_cosine() -> None:
+    config = load_config("msn/vit_small_imagenet", [])
+    steps = (0, 100_000, 667_200, 1_000_799)
+    expected = [cosine(0.04, 0.4, step / (1.25 * 1_000_800)) for step in steps]
+    found = at_steps(config.optimizer.weight_decay, config, steps, IMAGENET)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_warmup_on_cifar10_begins_at_solo_learns_rate() -> None:
+    for recipe in ("simclr", "byol", "barlow", "moco", "swav", "dino"):
+        config = load_config(f"{recipe}/resnet18_cifar10", [])
+        peak = config.optimizer.lr.base
+        expected = [3e-5 + (peak - 3e-5) * step / 1950 for step in (0, 1, 1000)]
+        assert lr_at(config, (0, 1, 1000), CIFAR) == pytest.approx(expected, rel=1e-9)
+    assert lr_at(load_config("deepcluster/resnet18_cifar10", []), (0,), CIFAR) == [0.0]
+
+
+def test_data2vec_masks_120_patches() -> None:
+    config = load_config("data2vec/vit_base_imagenet", [])
+    method = METHODS["data2vec"](METHODS["data2vec"].Config(**config.method.args))
+    assert method.num_masked((14, 14)) == 120 and method.config.norm_target
+    assert config.backbone.args["args"]["attn_drop_rate"] == 0.05
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mean", "std"),
+    [
+        ("simclr/resnet50_imagenet", [0, 0, 0], [1, 1, 1]),
+        ("npid/resnet18_cifar10", [0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]),
+    ],
+)
+def test_pixels_are_normalized_as_in_the_published_code(
+    recipe: str, mean: list[float], std: list[float]
+) -> None:
+    config = load_config(recipe, [])
+    lists = [*(view.transforms for view in config.views.values()), config.eval.transforms]
+    for transforms in lists:
+        assert transforms[-1].name == "normalize"
+        assert (transforms[-1].args["mean"], transforms[-1].args["std"]) == (mean, std)
+
+
+@pytest.mark.parametrize("recipe", ["simmim/swin_base_imagenet", "simmim/vit_base_imagenet"])
+def test_simmims_crops_are_bilinear_and_its_networks_as_published(recipe: str) -> None:
+    config = load_config(recipe, [])
+    crop = config.views["main"].transforms[0]
+    assert crop.args.get("interpolation", "bilinear") == "bilinear"
+    args = config.backbone.args["args"]
+    swin = recipe == "simmim/swin_base_imagenet"
+    assert args["drop_path_rate"] == (0.0 if swin else 0.1)
+    assert args.get("init_values") == (None if swin else 0.1)
