@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 GRAPH = Graph()
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 TORCH_FREE = (
-    *("errors", "registry", "config", "cli"),
+    *("errors", "class_source", "registry", "config", "cli"),
     *("data/sources", "data/loading/dataset", "data/loading/open_data"),
 )
 HEAVY = {"torch", "torchvision", "sklearn", "timm", "classy_vision", "rich", "safetensors"}
