@@ -16,17 +16,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ssl" / "selftask"
 LEVELS = [
-    {
-        "errors",
-        "class_source",
-        "registry",
-        "classy",
-        "files",
-        "random",
-        "distributed",
-        "logs",
-        "batch",
-    },
+    {"errors", "registry", "classy", "files", "random", "distributed", "logs", "batch"},
     {"config", "checkpoint"},
     {"data", "models", "optim", "meters", "parallel"},
     {"hooks"},

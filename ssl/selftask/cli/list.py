@@ -9,9 +9,9 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from selftask.class_source import parse
 from selftask.errors import UserError, nearest
 from selftask.registry import REGISTRIES, Registry
+from selftask.registry.class_source import parse
 
 KINDS = ["recipes", *REGISTRIES]
 USAGE = f"""\

@@ -21,15 +21,15 @@ from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
-from selftask.class_source import (
+from selftask.config import field_docs
+from selftask.registry import Registry
+from selftask.registry.class_source import (
     ClassSource,
     ModuleSource,
     bound_names,
     imported_name,
     module_source,
 )
-from selftask.config import field_docs
-from selftask.registry import Registry
 
 
 def config_class(registry: Registry, name: str) -> type | None:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from selftask.class_source import parse
 from selftask.config.config_class import config_class
 from selftask.config.field_docs import field_docs
 from selftask.config.fields import default_of, has_default
@@ -23,6 +22,7 @@ from selftask.config.schema import Component, Config
 from selftask.config.values.coerce import describe
 from selftask.errors import UserError
 from selftask.registry import REGISTRIES, Address
+from selftask.registry.class_source import parse
 
 PLACES = {
     "methods": "method.",

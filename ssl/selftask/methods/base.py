@@ -74,7 +74,12 @@ class Method(nn.Module, Hook):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.pending: list[Any] = []  # results of the batches since the last step, for on_update
+        self.pending: list[Any] = []  # results of the batches since the last step
+
+    def take_pending(self) -> list[Any]:
+        """Return ``pending`` and empty it, in ``on_update``."""
+        taken, self.pending = self.pending, []
+        return taken
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:

@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from selftask.class_source import ClassSource, module_source, parse
 from selftask.errors import UserError, nearest
+from selftask.registry.class_source import ClassSource, module_source, parse
 
 T = TypeVar("T")
 
