@@ -66,8 +66,8 @@ class Method(nn.Module, Hook):
     outputs_logits: ClassVar[bool] = False  # True if the output is (B, C), as meters expect
     sample_dim: ClassVar[int | None] = 1
     """Dimension of the samples in the network's output, or in the ``prediction`` of a
-    ``PatchOutput``, if that is one tensor; else None. Train steps that divide a batch (``grad_cache``) need it, and samples as dimension 0 of the tensors in
-    ``batch.input``.
+    ``PatchOutput``, if that is one tensor; else None. Train steps that divide a batch
+    (``grad_cache``) need it, and samples as dimension 0 of the tensors in ``batch.input``.
     """
     per_view: ClassVar[bool] = False  # True if BatchNorm statistics are per view
 
