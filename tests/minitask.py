@@ -21,6 +21,7 @@ from selftask.distributed.collectives import all_reduce_mean, rank, world_size
 from selftask.hooks.base import defines
 from selftask.methods.base import Method
 from selftask.models.features.tokens import Features, Request, from_sequence
+from selftask.models.network import PatchOutput
 from selftask.registry import METHODS, TRAIN_STEPS
 
 NUM_IMAGES = 24
@@ -232,6 +233,11 @@ def loss_of(
     """The loss of an output alone, with what hooks would have added to the batch."""
     batch = Batch(views={}, labels=labels, index=index, key=_NONE, output=output, added=added)
     return total(method(output, batch))
+
+
+def predicted(prediction: Any, features: Any = None) -> PatchOutput:
+    """Output of a network of patches whose features no term of the loss uses."""
+    return PatchOutput(prediction, features)
 
 
 def make_views(sizes: tuple[int, ...]) -> list[Tensor]:

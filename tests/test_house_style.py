@@ -84,10 +84,16 @@ def test_every_module_has_its_level() -> None:
     assert {part(path) for path in FILES} - {"__init__"} <= set(LEVEL)
 
 
-def test_no_method_imports_another() -> None:
-    for path in (PACKAGE / "methods").glob("*.py"):
-        others = [name for name in imported(path) if name.startswith("selftask.methods.")]
-        assert all(name.startswith("selftask.methods.base") for name in others), path.name
+def test_families_are_one_level_deep_and_a_method_extends_at_most_one_other() -> None:
+    """A reader opens the method, a file for each family, and ``Method``."""
+    methods = PACKAGE / "methods"
+    for path in methods.rglob("*.py"):
+        names = {name for name in GRAPH.edges[GRAPH.module_of(path)] if ".methods." in name}
+        names -= {"selftask.methods.base"}
+        families = {name for name in names if name.startswith("selftask.methods.families.")}
+        if path.parent != methods:
+            assert names == set(), f"{path.name} extends more than Method"
+        assert len(names - families) <= 1, f"{path.name} imports methods {names - families}"
 
 
 def test_only_classy_imports_classy() -> None:

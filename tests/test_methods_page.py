@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
 FILES = {name: text for text, name in re.findall(r"```\w+\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)}
-METHODS = ("smallest", "nnclr", "slow", "painter")
+METHODS = ("smallest", "nnclr", "slow", "painter", "gram")
+LONGEST = 60  # lines of a method's file
 
 
 def _commands(method: str) -> list[str]:
@@ -26,6 +27,7 @@ def test_every_block_is_one_of_the_files_that_run() -> None:
     assert sorted(FILES) == sorted(f"{m}.{kind}" for m in METHODS for kind in ("py", "yaml"))
     blocks = re.findall(r"```(?:python|yaml)\n", PAGE)
     assert len(blocks) == len(FILES)
+    assert {name for name, text in FILES.items() if text.count("\n") > LONGEST} == set()
 
 
 @pytest.mark.slow
@@ -50,5 +52,7 @@ def test_the_commands_of_the_page_run(method: str, tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        wanted = f"SAME: {method}" if words[0] == "check" else "RUN finished: 2 steps"
+        named = re.search(r"method=(\w+)", command)
+        same = f"SAME: {named[1] if named else method}"
+        wanted = same if words[0] == "check" else "RUN finished: 2 steps"
         assert wanted in done.stdout, command

@@ -63,6 +63,46 @@ def peel(thing: Task) -> None:
 '''
 
 
+FAMILY = """
+from dataclasses import dataclass
+
+class Root:
+    shelf = 1
+    sort = "any"
+
+class Stone(Root):
+    sort = "stone"
+    stones: tuple[str, ...] = ("one",)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        stone_grams: float = 2.0
+
+class Round(Root):
+    shelf = 3
+"""
+CHERRY = """
+from dataclasses import dataclass
+import pantry.families as families
+from pantry import families as others
+from pantry.families.stone import Round as Ball
+from shop import register_thing
+
+@register_thing("cherry")
+class Cherry(Ball, others.stone.Stone):
+    pass
+
+@register_thing("sour_cherry")
+class SourCherry(Cherry, families.stone.Round):
+    shelf = 4
+    stones = Ball.shelf
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(Cherry.Config):
+        sour: bool = True
+"""
+
+
 @pytest.fixture
 def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """A registry over a package of one module, ``pantry.fruit``."""
@@ -74,15 +114,20 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     (tmp_path / "pantry").mkdir()
     (tmp_path / "pantry/__init__.py").touch()
     (tmp_path / "pantry/fruit.py").write_text(FRUIT)
+    (tmp_path / "pantry/families").mkdir()
+    (tmp_path / "pantry/families/__init__.py").touch()
+    (tmp_path / "pantry/families/stone.py").write_text(FAMILY)
+    (tmp_path / "pantry/cherry.py").write_text(CHERRY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("shop", "pantry", "pantry.fruit"):
+    modules = ("pantry.fruit", "pantry.cherry", "pantry.families", "pantry.families.stone")
+    for name in ("shop", "pantry", *modules):
         monkeypatch.delitem(sys.modules, name, raising=False)
     registry: Registry = importlib.import_module("shop").THINGS
     return registry
 
 
 def test_found_and_described_without_import(things: Registry) -> None:
-    assert things.names() == ["apple", "pear", "peel"]
+    assert things.names() == ["apple", "cherry", "pear", "peel", "sour_cherry"]
     assert things.summary("apple") == "Red or green."
     assert things.summary("pear") == "Fruit."  # the module's, where there is no own docstring
     assert things.summary("peel") == "Take the skin off."
@@ -129,6 +174,28 @@ def test_a_declared_attribute_is_read_without_import(things: Registry) -> None:
     assert read == [(1, None), 4, "default"]
     assert "pantry.fruit" not in sys.modules
     assert things["pear"].shelf == things.declared("pear", "shelf", None) == 4
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_declarations_and_config_of_bases_in_other_files(things: Registry, imported: bool) -> None:
+    """In Python's method resolution order: of a diamond, the nearer base counts."""
+    if imported:
+        things["cherry"]
+    for name, shelf in (("cherry", 3), ("sour_cherry", 4)):
+        read = [things.declared(name, attribute, "default") for attribute in ("sort", "shelf")]
+        assert read == ["stone", shelf]
+    assert things.declared("cherry", "stones", ()) == ("one",)
+    plain, sour = (config_class(things, name) for name in ("cherry", "sour_cherry"))
+    assert plain is not None and sour is not None
+    assert [field.name for field in dataclasses.fields(plain)] == ["stone_grams"]
+    assert [field.name for field in dataclasses.fields(sour)] == ["stone_grams", "sour"]
+    assert ("pantry.cherry" in sys.modules) is imported
+
+
+def test_a_declaration_with_names_is_an_error_at_its_line(things: Registry) -> None:
+    line = CHERRY.splitlines().index("    stones = Ball.shelf") + 1
+    with pytest.raises(UserError, match=rf"cherry\.py:{line}: `stones` is read before"):
+        things.declared("sour_cherry", "stones", ())
 
 
 @pytest.mark.parametrize("imported", [False, True])

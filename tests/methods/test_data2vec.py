@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
-from minitask import MiniTask, loss_of
+from minitask import MiniTask, loss_of, predicted
 from selftask.config.config_class import config_class
 from selftask.errors import UserError
 from selftask.methods.data2vec import Data2Vec, mean_of_layers
@@ -58,7 +58,7 @@ def test_loss_is_that_of_the_paper(beta: float) -> None:
     """Eq. 4: (y - f)^2 / 2 beta within beta, |y - f| - beta / 2 outside; at masked patches."""
     task = _task(beta=beta)
     batch = task.forward(torch.arange(4))
-    output, total = batch.output.detach() * 3, 0.0
+    output, total = batch.output.prediction.detach() * 3, 0.0
     for image in range(4):
         patches = batch["mask"][image].nonzero().flatten().tolist()
         assert 0 < len(patches) <= 9  # of 16, 60 %
@@ -68,7 +68,7 @@ def test_loss_is_that_of_the_paper(beta: float) -> None:
                 far = abs(float(y - f))
                 of_image += far * far / (2 * beta) if far <= beta else far - beta / 2
         total += of_image / len(patches) / 12
-    assert task.loss(output, batch).item() == pytest.approx(total / 4, rel=1e-12)
+    assert task.loss(predicted(output), batch).item() == pytest.approx(total / 4, rel=1e-12)
 
 
 def test_the_loss_is_torchs_where_masks_are_of_one_size() -> None:
@@ -76,7 +76,7 @@ def test_the_loss_is_torchs_where_masks_are_of_one_size() -> None:
     output, targets = torch.randn(2, 3, 16, 6).unbind()
     mask = torch.arange(16).expand(3, 16) % 2 == 0
     expected = F.smooth_l1_loss(output[mask], targets[mask], beta=2.0)
-    found = loss_of(method, output, mask=mask, targets=targets)
+    found = loss_of(method, predicted(output), mask=mask, targets=targets)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -84,14 +84,14 @@ def test_the_student_does_not_see_masked_patches_and_the_teacher_does() -> None:
     task = _task()
     images = task.views[0][:4].clone().requires_grad_()
     batch = task.forward(torch.arange(4), images)
-    batch.output.sum().backward()
+    batch.output.prediction.sum().backward()
     seen = images.grad.abs().unfold(2, 2, 2).unfold(3, 2, 2).sum(dim=(1, 4, 5)).flatten(1) > 0
     assert torch.equal(seen, ~batch["mask"])
     other = images.detach() + batch["mask"].view(4, 1, 4, 1, 4, 1).expand(
         4, 3, 4, 2, 4, 2
     ).double().reshape(4, 3, 8, 8)
     changed = task.forward(torch.arange(4), other)
-    assert torch.allclose(changed.output, batch.output, rtol=0, atol=1e-12)
+    assert torch.allclose(changed.output.prediction, batch.output.prediction, rtol=0, atol=1e-12)
     assert not torch.allclose(changed["targets"], batch["targets"], rtol=0, atol=1e-3)
 
 

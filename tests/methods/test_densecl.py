@@ -14,7 +14,7 @@ from minitask import MiniTask, largest_difference
 from ranks import run_ranks
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
-from selftask.methods.densecl import DenseCL, DenseOutput, corresponding, dense_info_nce
+from selftask.methods.densecl import DenseCL, Keys, corresponding, dense_info_nce
 from selftask.models.features.tokens import Features, from_map
 
 SMALL: dict[str, Any] = {"out_dim": 5, "hidden_dim": 7, "queue_size": 20, "momentum": 0.9}
@@ -86,13 +86,13 @@ def test_the_loss_is_not_rounded_under_autocast() -> None:
         assert torch.equal(dense_info_nce(query, key, queue, match, temperature=0.05), expected)
 
 
-def _forward(network: Any, images: Tensor) -> DenseOutput:
+def _forward(network: Any, images: Tensor) -> Keys:
     """The network by its formulas: the dense head is the same two layers at each place."""
     features = network.backbone.extract(images)
     places = torch.stack(
         [network.dense_head(features.tokens.patches[:, s]) for s in range(9)], dim=1
     )
-    return DenseOutput(network.head(features.pooled), places, features.tokens.patches)
+    return Keys(network.head(features.pooled), places, features.tokens.patches)
 
 
 @pytest.mark.parametrize("weight", [0.5, 0.0, 1.0])
@@ -110,7 +110,7 @@ def test_a_step_contrasts_images_and_places_with_the_other_view(weight: float) -
         for s in range(9):
             cosines = [_cosine(query.features[b, s], other) for other in key.features[b]]
             match = cosines.index(max(cosines))
-            dense.append(_contrast(query.places[b, s], key.places[b, match], dense_queue))
+            dense.append(_contrast(query.cells[b, s], key.cells[b, match], dense_queue))
     expected = (1 - weight) * sum(single) / 8 + weight * sum(dense) / 72
     assert task.run(1).losses == pytest.approx([expected], rel=1e-10)
 
@@ -119,7 +119,7 @@ def test_queues_hold_keys_of_images_and_mean_keys_of_places() -> None:
     task = _task()
     key = _forward(task.base_model, task.views[1][:8])
     task.run(1)
-    expected = F.normalize(key.image, dim=1), F.normalize(key.places.mean(dim=1), dim=1)
+    expected = F.normalize(key.image, dim=1), F.normalize(key.cells.mean(dim=1), dim=1)
     for queue, rows in zip((task.loss.queue, task.loss.dense_queue), expected, strict=True):
         assert torch.allclose(queue.rows[:8], rows, rtol=0, atol=1e-12)
     assert not task.loss.pending
@@ -157,7 +157,7 @@ def _four_updates(rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("method.queue_size=60", "queue_size: 60 is less than the 64 keys of one update"),
+        ("method.queue_size=60", "queue_size: 60 is less than the 64 keys of one step"),
         ("method.temperature=0", "must be more than 0"),
         ("method.dense_weight=2", "must be at most 1"),
     ],

@@ -15,7 +15,9 @@ from ranks import run_ranks
 from selftask.batch import Batch, total
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
-from selftask.methods.dinov2 import DINOv2, Masks, Output, patch_cross_entropy
+from selftask.methods.dinov2 import DINOv2, Masks, Predictions, patch_cross_entropy
+from selftask.models.features.tokens import Features, Tokens
+from selftask.models.network import PatchOutput
 
 SMALL: dict[str, Any] = {
     "out_dim": 5,
@@ -42,6 +44,12 @@ def bits(seed: int, *shape: int, share: float) -> Tensor:
 
 def _method(**config: Any) -> DINOv2:
     return DINOv2(DINOv2.Config(**{"out_dim": 16, **config})).double()
+
+
+def _output(pooled: Tensor, images: Tensor, patches: Tensor) -> PatchOutput:
+    """Output for pooled features (2 * B, E) of the global views, and scores of the two heads."""
+    tokens = Tokens(pooled[:, None], None, pooled[:, :0, None])
+    return PatchOutput(Predictions(images, patches), Features(pooled, tokens, {}))
 
 
 def _masks(mask: Tensor) -> Masks:
@@ -102,7 +110,7 @@ def _figures(targets: str, centers: Tensor | None = None) -> tuple[dict[str, flo
     )
     added = {"masks": masks, "image_targets": images.view(2, 4, 16), "patch_targets": of_patches}
     scores = torch.cat([cls, local]).view(5, 4, 16)
-    output = Output(cls.view(2, 4, 16), scores, patches[masks.mask])
+    output = _output(cls, scores, patches[masks.mask])
     terms = method(output, _batch(**added))
     total(terms).backward()
     gradients = {"grad_cls": cls.grad, "grad_patches": patches.grad, "grad_local": local.grad}
@@ -168,7 +176,7 @@ def test_loss_of_images_is_a_mean_over_pairs_as_loops() -> None:
                 terms.append(-sum(p * q for p, q in pairs))
     masks = _masks(torch.zeros(6, NUM_PATCHES, dtype=torch.bool))
     batch = _batch(masks=masks, image_targets=targets, patch_targets=draw(2, 0, 16))
-    loss = method(Output(draw(3, 2, 3, 6), scores, draw(4, 0, 16)), batch)
+    loss = method(_output(draw(3, 6, 6), scores, draw(4, 0, 16)), batch)
     assert total(loss).item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
     assert loss["ibot"].item() == 0.0
 
@@ -205,11 +213,11 @@ def test_the_student_sees_masked_patches_as_the_token_and_the_teacher_all() -> N
     images = torch.cat(batch.all_views[:2])
     seen = network.backbone.extract(images, mask=masks.mask, mask_token=network.mask_token)
     whole = teacher.backbone.extract(images)
-    assert torch.equal(batch.output.pooled.flatten(0, 1), seen.pooled)
+    assert torch.equal(batch.output.features.pooled, seen.pooled)
     expected = network.patch_head(seen.tokens.patches[masks.mask])
-    assert torch.allclose(batch.output.patches, expected, rtol=0, atol=1e-12)
+    assert torch.allclose(batch.output.prediction.patches, expected, rtol=0, atol=1e-12)
     local = network.head(network.backbone.extract(batch.all_views[2]).pooled)
-    assert torch.allclose(batch.output.scores[2], local, rtol=0, atol=1e-12)
+    assert torch.allclose(batch.output.prediction.images[2], local, rtol=0, atol=1e-12)
     targets = task.loss.targets(teacher.patch_head(whole.tokens.patches[masks.mask]), 0.0, 0.04)
     assert torch.allclose(batch["patch_targets"], targets, rtol=0, atol=1e-9)
 

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from timm.models import VisionTransformer
 from torch import Tensor
 
-from minitask import MiniTask, largest_difference, loss_of
+from minitask import MiniTask, largest_difference, loss_of, predicted
 from ranks import run_ranks
 from selftask.batch import Batch
 from selftask.config.config_class import config_class
 from selftask.errors import UserError
+from selftask.methods.families.masked_patches import Kept
 from selftask.methods.ijepa import IJEPA
 from selftask.models.patch_predictor import sincos_positions
 from selftask.registry import METHODS
@@ -38,7 +39,7 @@ def _task(**config: Any) -> MiniTask:
 def _forward(task: MiniTask, index: Tensor | None = None) -> tuple[Batch, Tensor]:
     """A batch of four images and what the network predicts of their targets."""
     batch = task.forward(torch.arange(4) if index is None else index)
-    return batch, batch.output
+    return batch, batch.output.prediction
 
 
 # -- the loss ----------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ def test_loss_is_that_of_the_paper() -> None:
     task = _task()
     task.run(2)  # a teacher that is not the student
     batch, output = _forward(task)
-    indices, padding = batch["targets"]
+    indices, padding = batch["mask"].asked, batch["mask"].asked_padding
     features = task.loss.teacher.network.backbone.forward_features(batch.all_views[0])
     total = 0.0
     for image in range(4):
@@ -66,7 +67,7 @@ def test_loss_is_that_of_the_paper() -> None:
                 far = [abs(a - b) for a, b in zip(guess, wanted, strict=True)]
                 of_block.append(sum(d - 0.5 if d > 1 else d * d / 2 for d in far) / 12)
             total += sum(of_block) / len(of_block) / 4
-    loss = task.loss(output, batch)
+    loss = task.loss(predicted(output), batch)
     assert loss.item() == pytest.approx(total / 4, rel=1e-9)
 
 
@@ -74,13 +75,15 @@ def test_loss_of_equal_blocks_is_the_published_one() -> None:
     method = IJEPA(IJEPA.Config())
     output, features = torch.randn(2, 3, 4, 5, 6).unbind()
     padding = torch.zeros(3, 4, 5, dtype=torch.bool)
-    added = {"features": features, "targets": (None, padding)}
+    added = {"features": features, "mask": Kept(*[None] * 3, padding)}
     expected = F.smooth_l1_loss(output, features)
-    assert loss_of(method, output, **added).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert loss_of(method, features, **added).item() == 0.0
+    assert loss_of(method, predicted(output), **added).item() == pytest.approx(
+        expected.item(), rel=1e-6
+    )
+    assert loss_of(method, predicted(features), **added).item() == 0.0
     padding[0, 1, 2:] = True
     output[0, 1, 2:] = 1e6  # what fills rows does not count
-    assert loss_of(method, output, **added).item() < 2
+    assert loss_of(method, predicted(output), **added).item() < 2
 
 
 def test_predictions_are_those_of_lightly() -> None:
@@ -112,18 +115,18 @@ def test_only_the_context_reaches_the_network() -> None:
     task = _task()
     images = task.views[0][:4].clone().requires_grad_()
     batch = task.batch(torch.arange(4))
-    _, (keep, padding), targets = batch.input
-    task.base_model((images, (keep, padding), targets)).sum().backward()
+    mask = batch.input[1]
+    task.base_model((images, mask)).prediction.sum().backward()
     seen = images.grad.abs().sum(dim=1).flatten(1) > 0  # (4, 64)
     for image in range(4):
-        shown = keep[image][~padding[image]]
+        shown = mask.keep[image][~mask.padding[image]]
         assert seen[image].nonzero().flatten().tolist() == shown.sort().values.tolist()
 
 
 def test_an_image_is_predicted_alone_as_in_any_batch() -> None:
     task = _task()
     batch, output = _forward(task, torch.arange(8))
-    wanted = ~batch["targets"][1]
+    wanted = ~batch["mask"].asked_padding
     assert bool((~wanted).any())  # blocks do differ in size
     for image in range(8):
         _, alone = _forward(task, torch.tensor([image]))
@@ -154,7 +157,7 @@ def test_embedding_is_the_mean_of_the_context() -> None:
     batch = task.batch(torch.arange(2))
     task.base_model(batch.input)
     vit = task.base_model.backbone
-    _, (keep, padding), _ = batch.input
+    keep, padding = batch.input[1].keep, batch.input[1].padding
     for image in range(2):
         own = keep[image][~padding[image]]
         tokens = vit.patch_embed(batch.all_views[0][image : image + 1]) + vit.pos_embed

@@ -11,7 +11,7 @@ import torch
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
-from minitask import MiniTask, largest_difference
+from minitask import MiniTask, largest_difference, predicted
 from ranks import run_ranks
 from selftask.batch import Batch
 from selftask.config.config_class import config_class
@@ -36,7 +36,7 @@ def _task(**config: Any) -> MiniTask:
 def _forward(task: MiniTask, images: Tensor | None = None) -> tuple[Batch, Tensor]:
     """A batch of four images and what the network paints of it."""
     batch = task.forward(torch.arange(4), images)
-    return batch, batch.output
+    return batch, batch.output.prediction[:, 0]
 
 
 def _pixels(image: Tensor, patch: int) -> list[float]:
@@ -57,7 +57,7 @@ def test_loss_is_that_of_the_paper(normalized: bool) -> None:
     batch, output = _forward(task)
     total, count = 0.0, 0
     for image in range(4):
-        for place, patch in enumerate(batch["masked"][image].tolist()):
+        for place, patch in enumerate(batch["mask"].asked[:, 0][image].tolist()):
             pixels = _pixels(batch.all_views[0][image], patch)
             if normalized:
                 mean = sum(pixels) / 12
@@ -67,7 +67,7 @@ def test_loss_is_that_of_the_paper(normalized: bool) -> None:
             total += sum((a - b) ** 2 for a, b in zip(painted, pixels, strict=True)) / 12
             count += 1
     assert count == 4 * 12  # three quarters of 16 patches
-    loss = task.loss(output, batch)
+    loss = task.loss(predicted(output[:, None]), batch)
     assert loss.item() == pytest.approx(total / count, rel=1e-12)
 
 
@@ -76,9 +76,11 @@ def test_loss_and_targets_are_those_of_lightly() -> None:
     task = _task()
     batch, output = _forward(task)
     patches = theirs.patchify(batch.all_views[0], patch_size=2)
-    target = theirs.normalize_mean_var(theirs.get_at_index(patches, batch["masked"]), dim=-1)
+    target = theirs.normalize_mean_var(
+        theirs.get_at_index(patches, batch["mask"].asked[:, 0]), dim=-1
+    )
     expected = nn.MSELoss()(output, target)
-    loss = task.loss(output, batch)
+    loss = task.loss(predicted(output[:, None]), batch)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -86,7 +88,7 @@ def test_decoder_is_the_published_one() -> None:
     """There, mask tokens fill the whole grid in its order and every patch is painted."""
     task = _task()
     batch, output = _forward(task)
-    images, keep, masked = batch.input
+    images, (keep, asked, *_) = batch.input
     vit, decoder = task.base_model.backbone, task.base_model.head
     tokens = vit.patch_embed(images) + vit.pos_embed[:, 1:]
     for image in range(4):
@@ -100,7 +102,7 @@ def test_decoder_is_the_published_one() -> None:
         for block in decoder.blocks:
             full = block(full)
         painted = decoder.project(decoder.norm(full))[0, 1:]
-        assert torch.allclose(output[image], painted[masked[image]], rtol=0, atol=1e-12)
+        assert torch.allclose(output[image], painted[asked[image, 0]], rtol=0, atol=1e-12)
 
 
 def test_hidden_pixels_do_not_reach_the_network() -> None:
@@ -111,8 +113,8 @@ def test_hidden_pixels_do_not_reach_the_network() -> None:
     patches = images.grad.unfold(2, 2, 2).unfold(3, 2, 2)  # (4, 3, 4, 4, 2, 2)
     seen = patches.abs().sum(dim=(1, 4, 5)).flatten(1)  # (4, 16)
     for image in range(4):
-        assert (seen[image, batch["masked"][image]] == 0).all()
-        assert (seen[image, batch.input[1][image]] > 0).all()
+        assert (seen[image, batch["mask"].asked[:, 0][image]] == 0).all()
+        assert (seen[image, batch.input[1].keep[image]] > 0).all()
 
 
 def _keys(epoch: int, index: Tensor) -> Tensor:
@@ -128,9 +130,9 @@ def test_masks_are_fair_and_only_of_image_and_epoch() -> None:
         key = _keys(epoch, index)
         batch = Batch(views={"main": [none]}, labels=none, index=index, key=key)
         task.loss.prepare_batch(batch, task)
-        _, keep, hidden = batch.input
+        keep, hidden = batch["mask"].keep, batch["mask"].asked[:, 0]
         assert torch.equal(torch.cat([keep, hidden], 1).sort(dim=1).values[0], torch.arange(16))
-        assert hidden is batch["masked"]
+        assert batch.input[1] is batch["mask"]
         assert hidden.shape == (len(index), 12)
         return hidden
 
@@ -147,8 +149,8 @@ def test_masks_are_fair_and_only_of_image_and_epoch() -> None:
 def test_perfect_painting_costs_nothing_and_no_painting_the_variance() -> None:
     task = _task()
     batch, _ = _forward(task)
-    assert task.loss(batch["pixels"], batch).item() == 0.0
-    blank = task.loss(torch.zeros_like(batch["pixels"]), batch).item()
+    assert task.loss(predicted(batch["pixels"][:, None]), batch).item() == 0.0
+    blank = task.loss(predicted(torch.zeros_like(batch["pixels"])[:, None]), batch).item()
     assert task.loss.chance_loss == 1.0
     assert blank == pytest.approx(11 / 12, abs=1e-4)  # 1 but for the unbiased variance
     assert _task(normalize_pixels=False).loss.chance_loss is None
@@ -159,9 +161,9 @@ def test_the_loss_is_not_rounded_under_autocast() -> None:
     task = _task()
     batch, output = _forward(task)
     output, batch["pixels"] = output.float(), batch["pixels"].float()
-    expected = task.loss(output, batch)
+    expected = task.loss(predicted(output[:, None]), batch)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(task.loss(output, batch), expected)
+        assert torch.equal(task.loss(predicted(output[:, None]), batch), expected)
 
 
 def test_positions_are_fixed_unless_weights_were_loaded() -> None:
@@ -197,8 +199,8 @@ def test_images_of_another_size_have_masks_of_their_own_grid() -> None:
     vit = lambda: _vit(dynamic_img_size=True)  # noqa: E731
     task = MiniTask("mae", SMALL, backbone=vit, sizes=(6,), lr=0.1).run(2)
     batch, output = _forward(task)
-    assert batch["masked"].shape == (4, 7)  # of 3 x 3 patches, two are kept
-    assert int(batch["masked"].max()) == 8
+    assert batch["mask"].asked[:, 0].shape == (4, 7)  # of 3 x 3 patches, two are kept
+    assert int(batch["mask"].asked[:, 0].max()) == 8
     assert output.shape == (4, 7, 12)
     assert math.isfinite(task.losses[-1])
 
@@ -208,7 +210,8 @@ def test_backbone_is_exported_under_timms_names() -> None:
     exported = task.loss.export_backbone(task.base_model)
     _vit().double().load_state_dict(exported.state_dict(), strict=True)
     assert exported(task.views[0][:2]).shape == (2, 12)
-    assert task.base_model(task.batch(torch.arange(2)).input).shape == (2, 12, 12)
+    output = task.base_model(task.batch(torch.arange(2)).input)
+    assert output.prediction.shape == (2, 1, 12, 12)
     assert task.base_model.embedding.shape == (2, 12)
 
 

@@ -46,7 +46,7 @@ def tensors(nested: Any) -> Iterator[Tensor]:
     if isinstance(nested, Tensor):
         yield nested
         return
-    for item in nested:
+    for item in nested or ():  # None: no padding
         yield from tensors(item)
 
 

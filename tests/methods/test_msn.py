@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 import tiny
-from minitask import MiniTask, largest_difference
+from minitask import MiniTask, largest_difference, predicted
 from ranks import run_ranks
 from selftask.batch import Batch, total
 from selftask.config.load import load_config
@@ -51,7 +51,7 @@ def method_of(**config: Any) -> MSN:
 def loss_terms(method: MSN, output: Tensor, features: Tensor) -> dict[str, Tensor]:
     added = {"targets": method.targets(features)}
     batch = Batch(views={}, labels=NONE, index=NONE, key=NONE, added=added)
-    return method(output, batch)
+    return method(predicted(output), batch)
 
 
 # -- the loss --------------------------------------------------------------------------------------
@@ -171,10 +171,12 @@ def test_masked_views_lose_patches_and_focal_views_and_the_teachers_none() -> No
     whole, first, second, *focal = batch.all_views
     for view, images in enumerate((first, second)):
         features = embedded(network.backbone, images, keep[:, view])
-        assert torch.allclose(batch.output[view], network.head(features), rtol=0, atol=1e-9)
+        assert torch.allclose(
+            batch.output.prediction[view], network.head(features), rtol=0, atol=1e-9
+        )
     for view, images in enumerate(focal):  # of 2 x 2 patches, with interpolated positions
-        alone = network(([images], None, []))[0]
-        assert torch.allclose(batch.output[2 + view], alone, rtol=0, atol=1e-9)
+        alone = network(([images], None, [])).prediction[0]
+        assert torch.allclose(batch.output.prediction[2 + view], alone, rtol=0, atol=1e-9)
     features = teacher.head(embedded(teacher.backbone, whole))
     assert torch.allclose(batch["targets"], task.loss.targets(features), rtol=0, atol=1e-9)
     assert task.loss.export_backbone(network) is teacher.backbone
@@ -195,8 +197,8 @@ def test_batch_statistics_are_those_of_views_of_one_size() -> None:
     norm = task.base_model.head[1]
     assert norm.num_batches_tracked == 2  # masked views, then focal ones
     assert task.loss.teacher.network.head[1].num_batches_tracked == 1
-    focal = task.base_model((batch.input[2], None, []))
-    assert torch.allclose(batch.output[2:], focal, rtol=0, atol=1e-9)
+    focal = task.base_model((batch.input[2], None, [])).prediction
+    assert torch.allclose(batch.output.prediction[2:], focal, rtol=0, atol=1e-9)
 
 
 def test_prototypes_are_trained_and_the_teacher_follows() -> None:

@@ -71,7 +71,8 @@ def test_loss_is_that_of_the_paper(backbone: Any) -> None:
     """Section 3.4: L1 distance of the masked pixels, over their number."""
     task = _task(backbone)
     batch = task.forward(torch.arange(4))
-    images, output, mask = batch.all_views[0], batch.output.detach(), batch["mask"]
+    images, mask = batch.all_views[0], batch["mask"]
+    output = batch.output.prediction.detach()
     assert output.shape == images.shape
     side = 8 // mask.shape[1]
     distances = [
@@ -84,7 +85,7 @@ def test_loss_is_that_of_the_paper(backbone: Any) -> None:
     ]
     assert len(distances) == 4 * 3 * 3 * 16  # of four squares of 16 pixels, three
     expected = sum(distances) / len(distances)
-    assert task.loss(output, batch).item() == pytest.approx(expected, rel=1e-12)
+    assert task.loss(batch.output, batch).item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("backbone", [_vit, _swin])
@@ -92,7 +93,7 @@ def test_hidden_pixels_do_not_reach_the_network(backbone: Any) -> None:
     task = _task(backbone)
     images = task.views[0][:4].clone().requires_grad_()
     batch = task.forward(torch.arange(4), images)
-    batch.output.sum().backward()
+    batch.output.prediction.sum().backward()
     side = 8 // batch["mask"].shape[1]
     seen = images.grad.abs().unfold(2, side, side).unfold(3, side, side).sum(dim=(1, 4, 5)) > 0
     assert torch.equal(seen, ~batch["mask"])

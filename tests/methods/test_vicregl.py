@@ -11,6 +11,7 @@ from timm.models.convnext import ConvNeXt
 from torch import Tensor
 
 import tiny
+from minitask import predicted
 from selftask.batch import total
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
@@ -117,7 +118,7 @@ def test_the_centers_of_two_views_of_one_place_are_matched(tmp_path: Path) -> No
     batch.output = task.model(batch.input)
     task.run_hooks("on_forward")
     first, second = batch["centers"]
-    rows, columns = batch.output["cells"][0].shape[2:]
+    rows, columns = batch.output.prediction["cells"][0].shape[2:]
     assert first.shape == (len(batch.index), rows * columns, 2)
     here, there = nearest_cells(first, second, rows * columns)
     apart = first.gather(1, here[..., None].expand(-1, -1, 2)) - second.gather(
@@ -149,7 +150,7 @@ def test_terms_are_weighted() -> None:
         def __getitem__(self, name: str) -> list[Tensor]:
             return [draw(5 + n, 4, 4, 2) for n in range(2)]
 
-    terms = method(output, Known())  # type: ignore[arg-type]
+    terms = method(predicted(output), Known())  # type: ignore[arg-type]
     whole = global_terms(output["pooled"])
     cells = [view.flatten(2).mT for view in output["cells"]]
     local = local_terms(cells, Known()["centers"], [4, 4], [20, 20])

@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from selftask.models.dropout import draw_per_sample
+from selftask.models.features.tokens import Features, from_map
 from selftask.models.network import Network
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.parallel.blocks import find_blocks
@@ -146,10 +147,10 @@ def test_rows_of_other_lengths(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Residual(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.linear, self.drop_path = nn.Linear(5, 5), DropPath(0.4)
-        self.dropout = nn.Dropout(0.3)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.drop_path(self.dropout(self.linear(x).tanh()))
@@ -160,11 +161,16 @@ class PooledBlocks(nn.Module):
     """Images (B, 5, H, W) -> (B, 5)."""
 
     embed_dim = 5
+    offers = ("dense",)
 
-    def __init__(self, own_checkpointing: bool = False) -> None:
+    def __init__(self, own_checkpointing: bool = False, dropout: float = 0.3) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Residual() for _ in range(3)))
+        self.blocks = nn.Sequential(*(Residual(dropout) for _ in range(3)))
         self.own_checkpointing = own_checkpointing
+
+    def extract(self, images: Tensor) -> Features:
+        pooled = self(images)
+        return Features(pooled, from_map(pooled[..., None, None]), {})
 
     def forward(self, images: Tensor) -> Any:
         x = images.mean(dim=(2, 3))
@@ -173,9 +179,12 @@ class PooledBlocks(nn.Module):
         return self.blocks(x)
 
 
-def multi_crop(own_checkpointing: bool = False) -> tuple[Network, list[Tensor]]:
+def multi_crop(
+    own_checkpointing: bool = False, dropout: float = 0.3
+) -> tuple[Network, list[Tensor]]:
     torch.manual_seed(0)
-    network = Network(PooledBlocks(own_checkpointing), nn.Sequential(nn.Dropout(0.2))).double()
+    backbone = PooledBlocks(own_checkpointing, dropout)
+    network = Network(backbone, nn.Sequential(nn.Dropout(0.2 if dropout else 0.0))).double()
     draw_per_sample([network], seed=3)
     sizes = (4, 4, 2, 2, 2)
     return network, [torch.randn(12, 5, size, size).double() for size in sizes]
@@ -201,6 +210,51 @@ def test_a_backbones_own_recomputation_is_refused_where_it_would_be_wrong() -> N
     network, views = multi_crop(own_checkpointing=True)
     with pytest.raises(RuntimeError, match="activation_checkpointing=blocks"):
         gradients(network, views)
+
+
+def test_own_recomputation_is_refused_with_stochastic_depth_alone() -> None:
+    network, views = multi_crop(own_checkpointing=True, dropout=0.0)
+    with pytest.raises(RuntimeError, match="activation_checkpointing=blocks"):
+        gradients(network, views)
+
+
+class ByExtract(Network):
+    """A user's network that extracts two views, then two more; it knows nothing of draws."""
+
+    def forward(self, views: list[Tensor]) -> Tensor:
+        first, second = self.extract(views[:2]), self.extract(torch.cat(views[2:]))
+        return torch.cat([first.pooled, second.pooled]).unflatten(0, (4, -1))
+
+
+class ByBackbone(nn.Module):
+    """Another one, which calls the backbone itself."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, views: list[Tensor]) -> Tensor:
+        pooled: Tensor = self.backbone(torch.cat(views))
+        return pooled.unflatten(0, (4, -1))
+
+
+@pytest.mark.parametrize("build", [lambda b: ByExtract(b, nn.Identity()), ByBackbone])
+def test_a_network_that_never_thought_of_draws_is_cut_among_ranks(build: Any) -> None:
+    """Stochastic depth of a sample and view, on one rank and on two."""
+    torch.manual_seed(0)
+    network = build(PooledBlocks(dropout=0.0)).double()
+    draw_per_sample([network], seed=3)
+    views = [torch.ones(12, 5, 2, 2).double() for _ in range(4)]
+
+    def run(part: slice) -> Tensor:
+        LAYER_DRAWS.start(keys(INDEX[part]), CPU)
+        output: Tensor = network([view[part] for view in views])
+        return output
+
+    whole, parts = run(slice(None)), [run(slice(0, 6)), run(slice(6, 12))]
+    assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-14)
+    assert len({tuple(view.flatten().tolist()) for view in whole}) == 4, "views have own draws"
+    assert torch.equal(run(slice(None)), whole), "a call starts with the first view"
 
 
 def test_views_of_two_sizes_are_cut_among_ranks() -> None:

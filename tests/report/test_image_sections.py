@@ -14,6 +14,7 @@ import tiny
 from selftask.config.load import to_yaml
 from selftask.data.inspect.contact_sheet import to_pixels
 from selftask.methods.mae import unpatchify
+from selftask.models.network import PatchOutput
 from selftask.report.at_end import write_end_page
 from selftask.report.images import sections as made
 from selftask.report.images.allowance import Allowance, TooExpensive, limit_at_end
@@ -136,10 +137,11 @@ def test_a_perfect_prediction_is_the_image(trained: Task) -> None:
     trained.last_batch = batch
     trained.loss.prepare_batch(batch, trained)
     trained.loss.on_forward(trained)
-    shown = trained.loss.visualize(batch["pixels"], batch)
+    shown = trained.loss.visualize(PatchOutput(batch["pixels"][:, None], None), batch)
     assert torch.allclose(shown["reconstruction"], shown["image"], atol=1e-4)
     hidden = (shown["masked"] == 0).all(dim=1)
-    share = batch["masked"].shape[1] / batch.input[1].shape[1]
+    mask = batch["mask"]
+    share = mask.asked.shape[2] / mask.keep.shape[1]
     assert hidden.float().mean() >= share / (1 + share) - 1e-6
     assert torch.equal(shown["masked"][0][:, ~hidden[0]], shown["image"][0][:, ~hidden[0]])
 
@@ -157,7 +159,9 @@ def test_simmim_shows_the_prediction_where_it_was_masked() -> None:
     images = torch.rand(2, 3, 8, 12)
     batch = type("Batch", (dict,), {"all_views": [images]})()
     batch["mask"] = torch.tensor([[[True, False, False], [False, False, True]]]).expand(2, -1, -1)
-    shown = SimMIM(SimMIM.Config()).visualize(torch.zeros_like(images) - 1, batch)
+    shown = SimMIM(SimMIM.Config()).visualize(
+        PatchOutput(torch.zeros_like(images) - 1, None), batch
+    )
     assert (shown["reconstruction"][:, :, :4, :4] == -1).all()
     assert (shown["reconstruction"][:, :, 4:, 8:] == -1).all()
     assert torch.equal(shown["reconstruction"][:, :, :4, 4:], images[:, :, :4, 4:])

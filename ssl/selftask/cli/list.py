@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from selftask.errors import UserError, nearest
-from selftask.registry import REGISTRIES, Registry, parse
+from selftask.registry import REGISTRIES, Registry
+from selftask.registry.class_source import parse
 
 KINDS = ["recipes", *REGISTRIES]
 USAGE = f"""\

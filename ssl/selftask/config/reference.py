@@ -21,7 +21,8 @@ from selftask.config.fields import default_of, has_default
 from selftask.config.schema import Component, Config
 from selftask.config.values.coerce import describe
 from selftask.errors import UserError
-from selftask.registry import REGISTRIES, Address, parse
+from selftask.registry import REGISTRIES, Address
+from selftask.registry.class_source import parse
 
 PLACES = {
     "methods": "method.",

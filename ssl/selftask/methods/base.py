@@ -65,16 +65,21 @@ class Method(nn.Module, Hook):
     """
     outputs_logits: ClassVar[bool] = False  # True if the output is (B, C), as meters expect
     sample_dim: ClassVar[int | None] = 1
-    """Dimension of the samples in the network's output, if that is one tensor; else None. Train
-    steps that divide a batch (``grad_cache``) need it, and samples as dimension 0 of the tensors in
-    ``batch.input``.
+    """Dimension of the samples in the network's output, or in the ``prediction`` of a
+    ``PatchOutput``, if that is one tensor; else None. Train steps that divide a batch
+    (``grad_cache``) need it, and samples as dimension 0 of the tensors in ``batch.input``.
     """
     per_view: ClassVar[bool] = False  # True if BatchNorm statistics are per view
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.pending: list[Any] = []  # results of the batches since the last step, for on_update
+        self.pending: list[Any] = []  # results of the batches since the last step
+
+    def take_pending(self) -> list[Any]:
+        """Return ``pending`` and empty it, in ``on_update``."""
+        taken, self.pending = self.pending, []
+        return taken
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
@@ -88,8 +93,8 @@ class Method(nn.Module, Hook):
         """Return the network to train: ``head(backbone(views))`` by default.
 
         A method that needs patches or hidden layers returns a ``Network`` with a forward pass of
-        its own, which calls ``models.features.extract``. It takes ``batch.input`` and may return
-        tensors in any tuple or dict, ``batch.output``.
+        its own, which calls ``self.extract``. It takes ``batch.input`` and returns a
+        ``PatchOutput``, or tensors in any tuple or dict: ``batch.output``.
 
         Args:
             backbone: Images (B, C, H, W) -> features (B, E); the attribute ``backbone`` of the

@@ -11,18 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.methods.base import Method
+from selftask.methods.families.ema_teacher import EMATeacher
 from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.network import Network
 from selftask.models.precision import in_full_precision
-from selftask.models.teacher import Teacher
-from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @register_method("byol")
-class BYOL(Method):
+class BYOL(EMATeacher):
     """A predictor regresses the projections of an EMA teacher; no negatives."""
 
     loss_reduction = "samples"
@@ -38,15 +35,11 @@ class BYOL(Method):
     per_view = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(EMATeacher.Config):
         out_dim: int = setting(256, min=1, tiny=16)
         """Width of the output of projector and predictor, D."""
         hidden_dim: int = setting(4096, min=1, tiny=32)
         """Width of the hidden layers of projector and predictor."""
-        momentum: float | dict[str, Any] = setting(
-            {"name": "cosine", "start": 0.996, "end": 1.0}, of="schedules", min=0, max=1
-        )
-        """Momentum of the teacher, tau in section 3.2; from 0.99 for 300 epochs."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build projector and predictor. Their outputs are not normalised, unlike SimCLR's."""
@@ -56,9 +49,9 @@ class BYOL(Method):
             mlp(dim, hidden_dim, dim, last_bias=False),
         )
 
-    def setup(self, task: Task) -> None:
-        self.teacher = Teacher(without_predictor(task.base_model))
-        self.momentum_at = build_schedule(self.config.momentum, task.length)
+    def averaged(self, network: Any) -> nn.Module:
+        """Return backbone and projector; the teacher (eq. 1) has no predictor."""
+        return Network(network.backbone, network.head.projector, per_view=True)
 
     def on_forward(self, task: Task) -> None:
         task.last_batch["projection"] = self.teacher(task.last_batch.input)  # (2, B, D)
@@ -67,17 +60,6 @@ class BYOL(Method):
         """Return the sum of eq. 2 in both directions; ``output`` (2, B, 2, D)."""
         _, prediction = output.unbind(2)  # (2, B, D)
         return regression_loss(prediction, batch["projection"].flip(0))
-
-    @torch.no_grad()
-    def on_update(self, task: Task) -> None:
-        """Update the teacher (eq. 1) after the network's own step."""
-        student = without_predictor(task.base_model)
-        self.teacher.update(student, momentum=self.momentum_at(task.where))
-
-
-def without_predictor(network: Any) -> Network:
-    """Return backbone and projector of the trained network, which the teacher averages."""
-    return Network(network.backbone, network.head.projector, per_view=True)
 
 
 @in_full_precision

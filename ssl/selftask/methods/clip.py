@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.distributed.collectives import gather_cat_with_grad, rank
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
+from selftask.models.losses.contrast import gathered_cross_entropy
 from selftask.models.network import Network
 from selftask.models.precision import in_full_precision
 from selftask.models.text import TextTransformer
@@ -143,7 +143,6 @@ def match_pairs(images: Tensor, captions: Tensor, log_scale: Tensor) -> Tensor:
     """
     images, captions = F.normalize(images, dim=1), F.normalize(captions, dim=1)
     scale = log_scale.exp()
-    by_image = scale * images @ gather_cat_with_grad(captions).T  # (B, B * W)
-    by_caption = scale * captions @ gather_cat_with_grad(images).T
-    own = torch.arange(len(images), device=images.device) + rank() * len(images)
-    return (F.cross_entropy(by_image, own) + F.cross_entropy(by_caption, own)) / 2
+    by_image = gathered_cross_entropy(images, captions, scale=scale)
+    by_caption = gathered_cross_entropy(captions, images, scale=scale)
+    return (by_image + by_caption) / 2

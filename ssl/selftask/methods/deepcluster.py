@@ -81,7 +81,6 @@ class DeepCluster(Method):
         super().__init__(config)
         prototypes = torch.zeros(sum(config.num_prototypes), config.out_dim)
         self.register_buffer("prototypes", prototypes)  # (K_1 + ... + K_H, D): never trained
-        self.pending: list[tuple[Tensor, Tensor]] = []  # index and features since the last step
 
     def build_head(self, embed_dim: int) -> nn.Module:
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)
@@ -163,9 +162,8 @@ class DeepCluster(Method):
 
     def on_update(self, task: Task) -> None:
         """Store the features of the batch in the memory, on every rank."""
-        for index, features in self.pending:
+        for index, features in self.take_pending():
             self.memory.update(index, features)
-        self.pending.clear()
 
     @property
     def chance_loss(self) -> float:

@@ -9,10 +9,8 @@ length of the queues.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,71 +18,60 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.methods.base import Method
+from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
+from selftask.methods.families.momentum_contrast import MomentumContrast
 from selftask.models.build import embed_dim
 from selftask.models.feature_queue import FeatureQueue
-from selftask.models.features.extract import extract
-from selftask.models.heads import mlp
-from selftask.models.losses.contrast import info_nce, shuffle_bn, unshuffle_bn
-from selftask.models.network import Network
+from selftask.models.losses.contrast import info_nce, unshuffle_bn
+from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
-from selftask.models.teacher import Teacher
-from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
 
 
-class DenseOutput(NamedTuple):
-    """Output of the network for one view."""
+class Predictions(NamedTuple):
+    """Outputs of the two heads for one view."""
 
     image: Tensor
-    """(B, D), output of the global head."""
-    places: Tensor
-    """(B, S, D), output of the dense head."""
+    """(B, D), of the global head."""
+    cells: Tensor
+    """(B, S, D), of the dense head."""
+
+
+class Keys(NamedTuple):
+    """The teacher's output for the other view."""
+
+    image: Tensor
+    """(B, D), of unit length."""
+    cells: Tensor
+    """(B, S, D), of unit length."""
     features: Tensor
-    """(B, S, E), of the backbone, without gradient, to find corresponding locations."""
+    """(B, S, E), of the backbone, to find corresponding locations."""
 
 
 @register_method("densecl")
-class DenseCL(Method):
+class DenseCL(MomentumContrast, EMATeacher):
     """MoCo on pooled features and on corresponding cells of dense feature maps; two queues."""
 
-    loss_reduction = "samples"
     sample_dim = None
-    views = 2
     requires = ("dense",)
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
-        out_dim: int = setting(128, min=1, tiny=16)
-        """Width of the head's output, D."""
-        hidden_dim: int | None = setting(None, min=1, tiny=32)
-        """Width of the heads' hidden layers; null: the backbone's."""
-        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)
-        """Length of both queues, in keys; K."""
-        temperature: float = setting(0.2, above=0)
-        """Temperature of the similarities, tau in eq. 1 and 2."""
-        momentum: float = setting(0.999, min=0, max=1)
+    class Config(MomentumContrast.Config, EMATeacher.Config):
+        momentum: Schedule = teacher_momentum(0.999)
         """Momentum of the teacher."""
         dense_weight: float = setting(0.5, min=0, max=1)
         """Weight of the dense loss, lambda in eq. 3."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            train = config["train"]
-            keys = train["batch_size"] * train["accumulate"]
-            if self.queue_size < keys:
-                yield (
-                    f"queue_size: {self.queue_size} is less than the {keys} keys of one update "
-                    "(train.batch_size * train.accumulate)"
-                )
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.queue = FeatureQueue(config.queue_size, config.out_dim)
         self.dense_queue = FeatureQueue(config.queue_size, config.out_dim)
-        self.pending: list[tuple[Tensor, Tensor]] = []  # rows for both queues since the last step
+
+    def queues(self) -> tuple[FeatureQueue, ...]:
+        return self.queue, self.dense_queue
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build two heads like MoCo's; layers of the dense head act as 1x1 convolutions.
@@ -93,59 +80,40 @@ class DenseCL(Method):
         0.01. Here they have torch's default initialisation, as in MoCo.
         """
         dim = embed_dim(backbone)
-        sizes = (dim, self.config.hidden_dim or dim, self.config.out_dim)
-        return DenseNetwork(backbone, mlp(*sizes, norm=False), mlp(*sizes, norm=False))
-
-    def setup(self, task: Task) -> None:
-        self.teacher = Teacher(task.base_model)
+        return DenseNetwork(backbone, self.build_head(dim), self.build_head(dim))
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Use the first view as query and the second as key."""
-        batch.input = batch.all_views[0]
+        batch.input = batch.all_views[:1]
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
         """Compute the keys. Keys of images and mean dense keys are enqueued after the step."""
         batch = task.last_batch
-        with LAYER_DRAWS.exchanged(shuffle_bn):
-            key = self.teacher(shuffle_bn(batch.all_views[1]))
-        key = DenseOutput(*(unshuffle_bn(to_float32(rows)) for rows in key))
-        batch["key"] = DenseOutput(*(F.normalize(rows, dim=-1) for rows in key))
+        output = self.shuffled_teacher(batch.all_views[1:])
+        rows = [to_float32(unshuffle_bn(x)) for x in (*output.prediction, output.features.patches)]
+        key = batch["key"] = Keys(*(F.normalize(x, dim=-1) for x in rows))
         if task.train:
-            mean = F.normalize(key.places.mean(dim=1), dim=1)  # t_- of section 3.3: (B, D)
-            self.pending.append((batch["key"].image, mean))
+            mean = F.normalize(rows[1].mean(dim=1), dim=1)  # t_- of section 3.3: (B, D)
+            self.pending.append((key.image, mean))
 
-    def forward(self, output: DenseOutput, batch: Batch) -> dict[str, Tensor]:
+    def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the two terms of eq. 3."""
-        config, key = self.config, batch["key"]
+        config, key, query = self.config, batch["key"], output.prediction
         single = info_nce(
-            output.image[None],
+            query.image[None],
             key.image[None],
             self.queue.rows[None],
             temperature=config.temperature,
         )
         dense = dense_info_nce(
-            output.places,
-            key.places,
+            query.cells,
+            key.cells,
             self.dense_queue.rows,
-            corresponding(output.features, key.features),
+            corresponding(output.features.patches, key.features),
             temperature=config.temperature,
         )
         return {"single": (1 - config.dense_weight) * single, "dense": config.dense_weight * dense}
-
-    @property
-    def chance_loss(self) -> float:
-        """Loss if all similarities are equal: each key is one of 1 + K."""
-        return math.log(1 + self.config.queue_size)
-
-    @torch.no_grad()
-    def on_update(self, task: Task) -> None:
-        """Update the teacher, then replace the oldest keys by those of this step."""
-        self.teacher.update(task.base_model, momentum=self.config.momentum)
-        for image, mean in self.pending:
-            self.queue.update(image)
-            self.dense_queue.update(mean)
-        self.pending.clear()
 
 
 class DenseNetwork(Network):
@@ -155,13 +123,11 @@ class DenseNetwork(Network):
         super().__init__(backbone, head)
         self.dense_head = dense_head
 
-    def forward(self, images: Tensor) -> DenseOutput:  # type: ignore[override]
-        """Images (B, C, H, W) of one view -> ``DenseOutput``."""
-        LAYER_DRAWS.enter([0])
-        features = extract(self.backbone, images)
-        self.embedding = features.pooled.detach()
-        patches = features.tokens.patches  # (B, S, E)
-        return DenseOutput(self.head(features.pooled), self.dense_head(patches), patches.detach())
+    def forward(self, views: list[Tensor]) -> PatchOutput:  # type: ignore[override]
+        """One view [(B, C, H, W)] -> ``Predictions`` and features."""
+        features = self.extract(views)
+        predicted = Predictions(self.head(features.pooled), self.dense_head(features.patches))
+        return PatchOutput(predicted, features)
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ outputs of the heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -20,23 +20,19 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.config.run_length import RunLength
-from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import all_reduce_sum
-from selftask.methods.base import Method
+from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
+from selftask.methods.families.prototypes import PrototypeHeads
 from selftask.models.block_mask import BlockMask
 from selftask.models.build import embed_dim
 from selftask.models.clustering import sinkhorn_knopp, view_cross_entropy
-from selftask.models.features.extract import adapter_of, extract
+from selftask.models.features.extract import adapter_of
 from selftask.models.heads import DINOHead
 from selftask.models.losses.koleo import koleo
-from selftask.models.network import Network
+from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
-from selftask.models.teacher import Teacher
-from selftask.models.weights.load import load_part
 from selftask.models.weights.trained import Scores
-from selftask.optim.schedules import build_schedule, last_value
-from selftask.random.keyed import LAYER_DRAWS, uniform
+from selftask.random.keyed import uniform
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -67,61 +63,43 @@ class Inputs(NamedTuple):
     is_student: bool
     """True to mask patches; the teacher gets whole views."""
 
+    def whole(self) -> Inputs:
+        """Return the global views without masks, as a teacher sees them."""
+        return self._replace(local_views=[], is_student=False)
 
-class Output(NamedTuple):
-    """Output of the network."""
 
-    pooled: Tensor
-    """(2, B, E), features of the global views."""
-    scores: Tensor
-    """(V, B, K), scores of the image head."""
+class Predictions(NamedTuple):
+    """Scores of the two heads."""
+
+    images: Tensor
+    """(V, B, K), of pooled features."""
     patches: Tensor
-    """(M, K), scores of the patch head at masked patches."""
+    """(M, K), of masked patches."""
 
 
 @register_method("dinov2")
-class DINOv2(Method):
+class DINOv2(PrototypeHeads, EMATeacher):
     """Self-distillation of images and masked patches, with features spread over the sphere."""
 
     loss_reduction = "gathered"  # for the neighbours of KoLeo
     sample_dim = None
     views = (2, None)
     requires = ("tokens",)
+    exports_teacher = True
+    teacher_drop_path = False
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
-        out_dim: int = setting(65_536, min=1, tiny=16)
-        """Number of prototypes, K."""
-        hidden_dim: int = setting(2048, min=1, tiny=32)
-        """Width of the heads' hidden layers."""
-        bottleneck: int = setting(256, min=1, tiny=16)
-        """Width before the last layers."""
-        num_layers: int = setting(3, min=1, max=100)
-        """Number of layers of each head, without the last layer."""
+    class Config(PrototypeHeads.Config, EMATeacher.Config):
         tied_heads: bool = False
         """Whether images and patches share one head."""
         norm_last_layer: bool = True
         """Whether the rows of the last layers keep unit length; false: their lengths are trained,
         as in the published code.
         """
-        temperature: float = setting(0.1, above=0)
-        """Temperature of the student."""
-        teacher_temperature: float | dict[str, Any] = setting(
-            {"name": "constant", "start": 0.07, "warmup": "30 epochs", "warmup_start": 0.04},
-            of="schedules",
-            above=0,
-        )
-        """Temperature of the teacher."""
         targets: Literal["sinkhorn", "centering"] = "sinkhorn"
         """How the teacher's outputs become targets."""
-        center_momentum: float = setting(0.9, min=0, max=1)
-        """Momentum of the center, for ``targets: centering``."""
-        momentum: float | dict[str, Any] = setting(
-            {"name": "cosine", "start": 0.992, "end": 1.0}, of="schedules", min=0, max=1
-        )
+        momentum: Schedule = teacher_momentum({"name": "cosine", "start": 0.992, "end": 1.0})
         """Momentum of the teacher."""
-        freeze_last_layer: int | str = setting("1 epoch", duration=True)
-        """Duration for which the last layers are not trained."""
         mask_probability: float = setting(0.5, min=0, max=1)
         """Probability that a global view is masked."""
         mask_ratio: list[float] = setting([0.1, 0.5], min=0, max=1)
@@ -147,7 +125,6 @@ class DINOv2(Method):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.register_buffer("centers", torch.zeros(2, config.out_dim))  # for images and patches
-        self.pending: list[Tensor] = []  # (2, K + 1) per batch: sums of scores and their number
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         head = self.build_head(embed_dim(backbone))
@@ -155,23 +132,14 @@ class DINOv2(Method):
         return DINOv2Network(backbone, head, patch_head)
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        config = self.config
-        return DINOHead(
-            embed_dim,
-            config.out_dim,
-            hidden=config.hidden_dim,
-            bottleneck=config.bottleneck,
-            num_layers=config.num_layers,
-            trained_length=not config.norm_last_layer,
-        )
+        return self.prototype_head(embed_dim, trained_length=not self.config.norm_last_layer)
+
+    def heads(self, network: Any) -> Sequence[DINOHead]:
+        return network.head, network.patch_head
 
     def setup(self, task: Task) -> None:
-        config, length = self.config, task.length
+        super().setup(task)
         self.grid_of = adapter_of(task.base_model.backbone).grid  # type: ignore[arg-type]
-        self.teacher = Teacher(task.base_model, drop_path=False)
-        self.momentum_at = build_schedule(config.momentum, length)
-        self.teacher_temperature_at = build_schedule(config.teacher_temperature, length)
-        self.frozen_steps = steps_in(config.freeze_last_layer, length)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         views = batch.all_views
@@ -201,10 +169,14 @@ class DINOv2(Method):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute targets from the teacher's scores of the unmasked global views."""
+        """Compute targets from the teacher's scores of the unmasked global views.
+
+        ``batch["teacher"]`` is the teacher's whole output, for further terms.
+        """
         batch = task.last_batch
-        output = self.teacher(batch.input._replace(local_views=[], is_student=False))
-        scores = [to_float32(output.scores.flatten(0, 1)), to_float32(output.patches)]
+        batch["teacher"] = self.teacher(batch.input.whole())
+        predicted = batch["teacher"].prediction
+        scores = [to_float32(predicted.images.flatten(0, 1)), to_float32(predicted.patches)]
         temperature = self.teacher_temperature_at(task.where)
         images, patches = (
             self.targets(one, center, temperature)
@@ -214,7 +186,7 @@ class DINOv2(Method):
         batch["patch_targets"] = patches  # (M, K)
         if task.train and self.config.targets == "centering":
             sums = [F.pad(one.sum(dim=0), (0, 1), value=len(one)) for one in scores]
-            self.pending.append(torch.stack(sums))
+            self.pending.append(torch.stack(sums))  # (2, K + 1), with the number of scores
 
     def targets(self, scores: Tensor, center: Tensor, temperature: float) -> Tensor:
         """Turn the teacher's scores into targets.
@@ -231,54 +203,45 @@ class DINOv2(Method):
             return F.softmax((scores - center) / temperature, dim=1)
         return sinkhorn_knopp(scores, epsilon=temperature, iterations=SINKHORN_ITERATIONS)
 
-    def forward(self, output: Output, batch: Batch) -> dict[str, Tensor]:
-        """Return the four weighted terms of section 4. DINO terms are means over pairs of views."""
-        config, masks = self.config, batch["masks"]
-        log_probs = F.log_softmax(to_float32(output.scores) / config.temperature, dim=2)
+    def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
+        """Return the four weighted terms of section 4. DINO terms are means over pairs of views.
+
+        ``output.features`` are those of the global views, (2 * B, E) and (2 * B, N, E).
+        """
+        config, masks, predicted = self.config, batch["masks"], output.prediction
+        log_probs = self.log_probs(predicted.images)  # (V, B, K)
         pairs = view_cross_entropy(batch["image_targets"], log_probs)  # (2, V)
         pairs = config.dino_weight * pairs / (pairs.numel() - NUM_GLOBAL)
         patches = patch_cross_entropy(
-            output.patches, batch["patch_targets"], masks.weights, temperature=config.temperature
+            predicted.patches, batch["patch_targets"], masks.weights, temperature=config.temperature
         )
+        views = output.features.pooled.chunk(NUM_GLOBAL)  # (B, E) each
         return {
             "dino_local": pairs[:, NUM_GLOBAL:].sum(),
             "dino_global": pairs[0, 1] + pairs[1, 0],
             "ibot": config.ibot_weight * patches / len(masks.mask),
-            "koleo": config.koleo_weight * sum(koleo(view) for view in output.pooled),
+            "koleo": config.koleo_weight * sum(koleo(view) for view in views),
         }
-
-    def on_backward(self, task: Task) -> None:
-        """Freeze the last layers at first, as in DINO."""
-        if task.steps_done < self.frozen_steps:
-            for head in (task.base_model.head, task.base_model.patch_head):
-                for parameter in head.last_layer.parameters():
-                    parameter.grad = None
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
         """Update the teacher, and the centres with the mean scores of all ranks."""
-        self.teacher.update(task.base_model, momentum=self.momentum_at(task.where))
-        if self.pending:
-            sums = all_reduce_sum(torch.stack(self.pending).sum(dim=0))  # (2, K + 1)
+        super().on_update(task)
+        if pending := self.take_pending():
+            sums = all_reduce_sum(torch.stack(pending).sum(dim=0))  # (2, K + 1)
             number = sums[:, -1:]
             means = torch.where(number > 0, sums[:, :-1] / number.clamp(min=1), self.centers)
             self.centers.lerp_(means, 1.0 - self.config.center_momentum)
-        self.pending.clear()
-
-    def export_backbone(self, network: nn.Module) -> nn.Module:
-        """Return the teacher's backbone."""
-        return super().export_backbone(self.teacher.network)
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
         """Return the teacher's heads, with their last temperature and their centres."""
-        config, centers = self.config, checkpoint["method"]["centers"]
-        length = RunLength(**checkpoint["length"])
-        temperature = last_value(config.teacher_temperature, length)
-        head, patch_head = self.build_head(embed_dim), self.build_head(embed_dim)
-        load_part(head, checkpoint, "method.teacher.network.head")
-        load_part(patch_head, checkpoint, "method.teacher.network.patch_head")
-        patches = Scores(patch_head, temperature, config.targets, centers[1])
-        return Scores(head, temperature, config.targets, centers[0], patches=patches)
+        images, patches = (
+            self.teacher_scores(embed_dim, checkpoint, center, head=head)
+            for head, center in zip(
+                ("head", "patch_head"), checkpoint["method"]["centers"], strict=True
+            )
+        )
+        return replace(images, patches=patches)
 
 
 class DINOv2Network(Network):
@@ -289,28 +252,19 @@ class DINOv2Network(Network):
         self.patch_head = patch_head
         self.mask_token = nn.Parameter(torch.zeros(adapter_of(backbone).mask_dim))
 
-    def forward(self, inputs: Inputs) -> Output:  # type: ignore[override]
+    def forward(self, inputs: Inputs) -> PatchOutput:  # type: ignore[override]
         masks, num_local = inputs.masks, len(inputs.local_views)
-        LAYER_DRAWS.enter(range(NUM_GLOBAL))
-        features = extract(
-            self.backbone,
-            torch.cat(inputs.global_views),
+        features = self.extract(
+            inputs.global_views,
             mask=masks.mask if inputs.is_student else None,
             mask_token=self.mask_token if inputs.is_student else None,
         )
         pooled = features.pooled  # (2 * B, E)
-        patches = features.tokens.patches.flatten(0, 1)[masks.places]  # (M, E)
-        every = pooled
         if num_local:
-            LAYER_DRAWS.enter(range(NUM_GLOBAL, NUM_GLOBAL + num_local))
-            local = extract(self.backbone, torch.cat(inputs.local_views)).pooled  # (L * B, E)
-            every = torch.cat([pooled, local])
-        self.embedding = every.detach()
-        return Output(
-            pooled.unflatten(0, (NUM_GLOBAL, -1)),
-            self.head(every).unflatten(0, (NUM_GLOBAL + num_local, -1)),
-            self.patch_head(patches),
-        )
+            pooled = torch.cat([pooled, self.extract(inputs.local_views).pooled])  # (V * B, E)
+        masked = features.patches.flatten(0, 1)[masks.places]  # (M, E)
+        images = self.head(pooled).unflatten(0, (NUM_GLOBAL + num_local, -1))
+        return PatchOutput(Predictions(images, self.patch_head(masked)), features, masks.mask)
 
 
 @in_full_precision

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,16 +22,14 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.methods.base import Method
+from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
+from selftask.methods.families.masked_patches import Kept, MaskedPatches, build_kept_network
 from selftask.models.build import embed_dim
-from selftask.models.features.extract import FeatureExtractor, adapter_of, extract
-from selftask.models.features.tokens import Grid, gather_tokens, mean_token
+from selftask.models.features.extract import FeatureExtractor, adapter_of
+from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.masks import MultiBlockMask, hide_patches, mask_of
-from selftask.models.network import Network
-from selftask.models.patch_predictor import PatchPredictor, fix_sincos_positions
+from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
-from selftask.models.teacher import Teacher
-from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -38,16 +37,14 @@ if TYPE_CHECKING:
 
 
 @register_method("ijepa")
-class IJEPA(Method):
+class IJEPA(MaskedPatches, EMATeacher):
     """Prediction of an EMA teacher's features of masked blocks; the teacher is exported."""
 
-    loss_reduction = "samples"
-    sample_dim = 0
-    views = 1
     requires = ("subset",)
+    exports_teacher = True  # as in the paper's evaluations
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(EMATeacher.Config):
         num_targets: int = setting(4, min=1)
         """Number of target blocks, M."""
         target_scale: tuple[float, float] = (0.15, 0.2)
@@ -70,9 +67,7 @@ class IJEPA(Method):
         """Initial standard deviation of weights. null: larger in layers with few inputs, for
         networks much narrower than a ViT-B; with 0.02 these would pass on little but positions.
         """
-        momentum: float | dict[str, Any] = setting(
-            {"name": "linear", "start": 0.996, "end": 1.0}, of="schedules", min=0, max=1
-        )
+        momentum: Schedule = teacher_momentum({"name": "linear", "start": 0.996, "end": 1.0})
         """Momentum of the teacher."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -107,21 +102,16 @@ class IJEPA(Method):
         """Build the network with fixed positions, and published initial weights unless loaded."""
         config = self.config
         self.check_backbone(backbone)
-        grid = adapter_of(backbone).built_grid
-        self.masks = self.build_masks(grid)
-        predictor = PatchPredictor(
-            embed_dim(backbone),
-            grid,
+        self.masks = self.build_masks(adapter_of(backbone).built_grid)
+        return build_kept_network(
+            backbone,
+            task,
+            partial(initialize, std=config.init_std),
+            num_out=embed_dim(backbone),
             dim=config.predictor_dim,
             depth=config.predictor_depth,
             num_heads=config.predictor_heads,
-            num_out=embed_dim(backbone),
         )
-        initialize(predictor, std=config.init_std)
-        if task.config.init.backbone is None:
-            fix_sincos_positions(backbone)
-            initialize(backbone, std=config.init_std)
-        return BlockPredictor(backbone, predictor)
 
     def build_masks(self, grid: Grid) -> MultiBlockMask:
         config = self.config
@@ -135,75 +125,45 @@ class IJEPA(Method):
             max_context=config.max_context,
         )
 
-    def setup(self, task: Task) -> None:
-        self.teacher = Teacher(FeatureExtractor(task.base_model.backbone))
-        self.momentum_at = build_schedule(self.config.momentum, task.length)
+    def averaged(self, network: Any) -> nn.Module:
+        return FeatureExtractor(network.backbone)
 
-    def prepare_batch(self, batch: Batch, task: Task) -> None:
-        (images,) = batch.all_views
-        grid = adapter_of(task.base_model.backbone).grid(*images.shape[-2:])
+    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
         if grid != self.masks.grid:  # view size differs from that of the backbone
             self.masks = self.build_masks(grid)
-        key = batch.key.to(images.device, non_blocking=True)
-        context, targets = self.masks.draw(task.config.train.seed, key)
-        batch["targets"] = targets
-        batch.input = (images, context, targets)
+        (keep, padding), (asked, asked_padding) = self.masks.draw(seed, key)
+        return Kept(keep, asked, padding, asked_padding)
 
     def on_forward(self, task: Task) -> None:
         """Compute the teacher's normalised features of the whole image at the target blocks."""
         batch = task.last_batch
-        indices, _ = batch["targets"]  # (B, M, Q)
+        indices = batch["mask"].asked  # (B, M, Q)
         features = self.teacher(batch.all_views[0]).tokens.patches  # (B, N, E)
         features = F.layer_norm(to_float32(features), features.shape[-1:])
         features = gather_tokens(features, indices.flatten(1))
         batch["features"] = features.view(*indices.shape, -1)  # (B, M, Q, E)
 
-    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+    def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return the smooth L1 distance, averaged over patches of a block, blocks and images."""
-        distance = F.smooth_l1_loss(to_float32(output), batch["features"], reduction="none")
-        inside = ~batch["targets"][1]  # (B, M, Q), False for padding
+        predicted = to_float32(output.prediction)  # (B, M, Q, E)
+        distance = F.smooth_l1_loss(predicted, batch["features"], reduction="none")
+        inside = ~batch["mask"].asked_padding  # (B, M, Q)
         of_patch = distance.mean(dim=3) * inside  # (B, M, Q)
         of_block = of_patch.sum(dim=2) / inside.sum(dim=2)  # (B, M)
         return of_block.mean()
 
-    def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the image, its context, and each target block."""
-        (images,) = batch.all_views
-        indices, padding = batch["targets"]  # (B, M, Q)
-        _, context, _ = batch.input
-        blocks = {"context": context}
-        for block in range(indices.shape[1]):
-            blocks[f"target {block + 1}"] = (indices[:, block], padding[:, block])
+        images, mask = batch.input
+        blocks = {"context": (mask.keep, mask.padding)}
+        for block in range(mask.asked.shape[1]):
+            name = f"target {block + 1}"
+            blocks[name] = (mask.asked[:, block], mask.asked_padding[:, block])
         shown = {
             name: hide_patches(images, ~mask_of(rows, unused, self.masks.num_patches))
             for name, (rows, unused) in blocks.items()
         }
         return {"image": images, **shown}
-
-    def on_update(self, task: Task) -> None:
-        self.teacher.update(task.base_model.backbone, momentum=self.momentum_at(task.where))
-
-    def export_backbone(self, network: nn.Module) -> nn.Module:
-        """Return the teacher's backbone, as in the paper's evaluations."""
-        return super().export_backbone(self.teacher.network)
-
-
-class BlockPredictor(Network):
-    """Network that encodes the context and predicts each target block: (B, M, Q, E)."""
-
-    def forward(self, inputs: tuple[Tensor, Any, Any]) -> Tensor:  # type: ignore[override]
-        images, (keep, padding), (asked, asked_padding) = inputs
-        features = extract(self.backbone, images, keep=keep, padding=padding)
-        self.embedding = mean_token(features.tokens.patches.detach(), padding)
-        predicted: Tensor = self.head(
-            features.tokens.sequence,
-            keep,
-            asked,
-            padding=padding,
-            asked_padding=asked_padding,
-            grid=adapter_of(self.backbone).grid(*images.shape[-2:]),
-        )
-        return predicted
 
 
 @torch.no_grad()

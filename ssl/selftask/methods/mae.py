@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.methods.base import Method
-from selftask.models.build import embed_dim
-from selftask.models.features.extract import adapter_of, extract
+from selftask.methods.families.masked_patches import Kept, MaskedPatches, build_kept_network
+from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid, gather_tokens
-from selftask.models.network import Network
-from selftask.models.patch_predictor import PatchPredictor, fix_sincos_positions
+from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
@@ -34,12 +32,9 @@ if TYPE_CHECKING:
 
 
 @register_method("mae")
-class MAE(Method):
+class MAE(MaskedPatches):
     """Encoder of the visible patches; a light decoder reconstructs the pixels of the others."""
 
-    loss_reduction = "samples"
-    sample_dim = 0
-    views = 1
     requires = ("subset",)
 
     @dataclass(frozen=True, kw_only=True)
@@ -67,26 +62,21 @@ class MAE(Method):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the network with fixed positions, and the paper's initial weights unless loaded."""
         config, adapter = self.config, adapter_of(backbone)
-        rows, columns = adapter.built_grid
-        self.num_kept(rows * columns)
+        self.num_kept(adapter.built_grid)
         self.patch_size = adapter.patch_size[0]
-        decoder = PatchPredictor(
-            embed_dim(backbone),
-            adapter.built_grid,
+        return build_kept_network(
+            backbone,
+            task,
+            initialize,
+            num_out=task.data_module.channels * self.patch_size**2,
             dim=config.decoder_dim,
             depth=config.decoder_depth,
             num_heads=config.decoder_heads,
-            num_out=task.data_module.channels * self.patch_size**2,
         )
-        initialize(decoder)
-        if task.config.init.backbone is None:
-            fix_sincos_positions(backbone)
-            initialize(backbone)
-        return MaskedAutoencoder(backbone, decoder)
 
-    def num_kept(self, num_patches: int) -> int:
+    def num_kept(self, grid: Grid) -> int:
         """Return the number of encoded patches. Raise UserError if it is none or all."""
-        ratio = self.config.mask_ratio
+        ratio, num_patches = self.config.mask_ratio, grid[0] * grid[1]
         kept = int(num_patches * (1 - ratio))
         if kept == num_patches:
             raise UserError(
@@ -100,30 +90,25 @@ class MAE(Method):
             )
         return kept
 
-    def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Keep the patches with the lowest draws; ``batch["masked"]`` (B, M) are the others."""
-        (images,) = batch.all_views
-        rows, columns = adapter_of(task.base_model.backbone).grid(*images.shape[-2:])
-        num_patches = rows * columns
-        num_kept = self.num_kept(num_patches)
-        key = batch.key.to(images.device, non_blocking=True)
-        draws = uniform(task.config.train.seed, key, num_patches)  # (B, N)
+    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
+        """Keep the patches with the lowest draws; the others are predicted as one group."""
+        draws = uniform(seed, key, grid[0] * grid[1])  # (B, N)
         order = draws.argsort(dim=1, stable=True)
-        keep, batch["masked"] = order[:, :num_kept], order[:, num_kept:]
-        batch.input = (images, keep, batch["masked"])
+        num_kept = self.num_kept(grid)
+        return Kept(order[:, :num_kept], order[:, None, num_kept:])
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
         batch = task.last_batch
         patches = patchify(batch.all_views[0], self.patch_size)  # (B, N, P)
-        pixels = gather_tokens(patches, batch["masked"])  # (B, M, P)
+        pixels = gather_tokens(patches, batch["mask"].asked[:, 0])  # (B, M, P)
         batch["pixels"] = normalize(pixels) if self.config.normalize_pixels else pixels
 
-    def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the mean squared error over masked patches only; ``output`` (B, M, P)."""
-        return F.mse_loss(to_float32(output), batch["pixels"])
+    def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
+        """Return the mean squared error over masked patches only."""
+        return F.mse_loss(to_float32(output.prediction[:, 0]), batch["pixels"])  # (B, M, P)
 
-    def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the image, the kept patches, and the prediction of the others.
 
         Predictions of standardised patches get the mean and deviation of the true patch, as in the
@@ -131,12 +116,12 @@ class MAE(Method):
         """
         (images,) = batch.all_views
         patches = patchify(images, self.patch_size)  # (B, N, P)
-        painted = to_float32(output)
+        painted, masked = to_float32(output.prediction[:, 0]), batch["mask"].asked[:, 0]
         if self.config.normalize_pixels:
-            true = gather_tokens(patches, batch["masked"])
+            true = gather_tokens(patches, masked)
             variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
             painted = painted * (variance + 1e-6).sqrt() + mean
-        place = batch["masked"][..., None].expand_as(painted)
+        place = masked[..., None].expand_as(painted)
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         return {
             "image": images,
@@ -148,18 +133,6 @@ class MAE(Method):
     def chance_loss(self) -> float | None:
         """Loss of predicting each patch's mean: its variance, 1 unless the patch is constant."""
         return 1.0 if self.config.normalize_pixels else None
-
-
-class MaskedAutoencoder(Network):
-    """Network that encodes the kept patches and decodes: (images, keep, masked) -> (B, M, P)."""
-
-    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:  # type: ignore[override]
-        images, keep, masked = inputs
-        encoded = extract(self.backbone, images, keep=keep).tokens.sequence  # (B, T + K, E)
-        self.embedding = encoded.mean(dim=1).detach()
-        grid = adapter_of(self.backbone).grid(*images.shape[-2:])
-        painted: Tensor = self.head(encoded, keep, masked[:, None], grid=grid)  # (B, 1, M, P)
-        return painted[:, 0]
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:

@@ -23,19 +23,16 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import total_views
 from selftask.distributed.collectives import sum_with_grad, world_size
-from selftask.methods.base import Method
+from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
+from selftask.methods.families.prototypes import PrototypeLayer
 from selftask.models.build import embed_dim
-from selftask.models.clustering import sinkhorn_knopp, view_cross_entropy
-from selftask.models.features.extract import adapter_of, extract
-from selftask.models.heads import UnitLength, WeightNormLinear, mlp
+from selftask.models.clustering import view_cross_entropy
+from selftask.models.features.extract import adapter_of
+from selftask.models.heads import WeightNormLinear, mlp
 from selftask.models.masks import hide_patches, mask_of
-from selftask.models.network import Network
-from selftask.models.precision import to_float32
-from selftask.models.teacher import Teacher
-from selftask.models.weights.load import load_part
-from selftask.models.weights.trained import Scores
-from selftask.optim.schedules import build_schedule
-from selftask.random.keyed import LAYER_DRAWS, uniform
+from selftask.models.network import Network, PatchOutput
+from selftask.models.weights.trained import Scores, Targets
+from selftask.random.keyed import uniform
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -52,21 +49,18 @@ Inputs: TypeAlias = tuple[list[Tensor], Tensor | None, list[Tensor]]
 
 
 @register_method("msn")
-class MSN(Method):
+class MSN(PrototypeLayer, EMATeacher):
     """Masked student views predict the teacher's prototypes, whose use follows a prior."""
 
     loss_reduction = "statistics"  # the mean prediction, and the sizes of clusters
     views = (2, None)
     requires = ("subset",)
+    exports_teacher = True  # which the paper evaluates
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(PrototypeLayer.Config, EMATeacher.Config):
         out_dim: int = setting(256, min=1, tiny=16)
         """Width of the head's output, D."""
-        hidden_dim: int = setting(2048, min=1, tiny=32)
-        """Width of the head's two hidden layers."""
-        norm: bool = True
-        """Whether the head has BatchNorm."""
         num_prototypes: int = setting(1024, min=2, tiny=12)
         """Number of prototypes, K."""
         masked_views: int = setting(1, min=1)
@@ -75,21 +69,13 @@ class MSN(Method):
         """
         mask_ratio: float = setting(0.15, min=0, below=1)
         """Share of the patches of a masked view that are dropped; at least one patch is kept."""
-        temperature: float = setting(0.1, above=0)
-        """Temperature of the student, tau in eq. 1."""
         sharpening: float = setting(0.25, above=0, max=1)
         """Temperature of the teacher relative to the student's, T in section 3."""
         sinkhorn_iterations: int = setting(3, min=0)
         """Iterations of Sinkhorn-Knopp, which balances the targets; 0: none."""
         me_max_weight: float = setting(1.0, min=0)
         """Weight of the divergence of the mean prediction from the prior, lambda in eq. 2."""
-        power: float = setting(0.0, min=0)
-        """Exponent of the prior: prototype k is used proportionally to k ** -power. 0: uniform, as
-        in MSN; PMSN has 0.25.
-        """
-        momentum: float | dict[str, Any] = setting(
-            {"name": "linear", "start": 0.996, "end": 1.0}, of="schedules", min=0, max=1
-        )
+        momentum: Schedule = teacher_momentum({"name": "linear", "start": 0.996, "end": 1.0})
         """Momentum of the teacher."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -125,9 +111,8 @@ class MSN(Method):
         return head
 
     def setup(self, task: Task) -> None:
-        self.teacher = Teacher(task.base_model)
+        super().setup(task)
         self.grid_of = adapter_of(task.base_model.backbone).grid  # type: ignore[arg-type]
-        self.momentum_at = build_schedule(self.config.momentum, task.length)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Draw the patches that are kept in each masked view."""
@@ -144,40 +129,34 @@ class MSN(Method):
     def on_forward(self, task: Task) -> None:
         """Compute targets from the teacher's features of the whole first view."""
         batch = task.last_batch
-        (features,) = self.teacher((batch.all_views[:1], None, []))  # (B, D)
+        (features,) = self.teacher((batch.all_views[:1], None, [])).prediction  # (B, D)
         batch["targets"] = self.targets(features)
 
     @torch.no_grad()
     def targets(self, features: Tensor) -> Tensor:
         """Turn the teacher's features (B, D) into sharpened, balanced probabilities (B, K)."""
-        config = self.config
-        log_probs = self.log_probs(features, config.temperature * config.sharpening)
-        if config.sinkhorn_iterations == 0:
-            return log_probs.exp()
-        iterations = config.sinkhorn_iterations
-        return sinkhorn_knopp(log_probs, epsilon=1.0, iterations=iterations, power=config.power)
+        log_probs = self.log_probs(features, self.config.temperature * self.config.sharpening)
+        return self.balanced(log_probs, 1.0) if self.config.sinkhorn_iterations else log_probs.exp()
 
     def log_probs(self, features: Tensor, temperature: float) -> Tensor:
         """Return log-probabilities of prototypes (..., K) given features (..., D); eq. 1."""
-        with torch.autocast(features.device.type, enabled=False):
-            cosines = self.prototypes(F.normalize(to_float32(features), dim=-1))
-            return F.log_softmax(cosines / temperature, dim=-1)
+        return F.log_softmax(self.scores(features) / temperature, dim=-1)
 
-    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of eq. 2; ``output`` (V, B, D).
+    def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
+        """Return the terms of eq. 2; ``output.prediction`` (V, B, D).
 
         ``me_max`` is the KL divergence of the mean prediction over the views of all ranks from the
         prior. For the uniform one that is log K minus the entropy, which MSN maximises.
         """
         weight = self.config.me_max_weight
-        log_probs = self.log_probs(output, self.config.temperature)  # (V, B, K)
+        log_probs = self.log_probs(output.prediction, self.config.temperature)  # (V, B, K)
         terms = {"cross_entropy": view_cross_entropy(batch["targets"][None], log_probs).mean()}
         if weight:
             mean = sum_with_grad(log_probs.exp().mean(dim=(0, 1))) / world_size()  # (K,)
             terms["me_max"] = weight * (mean * (mean.log() - self.log_prior)).sum()
         return terms
 
-    def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the teacher's view, and the first masked view of the student."""
         whole, masked = batch.all_views[:2]
         _, keep, _ = batch.input
@@ -185,9 +164,6 @@ class MSN(Method):
         num_patches = math.prod(self.grid_of(*masked.shape[-2:]))
         seen = mask_of(first, torch.zeros_like(first, dtype=torch.bool), num_patches)  # (B, N)
         return {"image": whole, "masked": hide_patches(masked, ~seen)}
-
-    def on_update(self, task: Task) -> None:
-        self.teacher.update(task.base_model, momentum=self.momentum_at(task.where))
 
     @property
     def chance_loss(self) -> float:
@@ -198,39 +174,27 @@ class MSN(Method):
         divergence = mean_log + math.log(total / len(places))  # of equal probabilities, from prior
         return math.log(len(places)) + config.me_max_weight * divergence
 
-    def export_backbone(self, network: nn.Module) -> nn.Module:
-        """Return the teacher's backbone, which the paper evaluates."""
-        return super().export_backbone(self.teacher.network)
-
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
         """Return the teacher's head and the prototypes, with the temperature of the targets."""
-        config, head = self.config, self.build_head(embed_dim)
-        load_part(head, checkpoint, "method.teacher.network.head")
-        load_part(self.prototypes, checkpoint, "method.prototypes")
-        return Scores(
-            nn.Sequential(head, UnitLength(), self.prototypes),
-            config.temperature * config.sharpening,
-            "sinkhorn" if config.sinkhorn_iterations else "softmax",
-            power=config.power,
-        )
+        temperature = self.config.temperature * self.config.sharpening
+        targets: Targets = "sinkhorn" if self.config.sinkhorn_iterations else "softmax"
+        part = "method.teacher.network.head"
+        return self.trained_scores(embed_dim, checkpoint, part, temperature, targets)
 
 
 class MSNNetwork(Network):
-    """Backbone and head: views -> (V, B, D), masked views first.
+    """Backbone and head: views -> ``prediction`` (V, B, D) and features of the masked views.
 
     BatchNorm in the head uses the statistics of all views of one size, as in the published code.
     """
 
-    def forward(self, inputs: Inputs) -> Tensor:  # type: ignore[override]
+    def forward(self, inputs: Inputs) -> PatchOutput:  # type: ignore[override]
         views, keep, focal = inputs
         if keep is not None:
             keep = keep.transpose(0, 1).flatten(0, 1)  # (M * B, n)
-        LAYER_DRAWS.enter(range(len(views)))
-        features = [extract(self.backbone, torch.cat(views), keep=keep).pooled]  # (M * B, E)
-        outputs = [self.head(features[0])]
+        features = self.extract(views, keep=keep)
+        outputs = [self.head(features.pooled)]  # (M * B, D)
         if focal:
-            LAYER_DRAWS.enter(range(len(views), len(views) + len(focal)))
-            features.append(extract(self.backbone, torch.cat(focal)).pooled)
-            outputs.append(self.head(features[1]))
-        self.embedding = torch.cat(features).detach()
-        return torch.cat(outputs).unflatten(0, (len(views) + len(focal), -1))
+            outputs.append(self.head(self.extract(focal).pooled))
+        outputs = torch.cat(outputs).unflatten(0, (len(views) + len(focal), -1))
+        return PatchOutput(outputs, features, keep)

@@ -12,18 +12,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.methods.base import Method
+from selftask.methods.families.masked_patches import MaskedNetwork, MaskedPatches
 from selftask.models.build import embed_dim
-from selftask.models.features.adapter import Adapter
-from selftask.models.features.extract import adapter_of, extract
+from selftask.models.features.extract import adapter_of
+from selftask.models.features.tokens import Grid
 from selftask.models.masks import hide_patches, random_mask
-from selftask.models.network import Network
+from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
 from selftask.registry import register_method
 
@@ -32,12 +31,9 @@ if TYPE_CHECKING:
 
 
 @register_method("simmim")
-class SimMIM(Method):
+class SimMIM(MaskedPatches):
     """Prediction of masked squares' pixels from features, by one linear layer."""
 
-    loss_reduction = "samples"
-    sample_dim = 0
-    views = 1
     requires = ("tokens", "dense")
 
     @dataclass(frozen=True, kw_only=True)
@@ -48,44 +44,38 @@ class SimMIM(Method):
         """Side of a masked square, in pixels."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        adapter = adapter_of(backbone)
-        rows, columns = adapter.built_grid
-        self._check_size(adapter, rows * adapter.patch_size[0], columns * adapter.patch_size[1])
-        return MaskedPixels(backbone, adapter, task.data_module.channels)
-
-    def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw the masks ``batch["mask"]`` (B, h, w), with equally many patches in each image."""
-        (images,) = batch.all_views
-        height, width = images.shape[-2:]
-        adapter = adapter_of(task.base_model.backbone)
-        self._check_size(adapter, height, width)
-        grid = adapter.grid(height, width)
-        mask = random_mask(
-            task.config.train.seed,
-            batch.key.to(images.device, non_blocking=True),
-            grid,
-            ratio=self.config.mask_ratio,
-            unit=self.config.mask_size // adapter.patch_size[0],
+        """Return the backbone with a 1 x 1 convolution to the pixels of each location."""
+        self.adapter = adapter_of(backbone)
+        self.check_grid(self.adapter.built_grid)
+        stride = self.adapter.stride
+        channels = task.data_module.channels * stride**2
+        decoder = nn.Sequential(
+            nn.Conv2d(embed_dim(backbone), channels, 1), nn.PixelShuffle(stride)
         )
-        batch["mask"] = mask.unflatten(1, grid)
-        batch.input = (images, mask)
+        return MaskedNetwork(backbone, decoder, takes_map=True)
 
-    def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the mean absolute error of the masked pixels; ``output`` (B, C, H, W)."""
+    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:
+        """Return masks (B, h, w), with equally many patches in each image."""
+        self.check_grid(grid)
+        unit = self.config.mask_size // self.adapter.patch_size[0]
+        mask = random_mask(seed, key, grid, ratio=self.config.mask_ratio, unit=unit)
+        return mask.unflatten(1, grid)
+
+    def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
+        """Return the mean absolute error of the masked pixels (B, C, H, W)."""
         (images,) = batch.all_views
-        return masked_l1(to_float32(output), images, batch["mask"])
+        return masked_l1(to_float32(output.prediction), images, batch["mask"])
 
-    def visualize(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the image, its visible pixels, and the prediction of the others."""
-        (images,) = batch.all_views
-        mask = batch["mask"].flatten(1)
-        seen = hide_patches(images, mask)
-        painted = seen + hide_patches(to_float32(output), ~mask)
-        return {"image": images, "masked": seen, "reconstruction": painted}
+        shown, predicted = super().visualize(output, batch), to_float32(output.prediction)
+        painted = shown["masked"] + hide_patches(predicted, ~batch["mask"].flatten(1))
+        return {**shown, "reconstruction": painted}
 
-    def _check_size(self, adapter: Adapter, height: int, width: int) -> None:
+    def check_grid(self, grid: Grid) -> None:
         """Raise UserError if squares of ``mask_size`` do not fit images and patches."""
-        side = self.config.mask_size
+        side, adapter = self.config.mask_size, self.adapter
+        height, width = (n * patch for n, patch in zip(grid, adapter.patch_size, strict=True))
         if any(side % patch for patch in adapter.patch_size):
             raise UserError(
                 f"method.mask_size={side} pixels cannot be divided into the backbone's patches of "
@@ -98,26 +88,6 @@ class SimMIM(Method):
                 f"into squares of {unit} pixels (masks of {side}, a backbone of stride "
                 f"{adapter.stride})"
             )
-
-
-class MaskedPixels(Network):
-    """Backbone with masked patches, then a 1 x 1 convolution: (images, mask) -> (B, C, H, W)."""
-
-    def __init__(self, backbone: nn.Module, adapter: Adapter, channels: int) -> None:
-        decoder = nn.Sequential(
-            nn.Conv2d(embed_dim(backbone), channels * adapter.stride**2, 1),
-            nn.PixelShuffle(adapter.stride),
-        )
-        super().__init__(backbone, decoder)
-        self.mask_token = nn.Parameter(torch.empty(adapter.mask_dim))
-        nn.init.trunc_normal_(self.mask_token, std=0.02)
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
-        images, mask = inputs
-        features = extract(self.backbone, images, mask=mask, mask_token=self.mask_token)
-        self.embedding = features.pooled.detach()
-        pixels: Tensor = self.head(features.tokens.map)
-        return pixels
 
 
 def masked_l1(pixels: Tensor, images: Tensor, mask: Tensor) -> Tensor:

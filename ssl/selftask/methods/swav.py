@@ -22,12 +22,11 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import rank, world_size
-from selftask.methods.base import Method
-from selftask.models.clustering import sinkhorn_knopp, swapped_cross_entropy
+from selftask.methods.families.prototypes import PrototypeLayer
+from selftask.models.clustering import swapped_cross_entropy
 from selftask.models.feature_queue import FeatureQueue
-from selftask.models.heads import Prototypes, UnitLength, mlp
+from selftask.models.heads import Prototypes, mlp
 from selftask.models.precision import to_float32
-from selftask.models.weights.load import load_part
 from selftask.models.weights.trained import Scores
 from selftask.registry import register_method
 
@@ -38,32 +37,22 @@ NUM_ASSIGNED = 2  # number of views whose assignments the others predict
 
 
 @register_method("swav")
-class SwAV(Method):
+class SwAV(PrototypeLayer):
     """Swapped prediction between views, with online, equally large clusters and multi-crop."""
 
     loss_reduction = "statistics"  # sizes of the clusters
     views = (2, None)
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(PrototypeLayer.Config):
         out_dim: int = setting(128, min=1, tiny=16)
         """Width of the head's output, D."""
-        hidden_dim: int = setting(2048, min=1, tiny=32)
-        """Width of the head's hidden layer."""
-        norm: bool = True
-        """Whether the head has BatchNorm."""
         num_prototypes: int = setting(3000, min=1, tiny=12)
         """Number of prototypes, K."""
-        temperature: float = 0.1
-        """Temperature of the softmax over prototypes, tau in eq. 2."""
-        epsilon: float = 0.05
+        epsilon: float = setting(0.05, above=0)
         """Weight of the entropy in eq. 3."""
         sinkhorn_iterations: int = setting(3, min=1)
         """Iterations of Sinkhorn-Knopp."""
-        power: float = setting(0.0, min=0)
-        """Exponent of the prototypes' shares: prototype k gets a share of the images proportional
-        to k ** -power; 0: equal shares.
-        """
         hard_assignments: int | str = setting(0, duration=True)
         """Duration for which assignments are hard (one-hot), an option of VISSL."""
         queue_size: int = setting(0, min=0, tiny=lambda batch: 2 * batch)
@@ -80,21 +69,20 @@ class SwAV(Method):
                     f"queue_size: {self.queue_size} images are fewer than the {batch_size} of a "
                     "batch; give several batches, or 0 for no queue"
                 )
-            for key in ("temperature", "epsilon"):
-                if getattr(self, key) <= 0:
-                    yield f"{key}: {getattr(self, key)}; must be above 0"
+
+    prototypes: Prototypes
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.prototypes = Prototypes(config.out_dim, config.num_prototypes)  # C, trained
         self.queue = FeatureQueue(config.queue_size, NUM_ASSIGNED, config.out_dim)  # (L, 2, D)
         self.queue_is_used = self.is_hard = False
-        self.pending: list[Tensor] = []  # features (B, 2, D) per batch since the last step
 
     def build_head(self, embed_dim: int) -> nn.Module:
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=self.config.norm)
 
     def setup(self, task: Task) -> None:
+        super().setup(task)
         config = self.config
         self.queue_start, self.frozen_steps, self.hard_steps = (
             steps_in(text, task.length)
@@ -112,7 +100,7 @@ class SwAV(Method):
         self.queue_is_used = is_full and task.steps_done >= self.queue_start
         if task.train and len(self.queue):
             assigned = to_float32(task.last_batch.output[:NUM_ASSIGNED].detach())
-            self.pending.append(F.normalize(assigned, dim=2).transpose(0, 1))
+            self.pending.append(F.normalize(assigned, dim=2).transpose(0, 1))  # (B, 2, D)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return eq. 6, averaged over its pairs; ``output`` (V, B, D).
@@ -121,8 +109,7 @@ class SwAV(Method):
         the rest.
         """
         with torch.autocast(output.device.type, enabled=False):
-            features = F.normalize(to_float32(output), dim=2)  # (V, B, D)
-            scores = self.prototypes(features)  # (V, B, K)
+            scores = self.scores(output)  # (V, B, K)
             assigned = torch.stack([self.assign(scores[v], v) for v in range(NUM_ASSIGNED)])
             log_probs = F.log_softmax(scores / self.config.temperature, dim=2)  # (V, B, K)
             cross_entropy = swapped_cross_entropy(assigned, log_probs)
@@ -141,16 +128,11 @@ class SwAV(Method):
             scores: (B, K).
             view: Number of the view.
         """
-        config, batch = self.config, len(scores)
+        batch = len(scores)
         if self.queue_is_used:
             share = self.queue.rows[:, view].tensor_split(world_size())[rank()]  # (L / W, D)
             scores = torch.cat([self.prototypes(share), scores])  # (L / W + B, K)
-        assigned = sinkhorn_knopp(
-            scores,
-            epsilon=config.epsilon,
-            iterations=config.sinkhorn_iterations,
-            power=config.power,
-        )[-batch:]
+        assigned = self.balanced(scores, self.config.epsilon)[-batch:]
         if self.is_hard:
             return torch.zeros_like(assigned).scatter(1, assigned.argmax(dim=1, keepdim=True), 1.0)
         return assigned
@@ -162,10 +144,10 @@ class SwAV(Method):
 
     def on_update(self, task: Task) -> None:
         """Normalise the prototypes and enqueue the batch's features."""
+        super().on_update(task)
         self.prototypes.normalize_()
-        for features in self.pending:
+        for features in self.take_pending():
             self.queue.update(features)
-        self.pending.clear()
 
     @property
     def chance_loss(self) -> float:
@@ -174,8 +156,4 @@ class SwAV(Method):
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
         """Return head and prototypes; assignments are balanced by Sinkhorn-Knopp."""
-        head = self.build_head(embed_dim)
-        load_part(head, checkpoint, "model.head")
-        load_part(self.prototypes, checkpoint, "method.prototypes")
-        scores = nn.Sequential(head, UnitLength(), self.prototypes)
-        return Scores(scores, self.config.epsilon, "sinkhorn", power=self.config.power)
+        return self.trained_scores(embed_dim, checkpoint, "model.head", self.config.epsilon)

@@ -25,20 +25,17 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
-from selftask.models.features.extract import extract
 from selftask.models.features.tokens import gather_tokens
 from selftask.models.heads import mlp
 from selftask.models.losses.variance_covariance import variance_covariance
-from selftask.models.network import Network
+from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
-from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.task import Task
 
 NUM_LARGE = 2  # views, each compared with all others
-Output = dict[str, list[Tensor]]
 
 
 @register_method("vicregl")
@@ -98,15 +95,15 @@ class VICRegL(Method):
         """Compute ``batch["centers"]``, the position of each cell in the image."""
         batch = task.last_batch
         draws = [one for group in batch.draws.values() for one in group]
-        maps = batch.output["cells"]  # (B, L, h, w) for each view
+        maps = batch.output.prediction["cells"]  # (B, L, h, w) for each view
         pairs = zip(draws, maps, strict=True)
         batch["centers"] = [one.centers(*cells.shape[2:]) for one, cells in pairs]  # (B, N, 2)
 
-    def forward(self, output: Output, batch: Batch) -> dict[str, Tensor]:
+    def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the weighted terms of equation 5."""
-        config = self.config
-        whole = global_terms([to_float32(view) for view in output["pooled"]])
-        cells = [to_float32(cells).flatten(2).mT for cells in output["cells"]]  # (B, N, L)
+        config, predicted = self.config, output.prediction
+        whole = global_terms([to_float32(view) for view in predicted["pooled"]])
+        cells = [to_float32(cells).flatten(2).mT for cells in predicted["cells"]]  # (B, N, L)
         matches = [
             config.num_matches if view < NUM_LARGE else config.num_small_matches
             for view in range(len(cells))
@@ -127,23 +124,22 @@ class VICRegL(Method):
 
 
 class LocalNetwork(Network):
-    """Views -> ``pooled`` (B, D) and ``cells`` (B, L, h, w) of each view; one view per pass."""
+    """Views -> ``pooled`` (B, D) and ``cells`` (B, L, h, w) of each view; one view per pass.
 
-    def forward(self, views: Sequence[Tensor]) -> Output:  # type: ignore[override]
+    ``features`` is a list, since views may have different sizes.
+    """
+
+    def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]
         heads: Any = self.head
-        features = []
-        output: Output = {"pooled": [], "cells": []}  # torch.compile cannot trace Output(...)
-        for number, view in enumerate(views):
-            LAYER_DRAWS.enter([number])
-            found = extract(self.backbone, view)
-            features.append(found.pooled)
-            output["pooled"].append(heads["pooled"](found.pooled))
-            cells = heads["cells"](found.tokens.patches.flatten(0, 1))  # (B * N, L)
-            cells = cells.unflatten(0, (len(view), -1)).mT  # (B, L, N)
-            assert found.tokens.grid is not None
-            output["cells"].append(cells.unflatten(2, found.tokens.grid))
-        self.embedding = torch.cat(features).detach()
-        return output
+        every = [self.extract(view) for view in views]
+        predicted: dict[str, list[Tensor]] = {"pooled": [], "cells": []}
+        for features in every:
+            predicted["pooled"].append(heads["pooled"](features.pooled))
+            cells = heads["cells"](features.patches.flatten(0, 1))  # (B * N, L)
+            cells = cells.unflatten(0, (len(features.pooled), -1)).mT  # (B, L, N)
+            assert features.tokens.grid is not None
+            predicted["cells"].append(cells.unflatten(2, features.tokens.grid))
+        return PatchOutput(predicted, every)
 
 
 def pairs_of_views(num_views: int) -> list[tuple[int, int]]:

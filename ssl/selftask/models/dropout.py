@@ -112,6 +112,8 @@ def _per_sample(library: Any, kind: _Kind) -> Any:
         rate = getattr(self, kind.rate)
         if not self.training or not rate or LAYER_DRAWS.words is None:
             return library.forward(self, x)
+        if kind.axes == 0 and len(x) != LAYER_DRAWS.words.shape[1] and not _in_backward():
+            LAYER_DRAWS.enter_next(len(x))  # the backbone was called without ``extract``
         words = LAYER_DRAWS.words[self._draw_number]  # (N,)
         if len(x) % len(words):
             _misfit(library.__name__, len(x), len(words))
@@ -142,6 +144,10 @@ def _unfuse(layer: Any) -> None:
         layer.fused_attn = False
 
 
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 @functools.cache
 def _misfit(name: str, rows: int, expected: int) -> None:
     """Warn that rows do not match samples; raise RuntimeError in a backward pass.
@@ -149,7 +155,7 @@ def _misfit(name: str, rows: int, expected: int) -> None:
     A call in a backward pass means that the backbone's own checkpointing recomputes a forward pass,
     whose draws are lost.
     """
-    if torch._C._current_graph_task_id() != -1:
+    if _in_backward():
         raise RuntimeError(
             f"{name} in a block that the backbone itself computes again in the backward pass: use "
             "parallel.activation_checkpointing=blocks instead of the backbone's own"

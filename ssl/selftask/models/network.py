@@ -6,20 +6,39 @@ V views, B images, E features of the backbone (``embed_dim``), D outputs of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from selftask.models.features.extract import pooled
+from selftask.models.features.extract import extract, pooled
+from selftask.models.features.tokens import Features
 from selftask.random.keyed import LAYER_DRAWS
+
+
+class PatchOutput(NamedTuple):
+    """Output of a network of patches: what its head predicts, and all that the backbone returned.
+
+    A further term of a loss, of a subclass or a hook, finds what it needs here. It is a tuple, so
+    that DDP, FSDP and torch.compile find its tensors.
+    """
+
+    prediction: Any
+    """Output of the head, or of several heads."""
+    features: Any
+    """``Features`` of the images: ``pooled``, ``prefix``, ``patches`` and ``hidden``. For views of
+    several sizes, a list of them.
+    """
+    mask: Any = None
+    """Masks of the images, as drawn by the method; None if there are none."""
 
 
 class Network(nn.Module):
     """``head(backbone(views))``, in one pass for each image size or for each view.
 
     Methods that need patches or hidden layers use a subclass. Its forward pass takes
-    ``batch.input``, may return tensors in any tuple or dict, and sets ``embedding``.
+    ``batch.input``, passes images by ``self.extract`` or ``self.pooled``, and may return tensors in
+    any tuple or dict, such as ``PatchOutput``.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -28,15 +47,18 @@ class Network(nn.Module):
             views of one size share a pass of the backbone, and all views one of the head.
     """
 
-    embedding: Tensor | None
-    """Last pooled features of the backbone, (V*B, E), detached, for logging; not in the state."""
-
     def __init__(self, backbone: nn.Module, head: nn.Module, *, per_view: bool = False) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
         self.per_view = per_view
-        self.embedding = None
+        self._passes: list[Tensor] = []  # pooled features of each pass of the last call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin a call: its views are counted from 0, for draws of layers, and ``embedding``."""
+        LAYER_DRAWS.restart()
+        self._passes = []
+        return super().__call__(*args, **kwargs)
 
     def forward(self, views: Sequence[Tensor]) -> Tensor:
         """V tensors (B, C, H, W) of any sizes -> (V, B, D) in the order of the views.
@@ -47,24 +69,54 @@ class Network(nn.Module):
         """
         if self.per_view:
             return self._one_by_one(views)
-        features = forward_by_size(self.backbone, views)  # (V*B, E)
-        self.embedding = features.detach()
+        features = self.pooled(views)  # (V*B, E)
         LAYER_DRAWS.enter(range(len(views)))
         output: Tensor = self.head(features)  # (V*B, D)
         return output.view(len(views), -1, *output.shape[1:])
 
+    def extract(self, views: Tensor | Sequence[Tensor], **options: Any) -> Features:
+        """Return the features of the next views of this call, in one pass of the backbone.
+
+        Args:
+            views: Views of one size, (B, C, H, W) each, or their images (V * B, C, H, W), view
+                after view.
+            **options: ``mask``, ``mask_token``, ``keep``, ``padding`` and ``layers``, see
+                ``models.features.extract``.
+        """
+        images = views if isinstance(views, Tensor) else torch.cat(list(views))
+        features = extract(self.backbone, images, **options)
+        self._passes.append(features.pooled.detach())
+        return features
+
+    def pooled(self, views: Sequence[Tensor]) -> Tensor:
+        """Return the pooled features of views of any sizes, (V*B, E); see ``forward_by_size``."""
+        features = forward_by_size(self.backbone, views)
+        self._passes.append(features.detach())
+        return features
+
+    @property
+    def embedding(self) -> Tensor | None:
+        """Pooled features of the last call, (V*B, E), detached, for logging; not in the state."""
+        if len(self._passes) > 1:
+            self._passes = [torch.cat(self._passes)]
+        return self._passes[0] if self._passes else None
+
+    @embedding.setter
+    def embedding(self, features: Tensor | None) -> None:
+        self._passes = [] if features is None else [features.detach()]
+
     def _one_by_one(self, views: Sequence[Tensor]) -> Tensor:
-        features, outputs = [], []
-        for place, view in enumerate(views):
-            LAYER_DRAWS.enter([place])
-            features.append(pooled(self.backbone, view))  # (B, E)
-            outputs.append(self.head(features[-1]))  # (B, D)
-        self.embedding = torch.cat(features).detach()
+        outputs = []
+        for number, view in enumerate(views):
+            LAYER_DRAWS.enter([number])
+            features = pooled(self.backbone, view)  # (B, E)
+            self._passes.append(features.detach())
+            outputs.append(self.head(features))  # (B, D)
         return torch.stack(outputs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the last features from copies and pickles."""
-        return {**self.__dict__, "embedding": None}
+        return {**self.__dict__, "_passes": []}
 
 
 def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from selftask.errors import UserError
 from selftask.models.dropout import disable_stochastic_depth
+from selftask.random.keyed import LAYER_DRAWS
 
 
 class Teacher(nn.Module):
@@ -39,6 +40,7 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """EMA forward pass, without gradients."""
+        LAYER_DRAWS.restart()
         return self.network(*args, **kwargs)
 
     @torch.no_grad()

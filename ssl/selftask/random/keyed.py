@@ -44,8 +44,9 @@ def uniform(seed: int, key: Tensor, n: int) -> Tensor:
 class LayerDraws:
     """Random words for dropout layers, a function of (seed, epoch, sample, view, layer).
 
-    There is one per process. A layer reads its row of ``words``; code that passes several views
-    through a network calls ``enter`` before each pass. Nothing is computed without such layers.
+    There is one per process. A layer reads its row of ``words``. Each pass of images through a
+    backbone sets them: ``extract`` and ``Network`` count the views of a call, so that methods need
+    not. Nothing is computed without such layers.
 
     Shape:
         words: int64 (L, N), for L layers and the N rows of the batch that is passed; None outside
@@ -55,6 +56,7 @@ class LayerDraws:
     def __init__(self) -> None:
         self.words: Tensor | None = None
         self._samples: Tensor | None = None  # (B,), the stream of each sample of the batch
+        self._next_view = 0
         self.num_layers = 0
         self._seed = 0
 
@@ -67,15 +69,31 @@ class LayerDraws:
         """Begin a batch of the samples ``key`` (B, 2), as given by the loader: one view of each."""
         self._samples = _streams(self._seed ^ _LAYERS, key.to(device, non_blocking=True))
         self.enter((0,))
+        self.restart()
 
     def stop(self) -> None:
         """End the batch: layers draw from torch's generator again."""
         self.words = self._samples = None
 
+    def restart(self) -> None:
+        """Begin a call of a network; its first view is number 0."""
+        self._next_view = 0
+
+    def enter_next(self, rows: int) -> None:
+        """Begin a pass of the next views of a call: ``rows`` images, view after view.
+
+        If these are not whole views of the batch, words do not change, and a layer warns.
+        """
+        if self._samples is not None:
+            number, rest = divmod(rows, len(self._samples))
+            if not rest:
+                self.enter(range(self._next_view, self._next_view + number))
+
     def enter(self, views: Sequence[int]) -> None:
         """Begin a pass of the batch's samples through the network, in these views."""
         if self._samples is None:
             return
+        self._next_view = max(self._next_view, max(views) + 1)
         device = self._samples.device
         # filled, not copied from the host, which would wait for the device
         numbers = torch.cat([torch.full((1, 1), view, device=device) for view in views])
@@ -90,6 +108,7 @@ class LayerDraws:
         if self._samples is not None:
             self._samples = exchange(self._samples)
             self.enter((0,))
+            self.restart()
         try:
             yield
         finally:

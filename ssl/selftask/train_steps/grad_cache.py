@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
@@ -81,12 +82,12 @@ class GradCache:
 
     def _chunks(self, size: int) -> list[slice]:
         number = min(self.chunks, size)
-        edges = [size * place // number for place in range(number + 1)]
+        edges = [size * position // number for position in range(number + 1)]
         return [slice(*pair) for pair in pairwise(edges)]
 
 
 @torch.no_grad()
-def _forward(task: Task, batch: Batch, chunks: list[slice]) -> tuple[Tensor, list[Any]]:
+def _forward(task: Task, batch: Batch, chunks: list[slice]) -> tuple[Any, list[Any]]:
     """Return the output of all chunks, and the state of the generators before each chunk."""
     outputs, draws = [], []
     embeddings: list[Any] = []
@@ -96,42 +97,76 @@ def _forward(task: Task, batch: Batch, chunks: list[slice]) -> tuple[Tensor, lis
         embeddings.append(getattr(task.base_model, "embedding", None))
     if all(embedding is not None for embedding in embeddings):
         task.base_model.embedding = torch.cat(embeddings)
-    output = torch.cat(outputs, dim=task.loss.sample_dim)
-    if output.shape[task.loss.sample_dim] != len(batch.index):
+    sizes = [rows.stop - rows.start for rows in chunks]
+    leaves = zip(*(tree_leaves(output) for output in outputs), strict=True)
+    joined = [_join(parts, sizes, position, task) for position, parts in enumerate(leaves)]
+    return tree_unflatten(joined, tree_structure(outputs[0])), draws
+
+
+def _join(parts: Sequence[Any], sizes: list[int], position: int, task: Task) -> Any:
+    """Join one tensor of the outputs of all chunks, to a leaf of the graph of the loss.
+
+    Args:
+        parts: The tensor of each chunk, or a value that is no tensor.
+        sizes: Number of samples of each chunk.
+        position: Number of the tensor in an output.
+        task: The task.
+    """
+    if not isinstance(parts[0], Tensor):
+        return parts[0]
+    dim = task.loss.sample_dim
+    divided = [_by_sample(x, position, n, dim) for x, n in zip(parts, sizes, strict=True)]
+    whole = torch.cat([x for x, _ in divided], dim=divided[0][1])
+    if position:
+        whole = whole.flatten(0, 1)
+    elif whole.shape[dim] != sum(sizes):
         raise UserError(
-            f"train.step=grad_cache: the network's output {tuple(output.shape)} does not have the "
-            f"{len(batch.index)} samples in dimension {task.loss.sample_dim}, the sample_dim of "
+            f"train.step=grad_cache: the network's output {tuple(whole.shape)} does not have the "
+            f"{sum(sizes)} samples in dimension {dim}, the sample_dim of "
             f"{type(task.loss).__name__}; correct it, or set it to None"
         )
-    return output.requires_grad_(task.train), draws
+    return whole.requires_grad_(task.train and whole.is_floating_point())
+
+
+def _by_sample(x: Tensor, position: int, number: int, sample_dim: int) -> tuple[Tensor, int]:
+    """Return a tensor with its samples in one dimension, and the number of this dimension.
+
+    The first tensor of an output has them in ``sample_dim``. The others are features of a
+    ``PatchOutput``, whose rows are the samples of each view, view after view.
+    """
+    return (x.unflatten(0, (-1, number)), 1) if position else (x, sample_dim)
 
 
 def _backward(task: Task, batch: Batch, chunks: list[slice], draws: list[Any]) -> None:
     """Accumulate the gradients of the parameters chunk by chunk, from that of ``batch.output``."""
-    if batch.output.grad is None:
+    tensors = enumerate(tree_leaves(batch.output))
+    gradients = {
+        position: x.grad for position, x in tensors if getattr(x, "grad", None) is not None
+    }
+    if not gradients:
         return
+    size, dim = len(batch.index), task.loss.sample_dim
     for rows, state in zip(chunks, draws, strict=True):
-        part = batch.output.grad.narrow(task.loss.sample_dim, rows.start, rows.stop - rows.start)
+        parts = []
+        for position, gradient in gradients.items():
+            by_sample, samples = _by_sample(gradient, position, size, dim)
+            part = by_sample.narrow(samples, rows.start, rows.stop - rows.start)
+            parts.append(part.flatten(0, 1) if position else part)
         with nullcontext() if rows == chunks[-1] else task.no_sync():
             with _replayed(state), second_pass(task.base_model), task.autocast():
-                output = _of_chunk(task, batch, rows)
-            output.backward(part)
+                output = tree_leaves(_of_chunk(task, batch, rows))
+            torch.autograd.backward([output[position] for position in gradients], parts)
 
 
-def _of_chunk(task: Task, batch: Batch, rows: slice) -> Tensor:
+def _of_chunk(task: Task, batch: Batch, rows: slice) -> Any:
     """Return the network's output for some samples of the batch."""
+    size = len(batch.index)
+
+    def take(x: Tensor) -> Tensor:
+        return x[rows] if x.ndim and len(x) == size else x
+
     with LAYER_DRAWS.exchanged(lambda samples: samples[rows]):
-        output: Tensor = task.model(_take(batch.input, rows, len(batch.index)))
-    return output
-
-
-def _take(value: Any, rows: slice, size: int) -> Any:
-    """Return some rows of every tensor with ``size`` rows in nested lists and tuples."""
-    if isinstance(value, Tensor):
-        return value[rows] if value.ndim and len(value) == size else value
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return type(value)(_take(item, rows, size) for item in value)  # type: ignore[call-arg]
-    return value
+        return task.model(tree_map_only(Tensor, take, batch.input))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from selftask.config.fields import setting
 from selftask.distributed.collectives import rank
@@ -95,8 +96,5 @@ class Fault(Hook):
 
 def _spoilt(output: Any) -> Any:
     """Return the network's output with its first tensor multiplied by NaN."""
-    if isinstance(output, Tensor):
-        return output * torch.nan
-    if isinstance(output, dict):
-        return dict(zip(output, _spoilt(list(output.values())), strict=True))
-    return type(output)([_spoilt(output[0]), *output[1:]])
+    first, *others = tree_leaves(output)
+    return tree_unflatten([first * torch.nan, *others], tree_structure(output))

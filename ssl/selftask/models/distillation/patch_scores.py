@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from selftask.errors import UserError
-from selftask.models.features.extract import adapter_of, extract
+from selftask.models.features.extract import adapter_of
 from selftask.models.network import Network
-from selftask.random.keyed import LAYER_DRAWS
 
 
 class ImageAndPatchScores(NamedTuple):
@@ -55,12 +54,10 @@ class PatchScoreNetwork(Network):
         pooled, tokens = list[Tensor](), list[Tensor]()
         for _, neighbours in groupby(range(len(views)), key=lambda place: views[place].shape):
             places = list(neighbours)
-            LAYER_DRAWS.enter(places)
-            features = extract(self.backbone, torch.cat([views[place] for place in places]))
+            features = self.extract([views[place] for place in places])
             pooled.append(features.pooled)
             tokens.extend(features.tokens.patches.chunk(len(places)))  # (B, N, E) of each view
         every = torch.cat(pooled)  # (V * B, E)
-        self.embedding = every.detach()
         patches = torch.cat([view.flatten(0, 1) for view in tokens[: self.num_patch_views]])
         images: Tensor = self.head(every)
         return ImageAndPatchScores(images.unflatten(0, (len(views), -1)), self.patch_head(patches))

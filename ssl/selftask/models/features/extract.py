@@ -21,6 +21,7 @@ from selftask.models.features.timm_models import TimmModel
 from selftask.models.features.timm_vit import TimmViT
 from selftask.models.features.tokens import Features, Request
 from selftask.models.features.torchvision_models import TorchvisionStages, TorchvisionViT
+from selftask.random.keyed import LAYER_DRAWS
 
 _ADAPTERS: tuple[Any, ...] = (TimmViT, TimmModel, TorchvisionViT, TorchvisionStages)
 _NEEDED = {
@@ -44,6 +45,9 @@ def extract(
 ) -> Features:
     """Run ``backbone`` and return its features in a common form.
 
+    Images of several views are passed view after view, ``torch.cat(views)``: draws of dropout and
+    stochastic depth belong to the view of a sample, and are the same on any number of ranks.
+
     Under FSDP, call it inside the forward pass of the sharded module: a ``Network`` of the method,
     or ``FeatureExtractor``.
 
@@ -63,6 +67,7 @@ def extract(
     Raises:
         UserError: If the backbone does not support a request.
     """
+    LAYER_DRAWS.enter_next(len(images))
     adapter = adapter_of(backbone)
     request = Request(
         mask=mask, mask_token=mask_token, keep=keep, padding=padding, layers=tuple(layers)
@@ -83,7 +88,7 @@ def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
     if size is None or tuple(images.shape[-2:]) == size or not interpolates(backbone):
         features: Tensor = backbone(images)
         return features
-    return extract(backbone, images).pooled
+    return adapter_of(backbone).extract(images, Request()).pooled
 
 
 def fixed_size(backbone: nn.Module) -> tuple[int, int] | None:

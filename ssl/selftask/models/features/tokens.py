@@ -52,6 +52,16 @@ class Features(NamedTuple):
     hidden: dict[int, Tokens]
     """Outputs of the requested layers by number, without the final norm."""
 
+    @property
+    def patches(self) -> Tensor:
+        """Patch tokens of the last layer, (B, N, E)."""
+        return self.tokens.patches
+
+    @property
+    def prefix(self) -> Tensor:
+        """Prefix tokens of the last layer, (B, P, E)."""
+        return self.tokens.prefix
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

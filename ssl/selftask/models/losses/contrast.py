@@ -1,4 +1,4 @@
-"""InfoNCE with a queue of negatives, and shuffled BatchNorm, for MoCo and its successors.
+"""InfoNCE with negatives of a queue or of all ranks, and shuffled BatchNorm (MoCo).
 
 B: images per rank, W: ranks, V: sets of queries with a queue each, D: width, K: length of a queue.
 """
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.distributed.collectives import all_gather_cat, rank, world_size
+from selftask.distributed.collectives import all_gather_cat, gather_cat_with_grad, rank, world_size
 from selftask.models.precision import in_full_precision
 
 
@@ -31,6 +31,22 @@ def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -
     negative = query @ queue.transpose(1, 2)  # (V, B, K)
     logits = (torch.cat([positive, negative], dim=2) / temperature).flatten(0, 1)  # (VB, 1 + K)
     return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))
+
+
+@in_full_precision
+def gathered_cross_entropy(query: Tensor, key: Tensor, *, scale: float | Tensor) -> Tensor:
+    """Return the cross-entropy of each query with its key among the keys of all ranks.
+
+    Gradients reach the keys of every rank.
+
+    Args:
+        query: (B, D), usually of unit length.
+        key: (B, D); row b belongs to query b.
+        scale: Factor of the similarities, 1 / temperature.
+    """
+    logits = scale * query @ gather_cat_with_grad(key).T  # (B, B * W)
+    matches = torch.arange(len(query), device=query.device) + rank() * len(query)
+    return F.cross_entropy(logits, matches)
 
 
 def shuffle_bn(images: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from selftask.errors import UserError, nearest
+from selftask.registry.class_source import ClassSource, module_source, parse
 
 T = TypeVar("T")
 
@@ -152,23 +153,36 @@ class Registry:
     def declared(self, name: str, attribute: str, default: Any) -> Any:
         """Return a class attribute of ``name`` that is a literal, such as ``views = 2``.
 
-        It is read from source if the module is not imported.
+        It is read from source if the module is not imported, also if a base sets it.
 
         Args:
             name: A registered name.
             attribute: Name of the class attribute.
-            default: Returned if neither the class nor its bases in the same file set it.
+            default: Returned if neither the class nor a base sets it.
+
+        Raises:
+            UserError: If the source has another expression than a literal.
         """
         if name in self._registered:
             return getattr(self._registered[name], attribute, default)
-        path = self.address(name).path
-        for node in reversed([*_statements(self.definition(name), parse(path))]):
-            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
-                continue
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if ast.unparse(target) == attribute:
-                return ast.literal_eval(node.value)
-        return default
+        source = self.class_source(name)
+        value = source.value_of(attribute) if source else None
+        if value is None:
+            return default
+        path, expression = value
+        try:
+            return ast.literal_eval(expression)
+        except ValueError as error:
+            raise UserError(
+                f"{path}:{expression.lineno}: `{attribute}` is read before this file is imported; "
+                "write the value itself, without names"
+            ) from error
+
+    def class_source(self, name: str) -> ClassSource | None:
+        """Return a class by its source, without importing it; None for a function."""
+        node, module = self.definition(name), module_source(self.address(name).module)
+        assert module is not None
+        return ClassSource(module, node) if isinstance(node, ast.ClassDef) else None
 
     def definition(self, name: str) -> ast.ClassDef | ast.FunctionDef:
         """Return the syntax tree of a class or function, without importing it.
@@ -198,21 +212,6 @@ class Registry:
                     line = text.count("\n", 0, match.start()) + 1
                     index[match[1]] = Address(f"{self.package}.{module}", path, line)
         return index
-
-
-@cache
-def parse(path: Path) -> ast.Module:
-    """Return the syntax tree of a file; it is cached and must be treated as read-only."""
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _statements(node: ast.ClassDef | ast.FunctionDef, file: ast.Module) -> Iterator[ast.stmt]:
-    """Yield the statements of a class, after those of its bases in the same file."""
-    bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else ()
-    for other in file.body:
-        if isinstance(other, ast.ClassDef) and other.name in bases:
-            yield from _statements(other, file)
-    yield from node.body
 
 
 REDUCTIONS = {

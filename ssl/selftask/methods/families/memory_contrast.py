@@ -1,0 +1,106 @@
+"""Contrast of each image with its own entry and those of others in a memory bank (NPID).
+
+B: images per rank, K: negatives of an image, D: width of the head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.methods.base import Method
+from selftask.models.losses import noise_contrast
+from selftask.models.memory_bank import MemoryBank
+from selftask.random.keyed import uniform
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+class MemoryContrast(Method):
+    """Method with ``self.memory``, an entry for each image, updated after each step.
+
+    The config's ``loss`` is ``"nce"``, noise-contrastive estimation, or ``"info_nce"``, a softmax
+    over an image and its negatives. A subclass may have others, without negatives.
+    """
+
+    loss_reduction = "samples"  # negatives come from the memory
+    requires = ("index",)  # the memory has an entry for each image
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(128, min=1, tiny=16)
+        """Width of the head's output, D."""
+        num_negatives: int = setting(4096, min=1, tiny=16)
+        """Negatives drawn from the memory bank, K."""
+        temperature: float = setting(0.07, above=0)
+        """Temperature of the similarities, tau."""
+        momentum: float = setting(0.5, min=0, max=1)
+        """Momentum of the memory bank."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if config.loss == "nce":
+            self.normalizer = noise_contrast.Normalizer()  # Z in eq. 4 of NPID
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self.memory = MemoryBank(task.data_module.num_images, self.config.out_dim)
+
+    def draw_negatives(self, batch: Batch, task: Task, *, others: int = 0) -> Tensor:
+        """Draw ``batch["negatives"]``, the indices (B, K) of each image's negatives.
+
+        Args:
+            batch: The batch.
+            task: The task, with the seed of the run.
+            others: Number of further draws for each image.
+
+        Returns:
+            The further draws, (B, others) in [0, 1).
+        """
+        key = batch.key.to(batch.index.device, non_blocking=True)
+        draws = uniform(task.config.train.seed, key, others + self.config.num_negatives)
+        of_memory = draws[:, others:]
+        batch["negatives"] = noise_contrast.other_images(of_memory, batch.index, len(self.memory))
+        return draws[:, :others]
+
+    def on_forward(self, task: Task) -> None:
+        """Collect features for the memory; add NCE's constant, estimated in the first step."""
+        batch, features = task.last_batch, task.last_batch.output[0].detach()
+        if self.config.loss == "nce":
+            batch["normalizer"] = self.normalizer.of(
+                features, self.memory, batch["negatives"], self.config.temperature
+            )
+        if task.train:
+            self.pending.append((batch.index, features))
+
+    def contrast(self, batch: Batch, *features: Tensor) -> list[Tensor]:
+        """Return the loss of each of some features (B, D), with own entries and negatives."""
+        own, negatives = self.memory[batch.index], self.memory[batch["negatives"]]
+        loss: Callable[..., Tensor] = noise_contrast.info_nce
+        if self.config.loss == "nce":
+            constants = {"normalizer": batch["normalizer"], "num_images": len(self.memory)}
+            loss = partial(noise_contrast.nce, **constants)
+        return [loss(rows, own, negatives, self.config.temperature) for rows in features]
+
+    def on_update(self, task: Task) -> None:
+        """Update the memory; in the first step, set NCE's constant for the rest of the run."""
+        super().on_update(task)
+        if self.config.loss == "nce":
+            self.normalizer.keep(task.last_batch["normalizer"])
+        for index, features in self.take_pending():
+            self.memory.update(index, features, self.config.momentum)
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss if every entry is equally likely."""
+        negatives: int = self.config.num_negatives
+        is_nce = self.config.loss == "nce"
+        return noise_contrast.chance_of_nce(negatives) if is_nce else math.log1p(negatives)

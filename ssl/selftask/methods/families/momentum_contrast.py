@@ -1,0 +1,87 @@
+"""Contrast of queries with keys of a teacher, whose negatives are a queue of older keys (MoCo).
+
+V: queries per image, B: images per rank, D: width of the head, K: length of the queue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.methods.base import Method
+from selftask.models.feature_queue import FeatureQueue
+from selftask.models.heads import mlp
+from selftask.models.losses.contrast import shuffle_bn
+from selftask.models.teacher import Teacher
+from selftask.random.keyed import LAYER_DRAWS
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+class MomentumContrast(Method):
+    """Method with queues of keys; with ``EMATeacher``, which computes the keys.
+
+    ``on_forward`` appends the keys of a batch to ``pending``, as a tuple of rows for each of
+    ``queues()``; they are enqueued after the step.
+    """
+
+    loss_reduction = "samples"  # negatives come from the queue
+    views = 2
+    teacher: Teacher
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(128, min=1, tiny=16)
+        """Width of the head's output, D."""
+        hidden_dim: int | None = setting(None, min=1, tiny=32)
+        """Width of the head's hidden layer; null: that of the backbone."""
+        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)
+        """Length of a queue, in keys; K."""
+        temperature: float = setting(0.2, above=0)
+        """Temperature of the similarities, tau; 0.07 in MoCo v1."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            train = config["train"]
+            keys = train["batch_size"] * train["accumulate"]
+            if self.queue_size < keys:
+                yield (
+                    f"queue_size: {self.queue_size} is less than the {keys} keys of one step "
+                    "(train.batch_size * train.accumulate)"
+                )
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """Build the two-layer head of MoCo v2, without BatchNorm."""
+        return mlp(embed_dim, self.config.hidden_dim or embed_dim, self.config.out_dim, norm=False)
+
+    def queues(self) -> tuple[FeatureQueue, ...]:
+        """Return the queues, in the order of the rows in ``pending``."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def shuffled_teacher(self, views: list[Tensor]) -> Any:
+        """Return the teacher's output for views of other ranks' images, by ``shuffle_bn``.
+
+        Its rows (B, ...) belong to this rank's images after ``unshuffle_bn``.
+        """
+        exchanged = [shuffle_bn(view) for view in views]
+        with LAYER_DRAWS.exchanged(shuffle_bn):
+            return self.teacher(exchanged)
+
+    def on_update(self, task: Task) -> None:
+        """Update the teacher, then replace the oldest keys by those of this step."""
+        super().on_update(task)
+        for keys in self.take_pending():
+            for queue, rows in zip(self.queues(), keys, strict=True):
+                queue.update(rows)
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss if all similarities are equal: the key is one of 1 + K."""
+        return math.log(1 + self.config.queue_size)

@@ -1,0 +1,176 @@
+"""Methods that assign images, or patches, to prototypes.
+
+``PrototypeHeads`` (DINO): the head of the network ends in the prototypes, and a teacher's scores
+are the targets. ``PrototypeLayer`` (SwAV): prototypes are a layer of the method itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.config.run_length import RunLength
+from selftask.config.values.duration import steps_in
+from selftask.methods.base import Method
+from selftask.models.clustering import sinkhorn_knopp
+from selftask.models.heads import DINOHead, UnitLength
+from selftask.models.precision import to_float32
+from selftask.models.weights.load import load_part
+from selftask.models.weights.trained import Scores, Targets
+from selftask.optim.schedules import build_schedule, last_value
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+class PrototypeHeads(Method):
+    """Method whose heads end in K prototypes; with ``EMATeacher``, whose scores are the targets."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(65_536, min=1, tiny=16)
+        """Number of prototypes, K."""
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the hidden layers of a head."""
+        bottleneck: int = setting(256, min=1, tiny=16)
+        """Width before the last layer."""
+        num_layers: int = setting(3, min=1, max=100)
+        """Number of layers of a head including the bottleneck, without the last layer."""
+        temperature: float = setting(0.1, above=0)
+        """Temperature of the student."""
+        teacher_temperature: float | dict[str, Any] = setting(
+            {"name": "constant", "start": 0.07, "warmup": "30 epochs", "warmup_start": 0.04},
+            of="schedules",
+            above=0,
+        )
+        """Temperature of the teacher; 0.04 throughout is safer if it diverges."""
+        center_momentum: float = setting(0.9, min=0, max=1)
+        """Momentum of the center of the teacher's scores."""
+        freeze_last_layer: int | str = setting("1 epoch", duration=True)
+        """Duration for which the last layer, the prototypes, is not trained."""
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        return self.prototype_head(embed_dim)
+
+    def prototype_head(
+        self, embed_dim: int, *, norm: bool = False, trained_length: bool = False
+    ) -> DINOHead:
+        """Return a head for features (N, E): scores (N, K); see ``DINOHead`` for the options."""
+        config = self.config
+        return DINOHead(
+            embed_dim,
+            config.out_dim,
+            hidden=config.hidden_dim,
+            bottleneck=config.bottleneck,
+            num_layers=config.num_layers,
+            norm=norm,
+            trained_length=trained_length,
+        )
+
+    def heads(self, network: Any) -> Sequence[DINOHead]:
+        """Return the heads of a network that end in prototypes."""
+        return [network.head]
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self.teacher_temperature_at = build_schedule(self.config.teacher_temperature, task.length)
+        self.frozen_steps = steps_in(self.config.freeze_last_layer, task.length)
+
+    def log_probs(self, scores: Tensor) -> Tensor:
+        """Return the student's log-probabilities of prototypes, given its scores (..., K)."""
+        return F.log_softmax(to_float32(scores) / self.config.temperature, dim=-1)
+
+    def on_backward(self, task: Task) -> None:
+        """Freeze the prototypes at first, while the teacher is random."""
+        super().on_backward(task)
+        if task.steps_done < self.frozen_steps:
+            for head in self.heads(task.base_model):
+                for parameter in head.last_layer.parameters():
+                    parameter.grad = None
+
+    def teacher_scores(
+        self,
+        embed_dim: int,
+        checkpoint: Mapping[str, Any],
+        center: Tensor,
+        *,
+        head: str = "head",
+    ) -> Scores:
+        """Return a trained head of the teacher with its last temperature, for ``load_scores``.
+
+        Args:
+            embed_dim: Number of features of the backbone, E.
+            checkpoint: Checkpoint of a run.
+            center: (K,).
+            head: Name of the head in the network.
+        """
+        trained = self.build_head(embed_dim)
+        load_part(trained, checkpoint, f"method.teacher.network.{head}")
+        length = RunLength(**checkpoint["length"])
+        temperature = last_value(self.config.teacher_temperature, length)
+        targets: Targets = getattr(self.config, "targets", "centering")
+        return Scores(trained, temperature, targets, center)
+
+
+class PrototypeLayer(Method):
+    """Method with ``self.prototypes``, a layer that scores unit features (..., D): (..., K)."""
+
+    prototypes: nn.Module
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the head's hidden layers."""
+        norm: bool = True
+        """Whether the head has BatchNorm."""
+        temperature: float = setting(0.1, above=0)
+        """Temperature of the softmax over prototypes."""
+        power: float = setting(0.0, min=0)
+        """Exponent of the prototypes' shares: prototype k gets a share of the images proportional
+        to k ** -power; 0: equal shares. Above 0 for data whose classes have a long tail.
+        """
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Return the cosines (..., K) of features (..., D), of any length, in full precision."""
+        with torch.autocast(features.device.type, enabled=False):
+            cosines: Tensor = self.prototypes(F.normalize(to_float32(features), dim=-1))
+        return cosines
+
+    def balanced(self, scores: Tensor, epsilon: float) -> Tensor:
+        """Return assignments of the images of all ranks by Sinkhorn-Knopp, (B, K).
+
+        Args:
+            scores: (B, K).
+            epsilon: Weight of the entropy; smaller values give harder assignments.
+        """
+        iterations, power = self.config.sinkhorn_iterations, self.config.power
+        return sinkhorn_knopp(scores, epsilon=epsilon, iterations=iterations, power=power)
+
+    def trained_scores(
+        self,
+        embed_dim: int,
+        checkpoint: Mapping[str, Any],
+        part: str,
+        temperature: float,
+        targets: Targets = "sinkhorn",
+    ) -> Scores:
+        """Return a trained head and the prototypes, for ``load_scores``.
+
+        Args:
+            embed_dim: Number of features of the backbone, E.
+            checkpoint: Checkpoint of a run.
+            part: Path of the head in the checkpoint, such as ``model.head``.
+            temperature: Temperature of the targets.
+            targets: How scores become probabilities.
+        """
+        head = self.build_head(embed_dim)
+        load_part(head, checkpoint, part)
+        load_part(self.prototypes, checkpoint, "method.prototypes")
+        scores = nn.Sequential(head, UnitLength(), self.prototypes)
+        return Scores(scores, temperature, targets, power=self.config.power)

@@ -1,0 +1,118 @@
+"""The methods of docs/methods.md that extend a family or another method, against loops."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minitask import MiniTask, TinyTokens, loss_of
+from selftask.registry import HOOKS, METHODS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/methods.md"
+SMALL = {"out_dim": 5, "hidden_dim": 7, "bottleneck": 4, "momentum": 0.9, "mask_probability": 1.0}
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Import a file of the page; its names are registered for one test."""
+    for registry in (METHODS, HOOKS):
+        for attribute in ("_registered", "_addresses"):
+            monkeypatch.setattr(registry, attribute, dict(getattr(registry, attribute)))
+
+    def load(name: str) -> ModuleType:
+        text = re.search(rf"```python\n(# {name}\.py\n.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+        assert text is not None
+        (tmp_path / f"{name}.py").write_text(text[1], encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach(), b.detach()
+    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
+
+
+def test_nnclr_contrasts_nearest_neighbors(example: Callable[[str], ModuleType]) -> None:
+    """Eq. 2 of NNCLR in both directions, as loops."""
+    kind = example("nnclr").NNCLR
+    method = kind(kind.Config(out_dim=4, queue_size=9, temperature=0.2)).double()
+    output = torch.randn(2, 3, 2, 4, dtype=torch.float64)
+    terms = []
+    for view in range(2):
+        for image in range(3):
+            cosines = [_cosine(output[view, image, 0], row) for row in method.queue.rows]
+            nearest = method.queue.rows[cosines.index(max(cosines))]
+            exps = [math.exp(_cosine(nearest, other) / 0.2) for other in output[1 - view, :, 1]]
+            terms.append(-math.log(exps[image] / sum(exps)))
+    assert loss_of(method, output).item() == pytest.approx(sum(terms) / 6, rel=1e-6)
+
+
+def _dinov2(method: Any, **config: Any) -> MiniTask:
+    task = MiniTask(method, {**SMALL, **config}, backbone=TinyTokens, sizes=(8, 8))
+    draws = torch.Generator().manual_seed(7)
+    task.views = [torch.randn(24, 3, 9, 9, dtype=torch.float64, generator=draws) for _ in range(2)]
+    return task
+
+
+def test_a_term_of_a_subclass_is_that_of_a_hook(example: Callable[[str], ModuleType]) -> None:
+    """Both teachers are copies of the network at first; a renewed one is DINOv2's own."""
+    module = example("gram")
+    task = _dinov2(module.GramDINOv2, gram_weight=3.0, renew_every=2)
+    hooked, hook = _dinov2("dinov2"), module.GramTerm(weight=3.0)
+    run_hooks = hooked.run_hooks
+
+    def with_term(point: str) -> None:
+        run_hooks(point)
+        if point == "on_loss_and_meter":
+            hook.on_loss_and_meter(hooked)
+
+    hooked.run_hooks = with_term  # type: ignore[method-assign]
+    plain = _dinov2("dinov2").run(1)
+    task.run(1)
+    hooked.run(1)
+    both = [(a, b) for a, b in zip(task.grads[0], hooked.grads[0], strict=True) if a is not None]
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in both)  # type: ignore[arg-type]
+    changed = zip(task.grads[0], plain.grads[0], strict=True)
+    assert not all(a is None or torch.allclose(a, b) for a, b in changed)  # type: ignore[arg-type]
+    patches = task.last_batch.output.features.patches
+    target = task.last_batch["gram"]
+    gram = [
+        (_cosine(image[i], image[j]) - _cosine(other[i], other[j])) ** 2
+        for image, other in zip(patches, target, strict=True)
+        for i in range(9)
+        for j in range(9)
+    ]
+    expected = 3.0 * sum(gram) / len(gram)
+    assert float(task.last_batch.terms["gram"]) == pytest.approx(expected, rel=1e-9)
+    assert float(hooked.logged["gram"]) == pytest.approx(expected / 3.0, rel=1e-9)
+    task.run(1)
+    pairs = zip(task.loss.gram_teacher.parameters(), task.loss.teacher.parameters(), strict=True)
+    assert all(torch.equal(old, now) for old, now in pairs)
+
+
+def test_a_teacher_of_a_family_follows(example: Callable[[str], ModuleType]) -> None:
+    kind = example("slow").Slow
+    task = MiniTask(kind, {"out_dim": 4, "momentum": 0.9})
+    before = [p.clone() for p in task.loss.teacher.parameters()]
+    task.run(1)
+    pairs = zip(before, task.loss.teacher.parameters(), task.base_model.parameters(), strict=True)
+    for old, now, student in pairs:
+        assert torch.allclose(now, 0.9 * old + 0.1 * student, rtol=0, atol=1e-12)
+    exported = task.loss.export_backbone(task.base_model)
+    assert exported is task.loss.teacher.network.backbone
