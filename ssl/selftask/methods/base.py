@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 from torch import Tensor, nn
 
 from selftask.batch import Batch, Loss
+from selftask.config.schema.optimizer import GroupRule
 from selftask.hooks.base import Hook
 from selftask.models.build import embed_dim
 from selftask.models.network import Network
@@ -101,6 +102,15 @@ class Method(nn.Module, Hook):
 
     def setup(self, task: Task) -> None:
         """Build parts that depend on network or data (teacher, memory); called before loading."""
+
+    def group_rules(self) -> list[GroupRule]:
+        """Return rules for parameter groups that belong to the method; none by default.
+
+        They hold for every recipe: a constant learning rate of a predictor, prototypes without
+        decay, a last layer that is frozen at first. Names begin with ``network.`` or ``loss.``;
+        ``network.`` may be omitted. Rules of ``optimizer.groups`` override them.
+        """
+        return []
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Set ``batch.input``, the argument of the network; all views by default."""

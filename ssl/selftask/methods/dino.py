@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.run_length import RunLength
-from selftask.config.values.duration import steps_in
+from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.methods.base import Method
 from selftask.models.clustering import swapped_cross_entropy
@@ -97,7 +97,10 @@ class DINO(Method):
         self.teacher = Teacher(task.base_model, drop_path=False)
         self.momentum_at = build_schedule(config.momentum, length)
         self.teacher_temperature_at = build_schedule(config.teacher_temperature, length)
-        self.frozen_steps = steps_in(config.freeze_last_layer, length)
+
+    def group_rules(self) -> list[GroupRule]:
+        """Freeze the last layer at first, while the teacher is random."""
+        return [GroupRule(match="network.head.last_layer", freeze=self.config.freeze_last_layer)]
 
     def on_forward(self, task: Task) -> None:
         """Compute the teacher's targets for global views: centred (eq. 4), then sharpened."""
@@ -117,11 +120,6 @@ class DINO(Method):
         cross_entropy = swapped_cross_entropy(batch["probs"], log_probs)
         entropy = torch.special.entr(batch["probs"]).sum(dim=2).mean()
         return {"teacher_entropy": entropy, "kl": cross_entropy - entropy}
-
-    def on_backward(self, task: Task) -> None:
-        """Freeze the last layer at first, while the teacher is random."""
-        if task.steps_done < self.frozen_steps:
-            task.base_model.head.last_layer.weight.grad = None
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.run_length import RunLength
-from selftask.config.values.duration import steps_in
+from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.methods.base import Method
 from selftask.models.block_mask import BlockMask
@@ -166,7 +166,11 @@ class DINOv2(Method):
         self.teacher = Teacher(task.base_model, drop_path=False)
         self.momentum_at = build_schedule(config.momentum, length)
         self.teacher_temperature_at = build_schedule(config.teacher_temperature, length)
-        self.frozen_steps = steps_in(config.freeze_last_layer, length)
+
+    def group_rules(self) -> list[GroupRule]:
+        """Freeze the last layers at first, as in DINO."""
+        layers = ["network.head.last_layer", "network.patch_head.last_layer"]
+        return [GroupRule(match=layers, freeze=self.config.freeze_last_layer)]
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         views = batch.all_views
@@ -241,12 +245,6 @@ class DINOv2(Method):
             "ibot": config.ibot_weight * patches / len(masks.mask),
             "koleo": config.koleo_weight * sum(koleo(view) for view in output.pooled),
         }
-
-    def on_backward(self, task: Task) -> None:
-        """Freeze the last layers at first, as in DINO."""
-        if task.steps_done < self.frozen_steps:
-            for head in (task.base_model.head, task.base_model.patch_head):
-                head.last_layer.weight.grad = None
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:

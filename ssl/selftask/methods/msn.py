@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.config.schema.optimizer import GroupRule
 from selftask.config.schema import total_views
 from selftask.distributed.collectives import sum_with_grad, world_size
 from selftask.methods.base import Method
@@ -128,6 +129,10 @@ class MSN(Method):
         self.teacher = Teacher(task.base_model)
         self.grid_of = adapter_of(task.base_model.backbone).grid  # type: ignore[arg-type]
         self.momentum_at = build_schedule(self.config.momentum, task.length)
+
+    def group_rules(self) -> list[GroupRule]:
+        """Prototypes do not decay."""
+        return [GroupRule(match="loss.prototypes", weight_decay=0.0)]
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Draw the patches that are kept in each masked view."""

@@ -31,7 +31,7 @@ from selftask.parallel.compiled import compile_blocks, compile_whole
 from selftask.parallel.initial_weights import InitialWeights, initial_weights
 from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
 from selftask.task.compile_report import CompileReport
-from selftask.task.frozen import DropFrozenGradients
+from selftask.task.frozen import FrozenParameters
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -61,7 +61,7 @@ def model(task: Task) -> None:
     draw_per_sample([task.base_model, task.loss], config.train.seed)
     initial.broadcast([task.base_model, task.loss])
     task.trained = [("network", task.base_model), ("loss", task.loss)]
-    freeze_for_good(task.trained, config.optimizer.groups)
+    freeze_for_good(task.trained, config.optimizer.groups, task.loss.group_rules())
     if config.train.compile and _in_blocks(config):
         compile_blocks(task.base_model, config.train.compile_options, task.device)
     task.activations = save_activations(config.parallel, task.base_model)
@@ -118,8 +118,11 @@ def optimizer(task: Task) -> None:
         task.length,
         batch=train.batch_size * train.accumulate,
         depths=_depths(task),
+        of_method=task.loss.group_rules(),
         regroup=task.reduction.regroup,
     )
+    settings = task.optimizer.settings
+    task.frozen = FrozenParameters((one.frozen_steps, one.parameter.value) for one in settings)
     enabled = train.grad_scaler.enabled
     scales = train.precision == "float16" if enabled is None else enabled
     task.grad_scaler = LossScaler(train.grad_scaler, task.log) if scales else NoScaler()
@@ -162,9 +165,7 @@ def hooks(task: Task) -> None:
     for key, component in chosen.items():
         if component.priority is not None:
             task.named_hooks[key].priority = component.priority
-    frozen = DropFrozenGradients(task.optimizer.settings)
-    own = [*task.named_hooks.values(), *([frozen] if frozen.until else [])]
-    ranked = sorted(own, key=lambda hook: getattr(hook, "priority", 50))
+    ranked = sorted(task.named_hooks.values(), key=lambda hook: getattr(hook, "priority", 50))
     task.hooks = [task.loss, *ranked]
     task.calls = {
         point: [getattr(hook, point) for hook in task.hooks if defines(hook, point)]

@@ -41,6 +41,7 @@ from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_task
 from selftask.task import build, loop, opening, task_state
 from selftask.task.averaged_weights import averaged_weights, begin_phase
+from selftask.task.frozen import FrozenParameters
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import score, update_meters
 
@@ -72,6 +73,7 @@ class Task(Recorder, ClassyTaskNames):
     activations: ActivationBudget
     reduction: Reduction
     optimizer: Any
+    frozen: FrozenParameters
     grad_scaler: NoScaler  # or its subclass LossScaler
     meters: list[Any]
     named_hooks: dict[str, Any]
@@ -177,9 +179,10 @@ class Task(Recorder, ClassyTaskNames):
         return self.reduction.no_sync()
 
     def reduce_gradients(self) -> None:
-        """Average gradients over ranks, unless the backward pass has already done so."""
+        """Average gradients over ranks, and remove those of parameters that are frozen now."""
         self.reduction.reduce()
         self.activations.finalize()
+        self.frozen.drop_gradients(self.clock.steps_done)
 
     def export_backbone(self) -> nn.Module:
         """Return the trained backbone, unsharded; every rank must call this method."""
