@@ -107,9 +107,7 @@ class MiniTask:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.optimizer = _SGD(self.parameters, lr=lr)
         modules = [("network", self.base_model), ("loss", self.loss)]
-        self.frozen = FrozenParameters(
-            frozen_until(modules, self.loss.group_rules(), self.length)
-        )
+        self.frozen = FrozenParameters(frozen_until(modules, self.loss.group_rules(), self.length))
         self.calls = {
             "on_forward": [self.loss.on_forward] if defines(self.loss, "on_forward") else []
         }

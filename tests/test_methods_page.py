@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
 FILES = {name: text for text, name in re.findall(r"```\w+\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)}
-METHODS = ("smallest", "nnclr", "slow", "painter")
+METHODS = ("smallest", "nnclr", "slow", "painter", "tokens")
 
 
 def _commands(method: str) -> list[str]:

@@ -177,7 +177,7 @@ CODE = {
 
 NOT_REPLAYED = {  # docs/parity.md says so
     "data2vec/vit_base_imagenet",
-    "distill/vit_small_imagenet",
+    "distill_features/vit_small_imagenet",
     "dinov2/vitg14_imagenet",  # the rules of vit_large_imagenet with other numbers
     "pirl/resnet50_imagenet",
     "simmim/swin_base_imagenet",

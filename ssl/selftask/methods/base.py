@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from selftask.batch import Batch, Loss
 from selftask.config.schema.optimizer import GroupRule
 from selftask.hooks.base import Hook
+from selftask.methods.frozen import open_frozen, open_trained
 from selftask.models.build import embed_dim
 from selftask.models.network import Network
+from selftask.models.weights.frozen import Frozen
 
 if TYPE_CHECKING:
-    from selftask.models.weights.trained import Scores
+    from selftask.models.weights.trained import Scores, TrainedNetwork
     from selftask.task import Task
 
 NumViews: TypeAlias = int | tuple[int, int | None]
@@ -111,6 +113,32 @@ class Method(nn.Module, Hook):
         ``network.`` may be omitted. Rules of ``optimizer.groups`` override them.
         """
         return []
+
+    def open_frozen(self, name: str, task: Task) -> Frozen:
+        """Return the frozen module of a field ``name: FrozenModule`` of the method's config.
+
+        Called in ``build_network`` or ``setup``. For a run, a file or a library's model it is the
+        backbone, whose patches ``models.features.extract`` gives; for ``package.module:Class`` it
+        is your own module.
+
+        Raises:
+            UserError: If it does not exist, or takes images of another number of channels.
+        """
+        return open_frozen(getattr(self.config, name), f"method.{name}", task)
+
+    def open_trained(self, name: str, task: Task, *, scores: bool = False) -> TrainedNetwork:
+        """Return the network of such a field with its width, to be made ``Frozen``.
+
+        Args:
+            name: Name of the field.
+            task: The task.
+            scores: Whether it must have a head that scores classes or prototypes.
+
+        Raises:
+            UserError: As ``open_frozen``, or if the network has no such head.
+        """
+        value = getattr(self.config, name)
+        return open_trained(value, f"method.{name}", task, scores=scores)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Set ``batch.input``, the argument of the network; all views by default."""

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.config.schema.optimizer import GroupRule
 from selftask.config.schema import total_views
+from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed.collectives import sum_with_grad, world_size
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim

@@ -21,6 +21,7 @@ from selftask.models.build import build_backbone, check_offers, check_sizes, wit
 from selftask.models.depth import parameter_depths
 from selftask.models.dropout import draw_per_sample
 from selftask.models.teacher import Teacher
+from selftask.models.weights.frozen import Frozen
 from selftask.models.weights.model_source import load_head, load_init
 from selftask.optim.build import build_optimizer
 from selftask.optim.loss_scaler import LossScaler, NoScaler
@@ -94,8 +95,9 @@ def _distribute(task: Task, initial: InitialWeights) -> None:
     config = task.config
     task.reduction = build_reduction(config.parallel, task.low_precision)
     teachers = [part for part in task.loss.modules() if isinstance(part, Teacher)]
-    task.networks = [task.base_model, *(part.network for part in teachers if part.moves)]
-    task.reduction.shard([task.base_model, *(part.network for part in teachers)], initial)
+    frozen = [part.network for part in task.loss.modules() if isinstance(part, Frozen)]
+    task.networks = [task.base_model, *(part.network for part in teachers)]
+    task.reduction.shard([*task.networks, *frozen], initial)
     initial.materialize(task.loss)  # the method's own parameters and buffers
     called: Any = task.base_model
     if config.train.compile and not _in_blocks(config):

@@ -41,7 +41,6 @@ from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_task
 from selftask.task import build, loop, opening, task_state
 from selftask.task.averaged_weights import averaged_weights, begin_phase
-from selftask.task.frozen import FrozenParameters
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import score, update_meters
 
@@ -73,7 +72,7 @@ class Task(Recorder, ClassyTaskNames):
     activations: ActivationBudget
     reduction: Reduction
     optimizer: Any
-    frozen: FrozenParameters
+    frozen: Any  # FrozenParameters
     grad_scaler: NoScaler  # or its subclass LossScaler
     meters: list[Any]
     named_hooks: dict[str, Any]
@@ -281,8 +280,7 @@ class Task(Recorder, ClassyTaskNames):
             meter.reset()
         if self.train and hasattr(self.optimizer, "on_epoch"):
             self.optimizer.on_epoch(self.clock.where_of_epoch)
-        left = min(self.batches_left, self.length.total_batches - self.clock.batch)
-        self._phase_stop = self.clock.batch + left
+        self._phase_stop = min(self.clock.batch + self.batches_left, self.length.total_batches)
         self.batches = self._read_batches()  # reads nothing yet; hooks may wrap it
         begin_phase(self)
         self.run_hooks("on_phase_start")
