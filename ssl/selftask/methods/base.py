@@ -170,11 +170,32 @@ class Method(nn.Module, Hook):
         scores: Tensor = output
         return scores
 
-    def scores_for(self, meter: Any, output: Any) -> Tensor:
-        """Return the class scores (B, C) for a meter, without their graph."""
-        head = getattr(meter, "head", None)  # Classy's meters have none
+    def meter_input(
+        self, output: Any, batch: Batch, head: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return class scores (N, C) and classes (N,) for meters: ``logits`` and the labels.
+
+        A method that makes its own classes, such as the rotation of each image, returns those; its
+        runs then have meters without ``outputs_logits``. N need not be the number of images.
+
+        Args:
+            output: Output of the network.
+            batch: The batch.
+            head: As in ``logits``.
+        """
         scores = self.logits(output) if head is None else self.logits(output, head)
-        return scores.detach()
+        return scores, batch.labels
+
+    @property
+    def has_meter_input(self) -> bool:
+        """True if meters can be computed."""
+        return self.outputs_logits or type(self).meter_input is not Method.meter_input
+
+    def for_meter(self, meter: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return ``meter_input`` for a meter, whose scores have no graph."""
+        head = getattr(meter, "head", None)  # Classy's meters have none
+        scores, classes = self.meter_input(batch.output, batch, head)
+        return scores.detach(), classes
 
     def visualize(self, output: Any, batch: Batch) -> dict[str, Tensor]:
         """Return images that illustrate the method, for the report; none by default.

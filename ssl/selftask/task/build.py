@@ -158,10 +158,11 @@ def hooks(task: Task) -> None:
     for meter in task.meters:
         if isinstance(meter, Accuracy) and source is not None and source.labels is not None:
             meter.set_test_labels(source.labels)
-    if task.meters and not task.loss.outputs_logits:
+    if task.meters and not task.loss.has_meter_input:
         raise UserError(
             f"meters ({', '.join(task.config.meters)}) look at class scores, and "
-            f"method.name={task.config.method.name} gives none; see eval.evaluations"
+            f"method.name={task.config.method.name} gives none; see eval.evaluations, and "
+            "Method.meter_input for a method of your own"
         )
     _check_test_set(task)
     for key, component in chosen.items():
