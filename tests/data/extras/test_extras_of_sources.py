@@ -174,21 +174,16 @@ def test_clips_of_several_frames(tmp_path: Path) -> None:
 
 def test_a_group_makes_views_of_several_images(tmp_path: Path) -> None:
     """Two views of each image in turn, each with draws of its own; counted as the method sees."""
-    views = (
-        "views={main: null, now: null, then: null, clip: {image: [null, later], count: 2, "
-        "transforms: [{name: random_crop, size: 8}, normalize]}}"
-    )
-    loaded = config(tmp_path, views)
-    assert num_views(loaded.views) == {"clip": 4}
-    assert total_views(loaded.to_dict()["views"]) == 4
+    loaded = config(tmp_path, "views.then.image=[null, later]")
+    assert num_views(loaded.views) == {"now": 1, "then": 4}
+    assert total_views(loaded.to_dict()["views"]) == 5
     (batch, *_) = batches(loaded, Clips())
-    assert list(batch.views) == ["clip"] and len(batch.views["clip"]) == 4
-    first, again, later, _ = (view.flatten(1) for view in batch.views["clip"])
+    first, again, later, _ = (view.flatten(1) for view in batch.views["then"])
     step = (later - first).mean(dim=1)
     assert torch.allclose(step, step[:1].expand_as(step)) and step[0] > 0  # 100 gray values
     assert torch.equal(first, again)  # images of one color: crops are alike
-    with pytest.raises(ConfigError, match=r"views\.clip\.image: .* no further image 'after'"):
-        batches(config(tmp_path, views.replace("later", "after")), Clips())
+    with pytest.raises(ConfigError, match=r"views\.then\.image: .* no further image 'after'"):
+        batches(config(tmp_path, "views.then.image=[null, after]"), Clips())
 
 
 def test_arrays_of_a_file(tmp_path: Path) -> None:
