@@ -39,6 +39,7 @@ def load_config(recipe: str, overrides: list[str], *, trust: bool = True) -> Con
     read = [p for p in reader.problems if p.partition(" is missing")[0] not in unreadable]
     if composed.problems or read or config is None:
         raise ConfigError([*composed.problems, *read])
+    config.notes.extend(composed.notes)
     for key, text in [*contradictions(config), *component_problems(config)]:
         reader.problem(key, text)
     if reader.problems:
