@@ -107,9 +107,9 @@ def _modules(merged: DictConfig) -> Any:
 def _method_fields(values: dict[str, Any], layers: Layers) -> list[str]:
     """Return the config fields of a method that replaces that of a base, which it keeps."""
     name = values["method"].get("name") if isinstance(values.get("method"), dict) else None
-    if not layers.is_renamed(METHOD) or name not in METHODS:
+    if not isinstance(name, str) or not layers.is_renamed(METHOD) or name not in METHODS:
         return []
-    config = config_class(METHODS, str(name))
+    config = config_class(METHODS, name)
     return [field.name for field in dataclasses.fields(config)] if config is not None else []
 
 

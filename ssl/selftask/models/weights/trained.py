@@ -93,8 +93,9 @@ def open_features(module: FrozenModule, channels: int = 3) -> TrainedNetwork:
     Raises:
         UserError: If something is missing or does not match.
     """
+    transforms: list[dict[str, Any]] = []
     if module.is_code:
-        backbone, transforms = with_embed_dim(build_own(module), module.model, channels), []
+        backbone = with_embed_dim(build_own(module), module.model, channels)
     elif "@" in module.model and named_checkpoint(module.model) is not None:
         backbone, channels, transforms = _read_run(module, open_checkpoint(module.model))
     else:
