@@ -66,6 +66,8 @@ class Method(nn.Module, Hook):
     * ``"index"``: ``batch.index``, the number of each image, as an index into a memory.
     * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.
     """
+    columns: ClassVar[dict[str, str]] = {}
+    """Terms of the loss and other columns of metrics.jsonl that the method logs, with texts."""
     outputs_logits: ClassVar[bool] = False  # True if the output is (B, C), as meters expect
     sample_dim: ClassVar[int | None] = 1
     """Dimension of the samples in the network's output, if that is one tensor; else None. Train

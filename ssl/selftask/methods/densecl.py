@@ -49,8 +49,12 @@ class DenseOutput(NamedTuple):
 
 @register_method("densecl")
 class DenseCL(Method):
-    """MoCo on pooled features and on corresponding cells of dense feature maps; two queues."""
+    """DenseCL (arXiv:2011.09157): MoCo for whole images and for cells of feature maps."""
 
+    columns = {
+        "single": "Term of the loss: whole images.",
+        "dense": "Term of the loss: cells of the feature maps.",
+    }
     loss_reduction = "samples"
     sample_dim = None
     views = 2

@@ -81,8 +81,14 @@ class Output(NamedTuple):
 
 @register_method("dinov2")
 class DINOv2(Method):
-    """Self-distillation of images and masked patches, with features spread over the sphere."""
+    """DINOv2 (arXiv:2304.07193): DINO, masked patches (iBOT) and spread features (KoLeo)."""
 
+    columns = {
+        "dino_global": "Term of the loss: DINO between global views.",
+        "dino_local": "Term of the loss: DINO of local views.",
+        "ibot": "Term of the loss: masked patches.",
+        "koleo": "Term of the loss: embeddings are spread evenly.",
+    }
     loss_reduction = "gathered"  # for the neighbours of KoLeo
     sample_dim = None
     views = (2, None)

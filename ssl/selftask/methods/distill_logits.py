@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 class DistillLogits(Method):
     """Distillation of logits (arXiv:1503.02531): a student learns a frozen teacher's scores."""
 
+    columns = {
+        "distillation": "Term of the loss: distance from the teacher.",
+        "labels": "Term of the loss: cross-entropy with labels.",
+    }
     loss_reduction = "samples"
     views = (1, None)
 

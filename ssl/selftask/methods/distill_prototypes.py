@@ -48,6 +48,10 @@ NUM_GLOBAL = 2  # views that the teacher sees with ``pairs: different``
 class DistillPrototypes(Method):
     """Distillation of prototypes (arXiv:2304.07193): a student learns a teacher's assignments."""
 
+    columns = {
+        "images": "Term of the loss: prototypes of whole images.",
+        "patches": "Term of the loss: prototypes of patches.",
+    }
     loss_reduction = "samples"
     views = (1, None)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @register_method("ijepa")
 class IJEPA(Method):
-    """Prediction of an EMA teacher's features of masked blocks; the teacher is exported."""
+    """I-JEPA (arXiv:2301.08243): predicts an EMA teacher's features of masked blocks."""
 
     loss_reduction = "samples"
     sample_dim = 0

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @register_method("mae")
 class MAE(Method):
-    """Encoder of the visible patches; a light decoder reconstructs the pixels of the others."""
+    """MAE (arXiv:2111.06377): encodes the visible patches and reconstructs the others."""
 
     loss_reduction = "samples"
     sample_dim = 0

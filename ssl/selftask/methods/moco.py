@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @register_method("moco")
 class MoCo(Method):
-    """Contrast of queries with keys of an EMA teacher; negatives from a queue of past keys."""
+    """MoCo v2 (arXiv:2003.04297): contrast with an EMA teacher's keys in a queue."""
 
     loss_reduction = "samples"
     views = 2

@@ -54,8 +54,15 @@ Inputs: TypeAlias = tuple[list[Tensor], Tensor | None, list[Tensor]]
 
 @register_method("msn")
 class MSN(Method):
-    """Masked student views predict the teacher's prototypes, whose use follows a prior."""
+    """MSN (arXiv:2204.07141): masked views have the prototypes of the unmasked view."""
 
+    columns = {
+        "cross_entropy": "Term of the loss: masked views have the teacher's targets.",
+        "me_max": (
+            "Term of the loss: divergence of the mean prediction from the prior; 0 is "
+            "all prototypes used as the prior says."
+        ),
+    }
     loss_reduction = "statistics"  # the mean prediction, and the sizes of clusters
     views = (2, None)
     requires = ("subset",)

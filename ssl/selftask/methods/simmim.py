@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @register_method("simmim")
 class SimMIM(Method):
-    """Prediction of masked squares' pixels from features, by one linear layer."""
+    """SimMIM (arXiv:2111.09886): a linear layer predicts the pixels of masked squares."""
 
     loss_reduction = "samples"
     sample_dim = 0

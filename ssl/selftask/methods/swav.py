@@ -40,8 +40,12 @@ NUM_ASSIGNED = 2  # number of views whose assignments the others predict
 
 @register_method("swav")
 class SwAV(Method):
-    """Swapped prediction between views, with online, equally large clusters and multi-crop."""
+    """SwAV (arXiv:2006.09882): swapped prediction of online clusters, with multi-crop."""
 
+    columns = {
+        "kl": "Term of the loss: divergence of the student from its targets.",
+        "assignment_entropy": "Term of the loss: entropy of the assignments.",
+    }
     loss_reduction = "statistics"  # sizes of the clusters
     views = (2, None)
 

@@ -41,8 +41,12 @@ Output = dict[str, list[Tensor]]
 
 @register_method("vicregl")
 class VICRegL(Method):
-    """VICReg of whole views and of matched cells of their feature maps."""
+    """VICRegL (arXiv:2210.01571): VICReg of whole views and of matched cells."""
 
+    columns = {
+        "global_TERM": "Term of the loss, of whole views.",
+        "local_TERM": "Term of the loss, of cells.",
+    }
     loss_reduction = "statistics"  # variances and covariances
     sample_dim = None
     views = (2, None)
