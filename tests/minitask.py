@@ -22,7 +22,9 @@ from selftask.hooks.base import defines
 from selftask.methods.base import Method
 from selftask.models.features.tokens import Features, Request, from_sequence
 from selftask.models.network import PatchOutput
+from selftask.optim.param_groups import frozen_until
 from selftask.registry import METHODS, TRAIN_STEPS
+from selftask.task.frozen import FrozenParameters
 
 NUM_IMAGES = 24
 
@@ -105,6 +107,8 @@ class MiniTask:
         parameters = [*self.base_model.parameters(), *self.loss.parameters()]
         self.parameters = [p for p in parameters if p.requires_grad]
         self.optimizer = _SGD(self.parameters, lr=lr)
+        modules = [("network", self.base_model), ("loss", self.loss)]
+        self.frozen = FrozenParameters(frozen_until(modules, self.loss.group_rules(), self.length))
         self.calls = {
             "on_forward": [self.loss.on_forward] if defines(self.loss, "on_forward") else []
         }
@@ -213,6 +217,7 @@ class MiniTask:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = all_reduce_mean(parameter.grad)
+        self.frozen.drop_gradients(self.steps_done)
 
     def advance(self, batches: int = 1) -> None:
         self.clock.steps_done += 1

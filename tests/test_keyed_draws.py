@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selftask.random.keyed import uniform
+from selftask.random.keyed import batch_normal, batch_uniform, uniform
 
 MASK = (1 << 64) - 1
 
@@ -97,3 +97,34 @@ def test_orders_are_all_equally_likely() -> None:
     counts = (order * torch.tensor([64, 16, 4, 1])).sum(dim=1).bincount()
     assert int((counts > 0).sum()) == 24
     assert abs(_chi_square(counts[counts > 0].double())) < 4
+
+
+# -- draws of a batch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
+def test_draws_of_a_batch_are_those_of_unbounded_integers(seed: int) -> None:
+    for number in (0, 1, 10**9):
+        start = _splitmix64(seed ^ int.from_bytes(b"batches", "big"), number)
+        bits = [_splitmix64(start, j) >> 40 for j in range(6)]
+        assert batch_uniform(seed, number, 6).tolist() == [b / 2**24 for b in bits]
+        assert torch.equal(batch_uniform(seed, number, 3), batch_uniform(seed, number, 6)[:3])
+
+
+def test_draws_of_batches_are_uniform_and_normal() -> None:
+    """Over batches for one draw, and over the draws of one batch; moments of the normal one."""
+    over_batches = torch.stack([batch_uniform(7, number, 1)[0] for number in range(2000)])
+    for draws in (over_batches, batch_uniform(7, 3, 2000)):
+        assert abs(_chi_square((draws * 20).long().bincount(minlength=20).double())) < 4
+    normal = batch_normal(7, 3, 100_000)
+    assert normal.isfinite().all()
+    moments = [float(normal.pow(power).mean()) for power in (1, 2, 3, 4)]
+    assert moments == pytest.approx([0.0, 1.0, 0.0, 3.0], abs=0.1)
+
+
+def test_normal_draws_of_the_smallest_and_largest_bits_are_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = torch.tensor([0, 2**24 - 1])
+    monkeypatch.setattr("selftask.random.keyed._of_batch", lambda *_: ends)
+    assert batch_normal(0, 0, 2).isfinite().all()

@@ -46,7 +46,9 @@ def test_a_digest_covers_the_method_its_recipe_and_the_engine() -> None:
     named = {"models/backbones/small_resnet", "data/transforms/geometry", "optim/optimizers/adamw"}
     assert {f"{package}/{name}.py" for name in named} <= own
     assert not {f"{package}/methods/byol.py", f"{package}/task/task.py"} & own
-    assert tiny.ROOT / package / "methods/dino.py" in own_files("distill"), "its gate's teacher"
+    assert tiny.ROOT / package / "methods/dino.py" in own_files("distill_features"), (
+        "its gate's teacher"
+    )
     every = {str(path.relative_to(tiny.ROOT)) for path in files("moco", "kills")}
     assert own < every
     assert {f"{package}/task/task.py", "tests/test_kill_matrix.py"} <= every

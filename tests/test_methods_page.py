@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
 FILES = {name: text for text, name in re.findall(r"```\w+\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)}
-METHODS = ("smallest", "nnclr", "slow", "painter", "gram")
+METHODS = ("smallest", "nnclr", "slow", "painter", "gram", "tokens")
 LONGEST = 60  # lines of a method's file
 
 

@@ -105,7 +105,7 @@ def run(method: str, out: Path, seed: int = 0) -> Gate:
     if taught_by is not None:
         trained = out / f"{method}_teacher"
         selftask(trained, metric, "train", taught_by[1], drawn)
-        teacher = [f"method.teacher={trained}", "method.teacher_weights=null"]
+        teacher = [f"method.teacher={trained}"]
     values = selftask(folder, metric, "train", f"{method}/digits", drawn, *teacher)
     if metric == FINETUNED:
         words = ("finetune", str(folder), *FEW_LABELS, drawn)

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from selftask.cli.main import main
 from selftask.config.reference import all_named, config_keys, named
-from selftask.logs.columns import COLUMNS, Column, describe_column
+from selftask.logs.columns import Column, columns, describe_column
 from selftask.logs.events import EVENTS, read_events
 from selftask.logs.rows import FILE_ONLY, MEASURED
 from selftask.logs.run_files import RUN_FILES
@@ -64,7 +64,7 @@ def test_patterns_of_columns() -> None:
     assert describe_column("linear_10_labels_top1") is not None
     assert describe_column("no_such_metric") is None
     assert all(describe_column(name) is not None for name in (*MEASURED, *FILE_ONLY))
-    assert len({column.name for column in COLUMNS}) == len(COLUMNS)
+    assert len({column.name for column in columns()}) == len(columns())
 
 
 def undescribed(names: set[str]) -> list[str]:

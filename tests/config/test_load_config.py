@@ -11,6 +11,7 @@ import yaml
 
 from selftask.config.compose import recipes
 from selftask.config.config_class import config_class
+from selftask.config.explain import explain
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import DEFAULT_HOOKS, Config, DataConfig, OptimizerConfig
 from selftask.errors import ConfigError
@@ -76,10 +77,38 @@ def _line(start: str) -> str:
 def test_another_name_forgets_the_old_ones_fields(project: Path) -> None:
     config = load("backbone=toy_wide", "optimizer=toy_adam", "method=toy_other")
     assert config.backbone.args == {"factor": 2}
-    assert config.method.args == {"temperature": 0.9}, "0.2 was said for toy_method"
-    assert config.place("method.temperature").startswith("default of toy_other")
     assert config.optimizer.args == {"betas": (0.9, 0.999)}
     assert config.optimizer.lr == 0.1, "the learning rate is not the optimizer's own"
+
+
+def test_another_method_keeps_what_it_has_and_names_the_rest(project: Path) -> None:
+    """Under a base recipe, on the command line and in a file that imports the new method itself."""
+    text = Path("my.yaml").read_text().replace("temperature: 0.2", "temperature: 0.2, crops: 2")
+    Path("my.yaml").write_text(text)
+    line = next(n for n, line in enumerate(text.splitlines(), 1) if "temperature" in line)
+    Path("own.py").write_text(
+        "from dataclasses import dataclass\nfrom selftask.registry import register_method\n"
+        '@register_method("own_net")\nclass Own:\n    loss_reduction = "samples"\n'
+        "    @dataclass(frozen=True, kw_only=True)\n    class Config:\n"
+        "        temperature: float = 0.7\n        width: int = 3\n"
+    )
+    Path("child.yaml").write_text(
+        "defaults: [my.yaml, _self_]\nimport: [toy, own]\nmethod: {name: own_net, width: 5}\n"
+    )
+    own = load_config("child.yaml", [])
+    for config, args in (
+        (load("method=toy_other"), {"temperature": 0.2}),
+        (own, {"temperature": 0.2, "width": 5}),
+        (load("method={name: toy_other, temperature: 0.4}"), {"temperature": 0.4}),
+    ):
+        assert config.method.args == args
+        (note,) = config.notes
+        assert f"method.name={config.method.name} has no crops (my.yaml:{line})" in note
+        assert explain(config).startswith(f"# note: {note}\n")
+    assert own.place("method.temperature") == f"my.yaml:{line}"
+    assert load().notes == []
+    Path("again.yaml").write_text(explain(own))
+    assert load_config("again.yaml", []) == own
 
 
 def test_another_transform_forgets_the_old_ones_fields(project: Path) -> None:

@@ -36,7 +36,7 @@ def record(index: list[int], term: float, grad: Tensor, queue: Tensor) -> dict[s
         "terms": [{"kl": torch.tensor(term)}],
         "gradients": [{"w": grad}],
         "network": {},
-        "method": {"queue": queue},
+        "method": [{"queue": queue}],
         "optimizer": {},
     }
 
@@ -49,6 +49,6 @@ def test_ranks_are_put_together_and_each_is_looked_at() -> None:
     two[1] = record([8, 7], 0.8, grad, queue + torch.tensor([0.0, 0.0, 0.5]))
     rows = {row.quantity: row for row in compare(one, two, "2")}
     assert {name for name, row in rows.items() if not row.ok} == {"samples", "inputs", "method"}
-    assert rows["method"].place == "queue (rank 1)"
+    assert rows["method"].place == "step 1: queue (rank 1)"
     assert rows["method"].difference == pytest.approx(0.5 / 2.5)
     assert rows["inputs"].place == "step 1: input"

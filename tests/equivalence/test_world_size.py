@@ -95,7 +95,7 @@ class QueueOrder(MoCo):
         self.pending[-1] = self.pending[-1].flip(1)  # in another order than the global batch's
         super().on_update(task)
 """,
-        "method with 2 ranks, queue",
+        "method with 2 ranks, step 1: queue",
     ),
     "own_memory": (
         """
@@ -112,7 +112,7 @@ class OwnMemory(MoCo):
         super().on_update(task)
         self.mean.lerp_(task.last_batch.output.mean(), 0.1)  # of this rank
 """,
-        "method with 2 ranks, mean",
+        "method with 2 ranks, step 1: mean",
     ),
     "drawn": (
         """
@@ -184,7 +184,7 @@ def rows_of(output: str, ranks: str) -> dict[str, str]:
     return dict(found)
 
 
-QUANTITIES = ["samples", "inputs", "loss", "terms", "gradients", "network", "method", "optimizer"]
+QUANTITIES = ["samples", "inputs", "loss", "terms", "gradients", "method", "network", "optimizer"]
 
 
 @pytest.mark.parametrize("method", ["moco", "barlow"])

@@ -14,14 +14,19 @@ import tiny
 from minitask import MiniTask, TinyTokens, largest_difference, loss_of
 from ranks import run_ranks
 from selftask.batch import Batch, total
+from selftask.config.schema import FrozenModule
 from selftask.errors import UserError
-from selftask.methods.distill import Distill
+from selftask.methods.base import Method
+from selftask.methods.distill_features import DistillFeatures
+from selftask.methods.distill_logits import DistillLogits
+from selftask.methods.distill_prototypes import DistillPrototypes
 from selftask.models.distillation.patch_scores import ImageAndPatchScores
 from selftask.models.network import Network
 from selftask.models.weights.trained import Scores, TrainedNetwork
 
 K = 5
 _NONE = torch.empty(0, dtype=torch.int64)
+NOWHERE = FrozenModule(model="-")
 
 
 def _random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -29,8 +34,12 @@ def _random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, dtype=torch.float64, generator=draws)
 
 
-def _method(**config: Any) -> Distill:
-    return Distill(Distill.Config(teacher="runs/none", **config))
+def _features(**config: Any) -> DistillFeatures:
+    return DistillFeatures(DistillFeatures.Config(teacher=NOWHERE, **config))
+
+
+def _logits(**config: Any) -> DistillLogits:
+    return DistillLogits(DistillLogits.Config(teacher=NOWHERE, **config))
 
 
 def _softmax(row: list[float]) -> list[float]:
@@ -51,7 +60,7 @@ def test_logits_at_a_temperature(loss: str, entropy: float) -> None:
         q = _softmax([x / tau for x in s_row])
         cross = -sum(a * math.log(b) for a, b in zip(p, q, strict=True))
         terms.append(tau**2 * (cross + entropy * sum(a * math.log(a) for a in p)))
-    found = loss_of(_method(match="logits", loss=loss, temperature=tau), student, targets=teacher)
+    found = loss_of(_logits(loss=loss, temperature=tau), student, targets=teacher)
     assert found.item() == pytest.approx(sum(terms) / 6, rel=1e-12)
 
 
@@ -60,7 +69,7 @@ def test_gradients_of_logits_do_not_grow_or_fade_with_the_temperature() -> None:
     student, teacher = _random(1, 4, K), _random(1, 4, K, seed=1)
     student, teacher = (x - x.mean(dim=2, keepdim=True) for x in (student, teacher))
     student.requires_grad_()
-    loss = loss_of(_method(match="logits", temperature=1e4), student, targets=teacher)
+    loss = loss_of(_logits(temperature=1e4), student, targets=teacher)
     (gradient,) = torch.autograd.grad(loss, student)
     assert torch.allclose(gradient, (student - teacher).detach() / (K * 4), rtol=1e-3, atol=1e-4)
 
@@ -71,11 +80,11 @@ def test_distances_of_features_and_logits() -> None:
         float(s @ t / (s.norm() * t.norm()))
         for s, t in zip(student.flatten(0, 1), teacher.flatten(0, 1), strict=True)
     ]
-    found = loss_of(_method(), student, targets=teacher)
+    found = loss_of(_features(), student, targets=teacher)
     assert found.item() == pytest.approx(1 - sum(cosines) / 6, rel=1e-12)
     squares = [(s - t) ** 2 for s, t in zip(student.flatten(), teacher.flatten(), strict=True)]
-    for match in ("features", "logits"):
-        found = loss_of(_method(match=match, loss="mse"), student, targets=teacher)
+    for method in (_features(loss="mse"), _logits(loss="mse")):
+        found = loss_of(method, student, targets=teacher)
         assert found.item() == pytest.approx(float(sum(squares)) / len(squares), rel=1e-12)
 
 
@@ -87,8 +96,8 @@ def test_labels_have_their_share_and_unlabelled_images_none() -> None:
         for view in range(2)
         for image in (0, 2)
     ]
-    method = _method(match="logits", label_weight=0.25, temperature=1.0)
-    soft = loss_of(_method(match="logits", temperature=1.0), student, targets=teacher)
+    method = _logits(label_weight=0.25, temperature=1.0)
+    soft = loss_of(_logits(temperature=1.0), student, targets=teacher)
     batch = Batch(views={}, labels=labels, index=_NONE, key=_NONE, added={"targets": teacher})
     parts = method(student, batch)
     assert isinstance(parts, dict)
@@ -96,8 +105,8 @@ def test_labels_have_their_share_and_unlabelled_images_none() -> None:
     assert parts["distillation"].item() == pytest.approx(0.75 * soft.item(), rel=1e-12)
 
 
-def _prototypes(trained: TrainedNetwork, **config: Any) -> Distill:
-    method = _method(match="prototypes", **config)
+def _prototypes(trained: TrainedNetwork, **config: Any) -> DistillPrototypes:
+    method = DistillPrototypes(DistillPrototypes.Config(teacher=NOWHERE, **config))
     method.out_dim = trained.width
     assert trained.scores is not None
     method.targets = method.build_targets(trained.scores)
@@ -123,7 +132,7 @@ def test_prototypes_are_sharpened_and_centred_as_the_teacher_was() -> None:
     assert torch.allclose(plain.targets(teacher), teacher.softmax(dim=2), atol=1e-12)
     even = loss_of(method, torch.zeros(1, 3, K).double(), targets=method.targets(teacher))
     assert method.chance_loss == pytest.approx(even.item())
-    with pytest.raises(UserError, match=r"targets=centering: .* has no centre"):
+    with pytest.raises(UserError, match=r"targets=centering: .* has no center"):
         _prototypes(_trained(), targets="centering")
 
 
@@ -195,36 +204,47 @@ class Wide(nn.Module):
         return self.drop(torch.tanh(self.norm(self.conv(images)))).mean(dim=(2, 3))
 
 
-class Taught(Distill):
+class TaughtFeatures(DistillFeatures):
     """Its teacher comes from memory."""
 
-    def open_teacher(self, task: Any) -> TrainedNetwork:
-        if self.config.match == "features":
-            return TrainedNetwork(Network(Wide(), nn.Identity()), 9, 3, [])
-        scores = Scores(nn.Linear(9, K, bias=False), 0.2, "sinkhorn")
+    def open_trained(self, name: str, task: Any, *, scores: bool = False) -> TrainedNetwork:
+        return TrainedNetwork(Network(Wide(), nn.Identity()), 9, 3, [])
+
+
+class _TaughtScores:
+    """Its teacher comes from memory."""
+
+    def open_trained(self, name: str, task: Any, *, scores: bool = False) -> TrainedNetwork:
+        head = Scores(nn.Linear(9, K, bias=False), 0.2, "sinkhorn")
         with torch.no_grad():
-            scores.head.weight.copy_(_random(K, 9, seed=4))
-        return TrainedNetwork(Network(Wide(), scores.head), K, 3, [], scores)
+            head.head.weight.copy_(_random(K, 9, seed=4))
+        return TrainedNetwork(Network(Wide(), head.head), K, 3, [], head)
 
 
-class PatchTaught(Distill):
+class TaughtLogits(_TaughtScores, DistillLogits): ...
+
+
+class TaughtPrototypes(_TaughtScores, DistillPrototypes): ...
+
+
+class PatchTaught(DistillPrototypes):
     """Its teacher has two heads and comes from memory."""
 
-    def open_teacher(self, task: Any) -> TrainedNetwork:
+    def open_trained(self, name: str, task: Any, *, scores: bool = False) -> TrainedNetwork:
         with torch.random.fork_rng():
             torch.manual_seed(5)
             backbone, *heads = TinyTokens(), nn.Linear(6, K), nn.Linear(6, K + 2)
         patches = Scores(heads[1], 0.1, "centering", _random(K + 2, seed=6, scale=0.1))
-        scores = Scores(heads[0], 0.2, "sinkhorn", patches=patches)
-        return TrainedNetwork(Network(backbone, heads[0]), K, 3, [], scores)
+        images = Scores(heads[0], 0.2, "sinkhorn", patches=patches)
+        return TrainedNetwork(Network(backbone, heads[0]), K, 3, [], images)
 
 
-PATCHES = {"match": "prototypes", "pairs": "different", "patch_weight": 0.5, "hidden_dim": 7}
+PATCHES = {"pairs": "different", "patch_weight": 0.5, "hidden_dim": 7}
 
 
 def _patch_task(*sizes: int, **config: Any) -> MiniTask:
     """Views of 9 pixels have 9 patches, views of 6 pixels have 4."""
-    config = {"teacher": "-", **PATCHES, "bottleneck": 4, **config}
+    config = {"teacher": NOWHERE, **PATCHES, "bottleneck": 4, **config}
     task = MiniTask(PatchTaught, config, backbone=TinyTokens, sizes=(8,) * len(sizes), epochs=20)
     draws = torch.Generator().manual_seed(7)
     shapes = [(24, 3, size, size) for size in sizes]
@@ -232,17 +252,20 @@ def _patch_task(*sizes: int, **config: Any) -> MiniTask:
     return task
 
 
-CONFIGS: list[dict[str, Any]] = [
-    {"match": "features"},
-    {"match": "features", "loss": "mse"},
-    {"match": "logits"},
-    {"match": "prototypes", "hidden_dim": 7, "bottleneck": 4},
+PROTOTYPES = {"teacher": NOWHERE, "hidden_dim": 7, "bottleneck": 4}
+STUDENTS: list[tuple[type[Method], dict[str, Any]]] = [
+    (TaughtFeatures, {"teacher": NOWHERE}),
+    (TaughtFeatures, {"teacher": NOWHERE, "loss": "mse"}),
+    (TaughtLogits, {"teacher": NOWHERE}),
+    (TaughtPrototypes, PROTOTYPES),
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "-".join(map(str, config.values())))
-def test_the_student_learns_and_the_teacher_stays(config: dict[str, Any]) -> None:
-    task = MiniTask(Taught, {"teacher": "-", **config}, lr=0.3, epochs=20)
+@pytest.mark.parametrize(("method", "config"), STUDENTS)
+def test_the_student_learns_and_the_teacher_stays(
+    method: type[Method], config: dict[str, Any]
+) -> None:
+    task = MiniTask(method, config, lr=0.3, epochs=20)
     task.loss.train()
     network = task.loss.teacher.network
     before = {name: value.clone() for name, value in network.state_dict().items()}
@@ -323,30 +346,34 @@ def test_patches_of_another_grid_or_none_are_refused() -> None:
     class Coarse(TinyTokens):
         patch_size = (5, 5)
 
-    config = {"teacher": "-", **PATCHES}
+    config = {"teacher": NOWHERE, **PATCHES}
     with pytest.raises(UserError, match="student has patches of 5 pixels and the teacher of 3"):
         MiniTask(PatchTaught, config, backbone=Coarse)
     with pytest.raises(UserError, match="gives one vector an image and no patches"):
         MiniTask(PatchTaught, config)
     with pytest.raises(UserError, match="patch_weight: - scores whole images and no patches"):
-        MiniTask(Taught, config, backbone=TinyTokens)
+        MiniTask(TaughtPrototypes, config, backbone=TinyTokens)
 
 
 def test_a_student_that_is_the_teacher_has_nothing_to_learn() -> None:
     for loss in ("mse", "cosine"):
-        task = MiniTask(Taught, {"teacher": "-", "loss": loss}, backbone=Wide, sizes=(8, 5))
+        task = MiniTask(
+            TaughtFeatures, {"teacher": NOWHERE, "loss": loss}, backbone=Wide, sizes=(8, 5)
+        )
         task.base_model.eval()
         assert isinstance(task.base_model.head, nn.Identity)
         batch = task.forward(torch.arange(4))
         assert task.loss(batch.output, batch).item() == pytest.approx(0.0, abs=1e-12)
-        task = MiniTask(Taught, {"teacher": "-", "loss": loss, "project": "linear"}, backbone=Wide)
+        task = MiniTask(
+            TaughtFeatures, {"teacher": NOWHERE, "loss": loss, "project": "linear"}, backbone=Wide
+        )
         task.base_model.eval()
         batch = task.forward(torch.arange(4))
         assert task.loss(batch.output, batch).item() > 0.01
 
 
 def test_student_and_teacher_see_the_same_views() -> None:
-    task = MiniTask(Taught, {"teacher": "-"}, sizes=(8, 5, 8))
+    task = MiniTask(TaughtFeatures, {"teacher": NOWHERE}, sizes=(8, 5, 8))
     batch = task.forward(torch.arange(4))
     with torch.no_grad():
         expected = torch.stack([Wide().double().eval()(view) for view in batch.all_views])
@@ -354,25 +381,27 @@ def test_student_and_teacher_see_the_same_views() -> None:
 
 
 def _train(rank: int, config: dict[str, Any]) -> dict[str, Any]:
-    return MiniTask(Taught, {"teacher": "-", **config}, sizes=(8, 5)).run(4).state()
+    return MiniTask(TaughtPrototypes, config, sizes=(8, 5)).run(4).state()
 
 
 def test_two_ranks_are_one() -> None:
     """With prototypes that are balanced over all ranks."""
-    alone = _train(0, CONFIGS[3])
-    for state in run_ranks(_train, 2, CONFIGS[3]):
+    alone = _train(0, PROTOTYPES)
+    for state in run_ranks(_train, 2, PROTOTYPES):
         assert largest_difference(alone, state) < 1e-9
 
 
 def test_a_checkpoint_names_the_teacher_by_its_digest() -> None:
-    task = MiniTask(Taught, {"teacher": "-"}).run(3)
+    task = MiniTask(TaughtFeatures, {"teacher": NOWHERE}).run(3)
     state = task.state()
     assert list(state["method"]) == ["teacher.digest"]
-    straight = MiniTask(Taught, {"teacher": "-"}).run(5).state()
-    resumed = MiniTask(Taught, {"teacher": "-"}).resume(state).run(2).state()
+    straight = MiniTask(TaughtFeatures, {"teacher": NOWHERE}).run(5).state()
+    resumed = MiniTask(TaughtFeatures, {"teacher": NOWHERE}).resume(state).run(2).state()
     assert largest_difference(straight["network"], resumed["network"]) == 0.0
-    other = MiniTask(Taught, {"teacher": "-", "match": "logits"})
-    with pytest.raises(UserError, match="not those with which this run began"):
+    other = MiniTask(TaughtLogits, {"teacher": NOWHERE})
+    ours, theirs = (bytes(t.loss.teacher.digest.tolist()).hex()[:12] for t in (other, task))
+    text = rf"method.teacher: .* \(SHA-256 {ours}\) are not those .* run began \({theirs}\)"
+    with pytest.raises(UserError, match=text):
         other.loss.load_state_dict(state["method"])
     with pytest.raises(RuntimeError, match=r"Unexpected key.*teacher\.more"):
         task.loss.load_state_dict({**state["method"], "teacher.more": torch.zeros(1)})

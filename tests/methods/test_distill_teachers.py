@@ -16,12 +16,12 @@ from torch import Tensor, nn
 import tiny
 from selftask.api.learner import Learner
 from selftask.config.load import load_config
-from selftask.config.schema import Component
+from selftask.config.schema import Component, FrozenModule
 from selftask.data.loading.open_data import open_data
 from selftask.errors import ConfigError, UserError
 from selftask.models.build import build_backbone
 from selftask.models.features.extract import extract
-from selftask.models.teacher import FrozenTeacher
+from selftask.models.weights.frozen import Frozen
 from selftask.models.weights.trained import open_features, open_scores
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
@@ -63,7 +63,7 @@ def test_scores_are_those_of_the_run(method: str, runs: Path, tmp_path: Path) ->
             expected = teacher.head(teacher.backbone(IMAGES))
     (file,) = (tmp_path / "run" / "checkpoints").glob("step_*.pt")
     for address in (tmp_path / "run", f"{tmp_path / 'run'}@{task.steps_done}", file):
-        trained = open_scores(str(address), weights=None)
+        trained = open_scores(FrozenModule(model=str(address)))
         with torch.no_grad():
             found = trained.network.eval()([IMAGES])[0]
             if method == "msn":
@@ -90,7 +90,7 @@ def test_scores_are_those_of_the_run(method: str, runs: Path, tmp_path: Path) ->
 def test_a_plan_builds_a_teacher_without_its_weights(runs: Path) -> None:
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        teacher = FrozenTeacher(open_scores(str(runs / "dino"), weights=None).network)
+        teacher = Frozen(open_scores(FrozenModule(model=str(runs / "dino"))).network)
     assert all(tensor.is_meta for tensor in (*teacher.parameters(), teacher.digest))
 
 
@@ -99,47 +99,46 @@ def test_a_classifier_of_timm_from_a_file(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = timm.create_model(name, pretrained=False).eval()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
-    trained = open_scores(f"timm:{name}", weights=str(tmp_path / "weights.pt"))
+    module = FrozenModule(model=f"timm:{name}", weights=str(tmp_path / "weights.pt"))
+    trained = open_scores(module)
     images = _images(2, 160)
     with torch.no_grad():
         assert torch.allclose(trained.network.eval()([images])[0], model(images), atol=1e-5)
-        features = open_features(f"timm:{name}", weights=str(tmp_path / "weights.pt"))
+        features = open_features(module)
         pre_logits = model.forward_head(model.forward_features(images), pre_logits=True)
         assert torch.allclose(features.network([images])[0], pre_logits, atol=1e-5)
     assert trained.width == 1000
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("method", "words", "message"),
     [
         (
+            "features",
             ["method.teacher=nowhere/run"],
             "method.teacher=nowhere/run: nowhere/run: there is no such file or run",
         ),
-        (["method.teacher=nowhere", "method.match=logits"], "nowhere: there is no such run"),
-        (["method.teacher={runs}/simclr", "method.match=logits"], "simclr has no scores"),
+        ("logits", ["method.teacher=nowhere"], "nowhere: there is no such run"),
+        ("logits", ["method.teacher={runs}/simclr"], "simclr has no scores"),
         (
+            "features",
             ["method.teacher={runs}/dino", "method.project=none", "backbone.width=4"],
             "project=none: the student has",
         ),
         (
-            [
-                "method.teacher={runs}/supervised",
-                "method.match=logits",
-                "method.label_weight=0.5",
-                "data={unlabelled}",
-            ],
+            "logits",
+            ["method.teacher={runs}/supervised", "method.label_weight=0.5", "data={unlabelled}"],
             "label_weight: needs labels, and these images have none",
         ),
     ],
 )
-def test_what_cannot_teach_is_told(
-    words: list[str], message: str, runs: Path, tmp_path: Path
+def test_teachers_that_do_not_match_are_refused(
+    method: str, words: list[str], message: str, runs: Path, tmp_path: Path
 ) -> None:
     unlabelled = tmp_path / "unlabelled.npz"
     np.savez(unlabelled, images=np.zeros((40, 32, 32), dtype=np.uint8))
     words = [word.format(runs=runs, unlabelled=unlabelled) for word in words]
-    task = tiny.task("distill", tmp_path, "run", "method.teacher_weights=null", *words)
+    task = tiny.task(f"distill_{method}", tmp_path, "run", *words)
     with pytest.raises(UserError, match=message):
         task.prepare()
 
@@ -147,7 +146,7 @@ def test_what_cannot_teach_is_told(
 def test_a_teacher_without_weights_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    task = tiny.task("distill", tmp_path)
+    task = tiny.task("distill_features", tmp_path)
     task.prepare()
     assert "timm:test_vit has random weights" in caplog.text
     task.close()
@@ -156,9 +155,9 @@ def test_a_teacher_without_weights_is_warned_of(
 def test_other_images_than_the_teachers_are_warned_of(
     runs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    words = [f"method.teacher={runs / 'dino'}", "method.teacher_weights=null"]
+    words = [f"method.teacher={runs / 'dino'}"]
     for more, expected in ([], False), (["eval.transforms=[normalize]"], True):
-        task = tiny.task("distill", tmp_path, "run", *words, *more)
+        task = tiny.task("distill_features", tmp_path, "run", *words, *more)
         task.prepare()
         found = "with mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], and the views have [0.485"
         assert (found in caplog.text) == expected
@@ -166,22 +165,23 @@ def test_other_images_than_the_teachers_are_warned_of(
 
 
 def test_contradictions_in_the_config() -> None:
-    words = ["method.loss=kl", "method.label_weight=0.5", "method.teacher=runs/x"]
     with pytest.raises(ConfigError) as caught:
-        load_config("distill", words)
+        load_config("distill_features", ["method.loss=kl", "method.teacher.model=runs/x"])
     text = str(caught.value)
-    assert "'kl' is not for match: features, which has cosine, mse" in text
-    assert "label_weight: has no effect with match: features" in text
-    assert "teacher_weights: is for timm:NAME" in text
+    assert "method.loss='kl': one of cosine, mse" in text
     words = ["method.patch_weight=0.5", "method.pairs=different", "train.step=grad_cache"]
+    words += ["method.teacher={model: runs/x, weights: none, args: {a: 1}}"]
     with pytest.raises(ConfigError) as caught:
-        load_config("distill", words)
+        load_config("distill_prototypes", words)
     text = str(caught.value)
-    assert "patch_weight: has no effect with match: features" in text
+    assert "method.teacher.weights: is for timm:NAME and torchvision:NAME; runs/x has its" in text
+    assert "method.teacher.args: is for package.module:Class" in text
     assert "pairs: 'different' compares views, and `views` makes one" in text
     assert "patch_weight: train.step=grad_cache" in text
-    with pytest.raises(ConfigError, match="teacher_weights: timm:test_vit needs a file"):
-        load_config("distill", ["method.teacher_weights=null"])
+    with pytest.raises(ConfigError, match=r"teacher\.weights: timm:test_vit needs a file"):
+        load_config("distill_features", ["method.teacher.weights=null"])
+    with pytest.raises(ConfigError, match="did you mean 'distill_"):
+        load_config("simclr/digits", ["method=distill"])
 
 
 @pytest.mark.parametrize("match", ["features", "prototypes", "logits"])
@@ -192,7 +192,7 @@ def test_teachers_in_a_loop_of_ones_own(match: str, runs: Path) -> None:
     teacher = str(runs / ("supervised" if match == "logits" else "dino"))
     options = {"label_weight": 0.5} if match == "logits" else {}
     learner = Learner(
-        "distill", backbone, steps=8, batch_size=4, teacher=teacher, match=match, **options
+        f"distill_{match}", backbone, steps=8, batch_size=4, teacher=teacher, **options
     )
     optimizer = torch.optim.AdamW(learner.parameters(), lr=0.01)
     losses = []
@@ -208,9 +208,9 @@ def test_teachers_in_a_loop_of_ones_own(match: str, runs: Path) -> None:
 
 def _student(folder: Path, out: str, *words: str) -> Task:
     """Train the tiny recipe with a backbone of its own in ``words``."""
-    options = tiny.overrides("distill", folder, out)
+    options = tiny.overrides("distill_prototypes", folder, out)
     kept = [word for word in options if not word.startswith("backbone=")]
-    config = load_config("distill/digits", [*kept, *words])
+    config = load_config("distill_prototypes/digits", [*kept, *words])
     task = Task(config, sources=open_data(config.data))
     with suppress(Interrupted):
         train_loop(task)
@@ -220,9 +220,7 @@ def _student(folder: Path, out: str, *words: str) -> Task:
 def test_a_run_of_dino_teaches_a_transformer_its_prototypes(runs: Path, tmp_path: Path) -> None:
     """With its centre and temperature; stopped and resumed as if never stopped."""
     words = [
-        "method.match=prototypes",
         f"method.teacher={runs / 'dino'}",
-        "method.teacher_weights=null",
         "backbone={name: vit_micro, depth: 1}",
         "train.epochs=1",
     ]
@@ -240,11 +238,9 @@ def test_a_run_of_dinov2_teaches_images_and_patches(tmp_path: Path) -> None:
     """Two views and a smaller one; stopped and resumed as if never stopped."""
     tiny.train("dinov2", tmp_path, "teacher", "train.epochs=1").close()
     words = [
-        "method.match=prototypes",
         "method.pairs=different",
         "method.patch_weight=0.5",
         f"method.teacher={tmp_path / 'teacher'}",
-        "method.teacher_weights=null",
         "backbone={name: vit_micro, depth: 1}",
         "views.main={count: 2, transforms: [normalize]}",
         "views.small={transforms: [{name: resize, size: 16}, normalize]}",
@@ -266,14 +262,10 @@ def test_a_run_of_dinov2_teaches_images_and_patches(tmp_path: Path) -> None:
 def test_prototypes_of_digits_reach_a_smaller_transformer(tmp_path: Path) -> None:
     """DINO's digits recipe, then a ViT of three quarters of its parameters with its prototypes."""
     options = [
-        "method.match=prototypes",
         f"method.teacher={tmp_path / 'teacher'}",
-        "method.teacher_weights=null",
-        "backbone={name: vit_micro, depth: 2}",
-        "train.epochs=90",
     ]
     of_teacher = _knn("dino/digits", tmp_path / "teacher")
-    of_student = _knn("distill/digits", tmp_path / "student", *options)
+    of_student = _knn("distill_prototypes/digits", tmp_path / "student", *options)
     assert of_student[-1] >= of_student[0] + 0.15
     assert of_student[-1] >= of_teacher[-1] - 0.15
 
@@ -289,7 +281,7 @@ def test_images_and_patches_of_dinov2_reach_a_smaller_transformer(tmp_path: Path
         "defaults: [/base/digits_masked, _self_]\n"
         "views: {main: {count: 2}}\n"
         "backbone: {depth: 2}\n"
-        "method: {name: distill, teacher: teacher, match: prototypes, pairs: different,\n"
+        "method: {name: distill_prototypes, teacher: teacher, pairs: different,\n"
         "  patch_weight: 0.5, hidden_dim: 256, bottleneck: 64, num_layers: 2}\n"
         "train: {epochs: 20, batch_size: 64, log_every: 20}\n"
         "optimizer: {lr: 2.0e-3}\n",

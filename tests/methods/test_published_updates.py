@@ -257,7 +257,7 @@ CODE = {
 }
 
 NOT_REPLAYED = {  # docs/parity.md says so
-    "distill/vit_small_imagenet",
+    "distill_features/vit_small_imagenet",
     "dinov2/vitg14_imagenet",  # the rules of vit_large_imagenet with other numbers
     "supervised/linear_resnet50_imagenet",  # trains one layer by torch's SGD
 }

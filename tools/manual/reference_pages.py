@@ -20,7 +20,7 @@ from manual.levels import packages
 from selftask.cli.main import COMMANDS, GROUPS
 from selftask.config.reference import NO_DEFAULT, PLACES, KeyEntry, NamedEntry, config_keys, named
 from selftask.errors import EXIT_CODES
-from selftask.logs.columns import COLUMNS
+from selftask.logs.columns import columns
 from selftask.logs.events import EVENTS
 from selftask.logs.run_files import RUN_FILES
 from selftask.registry import REGISTRIES
@@ -174,7 +174,7 @@ def _command(name: str) -> Iterator[str]:
 def runs_page() -> str:
     """Return the page of a run's files and columns."""
     rows = ["| column | unit | meaning | written by |", "|---|---|---|---|"]
-    for column in COLUMNS:
+    for column in columns():
         cells = (f"`{column.name}`", column.unit, markdown(column.text), column.written_by)
         rows.append("| " + " | ".join(map(_cell, cells)) + " |")
     return _joined(

@@ -16,7 +16,9 @@ from selftask.errors import UserError, nearest
 from selftask.hooks.base import defines
 from selftask.methods.base import Method
 from selftask.models.build import with_embed_dim
+from selftask.optim.param_groups import freeze_for_good, frozen_until
 from selftask.registry import METHODS
+from selftask.task.frozen import FrozenParameters
 
 
 class Learner(nn.Module):
@@ -75,6 +77,9 @@ class Learner(nn.Module):
         self.network = self._task.base_model = loss.build_network(backbone, self._task)
         loss.setup(self._task)
         self.method = self._task.loss = loss
+        rules, modules = loss.group_rules(), [("network", self.network), ("loss", loss)]
+        freeze_for_good(modules, [], rules)
+        self._frozen = FrozenParameters(frozen_until(modules, rules, length))
 
     @property
     def backbone(self) -> nn.Module:
@@ -112,6 +117,7 @@ class Learner(nn.Module):
 
     def after_backward(self) -> None:
         """Apply the method's changes of gradients; call it before the optimizer's step."""
+        self._frozen.drop_gradients(self._task.steps_done)
         self.method.on_backward(self._task)
 
     def update(self) -> None:

@@ -13,6 +13,7 @@ from selftask.registry import METHODS, REDUCTIONS
 if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.equivalence.check import Report
+    from selftask.equivalence.compare import Row
 
 USAGE = """\
 usage: selftask check METHOD [key=value ...] [--ranks 1,2,4] [--steps 3]
@@ -21,13 +22,16 @@ usage: selftask check METHOD [key=value ...] [--ranks 1,2,4] [--steps 3]
 Trains a small version of METHOD, which may be a recipe as in `selftask train`, in double precision:
 once on one rank, then with the same global batch on several, then with their number changing
 between checkpoints. Samples, inputs, loss and its terms, gradients and all state must be the same
-to 1e-9. Your own method needs import=[mine], or a recipe that has it. Exit code 1: different.
+to 1e-9. Durations of method, optimizer and hooks (warm-ups, frozen layers, terms that
+start later) become one step, unless set here; what these steps do not reach is
+named. Your own method needs import=[mine], or a recipe that has it. Exit code 1: different.
 
 BatchNorm is replaced by a norm of one sample; parallel.sync_batch_norm=all checks synchronised
 BatchNorm instead.
 Try also parallel.reduce=ddp or fsdp, train.accumulate=2 train.step=accumulate, optimizer=lars."""
 
 MIN_BATCH = 8
+RESUMED = "2 > 1 > 2"  # as in equivalence.compare, which imports torch
 OPTIONS = {"--ranks": str, "--steps": int, "--all": bool}
 
 
@@ -73,10 +77,12 @@ def _check_all(settings: list[str], ranks: list[int], steps: int) -> int:
 
 def _check(name: str, settings: list[str], ranks: list[int], steps: int) -> int:
     config = load(name, settings)
+    from selftask.equivalence.durations import shorten_durations
     from selftask.equivalence.tiny_recipe import make_tiny
 
     least = math.lcm(*ranks)
     small = make_tiny(config, batch_size=-(-MIN_BATCH // least) * least, steps=steps)
+    small = shorten_durations(small)
     batch = small.train.batch_size
     for size in ranks:
         if batch % size:
@@ -162,38 +168,60 @@ def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
             f"DIFFERENT: {name} depends on the number of ranks: {first.quantity} with "
             f"{first.ranks} ranks, {first.place or 'everywhere'}, by {first.difference:.1e}"
         )
-        lines.append(_hint(first.quantity, first.difference, reduction))
+        resumed_only = all(row.ranks == RESUMED for row in different)
+        lines.append(_hint(first, reduction, report.draws, resumed_only=resumed_only))
     if report.ok:
         asked = ", ".join(str(size) for size in ranks if size > 1)
         lines.append(f"SAME: {name} on {asked} ranks does what it does on one")
+    if report.not_reached:
+        lines.append(f"not reached in these steps: {'; '.join(report.not_reached)}")
     return "\n".join(lines)
 
 
-def _hint(quantity: str, difference: float, reduction: str) -> str:
-    """Return the most frequent cause if this quantity is the first that differs."""
-    if difference < 1e-5:
+def _hint(first: Row, reduction: str, draws: list[str], *, resumed_only: bool) -> str:
+    """Return the most frequent cause if this row is the first that differs.
+
+    Args:
+        first: The row.
+        reduction: The method's ``loss_reduction``.
+        draws: Global generators that a step uses.
+        resumed_only: Whether only the resumed run differs.
+    """
+    if first.difference < 1e-5:
         return "(so small: something computes in float32; models.precision.to_float32 helps)"
-    if quantity in ("samples", "inputs"):
+    if resumed_only and first.quantity != "samples":
+        return (
+            "(only the resumed run differs: state that is not saved? a plain attribute is not; "
+            "make it a buffer (register_buffer), a parameter or a sub-module of the method)"
+        )
+    if draws and first.quantity != "samples":
+        return (
+            f"(a draw that differs: a step uses the global generator of {' and '.join(draws)}, "
+            "which ranks seed differently; take selftask.random.keyed.uniform for draws of a "
+            "sample and batch_uniform for those of a batch; nn.Dropout is drawn per sample, "
+            "F.dropout is not)"
+        )
+    if first.quantity in ("samples", "inputs"):
         return (
             "(what is drawn for a sample must be a function of (seed, epoch, sample): "
             "selftask.random.keyed.uniform on the device, the generator that a transform is given)"
         )
-    if quantity in ("loss", "terms", "gradients") and reduction == "samples":
+    if first.quantity == "method":
         return (
-            "(a loss that looks at other samples of the batch, or draws from torch's generator, "
-            "which ranks seed differently? see gather_cat_with_grad and sum_with_grad in "
-            "selftask.distributed.collectives, and selftask.random.keyed; nn.Dropout is drawn per "
-            "sample, F.dropout is not)"
+            "(loss and gradients of this step are the same: state that is not reduced? what the "
+            "method remembers must be of all ranks, in the order of the global batch: "
+            "all_gather_cat, all_reduce_mean in selftask.distributed.collectives)"
         )
-    if quantity in ("loss", "terms", "gradients"):
+    if first.quantity in ("loss", "terms", "gradients") and reduction == "samples":
         return (
-            "(is each sum over the batch made with sum_with_grad, each comparison with "
-            "gather_cat_with_grad of selftask.distributed.collectives, and is the loss a mean over "
-            "this rank's samples, or the same on all ranks?)"
+            "(a sum that is not made: a loss that looks at other samples of the batch? see "
+            "gather_cat_with_grad and sum_with_grad in selftask.distributed.collectives, and "
+            "declare what it does)"
         )
     return (
-        "(what the method remembers must be of all ranks, in the order of the global batch: "
-        "all_gather_cat, all_reduce_mean in selftask.distributed.collectives)"
+        "(a sum that is not made: is each sum over the batch made with sum_with_grad, each "
+        "comparison with gather_cat_with_grad of selftask.distributed.collectives, and is the loss "
+        "a mean over this rank's samples, or the same on all ranks?)"
     )
 
 

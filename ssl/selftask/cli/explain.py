@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 def explanations(word: str, width: int = 100) -> Iterator[str]:
     """Yield a text for each key, registered name, column, event or file called ``word``."""
     from selftask.config.reference import all_named, config_keys
-    from selftask.logs.columns import COLUMNS
+    from selftask.logs.columns import columns
     from selftask.logs.events import EVENTS
     from selftask.logs.run_files import RUN_FILES
 
@@ -59,7 +59,7 @@ def explanations(word: str, width: int = 100) -> Iterator[str]:
     for thing in things:
         if thing.name == word:
             yield _named(thing, width)
-    for column in COLUMNS:
+    for column in columns():
         if column.name == word:
             unit = f", {column.unit}" if column.unit else ""
             about = f"column of metrics.jsonl{unit}; {column.written_by}"
@@ -74,14 +74,14 @@ def explanations(word: str, width: int = 100) -> Iterator[str]:
 def known_words() -> set[str]:
     """Return all words that have an explanation."""
     from selftask.config.reference import all_named, config_keys
-    from selftask.logs.columns import COLUMNS
+    from selftask.logs.columns import columns
     from selftask.logs.events import EVENTS
     from selftask.logs.run_files import RUN_FILES
 
     things = list(all_named())
     keys = [*config_keys(), *(key for thing in things for key in thing.keys)]
     words = {name for key in keys for name in (key.key, key.key.rpartition(".")[2], *key.also)}
-    words |= {thing.name for thing in things} | {column.name for column in COLUMNS}
+    words |= {thing.name for thing in things} | {column.name for column in columns()}
     return words | set(EVENTS) | set(RUN_FILES)
 
 

@@ -15,7 +15,7 @@ COLUMN = 48  # column in which the origins begin, unless a value is longer
 
 def explain(config: Config) -> str:
     """Return ``config.yaml`` with the origin of each value: file:line, command line or default."""
-    lines = []
+    lines = [f"# note: {note}" for note in config.notes]
     for text, key in _lines(config.to_dict(), (), indent=0):
         origin = _origin(config, key)
         lines.append(_with_origin(text, origin) if origin else text)

@@ -47,6 +47,7 @@ def load_config(
     read = [p for p in reader.problems if p.partition(" is missing")[0] not in unreadable]
     if composed.problems or read or config is None:
         raise ConfigError([*composed.problems, *read])
+    config.notes.extend(composed.notes)
     found = [*contradictions(config), *component_problems(config)]
     for key, text in [*found, *(locations.problems(config) if trust else ())]:
         reader.problem(key, text)

@@ -85,7 +85,7 @@ class NamedEntry:
 
 def config_keys() -> list[KeyEntry]:
     """Return every key of a config except those of components, in the order of the sections."""
-    hidden = ("recipe", "places", "imports")
+    hidden = ("recipe", "places", "notes", "imports")
     entries = [
         replace(key, default=FROM_RECIPE) if "." not in key.key and key.default == REQUIRED else key
         for key in _keys_of(Config, "", without=hidden)

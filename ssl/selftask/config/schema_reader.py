@@ -15,7 +15,7 @@ from selftask.config.config_class import config_class
 from selftask.config.fields import default_of, has_default
 from selftask.config.keys import Key, dotted
 from selftask.config.renamed_keys import present_name
-from selftask.config.schema import Component
+from selftask.config.schema import Component, FrozenModule
 from selftask.config.torch_names import is_torch_name
 from selftask.config.values.coerce import Mismatch, check_limits, convert, describe
 from selftask.errors import UserError, nearest, shorten
@@ -78,6 +78,9 @@ class Reader:
     def section(self, kind: type[T], value: Any, key: Key) -> T | None:
         """Return a section as its dataclass, or None if a part of it is invalid."""
         schema = Schema.of(kind)
+        if kind is FrozenModule and isinstance(value, str):
+            value = {"model": value}
+            self.note_place((*key, "model"))
         flat = next((f for f in schema.fields.values() if f.metadata.get("flat")), None)
         if flat is None:
             given = self.mapping(value, key)
@@ -123,6 +126,10 @@ class Reader:
         kind = schema.types[field.name]
         if "of" in field.metadata:
             return self._named(value, field, schema, key)
+        if FrozenModule in typing.get_args(kind) and type(None) in typing.get_args(kind):
+            if value is None:
+                return None
+            kind = FrozenModule
         if dataclasses.is_dataclass(kind):
             read = self.section(kind, value, key)  # type: ignore[arg-type]
             return _WRONG if read is None else read

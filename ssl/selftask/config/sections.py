@@ -11,7 +11,7 @@ from selftask.config.schema import Config
 from selftask.config.schema_reader import Reader, Schema, hint_for
 from selftask.config.values.coerce import Mismatch, check_limits, convert
 
-SCHEMA = Schema.of(Config, without=["imports", "places"])
+SCHEMA = Schema.of(Config, without=["imports", "places", "notes"])
 
 
 def read_config(reader: Reader, values: dict[str, Any]) -> Config | None:

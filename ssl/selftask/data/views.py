@@ -194,18 +194,21 @@ class Views:
     """
 
     def __init__(self, views: Mapping[str, ViewConfig], channels: int = RGB) -> None:
-        further = dict.fromkeys(group.image for group in views.values() if group.image is not None)
-        self.images = tuple(further)  # names of a sample's further images that views are made from
+        named = dict.fromkeys(image for group in views.values() for image in group.images)
+        self.images = tuple(
+            filter(None, named)
+        )  # names of a sample's further images that views are made from
         self.made: list[View] = []
         for name, group in views.items():
             pipeline = build_pipeline(group.transforms, f"views.{name}.transforms", channels)
-            image = 0 if group.image is None else 1 + self.images.index(group.image)
-            parents: Iterable[int | None] = [None]
+            sources: Iterable[tuple[int | None, int]]  # a view, or an image of the sample
             if group.of is not None:
-                parents = [at for at, view in enumerate(self.made) if view.group == group.of]
+                sources = [(at, 0) for at, view in enumerate(self.made) if view.group == group.of]
+            else:
+                sources = [(None, self._number_of(image)) for image in group.images]
             self.made += [
                 View(name, pipeline.for_view(number), parent, group.count > 0, image)
-                for parent in parents
+                for parent, image in sources
                 for number in range(max(1, group.count))
             ]
         self.shown = [number for number, view in enumerate(self.made) if view.shown]
@@ -213,6 +216,9 @@ class Views:
             raise ConfigError(["views: there is none; at least one group of views is needed"])
         self._draws: ViewDraws | None = None
         self._seed: int | None = None
+
+    def _number_of(self, image: str | None) -> int:
+        return 0 if image is None else 1 + self.images.index(image)
 
     def __len__(self) -> int:
         return len(self.shown)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 
+from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.equivalence.compare import Record, Row, compare, compare_resume, merge
+from selftask.equivalence.durations import not_reached
 from selftask.equivalence.worker import Leg, work
 from selftask.errors import RunError, UserError, describe_exit
 from selftask.registry import BACKBONES
@@ -40,6 +42,8 @@ class Report:
     rows: list[Row]
     replaced_norms: int
     silent: bool  # the loss calls no collective, although the method declares that it does
+    draws: list[str] = field(default_factory=list)  # generators of the process that a step uses
+    not_reached: list[str] = field(default_factory=list)  # what begins or ends after these steps
 
     @property
     def ok(self) -> bool:
@@ -79,7 +83,21 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
         rows += compare_resume(merge(runs["ranks2"]), [runs[leg.name] for leg in resumed])
     widest = runs[legs[-1].name][0]
     silent = widest["loss_reduction"] != "samples" and max(sizes) > 1 and widest["exchanges"] == 0
-    return Report(rows, runs["ranks1"][0]["replaced_norms"], silent)
+    records = [record for run in runs.values() for record in run]
+    draws = sorted({name for record in records for name in record["draws"]})
+    length = RunLength(**records[0]["length"])
+    later = [*not_reached(config, steps, length), *_asked(records, steps, length)]
+    return Report(rows, runs["ranks1"][0]["replaced_norms"], silent, draws, later)
+
+
+def _asked(records: Sequence[Record], steps: int, length: RunLength) -> list[str]:
+    """Return the later steps that comparisons with ``task.steps_done`` wait for."""
+    asked = {place: step for record in records for place, step in record["asked"].items()}
+    return [
+        f"step {step}, which {place} compares with (--steps {step + 1})"
+        for place, step in asked.items()
+        if step >= steps and step != length.total_steps
+    ]
 
 
 def _legs_of_a_resume(steps: int) -> list[Leg]:

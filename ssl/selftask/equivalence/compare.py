@@ -13,8 +13,8 @@ from torch import Tensor
 RTOL = 1e-9  # relative to the largest element of a tensor, in float64
 SMALL = 1e-3  # tensors below this fraction of the largest one are compared relative to that one
 RESUMED = "2 > 1 > 2"
-_STEPWISE = ("samples", "inputs", "loss", "terms", "gradients")
-_FINAL = ("network", "method", "optimizer")
+_STEPWISE = ("samples", "inputs", "loss", "terms", "gradients", "method")
+_FINAL = ("network", "optimizer")
 
 Record = dict[str, Any]  # record of one rank, see ``RecordedTask.record``
 
@@ -55,6 +55,11 @@ def merge(records: list[Record]) -> Record:
         names = {name for grad in grads for name in grad}
         merged.setdefault("gradients", []).append(
             {name: [grad.get(name) for grad in grads] for name in names}
+        )
+    for states in zip(*(r["method"] for r in records), strict=True):
+        names = {name for state in states for name in state}
+        merged.setdefault("method", []).append(
+            {name: [state.get(name) for state in states] for name in names}
         )
     for part in _FINAL:
         names = {name for record in records for name in record[part]}
@@ -105,6 +110,8 @@ def compare_resume(undisturbed: Record, legs: list[list[Record]]) -> Iterator[Ro
     yield _compare_steps("samples", undisturbed["samples"], samples, RESUMED)
     for part in _FINAL:
         yield Row(part, RESUMED, *_largest(undisturbed[part], merged[-1][part]))
+    states = (run["method"][-1] for run in (undisturbed, merged[-1]))
+    yield Row("method", RESUMED, *_largest(*states))
 
 
 def _largest(one: dict[str, Any], many: dict[str, Any]) -> tuple[float, str]:

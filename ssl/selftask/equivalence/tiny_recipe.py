@@ -81,7 +81,7 @@ def images_for(config: Config) -> Images:
     """Return images for ``STEPS_PER_EPOCH`` steps per epoch, plus one remaining image."""
     count = STEPS_PER_EPOCH * config.train.accumulate * config.train.batch_size + 1
     extras: dict[str, ExtraKind] = {
-        group.image: "image" for group in config.views.values() if group.image is not None
+        image: "image" for group in config.views.values() for image in group.images if image
     }
     if "captions" in required(config.method.name):
         extras["caption"] = "text"

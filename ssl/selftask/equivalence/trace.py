@@ -6,11 +6,13 @@ depends on the batch of its rank and is replaced by a norm over single samples.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from selftask.batch import Batch
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
+from selftask.equivalence.progress import WatchedSteps
 from selftask.equivalence.tiny_recipe import images_for
 from selftask.task import Task
 
@@ -67,6 +70,9 @@ class RecordedTask(Task):
         self.batch_losses: list[Tensor] = []
         self.terms: list[dict[str, Tensor]] = []
         self.gradients: list[dict[str, Tensor]] = []  # for each step
+        self.method_states: list[dict[str, Tensor]] = []  # after each step
+        self.asked: dict[str, int] = {}  # file:line -> later steps that a method asks about
+        self.draws: dict[str, None] = {}  # generators of the process that a step has used
         self.exchanges = 0  # collectives called while a loss was computed
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -78,6 +84,18 @@ class RecordedTask(Task):
         ]
         self.trained_parameters = {name: p for name, p in named if p.requires_grad}
         self._count_exchanges()
+        prepare_batch = self.loss.prepare_batch
+
+        def note_generators(batch: Batch, task: Any) -> None:
+            self._generators = _generator_states()
+            prepare_batch(batch, task)
+
+        self.loss.prepare_batch = note_generators
+
+    @property
+    def steps_done(self) -> int:
+        """Number of finished steps, which notes with what it is compared."""
+        return WatchedSteps(super().steps_done, self.asked)
 
     def train_until(self, steps: int) -> None:
         """Train phase by phase, as a trainer does, until ``steps`` steps are done in total."""
@@ -98,7 +116,12 @@ class RecordedTask(Task):
         super().run_hooks(point)
         if not self.train:
             return
+        if point == "on_update":
+            self.method_states.append(_tensors(self.loss))
         if point == "on_loss_and_meter":
+            states = _generator_states()
+            used = [name for name in states if states[name] != self._generators[name]]
+            self.draws.update(dict.fromkeys(used))
             batch = self.last_batch
             assert batch.loss is not None
             self.samples.append(batch.index.clone())
@@ -118,9 +141,11 @@ class RecordedTask(Task):
             "terms": self.terms,
             "gradients": self.gradients,
             "network": _tensors(self.base_model),
-            "method": _tensors(self.loss),
+            "method": self.method_states,
             "optimizer": dict(self._optimizer_state()),
             "exchanges": self.exchanges,
+            "draws": list(self.draws),
+            "asked": self.asked,
         }
 
     def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -203,6 +228,16 @@ class _InDouble:
 
 def _in_double(batch: Batch) -> Batch:
     return replace(batch, views=_doubles(batch.views))
+
+
+def _generator_states() -> dict[str, Any]:
+    """Return the states of the global generators by name, as values that can be compared."""
+    numpy_state: Any = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy": (numpy_state[1].tobytes(), numpy_state[2]),
+        "random": random.getstate(),
+    }
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

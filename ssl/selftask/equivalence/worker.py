@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -135,4 +135,9 @@ def _run(leg: Leg, config: Config, folder: Path) -> dict[str, Any]:
         record = task.record()
     finally:
         task.close()
-    return {**record, "replaced_norms": len(replaced), "loss_reduction": task.loss.loss_reduction}
+    return {
+        **record,
+        "replaced_norms": len(replaced),
+        "loss_reduction": task.loss.loss_reduction,
+        "length": asdict(task.length),
+    }

@@ -46,10 +46,9 @@ class TrainMeters(Hook):
     def on_loss_and_meter(self, task: Task) -> None:
         if not task.train:
             return
-        batch = task.last_batch
-        labels = batch.labels.argmax(dim=1) if self.is_mixed else batch.labels
         for meter in self.meters.values():
-            meter.update(task.loss.scores_for(meter, batch.output), labels)
+            scores, classes = task.loss.for_meter(meter, task.last_batch)
+            meter.update(scores, classes.argmax(dim=1) if self.is_mixed else classes)
 
     def on_update(self, task: Task) -> None:
         if not task.should_log:

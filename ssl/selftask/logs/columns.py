@@ -1,13 +1,15 @@
 """Columns of ``metrics.jsonl``: unit, meaning, and which component writes them.
 
-Columns are described nowhere else; ``selftask explain`` and the documentation show these texts.
-Does not import torch.
+Those of a method are declared by its class (``Method.columns``), all others here; ``selftask
+explain`` and the documentation show these texts. Does not import torch.
 """
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
+
+from selftask.registry import METHODS
 
 
 class Column(NamedTuple):
@@ -28,7 +30,7 @@ _HEALTH, _EVAL = "hook `health`, a default", "`eval.evaluations`, at step 0, `ev
 _DEVICE = "runs on CUDA and XPU devices"
 _DEVICES = "runs on CUDA, XPU and MPS devices"
 
-COLUMNS = (
+_GENERAL = (
     Column("step", "steps", "Finished optimizer steps."),
     Column("epoch", "epochs", "Finished epochs, with a fraction."),
     Column("loss", "", "Mean loss of the steps since the row before, over all ranks."),
@@ -142,68 +144,27 @@ COLUMNS = (
         "Time of a section of a step: read, forward, loss, backward, reduce, update, hooks.",
         "hook `timing`",
     ),
-    Column(
-        "invariance",
-        "",
-        "Term of the loss: two views have the same embedding.",
-        "`barlow`, `vicreg`",
-    ),
-    Column("redundancy", "", "Term of the loss: components are uncorrelated.", "`barlow`"),
-    Column("variance", "", "Term of the loss: components vary over images.", "`vicreg`"),
-    Column("covariance", "", "Term of the loss: components are uncorrelated.", "`vicreg`"),
-    Column(
-        "kl", "", "Term of the loss: divergence of the student from its targets.", "`dino`, `swav`"
-    ),
-    Column(
-        "teacher_entropy",
-        "",
-        "Term of the loss: entropy of the teacher's targets. 0 is collapse to one prototype, the "
-        "loss at chance is collapse to equal probabilities.",
-        "`dino`",
-    ),
-    Column("assignment_entropy", "", "Term of the loss: entropy of the assignments.", "`swav`"),
-    Column("dino_global", "", "Term of the loss: DINO between global views.", "`dinov2`"),
-    Column("dino_local", "", "Term of the loss: DINO of local views.", "`dinov2`"),
-    Column("ibot", "", "Term of the loss: masked patches.", "`dinov2`"),
-    Column("koleo", "", "Term of the loss: embeddings are spread evenly.", "`dinov2`"),
-    Column("global_TERM", "", "Term of the loss, of whole views.", "`vicregl`"),
-    Column("local_TERM", "", "Term of the loss, of cells.", "`vicregl`"),
-    Column(
-        "largest_cluster",
-        "0 to 1",
-        "Share of images in the largest cluster; 1 is collapse.",
-        "`deepcluster`",
-    ),
-    Column("temperature", "", "Learned temperature.", "`clip`"),
-    Column("single", "", "Term of the loss: whole images.", "`densecl`"),
-    Column("dense", "", "Term of the loss: cells of the feature maps.", "`densecl`"),
-    Column(
-        "cross_entropy", "", "Term of the loss: masked views have the teacher's targets.", "`msn`"
-    ),
-    Column(
-        "me_max",
-        "",
-        "Term of the loss: divergence of the mean prediction from the prior; 0 is all prototypes "
-        "used as the prior says.",
-        "`msn`",
-    ),
-    Column("nce", "", "Term of the loss: each image is told from noise.", "`npid`"),
-    Column("info_nce", "", "Term of the loss: each image among its negatives.", "`npid`"),
-    Column("softmax", "", "Term of the loss: each image among all images.", "`npid`"),
-    Column("proximal", "", "Term of the loss: distance from the memory.", "`npid`"),
-    Column("image", "", "Term of the loss: whole images.", "`pirl`"),
-    Column("tiles", "", "Term of the loss: jigsaw tiles.", "`pirl`"),
-    Column("distillation", "", "Term of the loss: distance from the teacher.", "`distill`"),
-    Column("labels", "", "Term of the loss: cross-entropy with labels.", "`distill`"),
     Column("METRIC_layerN", "", "A metric of hidden layer N.", "`eval.layers`"),
     Column("SET/METRIC", "", "A metric of a named validation set.", "`data.val_sets`"),
     Column("val_TERM", "", "A term of that loss.", "`eval.loss`"),
     Column("test_METER_METRIC", "", "A meter of a test phase.", "`meters`"),
     Column("AVERAGE_test_METRIC", "", "A test phase with averaged weights.", "hooks `ema`, `swa`"),
 )
-"""Descriptions of columns. The first match applies, so more specific names come first."""
+"""Columns of all methods. The first match applies, so more specific names come first."""
+
+
+def columns() -> list[Column]:
+    """Return all descriptions; those that methods declare (``Method.columns``) come first."""
+    made: dict[tuple[str, str], list[str]] = {}
+    for method in METHODS.names():
+        for name, text in METHODS.declared(method, "columns", {}).items():
+            made.setdefault((name, text), []).append(f"`{method}`")
+    return [
+        *(Column(name, "", text, ", ".join(names)) for (name, text), names in made.items()),
+        *_GENERAL,
+    ]
 
 
 def describe_column(name: str) -> Column | None:
     """Return the description of a column, or None for an unknown one, such as your own metric."""
-    return next((column for column in COLUMNS if column.matches(name)), None)
+    return next((column for column in columns() if column.matches(name)), None)

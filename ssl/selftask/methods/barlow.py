@@ -26,8 +26,12 @@ from selftask.registry import register_method
 
 @register_method("barlow")
 class BarlowTwins(Method):
-    """Cross-correlation of two views over the global batch, trained towards the identity matrix."""
+    """Barlow Twins (arXiv:2103.03230): a cross-correlation of two views near the identity."""
 
+    columns = {
+        "invariance": "Term of the loss: two views have the same embedding.",
+        "redundancy": "Term of the loss: components are uncorrelated.",
+    }
     loss_reduction = "statistics"  # the correlation
     views = 2
     per_view = True

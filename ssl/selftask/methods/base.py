@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 from torch import Tensor, nn
 
 from selftask.batch import Batch, Loss
+from selftask.config.schema.optimizer import GroupRule
 from selftask.hooks.base import Hook
+from selftask.methods.frozen import open_frozen, open_trained
 from selftask.models.build import embed_dim
 from selftask.models.network import Network
+from selftask.models.weights.frozen import Frozen
 
 if TYPE_CHECKING:
-    from selftask.models.weights.trained import Scores
+    from selftask.models.weights.trained import Scores, TrainedNetwork
     from selftask.task import Task
 
 NumViews: TypeAlias = int | tuple[int, int | None]
@@ -63,6 +66,8 @@ class Method(nn.Module, Hook):
     * ``"index"``: ``batch.index``, the number of each image, as an index into a memory.
     * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.
     """
+    columns: ClassVar[dict[str, str]] = {}
+    """Terms of the loss and other columns of metrics.jsonl that the method logs, with texts."""
     outputs_logits: ClassVar[bool] = False  # True if the output is (B, C), as meters expect
     sample_dim: ClassVar[int | None] = 1
     """Dimension of the samples in the network's output, or in the ``prediction`` of a
@@ -107,6 +112,41 @@ class Method(nn.Module, Hook):
     def setup(self, task: Task) -> None:
         """Build parts that depend on network or data (teacher, memory); called before loading."""
 
+    def group_rules(self) -> list[GroupRule]:
+        """Return rules for parameter groups that belong to the method; none by default.
+
+        They hold for every recipe: a constant learning rate of a predictor, prototypes without
+        decay, a last layer that is frozen at first. Names begin with ``network.`` or ``loss.``;
+        ``network.`` may be omitted. Rules of ``optimizer.groups`` override them.
+        """
+        return []
+
+    def open_frozen(self, name: str, task: Task) -> Frozen:
+        """Return the frozen module of a field ``name: FrozenModule`` of the method's config.
+
+        Called in ``build_network`` or ``setup``. For a run, a file or a library's model it is the
+        backbone, whose patches ``models.features.extract`` gives; for ``package.module:Class`` it
+        is your own module.
+
+        Raises:
+            UserError: If it does not exist, or takes images of another number of channels.
+        """
+        return open_frozen(getattr(self.config, name), f"method.{name}", task)
+
+    def open_trained(self, name: str, task: Task, *, scores: bool = False) -> TrainedNetwork:
+        """Return the network of such a field with its width, to be made ``Frozen``.
+
+        Args:
+            name: Name of the field.
+            task: The task.
+            scores: Whether it must have a head that scores classes or prototypes.
+
+        Raises:
+            UserError: As ``open_frozen``, or if the network has no such head.
+        """
+        value = getattr(self.config, name)
+        return open_trained(value, f"method.{name}", task, scores=scores)
+
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Set ``batch.input``, the argument of the network; all views by default."""
         batch.input = batch.all_views
@@ -137,11 +177,32 @@ class Method(nn.Module, Hook):
         scores: Tensor = output
         return scores
 
-    def scores_for(self, meter: Any, output: Any) -> Tensor:
-        """Return the class scores (B, C) for a meter, without their graph."""
-        head = getattr(meter, "head", None)  # Classy's meters have none
+    def meter_input(
+        self, output: Any, batch: Batch, head: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return class scores (N, C) and classes (N,) for meters: ``logits`` and the labels.
+
+        A method that makes its own classes, such as the rotation of each image, returns those; its
+        runs then have meters without ``outputs_logits``. N need not be the number of images.
+
+        Args:
+            output: Output of the network.
+            batch: The batch.
+            head: As in ``logits``.
+        """
         scores = self.logits(output) if head is None else self.logits(output, head)
-        return scores.detach()
+        return scores, batch.labels
+
+    @property
+    def has_meter_input(self) -> bool:
+        """True if meters can be computed."""
+        return self.outputs_logits or type(self).meter_input is not Method.meter_input
+
+    def for_meter(self, meter: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return ``meter_input`` for a meter, whose scores have no graph."""
+        head = getattr(meter, "head", None)  # Classy's meters have none
+        scores, classes = self.meter_input(batch.output, batch, head)
+        return scores.detach(), classes
 
     def visualize(self, output: Any, batch: Batch) -> dict[str, Tensor]:
         """Return images that illustrate the method, for the report; none by default.

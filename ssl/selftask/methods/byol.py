@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @register_method("byol")
 class BYOL(EMATeacher):
-    """A predictor regresses the projections of an EMA teacher; no negatives."""
+    """BYOL (arXiv:2006.07733): a predictor regresses the projections of an EMA teacher."""
 
     loss_reduction = "samples"
     views = 2

@@ -36,8 +36,11 @@ MAX_SCALE = 100.0  # maximum scale of the logits: section 2.5
 
 @register_method("clip")
 class CLIP(Method):
-    """Contrast of images and captions, gathered over ranks with gradient; learned temperature."""
+    """CLIP (arXiv:2103.00020): contrast of images and captions of the global batch."""
 
+    columns = {
+        "temperature": "Learned temperature.",
+    }
     loss_reduction = "gathered"  # captions are negatives to the images of all ranks
     views = 1
     requires = ("captions",)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @register_method("data2vec")
 class Data2Vec(MaskedPatches, EMATeacher):
-    """Prediction of the mean of an EMA teacher's top blocks at masked patches."""
+    """data2vec (arXiv:2202.03555): masked patches predict the layers of an EMA teacher."""
 
     teacher_drop_path = False
     requires = ("tokens", "hidden")

@@ -44,8 +44,11 @@ _CLUSTERING = 0x6B6D6E73  # "kmns": separates these draws from others of the sam
 
 @register_method("deepcluster")
 class DeepCluster(Method):
-    """Prediction of k-means clusters of a memory of all images, renewed every epoch."""
+    """DeepCluster v2 (arXiv:2006.09882): k-means clusters of a memory of all images."""
 
+    columns = {
+        "largest_cluster": "Share of images in the largest cluster, 0 to 1; 1 is collapse.",
+    }
     loss_reduction = "samples"
     views = (2, None)
     requires = ("index",)  # the memory has a slot for each image

@@ -53,8 +53,12 @@ class Keys(NamedTuple):
 
 @register_method("densecl")
 class DenseCL(MomentumContrast, EMATeacher):
-    """MoCo on pooled features and on corresponding cells of dense feature maps; two queues."""
+    """DenseCL (arXiv:2011.09157): MoCo for whole images and for cells of feature maps."""
 
+    columns = {
+        "single": "Term of the loss: whole images.",
+        "dense": "Term of the loss: cells of the feature maps.",
+    }
     sample_dim = None
     requires = ("dense",)
 

@@ -34,8 +34,15 @@ NUM_GLOBAL = 2  # views that the teacher sees
 
 @register_method("dino")
 class DINO(PrototypeHeads, EMATeacher):
-    """Self-distillation without labels, with a centred and sharpened teacher and multi-crop."""
+    """DINO (arXiv:2104.14294): self-distillation with multi-crop."""
 
+    columns = {
+        "kl": "Term of the loss: divergence of the student from its targets.",
+        "teacher_entropy": (
+            "Term of the loss: entropy of the teacher's targets. 0 is collapse to one "
+            "prototype, the loss at chance is collapse to equal probabilities."
+        ),
+    }
     loss_reduction = "samples"
     views = (2, None)
     exports_teacher = True  # better throughout training (section 5.2)

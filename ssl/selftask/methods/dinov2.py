@@ -10,7 +10,7 @@ outputs of the heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -27,7 +27,6 @@ from selftask.models.block_mask import BlockMask
 from selftask.models.build import embed_dim
 from selftask.models.clustering import sinkhorn_knopp, view_cross_entropy
 from selftask.models.features.extract import adapter_of
-from selftask.models.heads import DINOHead
 from selftask.models.losses.koleo import koleo
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
@@ -79,14 +78,21 @@ class Predictions(NamedTuple):
 
 @register_method("dinov2")
 class DINOv2(PrototypeHeads, EMATeacher):
-    """Self-distillation of images and masked patches, with features spread over the sphere."""
+    """DINOv2 (arXiv:2304.07193): DINO, masked patches (iBOT) and spread features (KoLeo)."""
 
+    columns = {
+        "dino_global": "Term of the loss: DINO between global views.",
+        "dino_local": "Term of the loss: DINO of local views.",
+        "ibot": "Term of the loss: masked patches.",
+        "koleo": "Term of the loss: embeddings are spread evenly.",
+    }
     loss_reduction = "gathered"  # for the neighbours of KoLeo
     sample_dim = None
     views = (2, None)
     requires = ("tokens",)
     exports_teacher = True
     teacher_drop_path = False
+    head_names = ("head", "patch_head")
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PrototypeHeads.Config, EMATeacher.Config):
@@ -133,9 +139,6 @@ class DINOv2(PrototypeHeads, EMATeacher):
 
     def build_head(self, embed_dim: int) -> nn.Module:
         return self.prototype_head(embed_dim, trained_length=not self.config.norm_last_layer)
-
-    def heads(self, network: Any) -> Sequence[DINOHead]:
-        return network.head, network.patch_head
 
     def setup(self, task: Task) -> None:
         super().setup(task)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @register_method("ijepa")
 class IJEPA(MaskedPatches, EMATeacher):
-    """Prediction of an EMA teacher's features of masked blocks; the teacher is exported."""
+    """I-JEPA (arXiv:2301.08243): predicts an EMA teacher's features of masked blocks."""
 
     requires = ("subset",)
     exports_teacher = True  # as in the paper's evaluations

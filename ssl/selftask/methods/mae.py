@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @register_method("mae")
 class MAE(MaskedPatches):
-    """Encoder of the visible patches; a light decoder reconstructs the pixels of the others."""
+    """MAE (arXiv:2111.06377): encodes the visible patches and reconstructs the others."""
 
     requires = ("subset",)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @register_method("moco")
 class MoCo(MomentumContrast, EMATeacher):
-    """Contrast of queries with keys of an EMA teacher; negatives from a queue of past keys."""
+    """MoCo v2 (arXiv:2003.04297): contrast with an EMA teacher's keys in a queue."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MomentumContrast.Config, EMATeacher.Config):

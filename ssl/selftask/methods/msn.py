@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import total_views
+from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed.collectives import sum_with_grad, world_size
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.prototypes import PrototypeLayer
@@ -50,8 +51,15 @@ Inputs: TypeAlias = tuple[list[Tensor], Tensor | None, list[Tensor]]
 
 @register_method("msn")
 class MSN(PrototypeLayer, EMATeacher):
-    """Masked student views predict the teacher's prototypes, whose use follows a prior."""
+    """MSN (arXiv:2204.07141): masked views have the prototypes of the unmasked view."""
 
+    columns = {
+        "cross_entropy": "Term of the loss: masked views have the teacher's targets.",
+        "me_max": (
+            "Term of the loss: divergence of the mean prediction from the prior; 0 is "
+            "all prototypes used as the prior says."
+        ),
+    }
     loss_reduction = "statistics"  # the mean prediction, and the sizes of clusters
     views = (2, None)
     requires = ("subset",)
@@ -113,6 +121,10 @@ class MSN(PrototypeLayer, EMATeacher):
     def setup(self, task: Task) -> None:
         super().setup(task)
         self.grid_of = adapter_of(task.base_model.backbone).grid  # type: ignore[arg-type]
+
+    def group_rules(self) -> list[GroupRule]:
+        """Prototypes do not decay."""
+        return [GroupRule(match="loss.prototypes", weight_decay=0.0)]
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Draw the patches that are kept in each masked view."""

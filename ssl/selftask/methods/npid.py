@@ -30,8 +30,14 @@ if TYPE_CHECKING:
 
 @register_method("npid")
 class NPID(MemoryContrast):
-    """Instance discrimination: each image is a class, whose weights are its memory bank entry."""
+    """NPID (arXiv:1805.01978): each image is a class, with a memory bank of all images."""
 
+    columns = {
+        "nce": "Term of the loss: each image against noise.",
+        "info_nce": "Term of the loss: each image among its negatives.",
+        "softmax": "Term of the loss: each image among all images.",
+        "proximal": "Term of the loss: distance from the memory.",
+    }
     views = 1
 
     @dataclass(frozen=True, kw_only=True)

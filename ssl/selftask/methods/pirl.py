@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 
 @register_method("pirl")
 class PIRL(MemoryContrast):
-    """Contrast of an image, and its tiles in random order, with a memory bank of all images."""
+    """PIRL (arXiv:1912.01991): contrast of an image and its jigsaw tiles with a memory bank."""
 
+    columns = {
+        "image": "Term of the loss: whole images.",
+        "tiles": "Term of the loss: jigsaw tiles.",
+    }
     views: ClassVar[dict[str, NumViews]] = {"image": 1, "tiles": (2, None)}
 
     @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @register_method("simclr")
 class SimCLR(Method):
-    """In-batch negatives, gathered over ranks with gradient; no state."""
+    """SimCLR (arXiv:2002.05709): contrast of views with all others of the global batch."""
 
     loss_reduction = "gathered"  # views are negatives to those of all ranks
     views = (2, None)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @register_method("simmim")
 class SimMIM(MaskedPatches):
-    """Prediction of masked squares' pixels from features, by one linear layer."""
+    """SimMIM (arXiv:2111.09886): a linear layer predicts the pixels of masked squares."""
 
     requires = ("tokens", "dense")
 

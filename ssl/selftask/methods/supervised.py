@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from selftask import classy
 from selftask.batch import Batch, Loss
 from selftask.config.fields import setting
-from selftask.config.schema import ViewConfig, num_views
+from selftask.config.schema import total_views
 from selftask.data.loading.data_module import val_key
 from selftask.errors import UserError, nearest, plural
 from selftask.meters.accuracy import Accuracy
@@ -75,9 +75,7 @@ class Supervised(Method):
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.targets and (self.loss != "CrossEntropyLoss" or self.num_classes):
                 yield "targets: they have a loss and a number of classes of their own; leave both"
-            groups = config["views"].items()
-            views = num_views({n: ViewConfig(count=g["count"], of=g["of"]) for n, g in groups})
-            made = sum(views.values())
+            made = total_views(config["views"])
             for blocks in self.heads.values() or [self.head]:
                 wanted = blocks[0].get("num_views", 1) if blocks else 1
                 if made != wanted:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.config.schema.optimizer import GroupRule
 from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import rank, world_size
 from selftask.methods.families.prototypes import PrototypeLayer
@@ -38,8 +39,12 @@ NUM_ASSIGNED = 2  # number of views whose assignments the others predict
 
 @register_method("swav")
 class SwAV(PrototypeLayer):
-    """Swapped prediction between views, with online, equally large clusters and multi-crop."""
+    """SwAV (arXiv:2006.09882): swapped prediction of online clusters, with multi-crop."""
 
+    columns = {
+        "kl": "Term of the loss: divergence of the student from its targets.",
+        "assignment_entropy": "Term of the loss: entropy of the assignments.",
+    }
     loss_reduction = "statistics"  # sizes of the clusters
     views = (2, None)
 
@@ -84,10 +89,12 @@ class SwAV(PrototypeLayer):
     def setup(self, task: Task) -> None:
         super().setup(task)
         config = self.config
-        self.queue_start, self.frozen_steps, self.hard_steps = (
-            steps_in(text, task.length)
-            for text in (config.queue_start, config.freeze_prototypes, config.hard_assignments)
-        )
+        self.queue_start = steps_in(config.queue_start, task.length)
+        self.hard_steps = steps_in(config.hard_assignments, task.length)
+
+    def group_rules(self) -> list[GroupRule]:
+        """Freeze the prototypes at first, while features are random."""
+        return [GroupRule(match="loss.prototypes", freeze=self.config.freeze_prototypes)]
 
     def on_forward(self, task: Task) -> None:
         """Select whether assignments are hard and whether the queue is used; fill the queue.
@@ -136,11 +143,6 @@ class SwAV(PrototypeLayer):
         if self.is_hard:
             return torch.zeros_like(assigned).scatter(1, assigned.argmax(dim=1, keepdim=True), 1.0)
         return assigned
-
-    def on_backward(self, task: Task) -> None:
-        """Freeze the prototypes at first, while features are random."""
-        if task.steps_done < self.frozen_steps:
-            self.prototypes.weight.grad = None
 
     def on_update(self, task: Task) -> None:
         """Normalise the prototypes and enqueue the batch's features."""

@@ -26,8 +26,13 @@ from selftask.registry import register_method
 
 @register_method("vicreg")
 class VICReg(Method):
-    """Agreement of two views; variance and covariance over the global batch prevent a collapse."""
+    """VICReg (arXiv:2105.04906): two views agree, and components vary and are uncorrelated."""
 
+    columns = {
+        "invariance": "Term of the loss: two views have the same embedding.",
+        "variance": "Term of the loss: components vary over images.",
+        "covariance": "Term of the loss: components are uncorrelated.",
+    }
     loss_reduction = "statistics"  # variances and covariances
     views = 2
     per_view = True

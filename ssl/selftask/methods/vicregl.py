@@ -40,8 +40,12 @@ NUM_LARGE = 2  # views, each compared with all others
 
 @register_method("vicregl")
 class VICRegL(Method):
-    """VICReg of whole views and of matched cells of their feature maps."""
+    """VICRegL (arXiv:2210.01571): VICReg of whole views and of matched cells."""
 
+    columns = {
+        "global_TERM": "Term of the loss, of whole views.",
+        "local_TERM": "Term of the loss, of cells.",
+    }
     loss_reduction = "statistics"  # variances and covariances
     sample_dim = None
     views = (2, None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from selftask.batch import Batch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,24 +33,60 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     Converting the arguments alone is not enough for a loss with a matrix product: autocast is
     enabled while the loss is computed, and would round both factors again (to 3 digits in
-    bfloat16). The first argument must be a tensor.
+    bfloat16).
+
+    Tensors may be in tuples, lists and dicts. Of a ``Batch``, such as the second argument of a
+    method's ``forward``, the values are converted that ``on_forward`` and ``prepare_batch`` added.
+
+    Raises:
+        TypeError: If no positional argument is or contains a tensor.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0]
-        assert isinstance(first, Tensor)
-        if not _any_autocast() and first.dtype not in _HALF:
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and not _any_autocast() and first.dtype not in _HALF:
             return function(*args, **kwargs)  # fast path of every float32 step
-        device = first.device.type
+        tensors = [tensor for argument in args for tensor in _tensors(argument)]
+        if not tensors:
+            raise TypeError(
+                f"in_full_precision: no argument of {function.__qualname__} is a tensor or "
+                "contains one; give tensors by position"
+            )
+        if not _any_autocast() and not any(tensor.dtype in _HALF for tensor in tensors):
+            return function(*args, **kwargs)
+        device = tensors[0].device.type
         autocast = torch.is_autocast_enabled(device)
         raised: Any = [_raise(argument) for argument in args]
+        named: Any = {name: _raise(argument) for name, argument in kwargs.items()}
         with torch.autocast(device, enabled=False) if autocast else nullcontext():
-            return function(*raised, **kwargs)
+            return function(*raised, **named)
 
     return run
 
 
-def _raise(argument: object) -> object:
-    half = isinstance(argument, Tensor) and argument.dtype in _HALF
-    return argument.float() if half else argument  # type: ignore[attr-defined]
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Batch):
+        yield from _tensors(value.added)
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def _raise(value: Any) -> Any:
+    """Return a value with its half-precision tensors as float32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in _HALF else value
+    if isinstance(value, Batch):
+        batch = copy.copy(value)
+        batch.added = _raise(value.added)
+        return batch
+    if isinstance(value, dict):
+        return {key: _raise(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_raise(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

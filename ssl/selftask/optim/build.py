@@ -14,6 +14,7 @@ from selftask import classy
 from selftask.classy import ClassyOptimizer, UpdateInterval
 from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
+from selftask.config.schema.optimizer import GroupRule
 from selftask.config.torch_names import is_torch_name
 from selftask.optim.curves import Curve, Scaled, Schedule
 from selftask.optim.optimizers.torch_class import TorchOptimizer
@@ -108,6 +109,7 @@ def build_optimizer(
     *,
     batch: int,
     depths: Mapping[str, int] | None = None,
+    of_method: Sequence[GroupRule] = (),
     regroup: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
 ) -> Any:
     """Build the optimizer of named modules: a registered one, ``torch:NAME`` or ``classy:NAME``.
@@ -118,13 +120,14 @@ def build_optimizer(
         length: Length of the run, for schedules.
         batch: Number of samples per step.
         depths: Layer indices of the backbone's parameters by name, for ``layer_decay``.
+        of_method: Rules of the method, which apply after those of ``optimizer.groups``.
         regroup: Function applied to the final groups of parameters; see ``Reduction.regroup``.
 
     Returns:
         A Classy optimizer with ``step(where=...)``; ``settings`` lists the settings of each
             parameter.
     """
-    settings = assign_settings(modules, config, length, depths or {})
+    settings = assign_settings(modules, config, length, depths or {}, of_method)
     groups = _groups(settings, config, length, batch)
     layerwise = False
     if config.name in OPTIMIZERS:

@@ -69,22 +69,46 @@ def named_parameters(modules: Named) -> list[Parameter]:
     return list(found.values())
 
 
-def freeze_for_good(modules: Named, rules: Sequence[GroupRule]) -> None:
+def freeze_for_good(
+    modules: Named, rules: Sequence[GroupRule], of_method: Sequence[GroupRule] = ()
+) -> None:
     """Freeze the parameters of rules with ``freeze: true``: they get no gradient and no group.
 
-    Raises UserError if such a rule matches nothing.
+    Args:
+        modules: Named modules.
+        rules: Rules of ``optimizer.groups``.
+        of_method: Rules of the method, ``Method.group_rules``.
+
+    Raises:
+        UserError: If such a rule, or any rule of the method, matches nothing.
     """
     parameters = named_parameters(modules)
-    for index, rule in enumerate(rules):
+    for key, rule in (*_keyed("optimizer.groups", rules), *_keyed("group_rules", of_method)):
+        mine = [parameter for parameter in parameters if parameter.matches(rule)]
+        if rule.freeze is True or key.startswith("group_rules"):
+            _check_matches(rule, key, mine, parameters)
         if rule.freeze is True:
-            mine = [parameter for parameter in parameters if parameter.matches(rule)]
-            _check_matches(rule, index, mine, parameters)
             for parameter in mine:
                 parameter.value.requires_grad_(False)
 
 
+def frozen_until(
+    modules: Named, rules: Sequence[GroupRule], length: RunLength
+) -> list[tuple[int, nn.Parameter]]:
+    """Return the parameters that rules freeze at first, with the number of frozen steps."""
+    return [
+        (next(filter(None, steps), 0), parameter.value)
+        for parameter in named_parameters(modules)
+        if (steps := [_frozen_steps(r.freeze, length) for r in rules if parameter.matches(r)])
+    ]
+
+
 def assign_settings(
-    modules: Named, config: OptimizerConfig, length: RunLength, depths: Mapping[str, int]
+    modules: Named,
+    config: OptimizerConfig,
+    length: RunLength,
+    depths: Mapping[str, int],
+    of_method: Sequence[GroupRule] = (),
 ) -> list[Settings]:
     """Return the settings of every trained parameter, in the order of the optimizer's groups.
 
@@ -95,29 +119,35 @@ def assign_settings(
         config: The ``optimizer`` section.
         length: Length of the run, for rules that freeze parameters temporarily.
         depths: Layer indices of the backbone's parameters, from 0; all others are above.
+        of_method: Rules of the method, which apply after those of the config.
 
     Raises:
-        UserError: If a rule matches no parameter.
+        UserError: If a rule of the config matches no parameter.
     """
     parameters = [p for p in named_parameters(modules) if p.value.requires_grad]
-    for index, rule in enumerate(config.groups):
+    for key, rule in _keyed("optimizer.groups", config.groups):
         if rule.freeze is not True:
-            _check_matches(rule, index, [p for p in parameters if p.matches(rule)], parameters)
-    settings = [_settings_of(p, config, length, depths) for p in parameters]
+            _check_matches(rule, key, [p for p in parameters if p.matches(rule)], parameters)
+    rules = [*config.groups, *of_method]
+    settings = [_settings_of(p, config, rules, length, depths) for p in parameters]
     # stable; the first group, whose rate is logged as `lr`, then has that of optimizer.lr if any
     # has
     return sorted(settings, key=lambda one: (one.lr != 1.0 or bool(one.schedule), not one.decays))
 
 
 def _settings_of(
-    parameter: Parameter, config: OptimizerConfig, length: RunLength, depths: Mapping[str, int]
+    parameter: Parameter,
+    config: OptimizerConfig,
+    rules: Sequence[GroupRule],
+    length: RunLength,
+    depths: Mapping[str, int],
 ) -> Settings:
     is_token = parameter.name.rpartition(".")[2] in _TOKENS
     decays = config.decay_tokens if is_token else parameter.value.ndim > 1
     top = max(depths.values(), default=-1) + 1
     layer = config.layer_decay ** (top - depths.get(parameter.name, top))
     given: dict[str, Any] = {}
-    for rule in config.groups:
+    for rule in rules:
         if parameter.matches(rule):
             given = {**rule.given, **given}
     return Settings(
@@ -126,12 +156,20 @@ def _settings_of(
         given.get("weight_decay", config.weight_decay if decays or config.decay_1d else 0.0),
         given.get("lr", 1.0) * layer,
         given.get("schedule", {}),
-        steps_in(given.get("freeze") or 0, length),
+        _frozen_steps(given.get("freeze"), length),
     )
 
 
+def _frozen_steps(freeze: bool | int | str | None, length: RunLength) -> int:
+    return steps_in(freeze, length) if freeze and freeze is not True else 0
+
+
+def _keyed(key: str, rules: Sequence[GroupRule]) -> list[tuple[str, GroupRule]]:
+    return [(f"{key}.{index}", rule) for index, rule in enumerate(rules)]
+
+
 def _check_matches(
-    rule: GroupRule, index: int, matched: Sequence[Parameter], parameters: Sequence[Parameter]
+    rule: GroupRule, key: str, matched: Sequence[Parameter], parameters: Sequence[Parameter]
 ) -> None:
     """Raise UserError with the nearest names if a rule matches nothing."""
     if matched:
@@ -146,8 +184,7 @@ def _check_matches(
     else:
         wanted, hint = "match", nearest(_listed(rule.match)[0].replace("*", ""), known)
     raise UserError(
-        f"optimizer.groups.{index}.{wanted}={getattr(rule, wanted)!r}: matches no trained "
-        f"parameter; {hint}"
+        f"{key}.{wanted}={getattr(rule, wanted)!r}: matches no trained parameter; {hint}"
     )
 
 

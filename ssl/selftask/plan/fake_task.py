@@ -16,6 +16,7 @@ from selftask.config.schema import Component, Config, GradScalerConfig, InitConf
 from selftask.distributed.world import World
 from selftask.models.build import build_backbone
 from selftask.models.teacher import Teacher
+from selftask.models.weights.frozen import Frozen
 from selftask.parallel.reduction import Reduction
 from selftask.plan.fake_data import FakeData
 from selftask.random.keyed import LAYER_DRAWS
@@ -71,7 +72,7 @@ class FakeTask(Task):
     @property
     def teachers(self) -> list[nn.Module]:
         """Networks of all teachers."""
-        return [part.network for part in self.loss.modules() if isinstance(part, Teacher)]
+        return [part.network for part in self.loss.modules() if isinstance(part, Teacher | Frozen)]
 
     @property
     def trained_parameters(self) -> list[nn.Parameter]:

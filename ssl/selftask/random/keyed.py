@@ -1,4 +1,4 @@
-"""Random numbers drawn on the device as a pure function of (seed, epoch, sample).
+"""Random numbers drawn on the device as a pure function of (seed, epoch, sample) or (seed, batch).
 
 What a method draws for an image (a mask, a block) must not depend on worker, rank, batch or resume.
 So there is no generator: keys are hashed by ``splitmix64``. It is int64 arithmetic on the device
@@ -16,6 +16,7 @@ from torch import Tensor
 from selftask.random.splitmix import as_signed, shift_right, splitmix64
 
 _METHOD = 0x6D6574686F64  # "method": separates these draws from other uses of the same seed
+_BATCHES = 0x62617463686573  # "batches": the same for draws that all samples of a batch share
 _LAYERS = 0x6C6179657273  # "layers": the same for draws of dropout and stochastic depth
 _BITS = 24  # bits of a draw; a float32 below 1 represents 24 bits exactly
 
@@ -39,6 +40,45 @@ def uniform(seed: int, key: Tensor, n: int) -> Tensor:
     start = _streams(seed ^ _METHOD, key)
     bits = splitmix64(start[:, None], torch.arange(n, device=key.device))  # (B, n)
     return shift_right(bits, 64 - _BITS).float() * 2.0**-_BITS
+
+
+def batch_uniform(seed: int, number: int, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """Draw ``n`` numbers from [0, 1) for a whole batch, equal on all ranks.
+
+    They are a function of (seed, number) only, and thus the same after a resume: the size of a
+    crop, the rotation of all images, which of several teachers is left out.
+
+    Args:
+        seed: seed of the run.
+        number: ``batch.number``, the index of the global batch.
+        n: number of draws.
+        device: device of the result.
+
+    Returns:
+        float32 (n,).
+    """
+    return _of_batch(seed, number, n, device).float() * 2.0**-_BITS
+
+
+def batch_normal(seed: int, number: int, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """Draw ``n`` standard normal numbers for a whole batch, equal on all ranks.
+
+    The same as ``batch_uniform`` in all else: directions onto which the features of all ranks are
+    projected, for example.
+
+    Returns:
+        float32 (n,), all finite.
+    """
+    halves = _of_batch(seed, number, n, device) | 1  # odd: never 0 or 1, and exact in float32
+    return torch.special.ndtri(halves.float() * 2.0**-_BITS)
+
+
+def _of_batch(seed: int, number: int, n: int, device: torch.device | str) -> Tensor:
+    """Return ``n`` integers of ``_BITS`` random bits, int64 (n,)."""
+    places = torch.arange(n, device=device)
+    start = torch.full_like(places, as_signed(seed ^ _BATCHES))
+    batches = splitmix64(start, torch.full_like(places, number))
+    return shift_right(splitmix64(batches, places), 64 - _BITS)
 
 
 class LayerDraws:

@@ -21,6 +21,7 @@ from selftask.models.build import build_backbone, check_offers, check_sizes, wit
 from selftask.models.depth import parameter_depths
 from selftask.models.dropout import draw_per_sample
 from selftask.models.teacher import Teacher
+from selftask.models.weights.frozen import Frozen
 from selftask.models.weights.model_source import load_head, load_init
 from selftask.optim.build import build_optimizer
 from selftask.optim.loss_scaler import LossScaler, NoScaler
@@ -31,7 +32,7 @@ from selftask.parallel.compiled import compile_blocks, compile_whole
 from selftask.parallel.initial_weights import InitialWeights, initial_weights
 from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
 from selftask.task.compile_report import CompileReport
-from selftask.task.frozen import DropFrozenGradients
+from selftask.task.frozen import FrozenParameters
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -61,7 +62,7 @@ def model(task: Task) -> None:
     draw_per_sample([task.base_model, task.loss], config.train.seed)
     initial.broadcast([task.base_model, task.loss])
     task.trained = [("network", task.base_model), ("loss", task.loss)]
-    freeze_for_good(task.trained, config.optimizer.groups)
+    freeze_for_good(task.trained, config.optimizer.groups, task.loss.group_rules())
     if config.train.compile and _in_blocks(config):
         compile_blocks(task.base_model, config.train.compile_options)
     task.activations = save_activations(config.parallel, task.base_model)
@@ -94,8 +95,9 @@ def _distribute(task: Task, initial: InitialWeights) -> None:
     config = task.config
     task.reduction = build_reduction(config.parallel, task.low_precision)
     teachers = [part for part in task.loss.modules() if isinstance(part, Teacher)]
-    task.networks = [task.base_model, *(part.network for part in teachers if part.moves)]
-    task.reduction.shard([task.base_model, *(part.network for part in teachers)], initial)
+    frozen = [part.network for part in task.loss.modules() if isinstance(part, Frozen)]
+    task.networks = [task.base_model, *(part.network for part in teachers)]
+    task.reduction.shard([*task.networks, *frozen], initial)
     initial.materialize(task.loss)  # the method's own parameters and buffers
     called: Any = task.base_model
     if config.train.compile and not _in_blocks(config):
@@ -118,8 +120,11 @@ def optimizer(task: Task) -> None:
         task.length,
         batch=train.batch_size * train.accumulate,
         depths=_depths(task),
+        of_method=task.loss.group_rules(),
         regroup=task.reduction.regroup,
     )
+    settings = task.optimizer.settings
+    task.frozen = FrozenParameters((one.frozen_steps, one.parameter.value) for one in settings)
     enabled = train.grad_scaler.enabled
     scales = train.precision == "float16" if enabled is None else enabled
     task.grad_scaler = LossScaler(train.grad_scaler, task.log) if scales else NoScaler()
@@ -153,18 +158,17 @@ def hooks(task: Task) -> None:
     for meter in task.meters:
         if isinstance(meter, Accuracy) and source is not None and source.labels is not None:
             meter.set_test_labels(source.labels)
-    if task.meters and not task.loss.outputs_logits:
+    if task.meters and not task.loss.has_meter_input:
         raise UserError(
             f"meters ({', '.join(task.config.meters)}) look at class scores, and "
-            f"method.name={task.config.method.name} gives none; see eval.evaluations"
+            f"method.name={task.config.method.name} gives none; see eval.evaluations, and "
+            "Method.meter_input for a method of your own"
         )
     _check_test_set(task)
     for key, component in chosen.items():
         if component.priority is not None:
             task.named_hooks[key].priority = component.priority
-    frozen = DropFrozenGradients(task.optimizer.settings)
-    own = [*task.named_hooks.values(), *([frozen] if frozen.until else [])]
-    ranked = sorted(own, key=lambda hook: getattr(hook, "priority", 50))
+    ranked = sorted(task.named_hooks.values(), key=lambda hook: getattr(hook, "priority", 50))
     task.hooks = [task.loss, *ranked]
     task.calls = {
         point: [getattr(hook, point) for hook in task.hooks if defines(hook, point)]

@@ -1,38 +1,32 @@
-"""Parameters that rules of ``optimizer.groups`` freeze for the first steps."""
+"""Parameters that are not trained in the first steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from selftask.hooks.base import Hook
-from selftask.optim.param_groups import Settings
 
-if TYPE_CHECKING:
-    from selftask.task import Task
+class FrozenParameters:
+    """Removes the gradients of frozen parameters, so that the optimizer skips them.
 
+    Without a gradient, an optimizer applies neither weight decay nor momentum, and creates no
+    state. The gradients are computed and reduced like all others, so every rank calls the same
+    collectives. Whether a parameter is frozen depends on the step only, so there is no state.
 
-class DropFrozenGradients(Hook):
-    """Drops the gradients of frozen parameters, so that the optimizer skips them.
-
-    The gradients are computed and reduced like all others, so that every rank calls the same
-    collectives. Whether a parameter is frozen depends on the step only; its optimizer state is
-    created when it is unfrozen.
+    Args:
+        frozen: Parameters, each with the number of steps in which it is frozen.
     """
 
-    priority: ClassVar[int] = 0  # before gradients are clipped
-
-    def __init__(self, settings: Iterable[Settings]) -> None:
-        super().__init__()
+    def __init__(self, frozen: Iterable[tuple[int, nn.Parameter]]) -> None:
         self.until: dict[int, list[nn.Parameter]] = {}
-        for one in settings:
-            if one.frozen_steps:
-                self.until.setdefault(one.frozen_steps, []).append(one.parameter.value)
+        for steps, parameter in frozen:
+            if steps:
+                self.until.setdefault(steps, []).append(parameter)
 
-    def on_backward(self, task: Task) -> None:
-        for step, parameters in self.until.items():
-            if task.steps_done < step:
+    def drop_gradients(self, steps_done: int) -> None:
+        """Remove the gradients of all parameters that are frozen after ``steps_done`` steps."""
+        for steps, parameters in self.until.items():
+            if steps_done < steps:
                 for parameter in parameters:
                     parameter.grad = None

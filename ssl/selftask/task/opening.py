@@ -50,6 +50,7 @@ def _rows(task: Task) -> Iterator[tuple[str, str]]:
     config, length, opening = task.config, task.length, task.opening
     words = arithmetic_rows(config, length, task.world.size)
     yield "run", f"{config.recipe}, seed {config.train.seed}, {_start(task)}"
+    yield from (("note", note) for note in config.notes)
     yield "data", task.data_module.train_source.describe()
     yield "evaluate", opening.get("evaluate", "")
     yield "model", opening["model"]

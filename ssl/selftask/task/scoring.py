@@ -26,9 +26,9 @@ def forward(task: Task, batch: Batch) -> None:
 
 
 def update_meters(task: Task, batch: Batch) -> None:
-    """Update each meter with its class scores and the labels."""
+    """Update each meter with its class scores and classes."""
     for meter in task.meters:
-        meter.update(task.loss.scores_for(meter, batch.output), batch.labels)
+        meter.update(*task.loss.for_meter(meter, batch))
 
 
 @torch.no_grad()

@@ -72,6 +72,7 @@ class Task(Recorder, ClassyTaskNames):
     activations: ActivationBudget
     reduction: Reduction
     optimizer: Any
+    frozen: Any  # FrozenParameters
     grad_scaler: NoScaler  # or its subclass LossScaler
     meters: list[Any]
     named_hooks: dict[str, Any]
@@ -173,9 +174,10 @@ class Task(Recorder, ClassyTaskNames):
         return self.reduction.no_sync()
 
     def reduce_gradients(self) -> None:
-        """Average gradients over ranks, unless the backward pass has already done so."""
+        """Average gradients over ranks, and remove those of parameters that are frozen now."""
         self.reduction.reduce()
         self.activations.finalize()
+        self.frozen.drop_gradients(self.clock.steps_done)
 
     def export_backbone(self) -> nn.Module:
         """Return the trained backbone, unsharded; every rank must call this method."""
@@ -274,8 +276,7 @@ class Task(Recorder, ClassyTaskNames):
             meter.reset()
         if self.train and hasattr(self.optimizer, "on_epoch"):
             self.optimizer.on_epoch(self.clock.where_of_epoch)
-        left = min(self.batches_left, self.length.total_batches - self.clock.batch)
-        self._phase_stop = self.clock.batch + left
+        self._phase_stop = min(self.clock.batch + self.batches_left, self.length.total_batches)
         self.batches = self._read_batches()  # reads nothing yet; hooks may wrap it
         begin_phase(self)
         self.run_hooks("on_phase_start")

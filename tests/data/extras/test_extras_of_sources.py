@@ -10,18 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clips import SIZE
+import torch
+from clips import SIZE, Clips, batches, config
 from PIL import Image
 
-from selftask.config.schema import Component
+from selftask.config.schema import Component, num_views, total_views
 from selftask.data.extras import ExtrasReader
 from selftask.data.loading.open_data import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.sources.dataset_objects import DatasetSource
+from selftask.data.sources.frames import Frames
 from selftask.data.staging.staged_source import copied
 from selftask.data.tokenizers.byte_level import Bytes
-from selftask.errors import UserError
+from selftask.errors import ConfigError, UserError
 
 
 def _pixels(path: Path, level: int) -> None:
@@ -151,6 +153,37 @@ def test_the_next_frame_of_a_clip(tmp_path: Path) -> None:
     assert levels(next=1, every=2) == [(0, 2), (2, 4), (20, 22)]
     with pytest.raises(UserError, match=r"data\.next=5: no clip"):
         levels(next=5)
+
+
+def test_clips_of_several_frames(tmp_path: Path) -> None:
+    """Each sample has T frames of one clip in order; clips that are too short have none."""
+    for clip, length in (("a", 4), ("b", 2), ("c", 3)):
+        for number in range(length):
+            _pixels(tmp_path / clip / f"frame{number}.png", 10 * "abc".index(clip) + number)
+    source = Frames(Frames.Config(path=str(tmp_path), clip=3, next=1))
+    assert source.extras == {"frame_1": "image", "frame_2": "image", "next": "image"}
+    samples = [
+        [source[row][0], *(source.extra(row, name) for name in source.extras)]
+        for row in range(len(source))
+    ]
+    clips = [[int(image[0, 0, 0]) for image in images] for images in samples]
+    assert clips == [[0, 1, 2, 1], [1, 2, 3, 2], [20, 21, 22, 21]]
+    with pytest.raises(UserError, match=r"data\.clip=5: no clip of .* has so many frames"):
+        Frames(Frames.Config(path=str(tmp_path), clip=5))
+
+
+def test_a_group_makes_views_of_several_images(tmp_path: Path) -> None:
+    """Two views of each image in turn, each with draws of its own; counted as the method sees."""
+    loaded = config(tmp_path, "views.then.image=[null, later]")
+    assert num_views(loaded.views) == {"now": 1, "then": 4}
+    assert total_views(loaded.to_dict()["views"]) == 5
+    (batch, *_) = batches(loaded, Clips())
+    first, again, later, _ = (view.flatten(1) for view in batch.views["then"])
+    step = (later - first).mean(dim=1)
+    assert torch.allclose(step, step[:1].expand_as(step)) and step[0] > 0  # 100 gray values
+    assert torch.equal(first, again)  # images of one color: crops are alike
+    with pytest.raises(ConfigError, match=r"views\.then\.image: .* no further image 'after'"):
+        batches(config(tmp_path, "views.then.image=[null, after]"), Clips())
 
 
 def test_arrays_of_a_file(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def _scores(config: Config, predictions: str | None) -> dict[str, float]:
                 f"test: the checkpoint has no averaged weights ({', '.join(config.hooks)})"
             )
         with average.in_place(task) if average is not None else nullcontext():
-            if not task.loss.outputs_logits:
+            if not task.loss.has_meter_input:
                 row = validation_loss(task)
             elif predictions is None:
                 row = task.score()

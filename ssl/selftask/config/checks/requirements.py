@@ -113,5 +113,6 @@ def of_extras(config: Config, kinds: Mapping[str, str]) -> Iterator[str]:
     images = [name for name, kind in kinds.items() if kind == "image"]
     has = f"it has {', '.join(images)}" if images else "it has one image a sample"
     for name, group in config.views.items():
-        if group.image is not None and group.image not in images:
-            yield f"views.{name}.image: the data has no further image {group.image!r}; {has}"
+        for image in group.images:
+            if image is not None and image not in images:
+                yield f"views.{name}.image: the data has no further image {image!r}; {has}"

@@ -6,7 +6,8 @@ the machine. ``layers`` has the origin of each value. Types are checked in a lat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,16 @@ from selftask.config.compose.endings import is_recipe_file
 from selftask.config.compose.overrides import Override, apply_overrides, parse_overrides
 from selftask.config.compose.provenance import Layer, Layers
 from selftask.config.compose.short_forms import expand
+from selftask.config.config_class import config_class
 from selftask.config.extensions import import_entry_points, import_extensions
 from selftask.config.keys import Key, dotted
 from selftask.config.schema import DEFAULT_HOOKS, SHARED
 from selftask.config.trust import REFERENCE, code_in, refuse_code
 from selftask.config.values import auto_values
 from selftask.errors import ConfigError
+from selftask.registry import METHODS
+
+METHOD: Key = ("method",)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Composition:
     values: dict[str, Any]
     layers: Layers
     problems: list[str]
+    notes: list[str]
+    """What the user should know, for ``selftask config`` and the table at the start of a run."""
 
 
 def compose(
@@ -67,15 +74,17 @@ def compose(
         raise ConfigError([*error.problems, *problems]) from error
     problems += apply_overrides(merged, layers, parsed)
     values = _plain(merged, resolve=False)
-    layers.forget_renamed(values, SHARED)
-    with nullcontext() if trust else _no_resolvers():
-        values = _resolve(values, layers, problems)
     if not trust:
         refuse_code(code_in(values), recipe, typed)
     folders = [Path.cwd(), path.parent] if trust else [Path.cwd()]
-    _import(values.get("import"), folders, layers.place(("import",)) or "import")
+    with nullcontext() if trust else _no_resolvers():
+        _import(_modules(merged), folders, layers.place(("import",)) or "import")
+        removed = layers.forget_renamed(values, {**SHARED, METHOD: _method_fields(values, layers)})
+        values = _resolve(values, layers, problems)
+    if not trust:
+        refuse_code(code_in(values), recipe, typed)
     _fill_in(values, layers, recipe)
-    return Composition(values, layers, problems)
+    return Composition(values, layers, problems, list(_notes(values, removed)))
 
 
 def import_plugins(overrides: list[str]) -> None:
@@ -97,6 +106,32 @@ def _import(modules: Any, folders: list[Path], place: str) -> None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError([f"{place}: import={modules!r}: expected a list of module names"])
     import_extensions(names, folders, place)
+
+
+def _modules(merged: DictConfig) -> Any:
+    """Return the value of ``import``, or None if it cannot be resolved, as is reported later."""
+    try:
+        modules = OmegaConf.select(merged, "import")
+    except OmegaConfBaseException:
+        return None
+    return OmegaConf.to_container(modules) if OmegaConf.is_config(modules) else modules
+
+
+def _method_fields(values: dict[str, Any], layers: Layers) -> list[str]:
+    """Return the config fields of a method that replaces that of a base, which it keeps."""
+    name = values["method"].get("name") if isinstance(values.get("method"), dict) else None
+    if not isinstance(name, str) or not layers.is_renamed(METHOD) or name not in METHODS:
+        return []
+    config = config_class(METHODS, name)
+    return [field.name for field in dataclasses.fields(config)] if config is not None else []
+
+
+def _notes(values: dict[str, Any], removed: dict[Key, str]) -> Iterator[str]:
+    """Yield a note about the keys of a base's method that another method does not have."""
+    without = [f"{key[-1]} ({place})" for key, place in removed.items() if key[:1] == METHOD]
+    if without:
+        name = values["method"]["name"]
+        yield f"method.name={name} has no {', '.join(without)}, which the recipe sets: left out"
 
 
 def _given(overrides: list[Override], key: Key) -> Any:

@@ -131,7 +131,11 @@ def apply_overrides(config: DictConfig, layers: Layers, overrides: list[Override
 
 
 def _set(config: DictConfig, override: Override) -> str | None:
+    parent = ".".join(override.key[:-1])
     try:
+        short = OmegaConf.select(config, parent) if override.key[0] == "method" else None
+        if isinstance(short, str):  # method.teacher=timm:NAME method.teacher.weights=none
+            OmegaConf.update(config, parent, {"model": short})
         OmegaConf.update(config, ".".join(override.key), override.value, merge=True, force_add=True)
     except (OmegaConfBaseException, IndexError, TypeError, ValueError) as error:
         return f"{override.place}: cannot be set: {str(error).splitlines()[0]}"

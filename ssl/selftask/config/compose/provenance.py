@@ -8,6 +8,7 @@ Merging loses the origin of a value, so the values before merging are kept as la
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,13 +94,19 @@ class Layers(list[Layer]):
         marks = [m for layer in reversed(self) for m in layer.marks.items()]
         return next((place for inner, place in marks if inner[: len(key)] == key), None)
 
-    def forget_renamed(self, values: dict[str, Any], fixed: dict[Key, frozenset[str]]) -> None:
+    def forget_renamed(
+        self, values: dict[str, Any], fixed: Mapping[Key, Iterable[str]]
+    ) -> dict[Key, str]:
         """Remove from ``values`` the arguments of components that a later layer replaced.
 
         ``backbone=resnet18`` over ``{name: small_resnet, width: 32}`` must not keep the width.
         Fields in ``fixed``, given by section, apply to every component there and stay, such as
         the ``lr`` of an optimizer.
+
+        Returns:
+            The removed keys with their origins.
         """
+        removed: dict[Key, str] = {}
         for place in sorted(named_places(values), key=len, reverse=True):  # data.val before data
             renamed = self._last_renaming(place)
             section = _walk(values, place)[1]
@@ -107,10 +114,17 @@ class Layers(list[Layer]):
                 continue
             keep = {"name", *fixed.get(place, ())}
             for name in [name for name in section if name not in keep]:
+                origin = self.place((*place, name)) or ""
                 for layer in self[:renamed]:
                     layer.drop((*place, name))
                 if not any(layer.holds((*place, name)) for layer in self[renamed:]):
                     del section[name]
+                    removed[(*place, name)] = origin
+        return removed
+
+    def is_renamed(self, place: Key) -> bool:
+        """Return whether a layer changes the name of the section."""
+        return self._last_renaming(place) > 0
 
     def _last_renaming(self, place: Key) -> int:
         """Return the index of the last layer that changes the name of the section, or 0."""

@@ -10,6 +10,7 @@ from selftask.config.schema.component import Component, HookComponent, plain
 from selftask.config.schema.config import DEFAULT_HOOKS, SHARED, Config
 from selftask.config.schema.data import DataConfig
 from selftask.config.schema.evaluation import EvalConfig
+from selftask.config.schema.frozen import FrozenModule
 from selftask.config.schema.launch import LaunchConfig, ParallelConfig
 from selftask.config.schema.optimizer import OptimizerConfig
 from selftask.config.schema.resume import InitConfig, ResumeConfig
@@ -24,6 +25,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "EvalConfig",
+    "FrozenModule",
     "GradScalerConfig",
     "HookComponent",
     "InitConfig",

@@ -76,6 +76,8 @@ class Config:
     """Your own modules, imported before names are looked up; ``import`` in yaml."""
     places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Dotted key -> origin of its value; use ``place`` to read it."""
+    notes: list[str] = field(default_factory=list, compare=False, repr=False)
+    """What the user should know about the values, such as keys of a base that have no effect."""
 
     @property
     def out_folder(self) -> Path:

@@ -18,14 +18,21 @@ class ViewConfig:
     """Views of each image, or of each view in the group ``of``; 0: the group is only the input of
     other groups.
     """
-    image: str | None = None
-    """Name of a further image of the sample to make views of; null: its main image."""
+    image: str | list[str | None] | None = None
+    """Name of a further image of the sample to make views of; null: its main image. A list makes
+    ``count`` views of each: ``[null, frame_1, frame_2]``.
+    """
     of: str | None = None
     """Group whose views are the input of the transforms; null: the image."""
     draws: bool = False
     """Whether ``batch.draws`` contains the parameters of this group's transforms."""
     transforms: list[Component] = setting([], of="transforms")
     """Transforms that make a view, in order."""
+
+    @property
+    def images(self) -> list[str | None]:
+        """Names of the images that views are made of; None is the main image."""
+        return list(self.image) if isinstance(self.image, list) else [self.image]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section as in the yaml."""
@@ -37,11 +44,13 @@ def num_views(views: Mapping[str, ViewConfig]) -> dict[str, int]:
     """Return the number of views of an image that each group adds to a batch."""
     made: dict[str, int] = {}
     for name, group in views.items():
-        made[name] = max(1, group.count) * made.get(group.of or "", 1)
+        sources = made.get(group.of, 1) if group.of else len(group.images)
+        made[name] = max(1, group.count) * sources
     return {name: made[name] if group.count else 0 for name, group in views.items()}
 
 
 def total_views(section: Mapping[str, Any]) -> int:
     """Return the number of views of an image for a ``views`` section, given as plain values."""
-    groups = {n: ViewConfig(count=group["count"], of=group["of"]) for n, group in section.items()}
+    keys = ("count", "of", "image")
+    groups = {name: ViewConfig(**{k: group[k] for k in keys}) for name, group in section.items()}
     return sum(num_views(groups).values())

@@ -35,6 +35,10 @@ class Frames(Source):
         """Add an image ``next`` to each sample: the frame that comes this many used frames later.
         Frames without such a frame are left out. Null: no image ``next``.
         """
+        clip: int | None = setting(None, min=2)
+        """Number of used frames in a sample: adds the images ``frame_1``, ``frame_2``, ... that
+        follow the main one. Frames without them are left out. Null: one frame.
+        """
         labels: Literal["clip", "folder"] | None = None
         """Label of a frame: the number of its clip or of its top folder; null: no labels."""
 
@@ -42,15 +46,20 @@ class Frames(Source):
         self.folder = Folder(Folder.Config(path=config.path, labels=False))
         self.every = config.every
         rows, clip_of = _order(self.folder, config.every)
-        later = config.next or 0
-        has_next = np.flatnonzero(clip_of[: len(rows) - later] == clip_of[later:])
-        if not len(has_next):
-            raise UserError(f"data.next={later}: no clip of {config.path} has so many frames")
-        self.rows = rows[has_next]  # (N,) int64: indices of the samples among the folder's images
-        self.next_rows = rows[has_next + later]  # (N,) int64: the same for their images ``next``
-        self.clip_of = clip_of[has_next]
+        offsets = {f"frame_{number}": number for number in range(1, config.clip or 1)}
+        if config.next is not None:
+            offsets["next"] = config.next
+        later = max(offsets.values(), default=0)
+        firsts = np.flatnonzero(clip_of[: len(rows) - later] == clip_of[later:])
+        if not len(firsts):
+            asked = {"next": config.next, "clip": config.clip}
+            keys = ", ".join(f"data.{name}={value}" for name, value in asked.items() if value)
+            raise UserError(f"{keys}: no clip of {config.path} has so many frames")
+        self.rows = rows[firsts]  # (N,) int64: indices of the samples among the folder's images
+        self.later_rows = {name: rows[firsts + offset] for name, offset in offsets.items()}
+        self.clip_of = clip_of[firsts]
         self.num_clips = len(np.unique(self.clip_of))
-        self.extras = {} if config.next is None else {"next": "image"}
+        self.extras = dict.fromkeys(offsets, "image")
         if config.labels == "clip":
             self.labels = self.clip_of
         elif config.labels == "folder":
@@ -63,7 +72,7 @@ class Frames(Source):
         return read_image(self.path(index), self.max_pixels), self.label_of(index)
 
     def extra(self, index: int, name: str) -> np.ndarray:
-        """Return the image ``next``."""
+        """Return a later frame of the clip."""
         return read_image(self.extra_path(index, name), self.max_pixels)
 
     def path(self, index: int) -> str:
@@ -73,7 +82,7 @@ class Frames(Source):
         return self.folder.stored_bytes(int(self.rows[index]))
 
     def extra_path(self, index: int, name: str) -> str:
-        return self.folder.path(int(self.next_rows[index]))
+        return self.folder.path(int(self.later_rows[name][index]))
 
     def passed_over(self) -> dict[str, int]:
         return self.folder.passed_over()

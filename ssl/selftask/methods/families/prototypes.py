@@ -6,9 +6,9 @@ are the targets. ``PrototypeLayer`` (SwAV): prototypes are a layer of the method
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.config.run_length import RunLength
-from selftask.config.values.duration import steps_in
+from selftask.config.schema.optimizer import GroupRule
 from selftask.methods.base import Method
 from selftask.models.clustering import sinkhorn_knopp
 from selftask.models.heads import DINOHead, UnitLength
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 class PrototypeHeads(Method):
     """Method whose heads end in K prototypes; with ``EMATeacher``, whose scores are the targets."""
+
+    head_names: ClassVar[tuple[str, ...]] = ("head",)
+    """Names of these heads in the network."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -73,26 +76,18 @@ class PrototypeHeads(Method):
             trained_length=trained_length,
         )
 
-    def heads(self, network: Any) -> Sequence[DINOHead]:
-        """Return the heads of a network that end in prototypes."""
-        return [network.head]
+    def group_rules(self) -> list[GroupRule]:
+        """Freeze the prototypes at first, while the teacher is random."""
+        layers = [f"network.{head}.last_layer" for head in self.head_names]
+        return [GroupRule(match=layers, freeze=self.config.freeze_last_layer)]
 
     def setup(self, task: Task) -> None:
         super().setup(task)
         self.teacher_temperature_at = build_schedule(self.config.teacher_temperature, task.length)
-        self.frozen_steps = steps_in(self.config.freeze_last_layer, task.length)
 
     def log_probs(self, scores: Tensor) -> Tensor:
         """Return the student's log-probabilities of prototypes, given its scores (..., K)."""
         return F.log_softmax(to_float32(scores) / self.config.temperature, dim=-1)
-
-    def on_backward(self, task: Task) -> None:
-        """Freeze the prototypes at first, while the teacher is random."""
-        super().on_backward(task)
-        if task.steps_done < self.frozen_steps:
-            for head in self.heads(task.base_model):
-                for parameter in head.last_layer.parameters():
-                    parameter.grad = None
 
     def teacher_scores(
         self,

@@ -13,13 +13,14 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from selftask.config.schema import Component
+from selftask.checkpoint.kept import named_checkpoint
+from selftask.config.schema import Component, FrozenModule
 from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
-from selftask.models.build import build_backbone, embed_dim
+from selftask.models.build import build_backbone, embed_dim, with_embed_dim
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.network import Network
-from selftask.models.weights.load import load_weights
+from selftask.models.weights.load import is_on_meta, load_weights
 from selftask.models.weights.model_source import (
     NONE,
     PRETRAINED,
@@ -30,7 +31,7 @@ from selftask.models.weights.model_source import (
 )
 from selftask.models.weights.places import component
 from selftask.models.weights.read import backbone_state, read_state
-from selftask.registry import METHODS
+from selftask.registry import BACKBONES, METHODS
 
 Targets = Literal["softmax", "centering", "sinkhorn"]
 
@@ -81,43 +82,74 @@ class TrainedNetwork:
     scores: Scores | None = None
 
 
-def open_features(address: str, *, weights: str | None, trust: bool = False) -> TrainedNetwork:
-    """Return a trained backbone; see ``open_model`` for address, errors and ``weights``."""
-    backbone, facts = open_model(address, weights=weights or PRETRAINED, trust=trust)
-    shown = list(facts.get("transforms") or ())
-    width, channels = embed_dim(backbone), facts.get("channels", 3)
-    return TrainedNetwork(Network(backbone, nn.Identity()), width, channels, shown)
+def open_features(module: FrozenModule, channels: int = 3) -> TrainedNetwork:
+    """Return a trained backbone.
+
+    Args:
+        module: A run, an exported file, a library's model, or your own class that maps images (B,
+            C, H, W) to features (B, D). ``RUN@best`` and ``RUN@STEP`` are one checkpoint of a run.
+        channels: Number of channels of the images, for your own class.
+
+    Raises:
+        UserError: If something is missing or does not match.
+    """
+    transforms: list[dict[str, Any]] = []
+    if module.is_code:
+        backbone = with_embed_dim(build_own(module), module.model, channels)
+    elif "@" in module.model and named_checkpoint(module.model) is not None:
+        backbone, channels, transforms = _read_run(module, open_checkpoint(module.model))
+    else:
+        weights = module.weights or PRETRAINED
+        backbone, facts = open_model(module.model, weights=weights, trust=module.trust)
+        channels, transforms = facts.get("channels", 3), list(facts.get("transforms") or ())
+    network = Network(backbone, nn.Identity())
+    return TrainedNetwork(network, embed_dim(backbone), channels, transforms)
 
 
-def open_scores(address: str, *, weights: str | None, trust: bool = False) -> TrainedNetwork:
+def open_scores(module: FrozenModule) -> TrainedNetwork:
     """Return a trained network with a head that gives scores.
 
     Args:
-        address: A run (its newest checkpoint), ``RUN@best``, ``RUN@STEP`` or the file of a
+        module: A run (its newest checkpoint), ``RUN@best``, ``RUN@STEP`` or the file of a
             checkpoint, whose method selects the head (``Method.load_scores``); or ``timm:NAME``,
             with the model's own classifier.
-        weights: For ``timm:NAME``, as in ``open_model``.
-        trust: Allow an architecture in the user's own code.
 
     Raises:
         UserError: If something is missing, or there are no scores.
     """
-    library, colon, name = address.partition(":")
-    if colon and library == "torchvision":
+    address = module.model
+    if module.library == "torchvision" or module.is_code:
         raise UserError(f"{address}: scores are those of a run or of timm:NAME")
-    if colon and library == "timm":
-        backbone, head = _classifier(name, weights or PRETRAINED)
-        facts = describe_model(address, weights=weights or PRETRAINED)
+    if module.library == "timm":
+        weights = module.weights or PRETRAINED
+        backbone, head = _classifier(address.partition(":")[2], weights)
+        facts = describe_model(address, weights=weights)
         return _with_scores(backbone, Scores(head), facts["channels"], facts["transforms"])
     checkpoint = open_checkpoint(address)
-    config = yaml.safe_load(checkpoint["config"])
-    if not trust:
+    backbone, channels, transforms = _read_run(module, checkpoint)
+    method = component(yaml.safe_load(checkpoint["config"])["method"])
+    scores = _scores(method, backbone, checkpoint, address)
+    return _with_scores(backbone, scores, channels, transforms)
+
+
+def build_own(module: FrozenModule) -> nn.Module:
+    """Build your own class, ``package.module:Class``, and load its file of weights, if any."""
+    built: nn.Module = BACKBONES["custom"](model=module.model, args=module.args).build()
+    if module.weights is not None and not is_on_meta(built):
+        load_weights(built, read_state(module.weights), what=module.weights)
+    return built
+
+
+def _read_run(
+    module: FrozenModule, checkpoint: Mapping[str, Any]
+) -> tuple[nn.Module, int, list[dict[str, Any]]]:
+    """Return the backbone of a checkpoint, its number of channels, and its transforms."""
+    config, address = yaml.safe_load(checkpoint["config"]), module.model
+    if not module.trust:
         refuse_code(code_in({key: config[key] for key in ("backbone", "eval")}), address)
     backbone = build_backbone(component(config["backbone"]), checkpoint["channels"])
     load_weights(backbone, backbone_state(checkpoint), what=address)
-    scores = _scores(component(config["method"]), backbone, checkpoint, address)
-    shown = config["eval"]["transforms"]
-    return _with_scores(backbone, scores, checkpoint["channels"], shown)
+    return backbone, checkpoint["channels"], config["eval"]["transforms"]
 
 
 def _with_scores(

@@ -1,0 +1,55 @@
+"""Progress that notes which later steps a method asks about, such as ``steps_done >= 5``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from selftask.config.compose.provenance import show_path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class WatchedSteps(int):
+    """Number of finished steps; comparisons in methods and users' code are noted in ``asked``."""
+
+    asked: dict[str, int]  # file:line -> the number that it was compared with
+
+    def __new__(cls, value: int, asked: dict[str, int]) -> WatchedSteps:
+        """Return the number, which notes its comparisons in ``asked``."""
+        made = super().__new__(cls, value)
+        made.asked = asked
+        return made
+
+    def _note(self, other: Any) -> None:
+        if not isinstance(other, int):
+            return
+        frame = sys._getframe(2)
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "methods"):
+            return
+        place = f"{show_path(path)}:{frame.f_lineno}"
+        self.asked[place] = max(other, self.asked.get(place, 0))
+
+    def __lt__(self, other: Any) -> bool:
+        self._note(other)
+        return super().__lt__(other)
+
+    def __le__(self, other: Any) -> bool:
+        self._note(other)
+        return super().__le__(other)
+
+    def __gt__(self, other: Any) -> bool:
+        self._note(other)
+        return super().__gt__(other)
+
+    def __ge__(self, other: Any) -> bool:
+        self._note(other)
+        return super().__ge__(other)
+
+    def __eq__(self, other: object) -> bool:
+        self._note(other)
+        return super().__eq__(other)
+
+    __hash__ = int.__hash__
