@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from selftask.config.schema import Config
 from selftask.data.loading.dataset import BadFiles, EvalDataset
+from selftask.data.loading.data_module import val_key
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source, channels_of
@@ -64,10 +66,11 @@ def evaluate_backbone(
         if counts is not None:
             check_label_counts(evaluations, counts)
     backbone = with_layers(backbone, config.eval).to(device)
-    train = features_of(backbone, config, sources.train, device=device)
+    features = partial(features_of, backbone, config, device=device, tell=tell)
+    train = features(sources.train, key="data")
     row: dict[str, float] = {}
     for name, source in tests.items():
-        test = train if source is None else features_of(backbone, config, source, device=device)
+        test = train if source is None else features(source, key=val_key(name))
         shared = 0 if source is None else count_shared_images(train, test)
         if shared:
             tell(f"warning: {shared} of {len(test)} test images are also training images")
@@ -86,19 +89,40 @@ def evaluate_backbone(
 
 
 def features_of(
-    backbone: nn.Module, config: Config, source: Source, *, device: torch.device
+    backbone: nn.Module,
+    config: Config,
+    source: Source,
+    *,
+    device: torch.device,
+    key: str = "data",
+    tell: Callable[[str], None] = log.info,
 ) -> Features:
-    """Return the features of every image of a source, with ``eval.transforms``."""
-    return extract_features(backbone, eval_batches(config, source, device), device=device)
+    """Return the features of every readable image of a source, with ``eval.transforms``.
+
+    Args:
+        backbone: Images (B, C, H, W) -> features (B, E).
+        config: Config with ``eval.transforms``.
+        source: The images.
+        device: Device to compute features on.
+        key: Config key of the images.
+        tell: Called with a line about unreadable images, if there are any.
+    """
+    batches = eval_batches(config, source, device, key)
+    features = extract_features(backbone, batches, device=device)
+    if unreadable := batches.bad_files.summary():
+        tell(f"warning: {unreadable}")
+    return features
 
 
-def eval_batches(config: Config, source: Source, device: torch.device) -> EvalBatches:
-    """Return the images of a source in batches, with ``eval.transforms``."""
+def eval_batches(
+    config: Config, source: Source, device: torch.device, key: str = "data"
+) -> EvalBatches:
+    """Return the images of a source, whose config key is ``key``, with ``eval.transforms``."""
     pipeline = build_pipeline(config.eval.transforms, "eval.transforms", channels_of(source))
     return EvalBatches(
         EvalDataset(source, pipeline, config.train.seed),
         batch_size=_BATCH_SIZE,
         num_workers=config.data.num_workers,
         device=device,
-        bad_files=BadFiles.of(source, config.data, None),
+        bad_files=BadFiles.of(source, config.data, None, key),
     )

@@ -32,6 +32,7 @@ from selftask.parallel.initial_weights import InitialWeights, initial_weights
 from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
 from selftask.task.compile_report import CompileReport
 from selftask.task.frozen import DropFrozenGradients
+from selftask.task.unreadable_images import UnreadableImages
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -143,6 +144,7 @@ def hooks(task: Task) -> None:
     if train.on_nan == "skip":
         guard = NonFiniteGuard("skip", budget=train.nan_budget)
         task.added_hooks.setdefault("non_finite", guard)
+    task.added_hooks.setdefault("unreadable_images", UnreadableImages())
     if train.uses_compiler:
         task.added_hooks["compile_report"] = CompileReport()
     if task.config.parallel.sync_buffers == "step" and world_size() > 1:

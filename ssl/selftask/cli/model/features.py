@@ -11,6 +11,7 @@ from selftask.errors import UserError
 from selftask.files import addresses
 from selftask.files.addresses import is_remote, output_folder
 from selftask.files.paths import exists, expand_user
+from selftask.logs import announce
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,6 +103,8 @@ def _write(folder: Path, frozen: Frozen, facts: dict[str, Any]) -> np.ndarray:
         last = write_features(folder, blocks, source, facts, layers=backbone.numbers)
     else:
         last = write_features(folder, ((part, [part]) for part in parts), source, facts)
+    if unreadable := batches.bad_files.summary():
+        announce(f"warning: {unreadable}")
     mapped: np.ndarray = np.load(last, mmap_mode="r")
     return mapped
 
