@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from selftask.config.schema import Config
-from selftask.data.loading.dataset import BadFiles, EvalDataset
 from selftask.data.loading.data_module import val_key
+from selftask.data.loading.dataset import BadFiles, EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source, channels_of

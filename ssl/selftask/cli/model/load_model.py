@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.data.loading.open_data import Sources
 
+_IMAGES = {"data", "data.name", "data.path", "data.pattern", "data.dataset"}
 SHIPPED = "base/evaluate.yaml"  # recipe for models that are not from a run
 MODEL = """\
 RUN_OR_MODEL  a run's folder (its export, or without one its newest checkpoint), the folder of a
@@ -64,7 +65,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     from selftask.config.load import load_config
 
     overrides, trust = take_trust(overrides)
-    overrides = ["eval.loss=false", *overrides]  # the method is not loaded
+    overrides = ["eval.loss=false", *without_old_val(overrides)]  # the method is not loaded
     import_plugins(overrides)  # a plug-in may register a handler for the address
     weights, overrides = take("weights", overrides)
     address = local_run(address)
@@ -104,6 +105,18 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     device = pick_device(config.train.device, World())
     keep_freed_memory(device)
     return Frozen(backbone, facts, config, sources, device)
+
+
+def without_old_val(words: list[str]) -> list[str]:
+    """Return the words, with validation images of their own if they name other images.
+
+    Args:
+        words: ``key=value`` words for the config of a run. If they name images, those that the
+            run was tested on do not belong to them.
+    """
+    if _IMAGES.isdisjoint(word.partition("=")[0] for word in words):
+        return words
+    return ["data.val=null", "data.val_sets=null", *words]  # later words may set them
 
 
 def _has_lost_labels(config: Config) -> bool:

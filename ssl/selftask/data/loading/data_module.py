@@ -17,6 +17,7 @@ from selftask.data.cache.fill import decode_once
 from selftask.data.cache.on_device import CachedBatches
 from selftask.data.extras import ExtraImages, ExtrasReader
 from selftask.data.fingerprint import fingerprint
+from selftask.data.labels import is_labelled
 from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches, in_batches, in_equal_numbers
 from selftask.data.loading.open_data import Sources, check_data, check_val
@@ -72,6 +73,12 @@ class DataModule:
             bad_files=files(self.train_source, path=out / "bad_files.txt"),
             sampler=sampler,
         )
+        labelled = is_labelled(self.train_source) if self.val_sources else False
+        self._labelled = {  # asked now, since it may read an image with code of the user
+            name: is_labelled(source) for name, source in self.val_sources.items()
+        }
+        self.labelled_sets = [name for name in self._labelled if labelled and self._labelled[name]]
+        """Names of the validation sets that evaluations can test on; "" is ``data.val``."""
         self.batches.bad_files.refuse(self.train_source.unreadable().values())
         for name, source in self.val_sources.items():
             check_val(config, source, val_key(name))
@@ -130,13 +137,7 @@ class DataModule:
     @property
     def has_test(self) -> bool:
         """Whether there are labelled images to test on."""
-        return self.val_source is not None and self.val_source.labels is not None
-
-    @property
-    def labelled_sets(self) -> list[str]:
-        """Names of the validation sets that evaluations can test on; "" is ``data.val``."""
-        known = self.val_sources.items() if self.num_classes else ()
-        return [name for name, source in known if source.labels is not None]
+        return self._labelled.get("", False)
 
     @property
     def data_wait_s(self) -> float:
