@@ -26,6 +26,7 @@ RUN_OR_MODEL  a run's folder (its export, or without one its newest checkpoint),
               sharded checkpoint, an exported backbone.pt, timm:NAME or torchvision:NAME"""
 WEIGHTS = f"""\
 weights=FILE  for timm: and torchvision: the weights instead of the pretrained ones, or `none`
+prefix=NAME.  the tensors under this prefix, of a file with several networks
 image_size=PIXELS      of the images; the positions of a vision transformer are interpolated
 eval.transforms=[...]  how images are shown; default: as in the run, or as the library does
 {TRUST}"""
@@ -68,6 +69,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     overrides = ["eval.loss=false", *without_old_val(overrides)]  # the method is not loaded
     import_plugins(overrides)  # a plug-in may register a handler for the address
     weights, overrides = take("weights", overrides)
+    prefix, overrides = take("prefix", overrides)
     address = local_run(address)
     own = expand_user(address) / "config.yaml"
     recipe = str(own if exists(own) else recipes.folder() / SHIPPED)
@@ -94,7 +96,9 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
         for line in explain_chosen(config, without=f"{show_path(Path(recipe))}:"):
             LOGGER.debug("config: %s", line)
         model = address if export is None else str(export)
-        backbone, facts = open_model(model, weights=chosen, trust=trust, image_size=size)
+        backbone, facts = open_model(
+            model, weights=chosen, trust=trust, image_size=size, prefix=prefix
+        )
     if not exists(own) and facts.get("transforms"):
         shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))
         shown = f"eval.transforms={shown.strip()}"

@@ -102,6 +102,7 @@ def read_request(words: list[str]) -> tuple[Request, Config]:
 
 def _check_words(request: Request) -> None:
     known = {*SECTIONS, *OTHERS, *request.evaluations, "launch", "checkpoints", "every"}
+    known -= {"prefix"}  # a run has one backbone
     for word in request.words:
         first = _key(word).partition(".")[0]
         if first not in known:

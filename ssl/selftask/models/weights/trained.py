@@ -83,7 +83,7 @@ class TrainedNetwork:
 
 def open_features(address: str, *, weights: str | None, trust: bool = False) -> TrainedNetwork:
     """Return a trained backbone; see ``open_model`` for address, errors and ``weights``."""
-    backbone, facts = open_model(address, weights=weights or PRETRAINED, trust=trust)
+    backbone, facts = open_model(address, weights=weights or PRETRAINED, trust=trust, option="")
     shown = list(facts.get("transforms") or ())
     width, channels = embed_dim(backbone), facts.get("channels", 3)
     return TrainedNetwork(Network(backbone, nn.Identity()), width, channels, shown)
