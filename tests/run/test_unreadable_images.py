@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from data.odd_files import encoded, make_photographs
 from in_process import last_line
 
 import tiny
+from data.odd_files import encoded, make_photographs
 from selftask.cli.main import main
 from selftask.data.loading.dataset import BadFiles
 from selftask.data.reading.files import BadImage

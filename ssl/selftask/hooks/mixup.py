@@ -119,6 +119,13 @@ class Mixup(Hook):
         return lam, box, is_cut
 
 
+def labels_for_meters(task: Task) -> Tensor:
+    """Return the labels of a training batch: of mixed ones those with the largest share."""
+    labels: Tensor = task.last_batch.labels
+    is_mixed = any(isinstance(hook, Mixup) for hook in task.hooks)
+    return labels.argmax(dim=1) if is_mixed else labels
+
+
 def keep_mask(
     lam: Tensor, box: Tensor, is_cut: Tensor, height: int, width: int
 ) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from selftask.hooks.base import Hook
-from selftask.hooks.mixup import Mixup
+from selftask.hooks.mixup import labels_for_meters
 from selftask.meters.accuracy import Accuracy
 from selftask.registry import register_hook
 
@@ -34,7 +34,6 @@ class TrainMeters(Hook):
 
     def on_start(self, task: Task) -> None:
         loaded: dict[str, Any] = getattr(self, "loaded", {})
-        self.is_mixed = any(isinstance(hook, Mixup) for hook in task.hooks)
         self.meters = dict(zip(task.config.meters, map(deepcopy, task.meters), strict=True))
         for key, meter in self.meters.items():
             meter.reset()
@@ -46,10 +45,9 @@ class TrainMeters(Hook):
     def on_loss_and_meter(self, task: Task) -> None:
         if not task.train:
             return
-        batch = task.last_batch
-        labels = batch.labels.argmax(dim=1) if self.is_mixed else batch.labels
+        output, labels = task.last_batch.output, labels_for_meters(task)
         for meter in self.meters.values():
-            meter.update(task.loss.scores_for(meter, batch.output), labels)
+            meter.update(task.loss.scores_for(meter, output), labels)
 
     def on_update(self, task: Task) -> None:
         if not task.should_log:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from selftask.distributed.collectives import all_reduce_sum
+from selftask.hooks.mixup import labels_for_meters
+from selftask.meters.accuracy import Accuracy
 from selftask.models.eval_mode import in_eval_mode
 
 if TYPE_CHECKING:
@@ -27,8 +30,11 @@ def forward(task: Task, batch: Batch) -> None:
 
 def update_meters(task: Task, batch: Batch) -> None:
     """Update each meter with its class scores and the labels."""
+    labels = labels_for_meters(task) if task.train else batch.labels
     for meter in task.meters:
-        meter.update(task.loss.scores_for(meter, batch.output), batch.labels)
+        train_set = task.train and isinstance(meter, Accuracy)
+        with meter.every_class() if train_set else nullcontext():
+            meter.update(task.loss.scores_for(meter, batch.output), labels)
 
 
 @torch.no_grad()

@@ -76,6 +76,7 @@ class Task(Recorder, ClassyTaskNames):
     meters: list[Any]
     named_hooks: dict[str, Any]
     hooks: list[Any]  # in calling order, the method first
+    has_classy_hooks: bool  # whether some of them were written for Classy Vision
 
     def __init__(
         self,
@@ -168,8 +169,11 @@ class Task(Recorder, ClassyTaskNames):
         return score(self, see)
 
     def update_meters(self, batch: Batch) -> None:
-        """Update the meters with output and labels in a test phase; do nothing in training."""
-        if not self.train:
+        """Update the meters with output and labels; in training, only if hooks of Classy ask.
+
+        Classy's own task updates them in training, too, and its hooks print or plot the values.
+        """
+        if not self.train or self.has_classy_hooks:
             update_meters(self, batch)
 
     def no_sync(self) -> AbstractContextManager[Any]:
