@@ -33,6 +33,7 @@ from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
 from selftask.task.compile_report import CompileReport
 from selftask.task.frozen import DropFrozenGradients
 from selftask.task.unreadable_images import UnreadableImages
+from selftask.task.update_check import UpdateCheck
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -121,6 +122,7 @@ def optimizer(task: Task) -> None:
         depths=_depths(task),
         regroup=task.reduction.regroup,
     )
+    task.update_check = UpdateCheck(task.optimizer, train.step.name)
     enabled = train.grad_scaler.enabled
     scales = train.precision == "float16" if enabled is None else enabled
     task.grad_scaler = LossScaler(train.grad_scaler, task.log) if scales else NoScaler()

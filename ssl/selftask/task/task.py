@@ -43,6 +43,7 @@ from selftask.task import build, loop, opening, task_state
 from selftask.task.averaged_weights import averaged_weights, begin_phase
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import score, update_meters
+from selftask.task.update_check import UpdateCheck
 
 log = get_logger(__name__)
 
@@ -72,6 +73,7 @@ class Task(Recorder, ClassyTaskNames):
     activations: ActivationBudget
     reduction: Reduction
     optimizer: Any
+    update_check: UpdateCheck
     grad_scaler: NoScaler  # or its subclass LossScaler
     meters: list[Any]
     named_hooks: dict[str, Any]
@@ -304,10 +306,12 @@ class Task(Recorder, ClassyTaskNames):
 
     def train_step(self) -> None:
         """Call the train step; after ``StepSkipped``, count the step without an update."""
+        before = self.clock.steps_done
         try:
             self.train_step_function(self)
         except StepSkipped:
             self.skip_step()
+        self.update_check.check(self.clock.steps_done - before)
 
     @torch.no_grad()
     def eval_step(self) -> None:
