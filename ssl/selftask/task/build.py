@@ -13,7 +13,7 @@ from selftask import classy
 from selftask.config.schema import Component, Config
 from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
-from selftask.hooks.base import POINTS, Hook, defines, function_hook
+from selftask.hooks.base import POINTS, defines, function_hook
 from selftask.hooks.failures.non_finite import NonFiniteGuard
 from selftask.logs import get_logger
 from selftask.meters.accuracy import Accuracy
@@ -170,7 +170,6 @@ def hooks(task: Task) -> None:
     own = [*task.named_hooks.values(), *([frozen] if frozen.until else [])]
     ranked = sorted(own, key=lambda hook: getattr(hook, "priority", 50))
     task.hooks = [task.loss, *ranked]
-    task.has_classy_hooks = not all(isinstance(hook, Hook) for hook in own)
     task.calls = {
         point: [getattr(hook, point) for hook in task.hooks if defines(hook, point)]
         for point in POINTS

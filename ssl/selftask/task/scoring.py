@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from selftask.distributed.collectives import all_reduce_sum
+from selftask.hooks.base import Hook
 from selftask.hooks.mixup import labels_for_meters
 from selftask.meters.accuracy import Accuracy
 from selftask.models.eval_mode import in_eval_mode
@@ -29,7 +30,13 @@ def forward(task: Task, batch: Batch) -> None:
 
 
 def update_meters(task: Task, batch: Batch) -> None:
-    """Update each meter with its class scores and the labels."""
+    """Update each meter with its class scores and the labels.
+
+    In training this is done only for hooks of Classy Vision, which print or plot the values.
+    """
+    _, *hooks = task.hooks  # without the method
+    if task.train and all(isinstance(hook, Hook) for hook in hooks):
+        return
     labels = labels_for_meters(task) if task.train else batch.labels
     for meter in task.meters:
         train_set = task.train and isinstance(meter, Accuracy)

@@ -43,7 +43,6 @@ from selftask.task import build, loop, opening, task_state
 from selftask.task.averaged_weights import averaged_weights, begin_phase
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import score, update_meters
-from selftask.task.update_check import UpdateCheck
 
 log = get_logger(__name__)
 
@@ -73,12 +72,11 @@ class Task(Recorder, ClassyTaskNames):
     activations: ActivationBudget
     reduction: Reduction
     optimizer: Any
-    update_check: UpdateCheck
+    update_check: Any
     grad_scaler: NoScaler  # or its subclass LossScaler
     meters: list[Any]
     named_hooks: dict[str, Any]
     hooks: list[Any]  # in calling order, the method first
-    has_classy_hooks: bool  # whether some of them were written for Classy Vision
 
     def __init__(
         self,
@@ -171,12 +169,8 @@ class Task(Recorder, ClassyTaskNames):
         return score(self, see)
 
     def update_meters(self, batch: Batch) -> None:
-        """Update the meters with output and labels; in training, only if hooks of Classy ask.
-
-        Classy's own task updates them in training, too, and its hooks print or plot the values.
-        """
-        if not self.train or self.has_classy_hooks:
-            update_meters(self, batch)
+        """Update the meters in a test phase; in training, only for hooks of Classy Vision."""
+        update_meters(self, batch)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context without gradient reduction, for all batches of a step but the last."""
@@ -306,12 +300,11 @@ class Task(Recorder, ClassyTaskNames):
 
     def train_step(self) -> None:
         """Call the train step; after ``StepSkipped``, count the step without an update."""
-        before = self.clock.steps_done
-        try:
-            self.train_step_function(self)
-        except StepSkipped:
-            self.skip_step()
-        self.update_check.check(self.clock.steps_done - before)
+        with self.update_check.compared(self.clock):
+            try:
+                self.train_step_function(self)
+            except StepSkipped:
+                self.skip_step()
 
     @torch.no_grad()
     def eval_step(self) -> None:
