@@ -85,6 +85,49 @@ def test_their_hook_and_meter_by_name(tmp_path: Path, caplog: pytest.LogCaptureF
     assert 0 < rows[-1]["test_top_top_1"] < rows[-1]["test_top_top_3"] <= 1
 
 
+def test_their_hook_prints_the_meters_of_the_training_images(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Against ``hooks.train_meters``, whose rows of one step each have all images of the epoch."""
+    more = [
+        labelled(tmp_path),
+        "hooks.logging={name: 'classy:loss_lr_meter_logging'}",
+        "hooks.train_meters={}",
+        "hooks.mixup={}",
+        "meters.ours={name: accuracy, topk: [3], only_test_classes: true}",
+        "train.epochs=1",
+    ]
+    with caplog.at_level(logging.INFO):
+        tiny.train("supervised", tmp_path, "run", *more)
+    (told,) = (m for m in caplog.messages if "Synced meters: [0] train phase 0" in m)
+    shares = [r["train_ours_top_3"] for r in tiny.rows(tmp_path / "run") if "loss" in r]
+    mean = sum(shares) / len(shares)
+    assert 0 < mean < 1
+    assert float(re.findall(r"top_3=([\d.]+)", told)[0]) == pytest.approx(mean, abs=1e-6)
+
+
+def test_a_loss_of_ones_own_by_its_bare_name(
+    tmp_path: Path, forget_names: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_losses.py").write_text(
+        "from classy_vision.losses import ClassyLoss, register_loss\n"
+        "@register_loss('their_square')\n"
+        "class Square(ClassyLoss):\n"
+        "    @classmethod\n"
+        "    def from_config(cls, config): return cls()\n"
+        "    def forward(self, output, target): return 3.0 + 0.0 * output.square().sum()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in "their_square", "classy:their_square":
+        out = name.replace(":", "_")
+        words = ["import=[their_losses]", f"method.loss={name}", "train.max_steps=1"]
+        tiny.train("supervised", tmp_path, out, *words)
+        assert tiny.rows(tmp_path / out)[-1]["loss"] == 3.0
+    words = ["import=[their_losses]", "method.loss=their_sqare", "train.max_steps=1"]
+    with pytest.raises(UserError, match=r"loss='their_sqare' is not .*written classy:NAME"):
+        tiny.train("supervised", tmp_path, "typo", *words)
+
+
 ALONE = {
     "loss_lr_meter_logging": "{}",
     "output_csv": "{}",

@@ -126,6 +126,27 @@ def test_list_names_everything_with_its_line(capsys: pytest.CaptureFixture[str])
             assert f"{registry.address(name).path.name}:{registry.address(name).line}]" in text
 
 
+def test_list_has_parts_of_ones_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    forget_names: None,
+) -> None:
+    (tmp_path / "own_parts.py").write_text(
+        "from selftask.hooks.base import Hook\n"
+        "from selftask.registry import register_hook\n"
+        "@register_hook('own_hook')\n"
+        "class OwnHook(Hook):\n"
+        '    "Does what I want."\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["list", "hooks", "import=[own_parts]"]) == 0
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  own_hook "))
+    assert line.endswith("  [own_parts.py:3]")
+    assert main(["list", "hooks", "import=[absent_parts]"]) == 2
+    assert "absent_parts" in capsys.readouterr().err
+
+
 def test_list_of_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "recipes"]) == 0
     text = capsys.readouterr().out

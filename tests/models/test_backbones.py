@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,14 @@ from torch import nn
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone, embed_dim
-from selftask.registry import register_backbone
+from selftask.registry import (
+    BACKBONES,
+    HEAD_BLOCKS,
+    OPTIMIZERS,
+    SCHEDULES,
+    Registry,
+    register_backbone,
+)
 
 SMALL_SWIN = {"img_size": 32, "window_size": 4, "depths": [1, 1], "num_heads": [3, 6]}
 
@@ -113,6 +121,23 @@ def test_a_backbone_that_only_takes_three_channels_says_so() -> None:
     args = {"model": "resnet18", "args": {"in_chans": 4}}
     with pytest.raises(UserError, match=r"in_chans: 4, the data have 13 channels"):
         build_backbone(Component(name="timm", args=args), 13)
+
+
+@pytest.mark.parametrize(
+    ("registry", "result"),
+    [
+        (BACKBONES, r"build\(self, channels=3\)"),
+        (HEAD_BLOCKS, r"build\(self, width, num_classes\)"),
+        (OPTIMIZERS, r"build\(self, groups\)"),
+        (SCHEDULES, r"build\(self, length\)"),
+    ],
+)
+def test_a_function_where_a_class_with_build_is_registered(registry: Registry, result: str) -> None:
+    here = rf"\(of_any_channels at {re.escape(__file__)}:\d+\)"
+    expected = rf"'by_function' {here} is a function without a method `build`; register .*{result}"
+    with pytest.raises(UserError, match=expected):
+        registry.register("by_function")(of_any_channels)
+    assert "by_function" not in registry
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,47 @@ def test_gradients_may_be_cleared_before_the_forward_pass(tmp_path: Path) -> Non
     train_loop(task)
     states = [tiny.last_state(out) for out in (standard.out, task.out)]
     assert tiny.differences(*states) == []
+
+
+@pytest.mark.parametrize(
+    ("updates", "advances", "optimizer", "warned"),
+    [
+        (2, 1, "sgd", True),
+        (2, 2, "sgd", False),
+        (1, 1, "sgd", False),
+        (3, 1, "classy:sgd", True),
+    ],
+)
+def test_updates_that_are_not_counted_are_told_once(
+    updates: int,
+    advances: int,
+    optimizer: str,
+    warned: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def several(task: Task) -> None:
+        batch = task.last_batch = next(task.batches)
+        batch.output = task.model(batch.input)
+        batch.local_loss = task.loss(batch.output, batch)
+        batch.loss = all_reduce_mean(batch.local_loss.detach())
+        task.run_hooks("on_loss_and_meter")
+        task.optimizer.zero_grad()
+        batch.local_loss.backward()
+        for _ in range(updates):
+            task.grad_scaler.step(task.optimizer, where=task.where)
+        task.advance()
+        if advances == 2:
+            task.advance()
+
+    kind = f"optimizer={{name: '{optimizer}', lr: 0.01}}"
+    task = tiny.task("simclr", tmp_path, "run", "train.max_steps=4", kind, "hooks.health=null")
+    task.train_step_function = several
+    with suppress(RuntimeError):  # two steps of one batch end the epoch too early
+        train_loop(task)
+    told = [text for text in caplog.messages if "optimizer updates" in text]
+    expected = f"{updates} optimizer updates in a step that counts 1; schedules, epochs and teach"
+    assert [expected in text for text in told] == ([True] if warned else [])
 
 
 def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:

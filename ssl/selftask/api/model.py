@@ -82,6 +82,7 @@ def load(
     weights: str = PRETRAINED,
     image_size: int | None = None,
     trust: bool = False,
+    prefix: str | None = None,
 ) -> Model:
     """Load a trained backbone, on the CPU and in eval mode.
 
@@ -91,8 +92,12 @@ def load(
         weights: For a library's model: ``pretrained``, ``none`` (random), or a file.
         image_size: Image size in pixels to which model and transforms are adapted.
         trust: Allow an architecture in the user's own code, which is then imported.
+        prefix: Prefix of the tensors to take from a file with several networks, such as
+            ``state_dict.encoder_k.``.
 
     Raises:
         UserError: If something is missing or does not match.
     """
-    return Model(*open_model(str(model), weights=weights, trust=trust, image_size=image_size))
+    return Model(
+        *open_model(str(model), weights=weights, trust=trust, image_size=image_size, prefix=prefix)
+    )

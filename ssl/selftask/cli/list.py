@@ -15,10 +15,11 @@ from selftask.registry.class_source import parse
 
 KINDS = ["recipes", *REGISTRIES]
 USAGE = f"""\
-usage: selftask list [KIND ...]
+usage: selftask list [KIND ...] [import=[MODULE]]
 
 Without KIND, prints the names of every kind. With it, prints a line for each name, with its file:
 KIND is one of: {", ".join(KINDS)}
+import=[MODULE] also lists what your own modules in the current folder register.
 Names of Classy Vision's hooks, meters, optimizers and schedules work too, written classy:NAME."""
 
 Row = tuple[str, str, str]  # name, summary, place
@@ -26,16 +27,18 @@ Row = tuple[str, str, str]  # name, summary, place
 
 def main(argv: list[str]) -> int:
     """Print the names of all kinds, or name, summary and file:line of the given kinds."""
-    for kind in argv:
+    imports = [word for word in argv if word.lstrip("+").startswith("import=")]
+    kinds = [word for word in argv if word not in imports]
+    for kind in kinds:
         if kind not in KINDS:
             raise UserError(f"there is no kind {kind!r}; {nearest(kind, KINDS)}")
-    from selftask.config.extensions import import_entry_points
+    from selftask.config.compose.compose import import_plugins
 
-    import_entry_points()
-    if not argv:
+    import_plugins(imports)
+    if not kinds:
         print("\n".join(overview(shutil.get_terminal_size((100, 24)).columns)))
         return 0
-    for kind in argv:
+    for kind in kinds:
         print(f"{kind}:")
         _print_rows(recipe_rows() if kind == "recipes" else name_rows(REGISTRIES[kind]))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from selftask.data.reading.files import BadImage
 from selftask.data.source import NO_LABEL, PathTable, Source
 from selftask.errors import UserError, nearest
 
+_ALIKE = 0.8  # similarity from which a name is taken for a misspelt one: lable, Labels
 MAX_CLASSES = 10_000_000  # the largest label sets the number of rows in every head
 
 
@@ -71,6 +73,29 @@ def count_unlabelled(source: Source) -> int:
         except BadImage:
             continue
     return 0
+
+
+def is_labelled(source: Source) -> bool:
+    """Return whether images of a source have labels, as ``count_unlabelled`` counts them."""
+    return count_unlabelled(source) < len(source)
+
+
+def refuse_misspelt(default: str, names: Sequence[str], key: str, file: str) -> None:
+    """Raise UserError if labels that may be missing seem to be there under a misspelt name.
+
+    Args:
+        default: Name of the labels, which is none of ``names``.
+        names: Names of the columns or arrays in the file.
+        key: Config key of the name.
+        file: The file, for the message.
+    """
+    lower = {name.lower(): name for name in names}
+    if close := get_close_matches(default, lower, n=1, cutoff=_ALIKE):
+        name = lower[close[0]]
+        raise UserError(
+            f"{key}: {file} has no {default!r}, but {name!r} (of: {', '.join(names)}); "
+            f"{key}={name} if it holds the labels, {key}=null if there are none"
+        )
 
 
 def label_top_folders(paths: Sequence[str]) -> np.ndarray | None:

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from selftask.config.schema import Config
+from selftask.data.loading.data_module import val_key
 from selftask.data.loading.dataset import BadFiles, EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source, channels_of
 from selftask.data.views import build_pipeline
+from selftask.distributed.collectives import gather_objects
 from selftask.distributed.world import World
 from selftask.errors import UserError
 from selftask.evaluate.features import Features, collect
@@ -71,9 +73,13 @@ def evaluate_backbone(
             check_label_counts(evaluations, counts)
     backbone = with_layers(backbone, config.eval).to(device)
     world = world or World()
+    given = {"data": sources.train}
+    given |= {val_key(name): source for name, source in tests.items() if source is not None}
     with connected(world):  # the evaluations themselves run on rank 0 only
-        sets = [sources.train, *(source for source in tests.values() if source is not None)]
-        parts = [iterate_source(backbone, config, s, device=device, world=world) for s in sets]
+        parts = [
+            iterate_source(backbone, config, s, device=device, world=world, key=key, tell=tell)
+            for key, s in given.items()
+        ]
         if world.rank:
             deque(chain.from_iterable(parts), maxlen=0)
             return {}
@@ -99,23 +105,48 @@ def evaluate_backbone(
 
 
 def iterate_source(
-    backbone: nn.Module, config: Config, source: Source, *, device: torch.device, world: World
+    backbone: nn.Module,
+    config: Config,
+    source: Source,
+    *,
+    device: torch.device,
+    world: World,
+    key: str = "data",
+    tell: Callable[[str], None] = log.info,
 ) -> Iterator[Features]:
-    """Yield the features of every image of a source, with ``eval.transforms``, in batches.
+    """Yield the features of every readable image of a source, with ``eval.transforms``.
 
     With several ranks, all of them on rank 0 and none on the others; every rank must exhaust it.
+
+    Args:
+        backbone: Images (B, C, H, W) -> features (B, E).
+        config: Config with ``eval.transforms``.
+        source: The images.
+        device: Device to compute features on.
+        world: This process.
+        key: Config key of the images.
+        tell: Called on rank 0 with a line about unreadable images, if there are any.
+
+    Raises:
+        UserError: If too many images are unreadable.
     """
-    batches = take_share(eval_batches(config, source, device), world)
-    return iterate_in_order(backbone, batches, world, device=device)
+    batches = take_share(eval_batches(config, source, device, key), world)
+    yield from iterate_in_order(backbone, batches, world, device=device)
+    for counted in gather_objects(batches.bad_files.counted):
+        batches.bad_files.merge(counted)
+    if world.rank == 0 and (unreadable := batches.bad_files.summary()):
+        tell(f"warning: {unreadable}")
 
 
-def eval_batches(config: Config, source: Source, device: torch.device) -> EvalBatches:
-    """Return the images of a source in batches, with ``eval.transforms``."""
+def eval_batches(
+    config: Config, source: Source, device: torch.device, key: str = "data"
+) -> EvalBatches:
+    """Return the images of a source, whose config key is ``key``, with ``eval.transforms``."""
     pipeline = build_pipeline(config.eval.transforms, "eval.transforms", channels_of(source))
     return EvalBatches(
         EvalDataset(source, pipeline, config.train.seed),
         batch_size=_BATCH_SIZE,
         num_workers=config.data.num_workers,
         device=device,
-        bad_files=BadFiles.of(source, config.data, None),
+        bad_files=BadFiles.of(source, config.data, None, key),
     )

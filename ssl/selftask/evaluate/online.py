@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from selftask.data.labels import is_labelled
 from selftask.data.loading.open_data import Sources
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.errors import UserError
@@ -66,6 +67,8 @@ def check_evaluations(config: Config, sources: Sources) -> str | None:
         if source is None:
             continue
         counts = LabelCounts.of_sources(Sources(sources.train, source))
+        if counts is None and evaluations and is_labelled(sources.train) and is_labelled(source):
+            told.append(f"{name or 'labels'}: as the images are read")
         if counts is None or not (evaluations and len(counts.classes)):
             continue
         check_label_counts(evaluations, counts)

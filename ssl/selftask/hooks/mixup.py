@@ -119,6 +119,12 @@ class Mixup(Hook):
         return lam, box, is_cut
 
 
+def unmixed(task: Task, labels: Tensor) -> Tensor:
+    """Return the labels of a training batch for meters: of mixed ones, the largest share's."""
+    is_mixed = any(isinstance(hook, Mixup) for hook in task.hooks)
+    return labels.argmax(dim=1) if is_mixed else labels
+
+
 def keep_mask(
     lam: Tensor, box: Tensor, is_cut: Tensor, height: int, width: int
 ) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from selftask.hooks.base import Hook
-from selftask.hooks.mixup import Mixup
+from selftask.hooks.mixup import unmixed
 from selftask.meters.accuracy import Accuracy
 from selftask.registry import register_hook
 
@@ -34,7 +34,6 @@ class TrainMeters(Hook):
 
     def on_start(self, task: Task) -> None:
         loaded: dict[str, Any] = getattr(self, "loaded", {})
-        self.is_mixed = any(isinstance(hook, Mixup) for hook in task.hooks)
         self.meters = dict(zip(task.config.meters, map(deepcopy, task.meters), strict=True))
         for key, meter in self.meters.items():
             meter.reset()
@@ -48,7 +47,7 @@ class TrainMeters(Hook):
             return
         for meter in self.meters.values():
             scores, classes = task.loss.for_meter(meter, task.last_batch)
-            meter.update(scores, classes.argmax(dim=1) if self.is_mixed else classes)
+            meter.update(scores, unmixed(task, classes))
 
     def on_update(self, task: Task) -> None:
         if not task.should_log:

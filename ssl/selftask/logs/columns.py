@@ -49,6 +49,13 @@ _GENERAL = (
     Column("step_s_median", "s", "Median time of a step, without what happens between steps."),
     Column("eta_s", "s", "Remaining time at the mean pace of this attempt."),
     Column("eta_recent_s", "s", "Remaining time at the pace since the row before."),
+    Column(
+        "unreadable_images",
+        "images",
+        "Training images that could not be read and were replaced, in all epochs and on all ranks; "
+        "`bad_files.txt` lists them.",
+        "the end of an epoch, if there are any",
+    ),
     Column("memory_mb", "MiB", "Largest resident memory of a process so far."),
     Column(
         "device_memory_mb",

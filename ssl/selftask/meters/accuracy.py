@@ -6,6 +6,7 @@ B: images of a batch, C: classes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,15 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
         """Set the labels of the test images, an array with -1 for unknown ones."""
         if self.only_test_classes:
             self.classes = torch.from_numpy(np.unique(labels[labels >= 0])).long()
+
+    @contextmanager
+    def every_class(self) -> Iterator[None]:
+        """Context in which all classes can be predicted, for training images."""
+        classes, self.classes = self.classes, None
+        try:
+            yield
+        finally:
+            self.classes = classes
 
     def reset(self) -> None:
         """Reset all counts to zero."""

@@ -68,7 +68,8 @@ class Supervised(Method):
         targets: list[str] = setting([])
         """Names of ``data.numbers`` to predict, one per label; empty: predict the class."""
         loss: str = "CrossEntropyLoss"
-        """Loss of torch.nn, or ``classy:NAME``."""
+        """Loss of torch.nn, ``classy:NAME``, or the bare name of one that your own module has
+        registered with Classy Vision."""
         loss_args: dict[str, Any] = field(default_factory=dict)
         """Keyword arguments of the loss."""
 
@@ -224,12 +225,15 @@ def _check_labels(key: str, source: Any, num_classes: int) -> None:
 
 
 def _build_loss(name: str, args: dict[str, Any]) -> nn.Module:
-    if name.startswith("classy:"):
+    known = [loss for loss in nn.modules.loss.__all__ if loss.endswith("Loss")]
+    if name.startswith("classy:") or (name not in known and classy.has("loss", name)):
         loss: nn.Module = classy.build("loss", name, args)
         return loss
-    known = [loss for loss in nn.modules.loss.__all__ if loss.endswith("Loss")]
     if name not in known:
-        raise UserError(f"method.loss={name!r} is not a loss of torch.nn; {nearest(name, known)}")
+        raise UserError(
+            f"method.loss={name!r} is not a loss of torch.nn; {nearest(name, known)}; Classy "
+            "Vision's are written classy:NAME"
+        )
     try:
         built: nn.Module = getattr(nn, name)(**args)
     except TypeError as error:

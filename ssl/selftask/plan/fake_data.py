@@ -86,6 +86,10 @@ class FakeData:
             draws={name: [_draws(size, device)] * len(group) for name, group in views.items()},
         )
 
+    def unreadable_state(self) -> dict[str, Any]:
+        """Return an empty dict; every image is readable."""
+        return {}
+
     @property
     def _has_captions(self) -> bool:
         return "captions" in required(self.config.method.name)

@@ -51,14 +51,21 @@ class Registry:
         kind: Name of the kind, such as method or hook.
         package: Package whose files register entries.
         declares: A class attribute that every entry must set, and its values with their meaning.
+        build: Signature and result of the method ``build`` that every entry must have, if any.
     """
 
     def __init__(
-        self, kind: str, package: str, *, declares: tuple[str, Mapping[str, str]] | None = None
+        self,
+        kind: str,
+        package: str,
+        *,
+        declares: tuple[str, Mapping[str, str]] | None = None,
+        build: str = "",
     ) -> None:
         self.kind = kind
         self.package = package
         self.declares = declares
+        self.build = build
         self.decorator = f"register_{kind}"
         self._registered: dict[str, Any] = {}
         self._addresses: dict[str, Address] = {}
@@ -67,7 +74,7 @@ class Registry:
         """Return a decorator that registers a class or function as ``name``.
 
         Raises:
-            UserError: If the name is taken, or the required class attribute is missing.
+            UserError: If the name is taken, or a required class attribute or method is missing.
         """
         caller = sys._getframe(1)  # the line of the decorator, as in the index
         here = Address(
@@ -81,6 +88,7 @@ class Registry:
                     f"the {self.kind} name {name!r} is taken: at {taken}, and again at {here}"
                 )
             self._check_declaration(name, thing, here)
+            self._check_build(name, thing, here)
             self._registered[name] = thing
             self._addresses[name] = here
             return thing
@@ -109,6 +117,14 @@ class Registry:
             raise UserError(
                 f"the {self.kind} {name!r} ({thing.__qualname__} at {here}) {what} `{attribute}`; "
                 f"set this class attribute to one of {known}"
+            )
+
+    def _check_build(self, name: str, thing: Any, here: Address) -> None:
+        if self.build and not callable(getattr(thing, "build", None)):
+            what = "a class" if isinstance(thing, type) else "a function"
+            raise UserError(
+                f"the {self.kind} {name!r} ({thing.__qualname__} at {here}) is {what} without a "
+                f"method `build`; register a dataclass of its arguments with {self.build}"
             )
 
     def __getitem__(self, name: str) -> Any:
@@ -237,8 +253,16 @@ METHODS = Registry("method", "selftask.methods", declares=("loss_reduction", RED
 TASKS = Registry("task", "selftask.task")
 TRAIN_STEPS = Registry("train_step", "selftask.train_steps")
 HOOKS = Registry("hook", "selftask.hooks")
-BACKBONES = Registry("backbone", "selftask.models.backbones")
-HEAD_BLOCKS = Registry("head_block", "selftask.models.classifier")
+BACKBONES = Registry(
+    "backbone",
+    "selftask.models.backbones",
+    build="build(self, channels=3), which returns the module",
+)
+HEAD_BLOCKS = Registry(
+    "head_block",
+    "selftask.models.classifier",
+    build="build(self, width, num_classes), which returns the module and its width",
+)
 SOURCES = Registry("source", "selftask.data.sources")
 SAMPLERS = Registry("sampler", "selftask.data.sampling")
 TOKENIZERS = Registry("tokenizer", "selftask.data.tokenizers")
@@ -246,8 +270,16 @@ TRANSFORMS = Registry("transform", "selftask.data.transforms")
 BATCHED_TRANSFORMS = Registry(
     "batched_transform", "selftask.data.device.transforms"
 )  # registered under the names of the transforms
-OPTIMIZERS = Registry("optimizer", "selftask.optim.optimizers")
-SCHEDULES = Registry("schedule", "selftask.optim")
+OPTIMIZERS = Registry(
+    "optimizer",
+    "selftask.optim.optimizers",
+    build="build(self, groups), which returns a torch.optim.Optimizer",
+)
+SCHEDULES = Registry(
+    "schedule",
+    "selftask.optim",
+    build="build(self, length), which returns a function of progress in [0, 1)",
+)
 METERS = Registry("meter", "selftask.meters")
 EVALUATIONS = Registry("evaluation", "selftask.evaluate")
 

@@ -18,6 +18,7 @@ from selftask.hooks.watching.limits import (
     beats_chance,
     stays_at_chance,
 )
+from selftask.logs.unreadable import unreadable_sentences
 from selftask.report.overview.durations import show_seconds
 from selftask.report.record import Column, RunRecord, columns_of
 
@@ -92,6 +93,7 @@ def judge(
         *_narrower(columns),
         *_data_wait(rows, config, environment),
         *_evaluation_time(rows),
+        *(Finding("warning", text) for text in unreadable_sentences(status)),
         *_interruptions(events),
         *_warnings(events),
     ]

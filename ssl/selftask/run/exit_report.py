@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from selftask.errors import RunError, UserError, masked
 from selftask.logs import LOGGER, add_line, log_result
 from selftask.logs.events import add_event
+from selftask.logs.unreadable import UNREADABLE
 from selftask.report.at_end import write_end_page
 from selftask.report.images.allowance import limit_at_end
 from selftask.run import slurm_job
@@ -37,17 +39,28 @@ class Ending:
     def step(self) -> int:
         return self.task.steps_done if hasattr(self.task, "clock") else 0
 
+    @property
+    def unreadable(self) -> list[str]:
+        """A sentence for each data set with unreadable images."""
+        data = getattr(self.task, "data_module", None)
+        return [] if data is None else data.unreadable()
+
+    def _write_status(self, state: str, **more: Any) -> None:
+        if sentences := self.unreadable:
+            more[UNREADABLE] = sentences
+        self.status.write(state, step=self.step, **more)
+
     def finished(self) -> int:
         """Report success; return 0."""
         if self.first:
-            self.status.write("finished", step=self.step)
+            self._write_status("finished")
         seconds = time.monotonic() - self.status.started_clock
         line = f"RUN finished: {self.step} steps in {seconds:.0f} s, {self.task.config.out}"
         if self.task.clock.stopped is not None:
             line += f"; {self.task.clock.stopped}"
         self.task.event("finish", line)
         self._write_page(images_s=limit_at_end(seconds))
-        log_result(line)
+        log_result("; ".join([line, *self.unreadable]))
         return 0
 
     def interrupted(self, by: str) -> int:
@@ -70,12 +83,12 @@ class Ending:
             return 1  # another rank failed; the signal only ends the remaining ranks
         leaving = slurm_job.depart(by, self.task.config.launch, first=self.first)
         if self.first:
-            self.status.write(leaving.state, step=self.step, by=leaving.by)
+            self._write_status(leaving.state, by=leaving.by)
         line = f"RUN interrupted by {leaving.by} at step {self.step}; {how}; {leaving.outlook}"
         kind = "requeue" if leaving.state == "requeued" else "stop"
         self.task.event(kind, line, by=leaving.by)
         self._write_page()
-        log_result(line)
+        log_result("; ".join([line, *self.unreadable]))
         return leaving.code
 
     def failed(self, error: BaseException, watch: Watch | None) -> int:
@@ -113,7 +126,7 @@ class Ending:
         if self.first or for_rank0:
             with _written_or_said():
                 what = {"rank": failure.rank, "error": failure.message, "lost": failure.lost}
-                self.status.write("failed", step=self.step, **what)
+                self._write_status("failed", **what)
                 add_event(self.task.out, "failure", line, step=self.step, **what)
             self._write_error_for(failure)
             self._write_page(for_rank0=for_rank0)

@@ -35,6 +35,7 @@ from selftask.evaluate.online import check_evaluations, evaluate_task
 from selftask.logs import DETAIL, LOGGER, lasting_output, start_log, stop_log
 from selftask.logs.events import WarningEvents, add_event
 from selftask.logs.startup import lap
+from selftask.logs.unreadable import UNREADABLE
 from selftask.logs.verbosity import is_verbose
 from selftask.models.build import check_backbone
 from selftask.registry import TASKS
@@ -50,6 +51,7 @@ from selftask.run.status import Status
 from selftask.run.watchdog import Watch
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
+from selftask.task.unreadable_images import UnreadableImages
 
 
 def run(config: Config, sources: Sources) -> int:
@@ -137,6 +139,9 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
                 told = f"RUN started: {config.recipe}, world size {world.size}"
                 images = task.sources.train.describe() if task.sources else ""
                 add_event(task.out, "start", told, world_size=world.size, images=images)
+                task.added_hooks["unreadable_images"] = UnreadableImages(
+                    lambda sentences: status.add(**{UNREADABLE: sentences})
+                )
             # The watchdog reports a hang first; the collectives' longer timeout is a fallback.
             tell = partial(_tell, ending, upload)
             with watch_others(task.out, world, tell):

@@ -33,6 +33,8 @@ from selftask.parallel.initial_weights import InitialWeights, initial_weights
 from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
 from selftask.task.compile_report import CompileReport
 from selftask.task.frozen import FrozenParameters
+from selftask.task.unreadable_images import UnreadableImages
+from selftask.task.update_check import UpdateCheck
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -125,6 +127,7 @@ def optimizer(task: Task) -> None:
     )
     settings = task.optimizer.settings
     task.frozen = FrozenParameters((one.frozen_steps, one.parameter.value) for one in settings)
+    task.update_check = UpdateCheck(task.optimizer, train.step.name)
     enabled = train.grad_scaler.enabled
     scales = train.precision == "float16" if enabled is None else enabled
     task.grad_scaler = LossScaler(train.grad_scaler, task.log) if scales else NoScaler()
@@ -148,6 +151,7 @@ def hooks(task: Task) -> None:
     if train.on_nan == "skip":
         guard = NonFiniteGuard("skip", budget=train.nan_budget)
         task.added_hooks.setdefault("non_finite", guard)
+    task.added_hooks.setdefault("unreadable_images", UnreadableImages())
     if train.uses_compiler:
         task.added_hooks["compile_report"] = CompileReport()
     if task.config.parallel.sync_buffers == "step" and world_size() > 1:

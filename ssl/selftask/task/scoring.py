@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from selftask.distributed.collectives import all_reduce_sum
+from selftask.hooks.base import Hook
+from selftask.hooks.mixup import unmixed
+from selftask.meters.accuracy import Accuracy
 from selftask.models.eval_mode import in_eval_mode
 
 if TYPE_CHECKING:
@@ -26,9 +30,18 @@ def forward(task: Task, batch: Batch) -> None:
 
 
 def update_meters(task: Task, batch: Batch) -> None:
-    """Update each meter with its class scores and classes."""
+    """Update each meter with its class scores and classes.
+
+    In training this is done only for hooks of Classy Vision, which print or plot the values.
+    """
+    _, *hooks = task.hooks  # without the method
+    if task.train and all(isinstance(hook, Hook) for hook in hooks):
+        return
     for meter in task.meters:
-        meter.update(*task.loss.for_meter(meter, batch))
+        scores, classes = task.loss.for_meter(meter, batch)
+        train_set = task.train and isinstance(meter, Accuracy)
+        with meter.every_class() if train_set else nullcontext():
+            meter.update(scores, unmixed(task, classes) if task.train else classes)
 
 
 @torch.no_grad()

@@ -73,6 +73,7 @@ class Task(Recorder, ClassyTaskNames):
     reduction: Reduction
     optimizer: Any
     frozen: Any  # FrozenParameters
+    update_check: Any
     grad_scaler: NoScaler  # or its subclass LossScaler
     meters: list[Any]
     named_hooks: dict[str, Any]
@@ -165,9 +166,8 @@ class Task(Recorder, ClassyTaskNames):
         return score(self, see)
 
     def update_meters(self, batch: Batch) -> None:
-        """Update the meters with output and labels in a test phase; do nothing in training."""
-        if not self.train:
-            update_meters(self, batch)
+        """Update the meters in a test phase; in training, only for hooks of Classy Vision."""
+        update_meters(self, batch)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context without gradient reduction, for all batches of a step but the last."""
@@ -297,10 +297,11 @@ class Task(Recorder, ClassyTaskNames):
 
     def train_step(self) -> None:
         """Call the train step; after ``StepSkipped``, count the step without an update."""
-        try:
-            self.train_step_function(self)
-        except StepSkipped:
-            self.skip_step()
+        with self.update_check.compared(self.clock):
+            try:
+                self.train_step_function(self)
+            except StepSkipped:
+                self.skip_step()
 
     @torch.no_grad()
     def eval_step(self) -> None:

@@ -58,6 +58,7 @@ def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
         "backbone": _place_of_backbone(task),
         "channels": task.data_module.channels,
         "data": task.data_module.fingerprint,
+        "unreadable": task.data_module.unreadable_state(),
         "length": asdict(task.length),
         "clock": task.clock.state_dict(),
         "meters": [meter.get_classy_state() for meter in task.meters],
@@ -96,6 +97,8 @@ def restore(task: Task, state: dict[str, Any]) -> None:
         meter.set_classy_state(meter_state)
     task.scalars = dict(state["scalars"])
     task.history.load_state_dict(state.get("history", {}))  # missing in older runs
+    if "unreadable" in state:  # missing in older runs, which keep their lists
+        task.data_module.restore_unreadable(state["unreadable"])
     if task.world.rank < len(state["rng"]):
         process_state.set_rng_state(state["rng"][task.world.rank])
     if task.device.type == "cpu":
@@ -220,11 +223,9 @@ def resume(task: Task) -> bool:
                 f"{found[1]} does not fit: it is of another method, network or optimizer than the "
                 f"config; use another out=, or another resume=\n{error}"
             ) from error
-    elif is_primary():
-        task.data_module.remove_lists()
+    else:
+        task.data_module.restore_unreadable({})  # of an earlier run in this folder
     barrier()  # all ranks have read the checkpoint
-    if found is None:
-        task.data_module.batches.bad_files.reasons.clear()  # may have been read from such a list
     if task.rows is not None:  # drop rows after the checkpoint, or all without one
         rotation.archive(folder, task.steps_done if found else -1)
         task.rows.cut(found[0]["metrics_bytes"] if found else 0)

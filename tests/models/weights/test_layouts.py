@@ -36,6 +36,14 @@ def moco(s: State) -> dict[str, Any]:
     return {"state_dict": {**keys, **prefixed("module.encoder_q.", s), **heads, **queue}}
 
 
+def lightly_train(state: State, name: str) -> dict[str, Any]:
+    """DINO's Lightning checkpoint: the student is a copy that the optimizer trains."""
+    head = {"student_projection_head.layers.0.weight": torch.zeros(2, 2)}
+    student, teacher = (name.format(part) for part in ("student", "teacher"))
+    networks = {**prefixed(student, zeroed(state)), **prefixed(teacher, state)}
+    return {"state_dict": {**networks, **head}, "epoch": 3}
+
+
 FILES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "MoCo": (resnet, lambda m: moco(dict(m.state_dict()))),
     "MoCo v3": (
@@ -120,6 +128,16 @@ FILES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
         },
     ),
     "lightly": (resnet, lightly_file),
+    "lightly-train": (
+        resnet,
+        lambda m: lightly_train(
+            dict(m.state_dict()), "{}_embedding_model.wrapped_model._features."
+        ),
+    ),
+    "lightly-train, DINOv2 of 2025": (
+        vit,
+        lambda m: lightly_train(dict(m.state_dict()), "{}_embedding_model_wrapper._model."),
+    ),
     "detectron2": (resnet, lambda m: {"model": to_detectron2(dict(m.state_dict()))}),
     "an unknown framework": (
         vit,
@@ -166,6 +184,18 @@ def test_two_networks_that_nothing_tells_apart_are_refused(tmp_path: Path) -> No
         load_weights(resnet(), read_state(tmp_path / "w.pth"), what="w.pth")
     torch.save({"left": state, "right": state}, tmp_path / "w.pth")
     load_weights(resnet(), read_state(tmp_path / "w.pth"))
+
+
+def test_networks_of_another_architecture_are_not_said_to_fit(tmp_path: Path) -> None:
+    """ResNet-50's two encoders for a ResNet-18: the first differences, with their shapes."""
+    state = dict(torchvision.models.resnet50().state_dict())
+    torch.save({"left": state, "right": zeroed(state)}, tmp_path / "w.pth")
+    with pytest.raises(UserError) as error:
+        load_weights(resnet(), read_state(tmp_path / "w.pth"), what="w.pth", option="prefix")
+    message = str(error.value)
+    assert "several networks" not in message
+    assert "layer1.0.conv1.weight is (64, 64, 1, 1), wanted (64, 64, 3, 3)" in message
+    assert "as many match without: 'right.'" in message
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from selftask.errors import UserError, nearest
 
 SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, seed, threads
-OTHERS = ("weights", "trust")
+OTHERS = ("weights", "prefix", "trust")
 
 
 def check_words(name: str, words: Iterable[str], own: Collection[str]) -> None:

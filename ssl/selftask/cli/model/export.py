@@ -45,6 +45,7 @@ checkpoint would have been without train.sharded_checkpoints.
 the 5 newest checkpoints. hooks.precise_bn, if the run has it, then recomputes BatchNorm's
 statistics from the images of the run.
 weights=FILE  for timm: and torchvision: the weights of a file, of VISSL for one, or `none`
+prefix=NAME.  the tensors under this prefix, of a file with several networks
 import=[MODULE]  a plug-in, such as one with a handler for an address
 {TRUST}
 {VERBOSITY}"""
@@ -63,6 +64,7 @@ def main(argv: list[str]) -> int:
     words, options = take_options(argv, OPTIONS)
     words, trust = take_trust(words)
     weights, words = take("weights", words)
+    prefix, words = take("prefix", words)
     imports, words = take("import", words)
     if len(words) != 1:
         raise UserError(f"export needs one RUN or model\n{USAGE}")
@@ -77,6 +79,8 @@ def main(argv: list[str]) -> int:
     average = Average(options.get("--weights"), options.get("--average"))
     try:
         if exists(run / "config.yaml") and weights is None:
+            if prefix is not None:
+                raise UserError(f"prefix={prefix}: {words[0]} is a run, and has one backbone")
             out = out or f"{words[0]}/export"
             with output_folder(out) as folder:
                 path = export_run(
@@ -86,14 +90,20 @@ def main(argv: list[str]) -> int:
         elif average != Average():
             raise UserError(f"export: --weights and --average: {words[0]} is no run, and has none")
         else:
-            print(export_model(words[0], out, weights=weights, to=to, trust=trust))
+            print(export_model(words[0], out, weights=weights, to=to, trust=trust, prefix=prefix))
     except OSError as error:
         raise UserError(f"export: {error}; --out DIR writes to another folder") from error
     return 0
 
 
 def export_model(
-    address: str, out: str | None, *, weights: str | None, to: str, trust: bool = False
+    address: str,
+    out: str | None,
+    *,
+    weights: str | None,
+    to: str,
+    trust: bool = False,
+    prefix: str | None = None,
 ) -> str:
     """Write the backbone of a file or library; return the path of the written file.
 
@@ -108,7 +118,9 @@ def export_model(
     if out is None:
         raise UserError("export: of a model that no run made, --out DIR says where to")
     with info_on_stderr():
-        backbone, facts = open_model(address, weights=weights or PRETRAINED, trust=trust)
+        backbone, facts = open_model(
+            address, weights=weights or PRETRAINED, trust=trust, prefix=prefix
+        )
     with output_folder(out) as folder:
         path = write(backbone, folder, facts, to)
     return f"{out}/{path.name}" if is_remote(out) else str(path)

@@ -14,6 +14,7 @@ from selftask.errors import UserError
 from selftask.files import addresses
 from selftask.files.addresses import is_remote, output_folder
 from selftask.files.paths import exists, expand_user
+from selftask.logs import announce
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,7 +109,8 @@ def _compute(frozen: Frozen, world: World) -> tuple[nn.Module, Iterator[Features
 
     config, device = frozen.config, frozen.device
     backbone = with_layers(frozen.backbone, config.eval).to(device)
-    parts = iterate_source(backbone, config, frozen.sources.train, device=device, world=world)
+    source = frozen.sources.train
+    parts = iterate_source(backbone, config, source, device=device, world=world, tell=announce)
     return backbone, parts
 
 

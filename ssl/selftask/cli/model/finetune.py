@@ -25,6 +25,7 @@ data.subset='{{count: 10, per_class: true}}' or 0.1: train on fewer of the label
 train.epochs=50 train.batch_size=32 optimizer.lr=1e-3: what to change first
 method.freeze_backbone=true  trains the classifier alone
 weights=FILE  for timm: and torchvision: the weights to start from
+prefix=NAME.  the tensors under this prefix, of a file with several networks
 init.backbone=null  starts from random weights: what pretraining is to be compared with
 image_size=PIXELS  default: that of the model; positions of a vision transformer are interpolated
 out=DIR       default: runs/finetune_NAME; the same command again goes on after a stop
@@ -60,6 +61,7 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
     import_plugins(words)  # a plug-in may register a handler for the address
     words, trust = take_trust(words)
     weights, words = take("weights", words)
+    prefix, words = take("prefix", words)
     asked_size, words = take("image_size", words)
     if asked_size is not None and not asked_size.isdecimal():
         raise UserError(f"image_size={asked_size}: expected a whole number of pixels")
@@ -71,6 +73,7 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
         **_data_of_run(address, words, trust=trust),
         "backbone": {"name": architecture["name"], **architecture["args"]},
         "init.backbone": start,
+        **({} if prefix is None else {"init.prefix": prefix}),
         **_transforms(facts),
         "out": f"runs/finetune_{Path(address.rpartition(':')[2]).stem}",
     }

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.data.loading.open_data import Sources
 
+_IMAGES = {"data", "data.name", "data.path", "data.pattern", "data.dataset"}
 SHIPPED = "base/evaluate.yaml"  # recipe for models that are not from a run
 MODEL = """\
 RUN_OR_MODEL  a run's folder (its export, or without one its newest checkpoint), the folder of a
               sharded checkpoint, an exported backbone.pt, timm:NAME or torchvision:NAME"""
 WEIGHTS = f"""\
 weights=FILE  for timm: and torchvision: the weights instead of the pretrained ones, or `none`
+prefix=NAME.  the tensors under this prefix, of a file with several networks
 image_size=PIXELS      of the images; the positions of a vision transformer are interpolated
 eval.transforms=[...]  how images are shown; default: as in the run, or as the library does
 {TRUST}"""
@@ -64,9 +66,10 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     from selftask.config.load import load_config
 
     overrides, trust = take_trust(overrides)
-    overrides = ["eval.loss=false", *overrides]  # the method is not loaded
+    overrides = ["eval.loss=false", *without_old_val(overrides)]  # the method is not loaded
     import_plugins(overrides)  # a plug-in may register a handler for the address
     weights, overrides = take("weights", overrides)
+    prefix, overrides = take("prefix", overrides)
     address = local_run(address)
     own = expand_user(address) / "config.yaml"
     recipe = str(own if exists(own) else recipes.folder() / SHIPPED)
@@ -93,7 +96,9 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
         for line in explain_chosen(config, without=f"{show_path(Path(recipe))}:"):
             LOGGER.debug("config: %s", line)
         model = address if export is None else str(export)
-        backbone, facts = open_model(model, weights=chosen, trust=trust, image_size=size)
+        backbone, facts = open_model(
+            model, weights=chosen, trust=trust, image_size=size, prefix=prefix
+        )
     if not exists(own) and facts.get("transforms"):
         shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))
         shown = f"eval.transforms={shown.strip()}"
@@ -104,6 +109,18 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     device = pick_device(config.train.device, read_world())
     keep_freed_memory(device)
     return Frozen(backbone, facts, config, sources, device)
+
+
+def without_old_val(words: list[str]) -> list[str]:
+    """Return the words, with validation images of their own if they name other images.
+
+    Args:
+        words: ``key=value`` words for the config of a run. If they name images, those that the
+            run was tested on do not belong to them.
+    """
+    if _IMAGES.isdisjoint(word.partition("=")[0] for word in words):
+        return words
+    return ["data.val=null", "data.val_sets=null", *words]  # later words may set them
 
 
 def _has_lost_labels(config: Config) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.cli.model.evaluate_words import OTHERS, SECTIONS
-from selftask.cli.model.load_model import take
+from selftask.cli.model.load_model import take, without_old_val
 from selftask.config.trust import take_trust
 from selftask.errors import UserError, nearest
 from selftask.files.paths import exists, expand_user
@@ -54,7 +54,11 @@ class Request:
         own = {word for word in self.words if word.partition(".")[0] in self.evaluations}
         rest = [word for word in self.words if word not in own]
         named = [f"eval.evaluations={{{asked}}}"]
-        return [*named, *rest, *(f"eval.evaluations.{word}" for word in sorted(own))]
+        return [
+            *named,
+            *without_old_val(rest),
+            *(f"eval.evaluations.{word}" for word in sorted(own)),
+        ]
 
     @property
     def settings(self) -> list[str]:
@@ -98,6 +102,7 @@ def read_request(words: list[str]) -> tuple[Request, Config]:
 
 def _check_words(request: Request) -> None:
     known = {*SECTIONS, *OTHERS, *request.evaluations, "launch", "checkpoints", "every"}
+    known -= {"prefix"}  # a run has one backbone
     for word in request.words:
         first = _key(word).partition(".")[0]
         if first not in known:

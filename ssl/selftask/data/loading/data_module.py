@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,14 @@ from selftask.data.cache.fill import decode_once
 from selftask.data.cache.on_device import CachedBatches
 from selftask.data.extras import ExtraImages, ExtrasReader
 from selftask.data.fingerprint import fingerprint, sample_contents
+from selftask.data.labels import is_labelled
 from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches, in_batches, in_equal_numbers
 from selftask.data.loading.open_data import Sources, check_data, check_val
 from selftask.data.loading.train_dataset import train_dataset
 from selftask.data.source import channels_of, extras_of
 from selftask.data.views import build_pipeline
+from selftask.distributed.collectives import gather_objects, is_primary
 from selftask.logs import DETAIL, get_logger
 from selftask.registry import TOKENIZERS
 
@@ -52,7 +54,11 @@ class DataModule:
         main = {} if self.val_source is None else {"": self.val_source}
         self.val_sources: dict[str, Source] = {**main, **val_sets}  # "": data.val
         sampler = check_data(config, self.train_source)
-        out = config.out_folder
+        out, files = config.out_folder, partial(BadFiles.of, data=config.data)
+        self.val_bad_files = {
+            name: files(source, path=self._val_list(name), key=val_key(name))
+            for name, source in self.val_sources.items()
+        }
         self.eval_pipeline = build_pipeline(
             config.eval.transforms, "eval.transforms", self.channels
         )
@@ -64,13 +70,19 @@ class DataModule:
             rank=world.rank,
             world_size=world.size,
             device=device,
-            bad_files=BadFiles.of(self.train_source, config.data, out / "bad_files.txt"),
+            bad_files=files(self.train_source, path=out / "bad_files.txt"),
             sampler=sampler,
         )
+        labelled = is_labelled(self.train_source) if self.val_sources else False
+        self._labelled = {  # asked now, since it may read an image with code of the user
+            name: is_labelled(source) for name, source in self.val_sources.items()
+        }
+        self.labelled_sets = [name for name in self._labelled if labelled and self._labelled[name]]
+        """Names of the validation sets that evaluations can test on; "" is ``data.val``."""
         self.batches.bad_files.refuse(self.train_source.unreadable().values())
         for name, source in self.val_sources.items():
             check_val(config, source, val_key(name))
-            self._val_bad_files(name).refuse(source.unreadable().values())
+            self.val_bad_files[name].refuse(source.unreadable().values())
         log.log(DETAIL, "sampler: %s", self.batches.sampler.describe())
 
     @property
@@ -126,13 +138,7 @@ class DataModule:
     @property
     def has_test(self) -> bool:
         """Whether there are labelled images to test on."""
-        return self.val_source is not None and self.val_source.labels is not None
-
-    @property
-    def labelled_sets(self) -> list[str]:
-        """Names of the validation sets that evaluations can test on; "" is ``data.val``."""
-        known = self.val_sources.items() if self.num_classes else ()
-        return [name for name, source in known if source.labels is not None]
+        return self._labelled.get("", False)
 
     @property
     def data_wait_s(self) -> float:
@@ -182,7 +188,7 @@ class DataModule:
 
     def test_samples(self, name: str = "") -> Iterator[dict[str, Any]]:
         """Yield this rank's part of a validation set once, with the evaluation transforms."""
-        yield from self._eval_batches(self.val_sources[name], self._val_bad_files(name))
+        yield from self._eval_batches(self.val_sources[name], self.val_bad_files[name])
 
     def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[dict[str, Any]]:
         """Yield the given training images in batches, with the evaluation transforms."""
@@ -200,14 +206,11 @@ class DataModule:
         ranks = self.world.size
         size = min(self.config.train.batch_size, len(source) // ranks * ranks)
         dataset = train_dataset(self.config, source, self._extras_of(source))
-        batches = self._pass(dataset, self._val_bad_files(name))
+        batches = self._pass(dataset, self.val_bad_files[name])
         parts = np.arange(len(source) // size * size).reshape(-1, ranks, size // ranks)
         batches.batches = parts[:, self.world.rank].tolist()
         for sample in batches:
             yield self._make_batch(sample)
-
-    def _val_bad_files(self, name: str = "") -> BadFiles:
-        return BadFiles.of(self.val_sources[name], self.config.data, self._val_list(name))
 
     def _val_list(self, name: str) -> Path:
         """Return the file with the unreadable images of a validation set."""
@@ -221,7 +224,7 @@ class DataModule:
         """
         source = self.val_source
         assert source is not None
-        samples = self._eval_batches(source, self._val_bad_files(), self._extras_of(source))
+        samples = self._eval_batches(source, self.val_bad_files[""], self._extras_of(source))
         samples.batches = self._test_parts()
         return (make_batch(sample, {"eval": 1}) for sample in samples)
 
@@ -251,12 +254,47 @@ class DataModule:
     def _eval_batch_size(self) -> int:
         return max(1, self.config.train.batch_size // self.world.size)
 
-    def remove_lists(self) -> None:
-        """Remove the lists of bad files that an earlier run left in this folder."""
-        lists = self.config.out_folder.glob("bad_files_val*.txt")
-        for path in (self.batches.bad_files.path, *lists):
-            if path is not None:
+    @property
+    def _bad_files(self) -> dict[str, BadFiles]:
+        """The records of unreadable images by config key, of training images first."""
+        val = {files.key: files for files in self.val_bad_files.values()}
+        return {"data": self.batches.bad_files, **val}
+
+    def share_unreadable(self) -> None:
+        """Give every rank the unreadable images of all ranks; every rank must call this method.
+
+        Raises UserError if there are more than ``data.max_unreadable`` allows.
+        """
+        records = self._bad_files
+        parts = gather_objects({key: files.unshared for key, files in records.items()})
+        for key, files in records.items():
+            files.merge({path: why for part in parts for path, why in part[key].items()})
+
+    @property
+    def num_unreadable(self) -> int:
+        """Number of unreadable training images, as of the last ``share_unreadable``."""
+        return len(self.batches.bad_files.counted)
+
+    def unreadable(self) -> list[str]:
+        """Return a sentence for each data set with unreadable images, as of the last sharing."""
+        return [text for files in self._bad_files.values() if (text := files.summary())]
+
+    def unreadable_state(self) -> dict[str, dict[str, str]]:
+        """Return the unreadable images of each data set with their reasons, for a checkpoint.
+
+        Every rank must call this method.
+        """
+        self.share_unreadable()
+        return {key: dict(files.counted) for key, files in self._bad_files.items()}
+
+    def restore_unreadable(self, state: dict[str, dict[str, str]]) -> None:
+        """Return to the unreadable images of a checkpoint; the first rank rewrites the lists."""
+        first = is_primary()
+        if first and not state:  # lists of other validation sets, too
+            for path in self.config.out_folder.glob("bad_files_val*.txt"):
                 path.unlink(missing_ok=True)
+        for key, files in self._bad_files.items():
+            files.restore(state.get(key, {}), write=first)
 
     def close(self) -> None:
         """Stop the workers."""

@@ -249,6 +249,18 @@ class BadFiles:
 
     It is kept by the main process. The file is read when a run resumes, and before new lines are
     written, since other ranks write to it too. It lists each path once.
+
+    ``counted`` has the images that this rank read, and those of other ranks as of the last
+    ``merge``. Unlike the file, which may be ahead of this rank or of a checkpoint, it is the same
+    at a step whether or not the run was stopped.
+
+    Args:
+        path: The file; None: kept in memory only.
+        num_images: Number of images of the source.
+        on_error: ``data.on_error``.
+        max_unreadable: ``data.max_unreadable``.
+        key: Config key of images that are left out if they are unreadable; empty: those of
+            training, which are replaced.
     """
 
     def __init__(
@@ -258,18 +270,23 @@ class BadFiles:
         *,
         on_error: str = "skip",
         max_unreadable: float | None = None,
+        key: str = "",
     ) -> None:
         self.path = path
+        self.key = key
         self.num_images = num_images
         self.on_error = on_error
         self.limit = BadLimit(num_images, max_unreadable)
         self.reasons: dict[str, str] = {}  # path of the image -> why
         self._read()
+        self.counted = dict(self.reasons)
+        self.unshared: dict[str, str] = {}  # part of ``counted`` that other ranks do not know
 
     @classmethod
-    def of(cls, source: Source, data: DataConfig, path: Path | None) -> BadFiles:
+    def of(cls, source: Source, data: DataConfig, path: Path | None, key: str = "") -> BadFiles:
         """Return the record of a source, with ``data.on_error`` and ``data.max_unreadable``."""
-        return cls(path, len(source), on_error=data.on_error, max_unreadable=data.max_unreadable)
+        limit = data.max_unreadable
+        return cls(path, len(source), on_error=data.on_error, max_unreadable=limit, key=key)
 
     def __len__(self) -> int:
         return len(self.reasons)
@@ -293,8 +310,46 @@ class BadFiles:
         """
         known = len(self)
         found = self._record(bad)
+        new = {path: why for path, why in found.items() if path not in self.counted}
+        self.counted |= new
+        self.unshared |= new
         if len(self) > known or (found and self.on_error == "fail"):
             self._judge(found, self.reasons)
+
+    def merge(self, others: dict[str, str]) -> None:
+        """Count the unreadable images of other ranks; raises UserError if there are too many."""
+        new = {path: why for path, why in others.items() if path not in self.counted}
+        self.counted |= new
+        self.reasons = new | self.reasons
+        self.unshared.clear()
+        if new:
+            self._judge(new, self.reasons)
+
+    def restore(self, counted: dict[str, str], *, write: bool) -> None:
+        """Return to the count of a checkpoint.
+
+        Args:
+            counted: ``counted`` at the time.
+            write: Whether to rewrite the file.
+        """
+        self.counted, self.reasons = dict(counted), dict(counted)
+        self.unshared.clear()
+        if write and self.path is not None:
+            self.path.unlink(missing_ok=True)
+            self._write(self.reasons)
+
+    def summary(self) -> str:
+        """Return a sentence such as ``3 of 200 images could not be read``, or an empty string."""
+        number = len(self.counted)
+        if not number:
+            return ""
+        was = "was" if number == 1 else "were"
+        which, then = (f" of {self.key}", "left out") if self.key else ("", "replaced")
+        listed = f": {self.path.name} lists {'it' if number == 1 else 'them'}" if self.path else ""
+        return (
+            f"{number:,} of {self.num_images:,} images{which} could not be read and "
+            f"{was} {then}{listed}"
+        )
 
     def _record(self, bad: Iterable[BadImage]) -> dict[str, str]:
         """Append new entries to the list file and return all entries, path -> reason."""

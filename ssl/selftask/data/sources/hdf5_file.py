@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.labels import number_labels
+from selftask.data.labels import number_labels, refuse_misspelt
 from selftask.data.reading.encoded import decode, image_of
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.guards import check_memory, no_traceback
@@ -81,6 +81,8 @@ class Hdf5(Source):
         with no_traceback(f"data.labels: {file.path}"), _open(file.path) as opened:
             default = config.labels == _LABELS and config.labels_path is None
             if default and config.labels not in opened:
+                others = [name for name in opened if name != config.images]
+                refuse_misspelt(config.labels, others, "data.labels", file.path)
                 return None
             values = _dataset(opened, config.labels, file.path, "labels")
             if values.size != self.shape[0]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.labels import name_classes, number_labels
+from selftask.data.labels import name_classes, number_labels, refuse_misspelt
 from selftask.data.reading import index as store
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.guards import no_traceback
@@ -281,6 +281,10 @@ def _columns(config: TableSource.Config, names: list[str], file: Path) -> tuple[
             hint = nearest(name, names)
             raise UserError(f"data.{key}: {file} has no column {name!r}; {hint}")
     label = config.label_column if config.label_column in names else None
+    if config.label_column is not None and label is None:
+        used = {column, *(name for _, name in _extra_columns(config).values())}
+        others = [name for name in names if name not in used]
+        refuse_misspelt(config.label_column, others, "data.label_column", str(file))
     return column, label
 
 

@@ -122,6 +122,16 @@ LAYOUTS = (
     Layout("Barlow Twins, VICReg", "model.module.backbone.", "model"),
     Layout("solo-learn, MMSelfSup", "state_dict.backbone.", "backbone"),
     Layout("lightly", "state_dict.backbone.", "backbone", _CHILDREN),
+    Layout(
+        "lightly-train",
+        "state_dict.teacher_embedding_model.wrapped_model._model.",
+        "teacher_embedding_model",
+    ),
+    Layout(
+        "lightly-train, DINOv2 of 2025",
+        "state_dict.teacher_embedding_model_wrapper._model.",
+        "teacher_embedding_model_wrapper",
+    ),
     Layout("detectron2", "model.backbone.bottom_up.", "bottom_up", _DETECTRON2),
     Layout("Classy Vision, RegNet", _VISSL, "base_model", _CLASSY_REGNET),
     Layout("Classy Vision, ResNet", _VISSL, "base_model", (*_CLASSY_RESNET, (r"\.bn\.", ".bn3."))),

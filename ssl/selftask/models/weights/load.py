@@ -61,7 +61,8 @@ def with_prefix(state: State, prefix: str, what: str) -> dict[str, Tensor]:
     """
     found = {key.removeprefix(prefix): v for key, v in state.items() if key.startswith(prefix)}
     if not found:
-        known = list(dict.fromkeys(key[: key.rfind(".") + 1] for key in state))
+        ends = ((key, dot.end()) for key in state for dot in re.finditer(r"\.", key))
+        known = list(dict.fromkeys(key[:end] for key, end in ends))
         close = get_close_matches(prefix, known, n=1, cutoff=0.0)
         raise UserError(
             f"{what}: no tensor has the prefix {prefix!r}; the nearest is {close[0]!r}"
@@ -105,6 +106,7 @@ def load_weights(
     min_matched: float = 1.0,
     skip: Sequence[str] = (),
     what: str = "weights",
+    option: str = "",
 ) -> None:
     """Load ``state`` into ``module``, from a file of any layout in ``layouts``.
 
@@ -117,6 +119,8 @@ def load_weights(
             With 1.0, additional tensors of the file's network must belong to a head.
         skip: Patterns (``conv1.*``) of the module's tensors that keep their values.
         what: Name of the file in messages.
+        option: Name of the option that selects a network of the file, for messages; empty if
+            there is none.
 
     Raises:
         UserError: With missing and unexpected keys, differing shapes and nearest names, or if
@@ -126,6 +130,12 @@ def load_weights(
     share = len(match.found) / max(1, match.num_wanted)
     if share < min_matched or (min_matched >= 1.0 and not match.is_complete):
         raise UserError(_explain(match, min_matched, what))
+    if match.rivals:
+        names = ", ".join(map(repr, (match.prefix, *match.rivals)))
+        choice = f"choose one by {option}, or " if option else ""
+        raise UserError(
+            f"{what}: holds several networks that fit ({names}); {choice}keep one of them in a file"
+        )
     log.info("%s: %s", what, match.summary())
     if match.left_out:
         parts = [
@@ -148,6 +158,7 @@ class _Match:
     unexpected: list[str]  # keys of the state without prefix and heads
     misshapen: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # key: (in the file, wanted)
     prefix: str  # removed from the state's keys
+    rivals: tuple[str, ...]  # prefixes of other networks that match equally well
     left_out: dict[str, int]  # heads and other networks of the file: number of tensors
 
     @property
@@ -190,12 +201,6 @@ def _match(module: nn.Module, state: State, what: str, skipped: Set[str]) -> _Ma
     """Compare the module, without ``skipped`` tensors, with the best network of the file."""
     own = {key: value for key, value in module.state_dict().items() if key not in skipped}
     placed = place(state, own)
-    if placed.rivals:
-        names = ", ".join(map(repr, (placed.prefix, *placed.rivals)))
-        raise UserError(
-            f"{what}: holds several networks that fit ({names}); choose one by init.prefix, or "
-            "keep one of them in a file"
-        )
     known = {key: value for key, value in placed.inner.items() if key in own}
     found, misshapen = {}, {}
     for key, value in known.items():
@@ -218,6 +223,7 @@ def _match(module: nn.Module, state: State, what: str, skipped: Set[str]) -> _Ma
         unexpected=[key for key in beyond if not key.startswith(_HEADS)],
         misshapen=misshapen,
         prefix=placed.prefix,
+        rivals=placed.rivals,
         left_out={**grouped(heads, placed.prefix), **placed.left_out},
     )
 
@@ -227,6 +233,8 @@ def _explain(match: _Match, min_matched: float, what: str) -> str:
     lines = [f"{what}: {match.summary()}, wanted {min_matched:.0%} of them"]
     if match.prefix:
         lines.append(f"  removed from all keys: {match.prefix!r}")
+    if match.rivals:
+        lines.append(f"  as many match without: {join_some([repr(p) for p in match.rivals])}")
     missing = [f"{key}{_nearest_key(key, match.unexpected)}" for key in match.missing]
     shapes = [f"{key} is {a}, wanted {b}" for key, (a, b) in match.misshapen.items()]
     for title, items in [

@@ -47,6 +47,8 @@ def open_model(
     weights: str = PRETRAINED,
     trust: bool = False,
     image_size: int | None = None,
+    prefix: str | None = None,
+    option: str = "prefix",
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the backbone at an address, in eval mode on the CPU, and its metadata.
 
@@ -59,6 +61,8 @@ def open_model(
         trust: Allow an architecture in the user's own code.
         image_size: Image size in pixels to which the model and its transforms are adapted;
             positions of a vision transformer are interpolated.
+        prefix: Prefix of the tensors to take from a file with several networks.
+        option: Name of the option that sets ``prefix``, for messages; empty if there is none.
 
     Returns:
         The backbone, and the metadata of ``backbone.json``: architecture, channels, embed_dim,
@@ -77,12 +81,16 @@ def open_model(
         raise UserError(f"{origin}: architecture: cannot be built: {error}") from error
     if is_on_meta(backbone):
         log.debug("%s: on the meta device, its weights are not read", address)
+        state, what = None, address
     elif place is not None:
-        load_weights(backbone, place.read(), what=str(place.weights))
+        state, what = place.read(), str(place.weights)
     elif weights == PRETRAINED:
-        load_weights(backbone, download(library, name), what=address)
-    elif weights != NONE:
-        load_weights(backbone, read_state(weights), what=weights)
+        state, what = download(library, name), address
+    else:
+        state, what = None if weights == NONE else read_state(weights), weights
+    if state is not None:
+        state = state if prefix is None else with_prefix(state, prefix, f"{what}: {option}")
+        load_weights(backbone, state, what=what, option=option)
     return backbone.eval(), {**facts, "embed_dim": embed_dim(backbone)}
 
 
@@ -138,6 +146,7 @@ def load_init(backbone: nn.Module, config: Config) -> None:
             min_matched=init.min_matched,
             skip=init.skip,
             what="init.backbone",
+            option="init.prefix",
         )
 
 

@@ -100,7 +100,7 @@ def open_features(module: FrozenModule, channels: int = 3) -> TrainedNetwork:
         backbone, channels, transforms = _read_run(module, open_checkpoint(module.model))
     else:
         weights = module.weights or PRETRAINED
-        backbone, facts = open_model(module.model, weights=weights, trust=module.trust)
+        backbone, facts = open_model(module.model, weights=weights, trust=module.trust, option="")
         channels, transforms = facts.get("channels", 3), list(facts.get("transforms") or ())
     network = Network(backbone, nn.Identity())
     return TrainedNetwork(network, embed_dim(backbone), channels, transforms)

@@ -15,6 +15,7 @@ from typing import Any
 from selftask.files.received import UnreadableFile, drop_misfits, open_regular, read_json
 from selftask.logs.rows import is_measured
 from selftask.logs.tails import last_line, last_lines
+from selftask.logs.unreadable import unreadable_sentences
 from selftask.report.overview.liveness import age, judge
 from selftask.report.record_forms import STATUS, numeric_rows, total_steps
 
@@ -39,7 +40,7 @@ class RunLine:
     evaluations: tuple[str, ...] = ()  # columns of `values` that are results of evaluations
     age_s: float | None = None  # seconds since the last row
     eta_s: float | None = None  # remaining seconds of a running run
-    note: str = ""  # why it is neither running nor finished, in one line
+    note: str = ""  # why it is neither running nor finished, or unreadable images, in one line
     last_line: str = ""  # last line of log.txt
     job: str = ""  # id of its job
 
@@ -97,15 +98,21 @@ def _read(folder: Path, now: float) -> RunLine:
         return replace(line, state="unreadable", note=problem)
     if not status and (step is not None or log):
         return replace(line, state="unknown", note="status.json is missing")
+    unreadable = unreadable_sentences(status)
     if line.state == "running":
         state, note = judge(folder, status, rows.interval_s, now)
         left = rows.values.get("eta_s")
         eta = None if left is None or state != "running" else max(0.0, left - (age_s or 0.0))
-        return replace(line, state=state, note=note, eta_s=eta)
+        return replace(line, state=state, note=_joined(note, unreadable), eta_s=eta)
     if line.state in ENDED_EARLY:
         error = str(status.get("error", "")).partition("\n")[0]
-        return replace(line, note=_TIME.sub("", log) or error)
-    return line
+        others = [text for text in unreadable if text not in log]
+        return replace(line, note=_joined(_TIME.sub("", log) or error, others))
+    return replace(line, note=_joined("", unreadable))
+
+
+def _joined(note: str, unreadable: list[str]) -> str:
+    return "; ".join(filter(None, [note, *unreadable]))
 
 
 def _status(path: Path) -> tuple[dict[str, Any], str]:

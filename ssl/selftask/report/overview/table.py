@@ -19,7 +19,15 @@ STATES = (
 )
 TROUBLE = ("failed", "hung", "lost", "unreadable")  # states that need attention
 MOST_EVALUATIONS = 3  # number of evaluation columns without `columns=`
-_ASCENDING = ("loss", "_s", "_mb", "wait", "error", "perplexity")  # parts of names: small is good
+_ASCENDING = (
+    "loss",
+    "_s",
+    "_mb",
+    "wait",
+    "error",
+    "perplexity",
+    "unreadable",
+)  # parts of names: small is good
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,15 @@
+"""Name and content of what a run records of unreadable images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+UNREADABLE = "unreadable_images"
+"""Column of ``metrics.jsonl``, a number, and entry of ``status.json``, a list of sentences."""
+
+
+def unreadable_sentences(status: Mapping[str, Any]) -> list[str]:
+    """Return the sentence of each data set with unreadable images, from a ``status.json``."""
+    entry = status.get(UNREADABLE)
+    return [text for text in entry if isinstance(text, str)] if isinstance(entry, list) else []

@@ -1,0 +1,50 @@
+"""Report unreadable images at the end of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from selftask.hooks.base import Hook
+from selftask.logs import get_logger
+from selftask.logs.unreadable import UNREADABLE
+
+if TYPE_CHECKING:
+    from selftask.task.task import Task
+
+log = get_logger(__name__)
+
+
+class UnreadableImages(Hook):
+    """Counts unreadable images over ranks and epochs, in the log and in ``metrics.jsonl``.
+
+    The count changes at the end of a train phase only, so that rows do not depend on where a run
+    was stopped.
+
+    Args:
+        note: Called at the end of an epoch with a sentence for each data set that has some; None
+            if they are only logged.
+    """
+
+    def __init__(self, note: Callable[[list[str]], None] | None = None) -> None:
+        super().__init__()
+        self.note = note
+
+    priority: ClassVar[int] = 66  # after `evaluation`, which reads images; before `metrics`
+
+    def on_step(self, task: Task) -> None:
+        if not task.phase_finished:
+            return
+        task.data_module.share_unreadable()
+        if number := task.data_module.num_unreadable:
+            task.log(UNREADABLE, number)  # in the row of this step, or in the next one
+
+    def on_phase_end(self, task: Task) -> None:
+        sentences = task.data_module.unreadable() if task.train else []
+        for sentence in sentences:
+            log.info("%s", sentence)
+        if sentences and self.note is not None:
+            self.note(sentences)
+
+    def on_end(self, task: Task) -> None:
+        task.data_module.share_unreadable()  # after the last evaluation

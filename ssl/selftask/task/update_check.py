@@ -1,0 +1,48 @@
+"""Check that a train step counts its optimizer updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from selftask.config.run_length import Clock
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
+
+
+class UpdateCheck:
+    """Warns once if a train step updates the weights more often than it calls ``task.advance``.
+
+    Schedules, epochs, teachers and checkpoints go by the counted steps, so that the updates beyond
+    them would pass unnoticed.
+
+    Args:
+        optimizer: The optimizer of the task.
+        name: Name of the train step, for the warning.
+    """
+
+    def __init__(self, optimizer: Any, name: str) -> None:
+        self.name = name
+        self.updates = 0  # in this train step
+        self.has_warned = False
+        optimizer.optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *args: Any) -> None:
+        self.updates += 1
+
+    @contextmanager
+    def compared(self, clock: Clock) -> Iterator[None]:
+        """Context of one call of the train step; compare its updates with the steps it counts."""
+        before, self.updates = clock.steps_done, 0
+        yield
+        updates, steps = self.updates, clock.steps_done - before
+        if updates > steps and not self.has_warned:
+            self.has_warned = True
+            log.warning(
+                "train.step=%s: %d optimizer updates in a step that counts %d; schedules, epochs "
+                "and teachers go by counted steps: call task.advance() after each update, or make "
+                "one update a step",
+                *(self.name, updates, steps),
+            )
