@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import torch
 
+from selftask.checkpoint.restricted_pickle import check_file, check_nesting
+
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -57,7 +59,9 @@ def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         mmap: Map tensors into memory instead of reading them.
     """
     try:
+        check_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        check_nesting(state)
     except Exception as error:  # for a damaged zip, torch raises five kinds
         raise DamagedCheckpoint(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
     if not isinstance(state, dict):
