@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 _MOST_LEVELS = 100  # of nested containers; checkpoints of all known frameworks have fewer than 20
-_MOST_ITEMS = 10_000_000
+_MOST_CONTAINERS = 1_000_000  # on a level
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _ZIP = b"PK\x03\x04"
 _PARTS_OF_LEGACY_FILES = 4  # torch.save before 1.6: magic number, version, system, content
 
@@ -66,7 +69,9 @@ class RestrictedUnpickler(pickle._Unpickler):
     def call(self, function: Any, arguments: Any) -> Any:
         """Return what a Constructor makes of its arguments."""
         if not isinstance(function, Constructor):
-            raise pickle.UnpicklingError(f"calls a {type(function).__name__}; nothing was run")
+            raise pickle.UnpicklingError(
+                f"calls an object ({type(function).__name__}); nothing was run"
+            )
         check_nesting(arguments)
         return function.call(*arguments)
 
@@ -120,6 +125,10 @@ class RestrictedUnpickler(pickle._Unpickler):
         check_nesting(self.stack[::2])
         super().load_dict()
 
+    def load_bytearray8(self) -> None:  # the base class takes the memory before it reads
+        (length,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(length)))
+
     def load_binpersid(self) -> None:
         check_nesting(self.stack[-1])
         super().load_binpersid()
@@ -138,12 +147,15 @@ class RestrictedUnpickler(pickle._Unpickler):
         pickle.FROZENSET[0]: load_frozenset,
         pickle.DICT[0]: load_dict,
         pickle.BINPERSID[0]: load_binpersid,
+        pickle.BYTEARRAY8[0]: load_bytearray8,
     }
 
     def _check(self, target: Any, types: tuple[type, ...], keys: Any = ()) -> None:
         """Raise UnpicklingError for another target, and for keys that would overflow the stack."""
         if not isinstance(target, types):
-            raise pickle.UnpicklingError(f"changes a {type(target).__name__}; nothing was run")
+            raise pickle.UnpicklingError(
+                f"changes an object ({type(target).__name__}); nothing was run"
+            )
         check_nesting(keys)
 
 
@@ -152,17 +164,13 @@ def check_nesting(content: Any) -> None:
 
     Python's own functions recurse: a tuple in a million tuples ends the process when it is hashed.
     """
-    level = [content]
+    level: list[Any] = [[content]]
     for _ in range(_MOST_LEVELS):
-        level = [
-            item
-            for value in level
-            if isinstance(value, dict | list | tuple | set | frozenset)
-            for item in (value.values() if isinstance(value, dict) else value)
-        ]
+        values = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [item for items in values for item in items if isinstance(item, _CONTAINERS)]
         if not level:
             return
-        if len(level) > _MOST_ITEMS:
+        if len(level) > _MOST_CONTAINERS:  # the same one many times over, which takes no space
             break
     raise pickle.UnpicklingError("nests its content too deeply for a file of weights")
 
@@ -238,7 +246,13 @@ def check_file(path: Path) -> None:
         record = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
         Outline(io.BytesIO(record), encoding="latin1").load()
         return
-    with path.open("rb") as file:
+    with open_pickle(path) as file:
         if Outline(file, encoding="latin1").load() == torch.serialization.MAGIC_NUMBER:
             for _ in range(_PARTS_OF_LEGACY_FILES - 1):
                 Outline(file, encoding="latin1").load()
+
+
+def open_pickle(path: Path) -> mmap.mmap:
+    """Open a file of which no more is read than there is, whatever lengths it names."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -28,7 +28,9 @@ from selftask.checkpoint import manifest
 from selftask.checkpoint.manifest import DamagedCheckpoint
 from selftask.checkpoint.restricted_pickle import Constructor, RestrictedUnpickler, size
 from selftask.checkpoint.rotation import MANIFEST
+from selftask.distributed.collectives import is_primary
 from selftask.distributed.shards import full_tensor
+from selftask.errors import RunError
 
 T = TypeVar("T")
 
@@ -175,24 +177,53 @@ def _verify(path: Path, checker: int, num_checkers: int, *, shards: bool) -> Non
 def _read_shards(
     path: Path, names: Iterable[str], empty: Callable[..., Tensor], *, verify: bool
 ) -> dict[str, Tensor]:
-    """Read the shards of some tensors by the steps of DCP, without communication between ranks."""
-    reader = FileSystemReader(path)
-    with (path / ".metadata").open("rb") as file:  # read_metadata() would run any pickle
-        table: Any = _TableUnpickler(file, _METADATA).load()
+    table = _read_table(path)
     kinds = {name: table.state_dict_metadata[name] for name in names}
     tensors = {name: empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
+    _fill(path, table, tensors, verify=verify)
+    return tensors
+
+
+def read_back(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Read a new checkpoint: this rank's part of the sharded tensors, and the rest on the first.
+
+    Args:
+        tensors: Destinations of the sharded tensors, by name.
+
+    Raises:
+        RunError: If it cannot be read, so that no resume could.
+    """
+    try:
+        _fill(path, _read_table(path), tensors, verify=False)
+        if is_primary():
+            manifest.read_file(path / REST)
+    except Exception as error:  # as in load
+        raise RunError(
+            f"the sharded checkpoint just written cannot be read again "
+            f"({type(error).__name__}: {error}); train.sharded_checkpoints=false writes one file"
+        ) from error
+
+
+def _read_table(path: Path) -> Any:
+    """Return DCP's table of what is where; its own read_metadata() would run any pickle."""
+    with (path / ".metadata").open("rb") as file:
+        return _TableUnpickler(file, _METADATA).load()
+
+
+def _fill(path: Path, table: Any, tensors: dict[str, Tensor], *, verify: bool) -> None:
+    """Read tensors by the steps of DCP, without communication between ranks."""
+    reader = FileSystemReader(path)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, table, True)
     reader.set_up_storage_reader(table, True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    for stored in (table.storage_data[item.storage_index] for item in plan.items):
-        if not (path / Path(stored.relative_path).name).samefile(path / stored.relative_path):
-            raise DamagedCheckpoint(f"its .metadata names {stored.relative_path}")
+    stored = [table.storage_data[item.storage_index] for item in plan.items]
+    for file in {piece.relative_path for piece in stored}:
+        if Path(file).name != file or not (path / file).is_file():
+            raise DamagedCheckpoint(f"its .metadata names {file}")
     if verify:
-        stored = (table.storage_data[item.storage_index] for item in plan.items)
         _verify_pieces(path, {(p.relative_path, p.offset, p.length) for p in stored})
     reader.read_data(plan, planner).wait()
-    return tensors
 
 
 def _verify_pieces(path: Path, pieces: Iterable[tuple[str, int, int]]) -> None:

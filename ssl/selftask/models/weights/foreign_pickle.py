@@ -26,6 +26,7 @@ from selftask.checkpoint.restricted_pickle import (
     check_file,
     check_nesting,
     is_zip,
+    open_pickle,
     size,
 )
 
@@ -93,7 +94,10 @@ def _array_of_buffer(content: Any, kind: Any, shape: Any, order: Any, axes: Any 
     _check_length(content, shape, dtype)
     if order not in ("C", "F"):
         raise _refuse("has an array of another order")
-    return np.frombuffer(bytearray(content), dtype).reshape(shape, order=order)
+    native = np.frombuffer(content, dtype).astype(
+        dtype.newbyteorder("=")
+    )  # writable, as torch asks
+    return native.reshape(shape, order=order)
 
 
 def _make_scalar(kind: Any, content: Any = b"") -> Any:
@@ -220,7 +224,7 @@ def read_tensors(path: Path) -> tuple[Any, list[str]]:
             return Reader(file, **options).load()
 
     if not is_zip(path):
-        with path.open("rb") as file:
+        with open_pickle(path) as file:
             content = Reader(file, encoding="latin1").load()  # Python 2 wrote bytes as text
         if content != torch.serialization.MAGIC_NUMBER:  # otherwise torch's format before 1.6
             return content, list(skipped)
