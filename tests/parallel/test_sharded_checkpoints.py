@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import selftask
 import tiny
 from ranks import run_ranks
-from selftask.checkpoint import manifest, rotation, store
+from selftask.checkpoint import manifest, rotation, sharded, store
 from selftask.cli.main import main
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.collectives import rank, world_size
 from selftask.distributed.world import World
-from selftask.errors import UserError
+from selftask.errors import RunError, UserError
 from selftask.models.weights.model_source import open_model, read_weights
 from selftask.models.weights.read import read_state
 from selftask.task import Task
@@ -53,8 +53,8 @@ def train(folder: Path, out: str, stop_at: int | None = None) -> dict[str, Any]:
     """Train, in shards unless ``out`` says plain; the state it was resumed with."""
     torch.set_num_threads(1)
     config = small_config(folder)
-    sharded = not out.endswith("plain")
-    how = replace(config.train, sharded_checkpoints=sharded, stop_at=stop_at)
+    in_shards = not out.endswith("plain")
+    how = replace(config.train, sharded_checkpoints=in_shards, stop_at=stop_at)
     config = replace(config, train=how, out=str(folder / out))
     task = Task(config, sources=open_data(config.data))
     task.world = World(rank(), world_size(), rank(), world_size())
@@ -348,6 +348,23 @@ def test_the_last_few_are_kept_whatever_their_kind(folder: Path, tmp_path: Path)
     assert kept == ["step_000000003", "step_000000004.json", "step_000000004.pt"]
     rotation.archive(tmp_path, 2)
     assert (tmp_path / "replaced_1/step_000000003/manifest.json").exists()
+
+
+def unreadable(_: int, folder: Path) -> str:
+    """The error of a run that cannot read what its torch writes."""
+    del sharded._METADATA["torch.Size"]
+    try:
+        train(folder, "unreadable")
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_read_back_is_not_kept(folder: Path) -> None:
+    for error in run_ranks(unreadable, 2, folder):
+        assert "just written cannot be read again" in error and "torch.Size" in error
+        assert "train.sharded_checkpoints=false" in error
+    assert list((folder / "unreadable/checkpoints").iterdir()) == []
 
 
 # In the run's own folder, as a user's extension: the second rank dies half-way through its shards.

@@ -92,10 +92,20 @@ def test_out_is_a_place_with_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         plan("simclr/digits", given)
 
 
-def test_without_a_cluster_says_so(tmp_path: Path, no_slurm: None) -> None:
-    planned = plan("simclr/digits", words(tmp_path, "run"))
-    with pytest.raises(UserError, match="no sbatch on this machine"):
-        planned.submit()
+def test_without_a_cluster_says_so(
+    tmp_path: Path, no_slurm: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """submitit looks for srun, too, before an array: what is missing is one line."""
+    assert submit(tmp_path) == 2
+    assert "there is no sbatch on this machine: submit from" in capsys.readouterr().err
+    assert submit(tmp_path, "train.seed=1,2") == 2
+    assert "there is no sbatch and no srun on this machine" in capsys.readouterr().err
+    sbatch = tmp_path / "empty" / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho Submitted batch job 77")
+    sbatch.chmod(0o755)
+    assert submit(tmp_path, "train.seed=1,2") == 2
+    assert "there is no srun on this machine: submit from" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_words_of_sbatch_are_passed_on(tmp_path: Path, fake: Fake) -> None:

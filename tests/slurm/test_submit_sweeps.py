@@ -50,7 +50,8 @@ def test_sweep_is_one_array(tmp_path: Path, fake: Fake) -> None:
     assert [s.config["train"]["seed"] for s in planned.submissions] == [1, 2, 3]
     assert "3 runs" in planned.describe()
     fake("sbatch", f"echo >> {tmp_path}/calls; echo Submitted batch job 77")
-    fake("squeue", "exit 0")
+    for name in ("squeue", "srun"):
+        fake(name, "exit 0")
     assert [job.job_id for job in planned.submit()] == ["77_0", "77_1", "77_2"]
     assert (tmp_path / "calls").read_text() == "\n", "one call of sbatch"
     done = tmp_path / "sweep" / "seed_2"

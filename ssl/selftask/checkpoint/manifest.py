@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import torch
 
+from selftask.checkpoint.restricted_pickle import check_file, check_nesting
 from selftask.files.received import check_regular, read_bytes
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -60,7 +61,9 @@ def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """
     try:
         check_regular(path)
+        check_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        check_nesting(state)
     except Exception as error:  # for a damaged zip, torch raises five kinds
         raise DamagedCheckpoint(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
     if not isinstance(state, dict):

@@ -1,32 +1,258 @@
-"""Unpickling restricted to the names that the caller lists."""
+"""Unpickling of untrusted files, restricted to listed constructors and forms of their arguments."""
 
 from __future__ import annotations
 
+import io
+import mmap
 import pickle
-from collections.abc import Mapping
-from typing import Any, BinaryIO
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+_MOST_LEVELS = 100  # of nested containers; checkpoints of all known frameworks have fewer than 20
+_MOST_CONTAINERS = 1_000_000  # on a level
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_ZIP = b"PK\x03\x04"
+_PARTS_OF_LEGACY_FILES = 4  # torch.save before 1.6: magic number, version, system, content
 
 
-class RestrictedUnpickler(pickle.Unpickler):
-    """Unpickler for untrusted files.
+class Constructor:
+    """Function that a pickle may call. It must raise for arguments other than a writer's."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+
+class RestrictedUnpickler(pickle._Unpickler):
+    """Unpickler that calls only a ``Constructor`` and changes only objects it has built itself.
+
+    The unpickler written in C would call any object of the pickle, and set attributes of any.
 
     Args:
         file: The pickle, opened for reading.
-        allowed: (module, name) -> object to use for it. It must be safe to call each object with
-            any arguments.
+        names: ``"module.name"`` -> Constructor, or a value that a pickle may name but not call.
 
-    ``load`` raises pickle.UnpicklingError for any other name.
+    ``load`` raises pickle.UnpicklingError for other names and deep nesting, and any error for
+    damaged files.
     """
 
-    def __init__(self, file: BinaryIO, allowed: Mapping[tuple[str, str], Any]) -> None:
-        super().__init__(file)
-        self._allowed = allowed
+    containers: tuple[type, ...] = (dict, list, set)
+    """Types that may be filled with items."""
+
+    objects: tuple[type, ...] = ()
+    """Types of which the state may be set."""
+
+    def __init__(self, file: Any, names: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(file, **options)
+        self._names = names
+
+    def load(self) -> Any:
+        """Return the content of the file."""
+        content = super().load()
+        check_nesting(content)
+        return content
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the listed object for ``module.name``; import nothing."""
-        try:
-            return self._allowed[module, name]
-        except KeyError:
+        full = f"{module}.{name}"
+        return self._names[full] if full in self._names else self.unlisted(full)
+
+    def unlisted(self, name: str) -> Any:
+        """Return the object for a name that is not listed, or raise UnpicklingError."""
+        raise pickle.UnpicklingError(f"names {name}, which has no business there; nothing was run")
+
+    def call(self, function: Any, arguments: Any) -> Any:
+        """Return what a Constructor makes of its arguments."""
+        if not isinstance(function, Constructor):
             raise pickle.UnpicklingError(
-                f"names {module}.{name}, which has no business there; nothing was run"
-            ) from None
+                f"calls an object ({type(function).__name__}); nothing was run"
+            )
+        check_nesting(arguments)
+        return function.call(*arguments)
+
+    # Instructions of the pickle, as methods of the base class.
+
+    def _create(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        self.append(self.call(function, arguments))
+
+    def _create_with_options(self) -> None:
+        if self.stack.pop():
+            raise pickle.UnpicklingError("calls with names of arguments; nothing was run")
+        self._create()
+
+    def _instantiate(self, function: Any, arguments: list[Any]) -> None:
+        self.append(self.call(function, arguments))
+
+    def get_extension(self, code: int) -> None:
+        """Refuse an object by its number in ``copyreg``."""
+        raise pickle.UnpicklingError(f"names the extension {code}; nothing was run")
+
+    def load_build(self) -> None:
+        self._check(self.stack[-2], self.objects)
+        super().load_build()
+
+    def load_append(self) -> None:
+        self._check(self.stack[-2], self.containers)
+        super().load_append()
+
+    def load_setitem(self) -> None:
+        self._check(self.stack[-3], self.containers, self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_appends(self) -> None:
+        self._check(self.metastack[-1][-1], self.containers)
+        super().load_appends()
+
+    def load_setitems(self) -> None:
+        self._check(self.metastack[-1][-1], self.containers, self.stack[::2])
+        super().load_setitems()
+
+    def load_additems(self) -> None:
+        self._check(self.metastack[-1][-1], self.containers, self.stack)
+        super().load_additems()
+
+    def load_frozenset(self) -> None:
+        check_nesting(self.stack)
+        super().load_frozenset()
+
+    def load_dict(self) -> None:
+        check_nesting(self.stack[::2])
+        super().load_dict()
+
+    def load_bytearray8(self) -> None:  # the base class takes the memory before it reads
+        (length,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(length)))
+
+    def load_binpersid(self) -> None:
+        check_nesting(self.stack[-1])
+        super().load_binpersid()
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.REDUCE[0]: _create,
+        pickle.NEWOBJ[0]: _create,
+        pickle.NEWOBJ_EX[0]: _create_with_options,
+        pickle.BUILD[0]: load_build,
+        pickle.APPEND[0]: load_append,
+        pickle.APPENDS[0]: load_appends,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.ADDITEMS[0]: load_additems,
+        pickle.FROZENSET[0]: load_frozenset,
+        pickle.DICT[0]: load_dict,
+        pickle.BINPERSID[0]: load_binpersid,
+        pickle.BYTEARRAY8[0]: load_bytearray8,
+    }
+
+    def _check(self, target: Any, types: tuple[type, ...], keys: Any = ()) -> None:
+        """Raise UnpicklingError for another target, and for keys that would overflow the stack."""
+        if not isinstance(target, types):
+            raise pickle.UnpicklingError(
+                f"changes an object ({type(target).__name__}); nothing was run"
+            )
+        check_nesting(keys)
+
+
+def check_nesting(content: Any) -> None:
+    """Raise UnpicklingError for containers in containers in more levels than a stack has room for.
+
+    Python's own functions recurse: a tuple in a million tuples ends the process when it is hashed.
+    """
+    level: list[Any] = [[content]]
+    for _ in range(_MOST_LEVELS):
+        values = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [item for items in values for item in items if isinstance(item, _CONTAINERS)]
+        if not level:
+            return
+        if len(level) > _MOST_CONTAINERS:  # the same one many times over, which takes no space
+            break
+    raise pickle.UnpicklingError("nests its content too deeply for a file of weights")
+
+
+def size(numbers: Any) -> torch.Size:
+    """Return a shape, given as a tuple of whole numbers."""
+    if type(numbers) is not tuple or any(type(n) is not int or n < 0 for n in numbers):
+        raise pickle.UnpicklingError("has a shape of other things than whole numbers")
+    return torch.Size(numbers)
+
+
+class Placeholder:
+    """Stand-in for an object whose class is not loaded. It accepts any state and items."""
+
+    def __setstate__(self, state: Any) -> None: ...
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+    def append(self, item: Any) -> None: ...
+    def extend(self, items: Any) -> None: ...
+    def add(self, item: Any) -> None: ...
+
+
+class StateDict(dict[Any, Any]):
+    """Dict for an OrderedDict, without the attributes of a module's state."""
+
+    def __init__(self, items: Any = ()) -> None:
+        if type(items) not in (list, tuple):
+            raise pickle.UnpicklingError("makes a dict of no list")
+        super().__init__(items)
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+class Outline(RestrictedUnpickler):
+    """Unpickler of containers, numbers and texts; everything else becomes a placeholder."""
+
+    names: ClassVar[Mapping[str, Any]] = {"collections.OrderedDict": Constructor(StateDict)}
+    containers = (dict, list, set, Placeholder)
+    objects = (StateDict, Placeholder)
+
+    def __init__(self, file: Any, **options: Any) -> None:
+        super().__init__(file, self.names, **options)
+        self.skipped: dict[str, None] = {}
+
+    def unlisted(self, name: str) -> Any:
+        """Note the name; return a placeholder."""
+        self.skipped[name] = None
+        return Placeholder()
+
+    def call(self, function: Any, arguments: Any) -> Any:
+        """Return a placeholder for whatever a placeholder makes."""
+        if not isinstance(function, Placeholder):
+            return super().call(function, arguments)
+        check_nesting(arguments)
+        return Placeholder()
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return a placeholder for a storage."""
+        return Placeholder()
+
+
+def is_zip(path: Path) -> bool:
+    """Return True if torch.load reads a file as a zip archive."""
+    with path.open("rb") as file:
+        return file.read(len(_ZIP)) == _ZIP
+
+
+def check_file(path: Path) -> None:
+    """Raise UnpicklingError if torch.load(weights_only=True) would overflow the stack.
+
+    It hashes keys of any depth. Files of other formats pass: torch.load refuses them.
+    """
+    if is_zip(path):
+        record = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
+        Outline(io.BytesIO(record), encoding="latin1").load()
+        return
+    with open_pickle(path) as file:
+        if Outline(file, encoding="latin1").load() == torch.serialization.MAGIC_NUMBER:
+            for _ in range(_PARTS_OF_LEGACY_FILES - 1):
+                Outline(file, encoding="latin1").load()
+
+
+def open_pickle(path: Path) -> mmap.mmap:
+    """Open a file of which no more is read than there is, whatever lengths it names."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

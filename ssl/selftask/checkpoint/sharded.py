@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,29 +26,63 @@ from torch.distributed.tensor import DTensor, Shard
 
 from selftask.checkpoint import manifest
 from selftask.checkpoint.manifest import DamagedCheckpoint
-from selftask.checkpoint.restricted_pickle import RestrictedUnpickler
+from selftask.checkpoint.restricted_pickle import Constructor, RestrictedUnpickler, size
 from selftask.checkpoint.rotation import MANIFEST
+from selftask.distributed.collectives import is_primary
 from selftask.distributed.shards import full_tensor
+from selftask.errors import RunError
 
 T = TypeVar("T")
 
 REST = "rest.pt"
 
-_CLASSES = {
-    metadata: (
-        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-        *("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
-    ),
-    filesystem: ("_StorageInfo",),
-    torch.serialization: ("_get_layout",),
-    torch: ("Size",),
-}
+_RECORDS = (
+    *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, filesystem._StorageInfo),
+    *(metadata.TensorStorageMetadata, metadata.TensorProperties, metadata.ChunkStorageMetadata),
+)
+
+
+def _record(kind: type[T]) -> T:
+    return kind.__new__(kind)
+
+
+def _layout(name: str) -> torch.layout:
+    if name != "torch.strided":
+        raise pickle.UnpicklingError(f"has tensors of layout {name!r}")
+    return torch.strided
+
+
+def _path(*parts: str) -> str:
+    return "/".join(parts)
+
+
+_MEMORY_FORMAT = Constructor(metadata._MEM_FORMAT_ENCODING)
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """Return a member of the Enum: Python 3.11.0 to 3.11.4 pickle ``getattr(Enum, name)``."""
+    if owner is not _MEMORY_FORMAT or type(name) is not str:
+        raise pickle.UnpicklingError("calls getattr; nothing was run")
+    return metadata._MEM_FORMAT_ENCODING[name]
+
+
 _METADATA = {
-    **{(module.__name__, n): getattr(module, n) for module, ns in _CLASSES.items() for n in ns},
-    **{("torch", n): t for n, t in vars(torch).items() if isinstance(t, torch.dtype)},
-    ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),
+    **{f"{c.__module__}.{c.__name__}": Constructor(partial(_record, c)) for c in _RECORDS},
+    **{f"torch.{name}": value for name, value in vars(torch).items() if type(value) is torch.dtype},
+    "torch.Size": Constructor(size),
+    "torch.serialization._get_layout": Constructor(_layout),
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": _MEMORY_FORMAT,
+    "builtins.getattr": Constructor(_member),
+    "pathlib.PosixPath": Constructor(_path),
+    "pathlib._local.PosixPath": Constructor(_path),  # of Python 3.13
 }
 """Names that DCP's pickle ``.metadata`` may contain."""
+
+
+class _TableUnpickler(RestrictedUnpickler):
+    """Unpickler of ``.metadata``."""
+
+    objects = _RECORDS
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
@@ -129,7 +165,7 @@ def _verify(path: Path, checker: int, num_checkers: int, *, shards: bool) -> Non
         raise DamagedCheckpoint(f"{MANIFEST} is missing")
     files = manifest.read_manifest(path / MANIFEST)["files"]
     for number, (name, entry) in enumerate(sorted(files.items())):
-        if not (path / name).exists():
+        if Path(name).name != name or not (path / name).is_file():
             raise DamagedCheckpoint(f"{name} is missing")
         try:
             mine = number % num_checkers == checker and (shards or not name.endswith(".distcp"))
@@ -141,21 +177,53 @@ def _verify(path: Path, checker: int, num_checkers: int, *, shards: bool) -> Non
 def _read_shards(
     path: Path, names: Iterable[str], empty: Callable[..., Tensor], *, verify: bool
 ) -> dict[str, Tensor]:
-    """Read the shards of some tensors by the steps of DCP, without communication between ranks."""
-    reader = FileSystemReader(path)
-    with (path / ".metadata").open("rb") as file:  # read_metadata() would run any pickle
-        table: Any = RestrictedUnpickler(file, _METADATA).load()
+    table = _read_table(path)
     kinds = {name: table.state_dict_metadata[name] for name in names}
     tensors = {name: empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
+    _fill(path, table, tensors, verify=verify)
+    return tensors
+
+
+def read_back(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Read a new checkpoint: this rank's part of the sharded tensors, and the rest on the first.
+
+    Args:
+        tensors: Destinations of the sharded tensors, by name.
+
+    Raises:
+        RunError: If it cannot be read, so that no resume could.
+    """
+    try:
+        _fill(path, _read_table(path), tensors, verify=False)
+        if is_primary():
+            manifest.read_file(path / REST)
+    except Exception as error:  # as in load
+        raise RunError(
+            f"the sharded checkpoint just written cannot be read again "
+            f"({type(error).__name__}: {error}); train.sharded_checkpoints=false writes one file"
+        ) from error
+
+
+def _read_table(path: Path) -> Any:
+    """Return DCP's table of what is where; its own read_metadata() would run any pickle."""
+    with (path / ".metadata").open("rb") as file:
+        return _TableUnpickler(file, _METADATA).load()
+
+
+def _fill(path: Path, table: Any, tensors: dict[str, Tensor], *, verify: bool) -> None:
+    """Read tensors by the steps of DCP, without communication between ranks."""
+    reader = FileSystemReader(path)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, table, True)
     reader.set_up_storage_reader(table, True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    stored = [table.storage_data[item.storage_index] for item in plan.items]
+    for file in {piece.relative_path for piece in stored}:
+        if Path(file).name != file or not (path / file).is_file():
+            raise DamagedCheckpoint(f"its .metadata names {file}")
     if verify:
-        stored = (table.storage_data[item.storage_index] for item in plan.items)
         _verify_pieces(path, {(p.relative_path, p.offset, p.length) for p in stored})
     reader.read_data(plan, planner).wait()
-    return tensors
 
 
 def _verify_pieces(path: Path, pieces: Iterable[tuple[str, int, int]]) -> None:

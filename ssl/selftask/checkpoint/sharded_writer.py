@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, empty_like
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from selftask.checkpoint import manifest, rotation
 from selftask.checkpoint.rotation import MANIFEST
-from selftask.checkpoint.sharded import REST, T, split
+from selftask.checkpoint.sharded import REST, T, read_back, split
 from selftask.checkpoint.writer import CheckpointWriter
 from selftask.distributed.collectives import is_primary, new_group, rank, world_size
 from selftask.errors import RunError
@@ -28,9 +28,11 @@ class ShardedWriter(CheckpointWriter):
     """CheckpointWriter for sharded states; every rank calls it and writes in its own thread.
 
     The threads communicate over a separate process group. An error on one rank is raised on all.
+    The first checkpoint is read back before it gets its name.
     """
 
     _group: dist.ProcessGroup | None = None
+    _is_readable = False  # until the first one was read
 
     def save(self, state: dict[str, Any], step: int, *, last: bool = False) -> None:
         """Save as CheckpointWriter does; write a single file if nothing is sharded."""
@@ -54,7 +56,11 @@ class ShardedWriter(CheckpointWriter):
             self._write_shards(state["shards"], aside)
             entries = self._on_all(lambda: _entries(aside.glob(f"__{rank()}_*")))
             files = {name: entry for part in entries for name, entry in part.items()}
-            self._on_first(lambda: self._finish(state["rest"], aside, step, files))
+            self._on_first(lambda: self._seal(state["rest"], aside, step, files))
+            if not self._is_readable:
+                self._on_all(lambda: read_back(aside, self._sharded(state["shards"], empty_like)))
+                self._is_readable = True
+            self._on_first(lambda: self._publish(aside, step))
         except BaseException:
             if is_primary():
                 rotation.discard(aside)
@@ -64,11 +70,17 @@ class ShardedWriter(CheckpointWriter):
         rotation.clear(self.folder)
         aside.mkdir()
 
-    def _write_shards(self, local: dict[str, Tensor], aside: Path) -> None:
-        shards = {
-            name: DTensor(tensor, self._specs[name], requires_grad=False)
+    def _sharded(
+        self, local: dict[str, Tensor], change: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> dict[str, Tensor]:
+        """Return the sharded tensors of these local parts, changed by ``change``."""
+        return {
+            name: DTensor(change(tensor), self._specs[name], requires_grad=False)
             for name, tensor in local.items()
         }
+
+    def _write_shards(self, local: dict[str, Tensor], aside: Path) -> None:
+        shards = self._sharded(local)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             save_together(
@@ -81,16 +93,18 @@ class ShardedWriter(CheckpointWriter):
             where, (error, _) = min(failure.failures.items(), key=lambda item: item[0])
             raise _of_rank(where, error) from failure
 
-    def _finish(
+    def _seal(
         self, rest: dict[str, Any], aside: Path, step: int, files: dict[str, dict[str, int]]
     ) -> None:
-        """On the first rank, after the shards are on disk: write the rest and rename the folder."""
+        """On the first rank, after the shards are on disk: write the rest and the manifest."""
         files[REST] = manifest.write_checked(rest, aside / REST)
         files |= _entries([aside / ".metadata"])
         for file in self.durable:
             manifest.sync(file)
         manifest.write_durably(aside / MANIFEST, json.dumps({"step": step, "files": files}))
         manifest.sync(aside)
+
+    def _publish(self, aside: Path, step: int) -> None:
         path = self.folder / f"step_{step:09d}"
         rotation.discard(path)  # a damaged one of the same step, if any
         os.replace(aside, path)
@@ -126,4 +140,6 @@ def _of_rank(where: int, error: BaseException) -> Exception:
     """Return the error of a rank to raise on all ranks; an OSError stays an OSError."""
     if isinstance(error, OSError):
         return OSError(error.errno, f"{error.strerror or error}, on rank {where}")
+    if isinstance(error, RunError):
+        return RunError(f"{error}, on rank {where}")
     return RunError(f"rank {where}: {type(error).__name__}: {error}")

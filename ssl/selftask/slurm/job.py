@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import site
 import sys
 import tempfile
@@ -212,17 +213,19 @@ def submit(submissions: Sequence[Callable[[], Any]], made: Executor) -> list[Slu
     """Submit runs to SLURM; several become one job array.
 
     Raises:
-        UserError: If sbatch is missing or refuses the job.
+        UserError: If SLURM's programs are missing, or sbatch refuses the job.
     """
+    # submitit looks for srun before it submits an array.
+    programs = ("sbatch", "srun") if len(submissions) > 1 else ("sbatch",)
+    if missing := [name for name in programs if shutil.which(name) is None]:
+        raise UserError(
+            f"there is no {' and no '.join(missing)} on this machine: submit from the cluster's "
+            "login node, or train here with `selftask train`"
+        )
     made.folder.mkdir(parents=True, exist_ok=True)
     try:
         with _outside_of_jobs():
             return made.submit_array(list(submissions))  # type: ignore[return-value]
-    except FileNotFoundError as error:
-        raise UserError(
-            "there is no sbatch on this machine: submit from the cluster's login node, "
-            "or train here with `selftask train`"
-        ) from error
     except Exception as error:
         if type(error).__name__ not in ("FailedJobError", "FailedSubmissionError"):
             raise

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from selftask.checkpoint import store
@@ -102,27 +100,15 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(path: Path) -> Any:
-    """Read a ``torch.save`` or pickle file; tensors and plain Python objects only."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "global" not in str(error).lower():
-            raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
-    except MemoryError:
-        raise
-    except Exception as error:  # unpickling other files may raise any error
-        raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
-    return _read_tensors(path)
-
-
-def _read_tensors(path: Path) -> Any:
-    """Return the tensors of a file that also contains other Python objects."""
+    """Return the tensors of a ``torch.save`` or pickle file; other objects are left out."""
     try:
         content, skipped = read_tensors(path)
     except MemoryError:
         raise
-    except Exception as error:  # as above, for damaged files
+    except Exception as error:  # unpickling other files may raise any error
         raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
+    if not skipped:
+        return content
     log.info("%s: left out: python objects (%s), which are not loaded", path, join_some(skipped))
     if not flatten(content):
         raise UserError(
