@@ -28,7 +28,10 @@ class Constructor:
         self.call = call
 
 
-class RestrictedUnpickler(pickle._Unpickler):
+_PythonUnpickler: Any = pickle._Unpickler  # its instructions are methods, unknown to type checkers
+
+
+class RestrictedUnpickler(_PythonUnpickler):
     """Unpickler that calls only a ``Constructor`` and changes only objects it has built itself.
 
     The unpickler written in C would call any object of the pickle, and set attributes of any.
@@ -134,7 +137,7 @@ class RestrictedUnpickler(pickle._Unpickler):
         super().load_binpersid()
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
-        **pickle._Unpickler.dispatch,
+        **_PythonUnpickler.dispatch,
         pickle.REDUCE[0]: _create,
         pickle.NEWOBJ[0]: _create,
         pickle.NEWOBJ_EX[0]: _create_with_options,
@@ -208,7 +211,7 @@ class Outline(RestrictedUnpickler):
 
     names: ClassVar[Mapping[str, Any]] = {"collections.OrderedDict": Constructor(StateDict)}
     containers = (dict, list, set, Placeholder)
-    objects = (StateDict, Placeholder)
+    objects: tuple[type, ...] = (StateDict, Placeholder)
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, self.names, **options)

@@ -55,7 +55,8 @@ class _Array(np.ndarray):
         dtype = _dtype(kind)
         if dtype is not None:
             _check_length(content, shape, dtype)
-            super().__setstate__((1, tuple(shape), dtype, bool(is_fortran), content))
+            state = (1, tuple(shape), dtype, bool(is_fortran), content)
+            super().__setstate__(state)
 
 
 def _refuse(what: str) -> pickle.UnpicklingError:
