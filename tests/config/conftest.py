@@ -48,10 +48,16 @@ class ToyOther:
 class ToyNet:
     width: int = 8
 
+    def build(self, channels=3):
+        raise NotImplementedError
+
 @register_backbone("toy_wide")
 @dataclass(frozen=True, kw_only=True)
 class ToyWide:
     factor: int = 2
+
+    def build(self, channels=3):
+        raise NotImplementedError
 
 @register_source("toy_source")
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +82,16 @@ class ToyCrop:
 class ToySGD:
     momentum: float = 0.9
 
+    def build(self, groups):
+        raise NotImplementedError
+
 @register_optimizer("toy_adam")
 @dataclass(frozen=True, kw_only=True)
 class ToyAdam:
     betas: tuple[float, float] = (0.9, 0.999)
+
+    def build(self, groups):
+        raise NotImplementedError
 
 @register_hook("toy_hook")
 class ToyHook:

@@ -263,3 +263,10 @@ def _names(config: type) -> list[str]:
 
 def test_dumped_yaml_has_no_python_tags(project: Path) -> None:
     assert yaml.safe_load(to_yaml(load()))["views"]["main"]["transforms"][0]["scale"] == [0.2, 1.0]
+
+
+def test_a_thing_of_which_only_a_field_is_given_has_the_place_of_that_field() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^command line: hooks.fault.at=3: no hook named 'fault'"
+    ):
+        load_config("simclr", ["hooks.fault.at=3"])

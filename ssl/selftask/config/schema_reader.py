@@ -14,7 +14,6 @@ from selftask.config.compose.provenance import Layers, show_path
 from selftask.config.config_class import config_class
 from selftask.config.fields import default_of, has_default
 from selftask.config.keys import Key, dotted
-from selftask.config.renamed_keys import present_name
 from selftask.config.schema import Component, FrozenModule
 from selftask.config.torch_names import is_torch_name
 from selftask.config.values.coerce import Mismatch, check_limits, convert, describe
@@ -284,8 +283,7 @@ class Reader:
             if kind == "hook" and (refused := classy_refusal(name)):
                 self.problem((*key, "name"), refused)
             return component
-        present = present_name(name, registry.names())
-        hint = f"it is now {present!r}" if present else nearest(name, registry.names())
+        hint = nearest(name, registry.names())
         if kind in CLASSY_KINDS:
             hint += "; Classy Vision's are written classy:NAME"
         if kind == "optimizer":
@@ -371,10 +369,8 @@ def schema_of(registry: Registry, name: str) -> Schema:
 def hint_for(name: str, known: Mapping[str, dataclasses.Field[Any]], key: Key) -> str:
     """Return a hint such as ``did you mean 'optimizer.lr'?`` for an unknown key.
 
-    Former names of keys, and their names in other frameworks, are recognized.
+    Names of keys in other frameworks are recognized.
     """
-    if present := present_name(name, known):
-        return f"it is now {dotted((*key, present))!r}"
     words = {word: right for right, f in known.items() for word in f.metadata.get("also", ())}
     words |= {right: right for right in known}
     close = get_close_matches(name, words, n=1)
