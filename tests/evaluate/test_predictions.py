@@ -178,7 +178,7 @@ def test_figures_are_those_of_test(tmp_path: Path, capsys: pytest.CaptureFixture
     ("words", "message"),
     [
         ([], "eval predictions needs a FILE"),
-        (["none.csv"], "none.csv: there is no such file; did you mean 'best.csv'?"),
+        (["bets.csv"], "bets.csv: there is no such file; did you mean 'best.csv'?"),
         (["table.csv"], "table.csv: is not what `selftask test RUN predictions=FILE` writes"),
         (["table.npz"], "table.npz: is not what `selftask test RUN predictions=FILE` writes"),
         (["best.csv", "topk=[1,5]"], "a table has the best class only"),

@@ -101,7 +101,10 @@ def export_model(
         UserError: As ``export_run``, or if ``out`` is None.
     """
     from selftask.logs import info_on_stderr
-    from selftask.models.weights.model_source import PRETRAINED, open_model
+    from selftask.models.weights.address import PRETRAINED, check_model
+
+    check_model(address, weights)  # before torch is imported
+    from selftask.models.weights.model_source import open_model
 
     if to == "checkpoint":
         raise UserError(f"export: --to checkpoint: {address} is no run, and has none")
