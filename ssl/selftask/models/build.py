@@ -58,9 +58,9 @@ def check_backbone(config: Config, channels: int) -> None:
     Name, arguments and sizes can only be checked by building the model. On the meta device this is
     fast and needs no memory, so errors are reported before the run's folder is created.
     """
-    backbone = (
-        build_on_meta(config.backbone, channels) if config.backbone.name in LIBRARIES else None
-    )
+    if config.backbone.name not in LIBRARIES:
+        return
+    backbone = build_on_meta(config.backbone, channels)
     if backbone is not None:
         check_sizes(backbone, config)
         check_offers(backbone, config)
