@@ -89,7 +89,6 @@ class Task(Recorder, ClassyTaskNames):
         self.sources = sources
         self.backbone = backbone
         self.init_weights: Mapping[str, Tensor] | None = None  # set by the launcher
-
         self.out = config.out_folder
         self.world = read_world()
         self.device = device.pick_device(config.train.device, self.world)
