@@ -94,7 +94,7 @@ def nearest_path(path: str | Path) -> str:
     while not os.path.isdir(missing.parent):
         missing = missing.parent
     try:
-        beside = sorted(os.listdir(missing.parent))
+        beside = sorted(n for n in os.listdir(missing.parent) if not n.startswith("."))
     except OSError:  # a hint must not raise
         beside = []
     # Names alone are compared, since a common folder makes any two paths similar.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,8 @@ def cancel(ids: list[str]) -> None:
     ids = [job for job in ids if not _is_local(job)]
     if not ids:
         return
+    if shutil.which("scancel") is None:
+        raise UserError(f"{', '.join(ids)}: this machine has no SLURM (there is no scancel)")
     done = command("scancel", *ids, timeout_s=60)
     if done.returncode != 0:
         raise UserError(f"scancel {' '.join(ids)}: {done.stderr.strip()}")

@@ -30,12 +30,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from selftask.config.compose.bases import BASES
 from selftask.config.compose.endings import find_recipe, recipe_files
+from selftask.config.compose.foreign_recipes import foreign_framework
 from selftask.config.compose.provenance import Layer, Layers, read_marks, take_path_texts
 from selftask.config.compose.short_forms import expand
+from selftask.config.schema import Config
 from selftask.errors import ConfigError, UserError, nearest
 
 MAX_VALUES = 100_000  # per file, with every anchor expanded
 MAX_LEVELS = 50
+TOP_KEYS = frozenset({*Config.__dataclass_fields__, "defaults", "import", "image_size"})
 
 # Settings of Hydra's own launcher, logging and help. They are not used here, so not read.
 HYDRA_GROUPS = (
@@ -175,6 +178,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], Layer]:
     values = {} if values is None else take_path_texts(values, node)
     if not isinstance(values, dict):
         raise ConfigError([f"{BASES.show(path)}:1: a recipe is `key: value` lines; this is not"])
+    if message := foreign_framework(values, TOP_KEYS):
+        raise ConfigError([f"{BASES.show(path)}: {message}"])
     marks = read_marks(node, BASES.show(path))
     if "hydra" in values:
         line = marks[("hydra",)]
