@@ -12,8 +12,6 @@ from selftask.files.paths import exists, expand_user, is_file, is_folder, names_
 PRETRAINED = "pretrained"
 NONE = "none"
 
-_MODELS = "a model is a run's folder, a file, timm:NAME or torchvision:NAME"
-
 
 def check_model(address: str, weights: str | None = None) -> None:
     """Raise UserError if there is no model at an address, or no such file of weights.
@@ -31,12 +29,8 @@ def check_model(address: str, weights: str | None = None) -> None:
         raise UserError(
             f"weights={weights}: is for timm:NAME and torchvision:NAME; {address} has its own"
         )
-    elif not is_remote(address):
-        path = expand_user(address)
-        if not exists(path):
-            raise no_model(path)
-        if is_folder(path) and not names_in(path):
-            raise UserError(f"{path}: the folder is empty; {_MODELS}")
+    elif not is_remote(address) and not exists(path := expand_user(address)):
+        raise no_model(path)
 
 
 def _check_file(weights: str) -> None:
@@ -49,7 +43,10 @@ def _check_file(weights: str) -> None:
 
 def no_model(path: Path) -> UserError:
     """Return the error of a missing model."""
-    return UserError(f"{path}: there is no such file or run; {_MODELS}")
+    return UserError(
+        f"{path}: there is no such file or run; a model is a run's folder, a file, timm:NAME or "
+        "torchvision:NAME"
+    )
 
 
 def existing_file(path: str | Path) -> Path:
