@@ -2,33 +2,75 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import io
 import os
 import sys
+import threading
+from types import FrameType
 from typing import NoReturn
 
 from selftask.cli.main import main
 
-PRINTING = ("plan", "model-summary")  # commands that import torch but only print
+_CALLERS = (["<module>"], ["<module>", "_run_code", "_run_module_as_main"])  # script; python -m
 
 
 def run() -> NoReturn:
     """Run the command of ``sys.argv`` and exit with its exit code.
 
-    Commands that only print exit without freeing memory, since freeing the objects of torch takes
-    about half as long as importing it.
+    After torch has been imported, Python would spend a second of CPU time on freeing its objects.
+    The process then ends without that, unless other code has called this function: a profiler or
+    debugger, or a test.
     """
-    code = main()
-    if sys.argv[1:2] and sys.argv[1] in PRINTING:
-        _leave_at_once(code)
+    code = _flush_output(main())
+    if "torch" in sys.modules and _is_whole_process(sys._getframe().f_back):
+        _exit_without_freeing(code)
     sys.exit(code)
 
 
-def _leave_at_once(code: int) -> NoReturn:
+def _is_whole_process(frame: FrameType | None) -> bool:
+    """Return whether nothing runs in this process after ``frame``, the caller of ``run``."""
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names in _CALLERS and not sys.flags.inspect
+
+
+def _exit_without_freeing(code: int) -> NoReturn:
+    """End the process as Python does, up to the point where it would free its modules.
+
+    Threads are joined, and exit handlers run: loader workers, wandb, TensorBoard, logging.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for thing in gc.get_objects():
+        kind = type(thing)  # isinstance() would ask proxies of libraries for their class
+        if issubclass(kind, io.TextIOWrapper | io.BufferedWriter) and not thing.closed:
+            _flush(thing)  # a file that a plug-in never closed; freeing it would write its buffer
+    os._exit(_flush_output(code))
+
+
+def _flush(file: io.TextIOWrapper | io.BufferedWriter) -> None:
+    try:
+        file.flush()
+    except (OSError, ValueError) as error:
+        print(f"error: {file.name}: could not be written: {error}", file=sys.stderr)
+
+
+def _flush_output(code: int) -> int:
+    """Write buffered output; return ``code``, or 1 if it was 0 and nothing reads the output."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # `selftask plan simclr | head`: the reader has exited
-        code = 1
-    os._exit(code)
+        pass
+    except OSError as error:
+        print(f"error: the output could not be written: {error.strerror}", file=sys.stderr)
+    else:
+        return code
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries once more
+    return code or 1
 
 
 if __name__ == "__main__":

@@ -125,7 +125,12 @@ def nearest_path(path: str | Path) -> str:
     while not os.path.isdir(missing.parent):
         missing = missing.parent
     try:
-        beside = [str(missing.parent / name) for name in os.listdir(missing.parent)]
+        beside = sorted(n for n in os.listdir(missing.parent) if not n.startswith("."))
     except OSError:  # a hint must not raise
         beside = []
-    return nearest(str(missing), beside, show=6)
+    # Names alone are compared, since a common folder makes any two paths similar.
+    close = get_close_matches(missing.name, beside, n=1, cutoff=0.7)
+    if close:
+        return f"did you mean {str(missing.parent / close[0])!r}?"
+    listed = ", ".join(str(missing.parent / name) for name in beside[:6])
+    return f"known: {listed}{', ...' * bool(beside[6:])}" if beside else "there are none"

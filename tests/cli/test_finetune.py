@@ -57,7 +57,7 @@ def test_backbone_size_and_normalization_are_the_model_s(exported: Path) -> None
 
 def test_a_file_of_others_by_its_model(exported: Path) -> None:
     words = ["weights=my weights.pth", "data=no/such/folder"]
-    with pytest.raises(UserError, match=r"init\.backbone='my weights.pth': neither a file"):
+    with pytest.raises(UserError, match=r"weights=my weights.pth: there is no such file"):
         resolved("torchvision:resnet18", *words)
     words[0] = f"weights={exported}"
     config = resolved("torchvision:resnet18", *words)

@@ -173,9 +173,28 @@ CASES = {
         ["~hooks.toy_hok"],
     ),
     "no key=value": Broken(rf"{CLI}train\.epochs: expected key=value", ["train.epochs", "3"]),
+    "spaces around =": Broken(
+        rf"{CLI}train\.epochs = 3: settings are written .* without spaces: train\.epochs=3",
+        ["train.epochs", "=", "3"],
+    ),
+    "an option with a value": Broken(
+        [rf"{CLI}--epochs 3: .*: epochs=3", rf"{CLI}epochs=3: unknown key .*'train\.epochs'"],
+        ["--epochs", "3"],
+    ),
+    "a comma at the end": Broken(rf"{CLI}train\.seed=1,: ends with a comma", ["train.seed=1,"]),
+    "a default hook": Broken(
+        rf"{CLI}~hooks\.health: it is a default; hooks\.health=null takes it out",
+        ["~hooks.health"],
+    ),
+    "a misspelt group of views": Broken(
+        r"views\.mian\.transforms must end .*'mian' is a new group of views: did you mean 'main'",
+        ["views.mian.count=2"],
+    ),
     "an option": Broken(rf"{CLI}--epochs=3: there are no options", ["--epochs=3"]),
     "a sweep": Broken(rf"{CLI}optimizer\.lr=1,2: several values", ["optimizer.lr=1,2"]),
-    "grammar": Broken(rf"{CLI}train\.epochs=\[a: .*quotes", ["train.epochs=[a"]),
+    "grammar": Broken(
+        rf"{CLI}train\.epochs=\[a: \[ and \] do not match; .*quotes", ["train.epochs=[a"]
+    ),
     "reference to nothing": Broken(
         r"my\.yaml:11: train\.epochs: .*'train\.max_step' not found",
         edit=("epochs: 3", "epochs: '${train.max_step}'"),

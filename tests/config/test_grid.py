@@ -151,9 +151,13 @@ def test_a_library_s_model_is_checked_before_the_run_has_a_folder(
     words = ["data=digits", f"backbone={backbone}", f"out={out}", "train.device=cpu"]
     if method != "simclr" and "vit" in backbone:
         words += ["image_size=96"]
-    config = load_config(f"{method}/images", words)
-    with pytest.raises(UserError, match=told):
+
+    def train() -> None:
+        config = load_config(f"{method}/images", words)
         run(config, open_data(config.data))
+
+    with pytest.raises(UserError, match=told):
+        train()
     assert not out.exists()
 
 

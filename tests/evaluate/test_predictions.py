@@ -178,7 +178,7 @@ def test_figures_are_those_of_test(tmp_path: Path, capsys: pytest.CaptureFixture
     ("words", "message"),
     [
         ([], "eval predictions needs a FILE"),
-        (["none.csv"], "none.csv: there is no such file; did you mean 'best.csv'?"),
+        (["bets.csv"], "bets.csv: there is no such file; did you mean 'best.csv'?"),
         (["table.csv"], "table.csv: is not what `selftask test RUN predictions=FILE` writes"),
         (["table.npz"], "table.npz: is not what `selftask test RUN predictions=FILE` writes"),
         (["best.csv", "topk=[1,5]"], "a table has the best class only"),
@@ -187,6 +187,7 @@ def test_figures_are_those_of_test(tmp_path: Path, capsys: pytest.CaptureFixture
         (["all.npz", "bins=0"], "bins=0: must be at least 1"),
         (["all.npz", "confuson=x.csv"], "there is no 'confuson'; did you mean 'confusion'?"),
         (["all.npz", "best.csv", "classes=x.csv"], "classes= and confusion= are of one FILE"),
+        (["empty.npz"], "empty.npz: the file is empty"),
         (["unknown.npz"], "no image has a label"),
     ],
 )
@@ -205,6 +206,7 @@ def test_mistakes(
     write(Path("unknown.npz"), scores, torch.full_like(labels, -1))
     Path("table.csv").write_text("path,label\nx,1\n")
     Path("table.npz").write_text("no archive")
+    Path("empty.npz").touch()
     assert main(["eval", "predictions", *words]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and "Traceback" not in printed.err

@@ -16,6 +16,7 @@ from selftask.errors import UserError
 from selftask.report.compare.comparison_page import read_comparison
 from selftask.report.compare.differences import differing, flat, short_names
 from selftask.report.compare.interval import interval
+from selftask.report.compare.tables import show_hours, show_rate
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 30])
@@ -161,7 +162,7 @@ def test_different_methods_lengths_and_texts_of_users(
     text = (tmp_path / "page.html").read_text()
     assert bad not in text and "&lt;script&gt;alert(1)" in text
     assert "the runs are of different length: 20, 40 steps" in text
-    assert "losses of different scale" in text
+    assert "the methods differ: losses of different scale" in text
     assert "status.json is missing" in text
 
 
@@ -186,3 +187,16 @@ def test_mistakes_of_report(
     write_run(tmp_path / "run")
     assert main(["report", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_models_of_a_library_are_told_apart() -> None:
+    """Once the column said `timm` for both, and the name of the model was nowhere."""
+    configs = [{"backbone": {"name": "timm", "model": name}} for name in ("resnet18", "resnet50")]
+    configs.append({"backbone": {"name": "small_resnet", "width": 8}})
+    assert differing(configs) == ["backbone.name"]
+    assert flat(configs[1]) == {"backbone.name": "timm:resnet50"}
+
+
+def test_small_numbers_are_not_rounded_to_nothing() -> None:
+    assert [show_rate(rate) for rate in (0.32, 4.25, 1409.2)] == ["0.32", "4.2", "1,409"]
+    assert [show_hours(h) for h in (0.00052, 0.5, 2.44)] == ["1.9 s", "30 min", "2.44 h"]

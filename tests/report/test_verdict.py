@@ -56,7 +56,7 @@ def test_a_run_that_learns() -> None:
     found = judge([*evaluated((0, 0.17)), *rows(), *evaluated((200, 0.7))], [], FINISHED)
     assert (found.kind, found.learns) == ("good", True)
     assert found.headline.startswith("learning: the loss fell from 6.8 to 3.")
-    assert "knn_top1 rose to 70.0%, from 17.0% at step 0" in found.headline
+    assert "knn_top1 rose to 0.7, from 0.17 at step 0" in found.headline
     assert found.findings == []
 
 
@@ -69,7 +69,7 @@ def test_without_chance_the_loss_or_the_evaluation_tells() -> None:
     falling = rows(chance_ratio=None, effective_rank=lambda w: 100 - 80 * w)
     found = judge([*evaluated((0, 0.37)), *falling, *evaluated((200, 0.35))], [], FINISHED)
     assert found.learns is False
-    assert found.headline.startswith("the features do not improve: knn_top1 fell to 35.0%")
+    assert found.headline.startswith("the features do not improve: knn_top1 fell to 0.35")
     assert "effective_rank 100 at first, now" in found.findings[1].text
 
 
@@ -182,11 +182,11 @@ def test_what_else_is_worth_a_line() -> None:
     ]
     late = [*evaluated((0, 0.1), (100, 0.6)), *rows(), *evaluated((200, 0.5))]
     texts = [f.text for f in judge(late, events, FINISHED).findings]
-    assert texts[0].startswith("knn_top1 was best at step 100 (60.0%) and is 50.0% now")
+    assert texts[0].startswith("knn_top1 was best at step 100 (0.6) and is 0.5 now")
     assert texts[1:] == ["resumed 5 times, requeued 1 time", "2 warnings, the last: b"]
     worse = [*evaluated((0, 0.17)), *rows(), *evaluated((200, 0.1))]
     (told,) = judge(worse, [], FINISHED).findings
-    assert told.text == "knn_top1 is 10.0%, less than that of the untrained network (17.0%)"
+    assert told.text == "knn_top1 is 0.1, less than that of the untrained network (0.17)"
 
 
 @pytest.mark.parametrize(

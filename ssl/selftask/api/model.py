@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from selftask.config.schema import Component
 from selftask.data.reading.image import as_pixels, read_image
 from selftask.data.views import build_pipeline
-from selftask.models.weights.model_source import PRETRAINED, open_model
+from selftask.models.weights.address import PRETRAINED
+from selftask.models.weights.model_source import open_model
 from selftask.random.views import draw_rng
 
 _BATCH_SIZE = 256  # affects memory only

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from selftask.errors import UserError, masked
+import sys
+
+from selftask.errors import ConfigError, UserError, masked
 
 USAGE = """\
 usage: selftask config RECIPE [key=value ...]
@@ -19,5 +21,12 @@ def main(argv: list[str]) -> int:
     from selftask.config.explain import explain
     from selftask.config.load import load_config
 
-    print(masked(explain(load_config(argv[0], argv[1:]))))
+    try:
+        config = load_config(argv[0], argv[1:])
+    except ConfigError as error:
+        if [problem.partition(":")[0] for problem in error.problems] != ["data is missing"]:
+            raise
+        print(f"note: {error}; FOLDER stands for it below", file=sys.stderr)
+        config = load_config(argv[0], [*argv[1:], "data=FOLDER"])
+    print(masked(explain(config)))
     return 0

@@ -117,6 +117,8 @@ def read_predictions(path: Path) -> Predictions:
     """
     if not is_file(path):
         raise UserError(f"{path}: there is no such file; {nearest_path(path)}")
+    if not path.stat().st_size:
+        raise UserError(f"{path}: the file is empty")
     try:
         return _read_scores(path) if path.suffix == ".npz" else _read_table(path)
     except OSError as error:

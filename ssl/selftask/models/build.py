@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.config.checks import grid, requirements
+from selftask.config.library_names import LIBRARIES
 from selftask.errors import ConfigError, UserError
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.features.extract import adapter_of, fixed_size, interpolates, offers
@@ -17,7 +18,6 @@ from selftask.registry import BACKBONES, METHODS
 if TYPE_CHECKING:
     from selftask.config.schema import Component, Config
 
-LIBRARIES = ("timm", "torchvision")  # libraries whose own model names are accepted
 _TRIED_SIZES = (224, 32)  # pixels
 
 
@@ -60,13 +60,19 @@ def check_backbone(config: Config, channels: int) -> None:
     """
     if config.backbone.name not in LIBRARIES:
         return
+    backbone = build_on_meta(config.backbone, channels)
+    if backbone is not None:
+        check_sizes(backbone, config)
+        check_offers(backbone, config)
+
+
+def build_on_meta(component: Component, channels: int) -> nn.Module | None:
+    """Build a backbone on the meta device; return None if its initialization needs values."""
     try:
         with torch.device("meta"):
-            backbone = build_backbone(config.backbone, channels)
-    except (NotImplementedError, RuntimeError):  # its initialisation needs values; checked later
-        return
-    check_sizes(backbone, config)
-    check_offers(backbone, config)
+            return build_backbone(component, channels)
+    except (NotImplementedError, RuntimeError, TypeError):  # TypeError: of Tensor.numpy()
+        return None
 
 
 def check_offers(backbone: nn.Module, config: Config) -> None:

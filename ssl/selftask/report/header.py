@@ -136,7 +136,7 @@ def _total_steps(record: RunRecord) -> int | None:
 def _what(record: RunRecord) -> Iterable[tuple[str, str]]:
     yield "recipe", record.recipe
     yield "method", record.method
-    yield "backbone", _component(record.config.get("backbone"))
+    yield "backbone", _component(record.config.get("backbone"), "model")
     yield "data", _data(record)
     yield "batch size", _number(record.setting("train.batch_size"))
     length = {"epochs": record.setting("train.epochs"), "steps": record.setting("train.max_steps")}

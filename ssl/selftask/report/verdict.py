@@ -267,10 +267,10 @@ def _gain(rows: Sequence[Mapping[str, Any]]) -> Trend:
     name, column = next(iter(found.items()))
     first, last = column.values[0], column.values[-1]
     if len(column.values) < 2:
-        return Trend(f"{name} is {last:.1%}")
+        return Trend(f"{name} is {last:.3g}")
     gain = last - first
     words = "stays near" if abs(gain) < GAIN else "rose to" if gain > 0 else "fell to"
-    text = f"{name} {words} {last:.1%}, from {first:.1%} at step {column.steps[0]:,}"
+    text = f"{name} {words} {last:.3g}, from {first:.3g} at step {column.steps[0]:,}"
     return Trend(text, rises=gain >= CLEAR_GAIN)
 
 
@@ -289,10 +289,10 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
         if best - column.values[-1] >= GAIN:
             step, now = column.steps[column.values.index(best)], column.values[-1]
             if step:
-                text = f"{name} was best at step {step:,} ({best:.1%}) and is {now:.1%} now; "
+                text = f"{name} was best at step {step:,} ({best:.3g}) and is {now:.3g} now; "
                 text += f"train.keep_best.metric={name} keeps the best checkpoint"
             else:
-                text = f"{name} is {now:.1%}, less than that of the untrained network ({best:.1%})"
+                text = f"{name} is {now:.3g}, less than that of the untrained network ({best:.3g})"
             found.append(Finding("warning", text))
     return found
 

@@ -11,10 +11,10 @@ import yaml
 from selftask.checkpoint.rotation import checkpoints
 from selftask.config.checks.resuming import uses_newest
 from selftask.config.schema import Config
-from selftask.errors import UserError
+from selftask.errors import UserError, shorten
 from selftask.files.paths import exists
 
-_SECTIONS = ("data", "views", "backbone", "method", "optimizer", "init")
+_SECTIONS = ("method", "data", "backbone", "optimizer", "init", "views")  # in the order of messages
 _TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
 _PARALLEL = ("sync_batch_norm", "grad_compression")
 _MAY_CHANGE = {
@@ -46,7 +46,7 @@ def check_same_run(config: Config, out: Path) -> None:
         return
     found = list(changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
     if found:
-        listed = "\n".join(f"  {change}" for change in found[:8])
+        listed = "\n".join(f"  {shorten(change)}" for change in found[:8])
         raise UserError(
             f"out={out} holds another run than the one asked for; use another out=, resume=never "
             f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
@@ -79,6 +79,7 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
     fixed["data"].setdefault("sampler", {"name": "shuffled"})  # the only sampler of older versions
     fixed["data"].setdefault("augment_on", "cpu")  # the only place in older versions
     fixed["train"] = {key: (config.get("train") or {}).get(key) for key in _TRAIN}
+    fixed["views"] = fixed.pop("views")  # last, since messages list the first differences
     parallel = config.get("parallel") or {}  # missing in runs of older versions
     fixed["parallel"] = {key: parallel.get(key, "none") for key in _PARALLEL}
     return fixed

@@ -38,6 +38,7 @@ from selftask.logs.startup import lap
 from selftask.logs.unreadable import UNREADABLE
 from selftask.logs.verbosity import is_verbose
 from selftask.models.build import check_backbone
+from selftask.models.weights.model_source import open_init
 from selftask.registry import TASKS
 from selftask.run import environment
 from selftask.run.compatibility import check_same_run
@@ -112,6 +113,8 @@ def run_task(task: Task, *, raises: bool = False) -> int:
             if advice := precision_advice(config.train.precision, task.device):
                 LOGGER.log(DETAIL, "precision: %s", advice)
                 task.opening["precision"] = advice
+            if task.backbone is None and not (config.parallel.meta_init and world.rank):
+                task.init_weights = open_init(config, channels_of(sources.train))
             task.sources = copy_data(sources, config.data.stage_to)
             return _run(task, upload, raises=raises)
         finally:

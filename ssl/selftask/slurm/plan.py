@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from selftask.config.checks.grid import title
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
 from selftask.config.compose import recipes
 from selftask.config.compose.endings import is_recipe_file
@@ -66,7 +67,7 @@ class Plan:
         default = "" if "time" in slurm else " (launch.slurm.time is not set)"
         per_rank = config.train.batch_size // launch.world_size
         lines = {
-            "run": f"{config.method.name} with {config.backbone.name}, {config.recipe}",
+            "run": f"{config.method.name} with {title(config.backbone)}, {config.recipe}",
             "data": f"{self.num_samples} images",
             "nodes": f"{launch.nodes} x {launch.processes} processes = {launch.world_size} ranks",
             "batch": f"{config.train.batch_size} images = {per_rank} a rank",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterable, Mapping
@@ -221,6 +222,8 @@ def cancel(jobs: Mapping[str, Path | None]) -> None:
     ids = [job for job in jobs if not _is_local(job)]
     if not ids:
         return
+    if shutil.which("scancel") is None:
+        raise UserError(f"{', '.join(ids)}: this machine has no SLURM (there is no scancel)")
     done = command("scancel", "--", *ids, timeout_s=60)
     if done.returncode != 0:
         raise UserError(f"scancel {' '.join(ids)}: {done.stderr.strip()}")

@@ -77,7 +77,8 @@ def _network(task: Task) -> nn.Module:
     backbone = _backbone(task)
     check_sizes(backbone, config)
     check_offers(backbone, config)
-    load_init(backbone, config)
+    load_init(backbone, config, task.init_weights)
+    task.init_weights = None
     method = METHODS[config.method.name]
     task.loss = method(method.Config(**config.method.args))
     network: nn.Module = task.loss.build_network(backbone, task)

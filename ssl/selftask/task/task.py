@@ -7,7 +7,7 @@ of the method, and builds optimizer and hooks, in this order. A checkpoint is lo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import cached_property
@@ -90,6 +90,7 @@ class Task(Recorder, ClassyTaskNames):
         self.config = config
         self.sources = sources
         self.backbone = backbone
+        self.init_weights: Mapping[str, Tensor] | None = None  # set by the launcher
         self.out = config.out_folder
         self.world = read_world()
         self.device = device.pick_device(config.train.device, self.world)

@@ -111,11 +111,15 @@ def export_model(
         UserError: As ``export_run``, or if ``out`` is None.
     """
     from selftask.logs import info_on_stderr
-    from selftask.models.weights.model_source import PRETRAINED, open_model
+    from selftask.models.weights.address import PRETRAINED, check_model
+
+    check_model(address, weights)  # before torch is imported
+    from selftask.models.weights.model_source import describe_model, open_model
 
     if to == "checkpoint":
         raise UserError(f"export: --to checkpoint: {address} is no run, and has none")
     if out is None:
+        describe_model(address, weights=weights or PRETRAINED, trust=trust)  # is it a model at all?
         raise UserError("export: of a model that no run made, --out DIR says where to")
     with info_on_stderr():
         backbone, facts = open_model(

@@ -56,7 +56,7 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
             ``trust=true`` is not given.
     """
     from selftask.config.compose.compose import import_plugins
-    from selftask.models.weights.model_source import NONE, PRETRAINED, describe_model
+    from selftask.models.weights.address import NONE, PRETRAINED, check_model
 
     import_plugins(words)  # a plug-in may register a handler for the address
     words, trust = take_trust(words)
@@ -66,11 +66,16 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
     if asked_size is not None and not asked_size.isdecimal():
         raise UserError(f"image_size={asked_size}: expected a whole number of pixels")
     size = int(asked_size) if asked_size else None
+    check_model(address, weights)
+    data = _data(address, words, trust=trust)
+
+    from selftask.models.weights.model_source import describe_model  # imports torch
+
     facts = describe_model(address, weights=weights or PRETRAINED, trust=trust, image_size=size)
     architecture = facts["architecture"]
     start = address if weights in (None, PRETRAINED) else None if weights == NONE else weights
     settings = {
-        **_data_of_run(address, words, trust=trust),
+        **data,
         "backbone": {"name": architecture["name"], **architecture["args"]},
         "init.backbone": start,
         **({} if prefix is None else {"init.prefix": prefix}),
@@ -99,12 +104,17 @@ def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _data_of_run(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
-    """Return the data of the run, or nothing if ``words`` give other data."""
+def _data(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
+    """Return the data of the run, or nothing if ``words`` give other data.
+
+    Raises UserError if there are neither.
+    """
     own = expand_user(local_run(address)) / "config.yaml"
     keys = {word.partition("=")[0] for word in words}
-    if not exists(own) or keys & {"data", "data.name", "data.path"}:
+    if keys & {"data", "data.name", "data.path"}:
         return {}
+    if not exists(own):
+        raise UserError(f"finetune: data is missing: {address} names no images; give data=DIR")
     from selftask.config.load import load_config
 
     config = load_config(str(own), [], trust=trust)

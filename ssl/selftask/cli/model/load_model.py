@@ -64,12 +64,14 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     from selftask.config.compose.provenance import show_path
     from selftask.config.explain import explain_chosen
     from selftask.config.load import load_config
+    from selftask.models.weights.address import PRETRAINED, check_model
 
     overrides, trust = take_trust(overrides)
     overrides = ["eval.loss=false", *without_old_val(overrides)]  # the method is not loaded
     import_plugins(overrides)  # a plug-in may register a handler for the address
     weights, overrides = take("weights", overrides)
     prefix, overrides = take("prefix", overrides)
+    check_model(address if export is None else str(export), weights)
     address = local_run(address)
     own = expand_user(address) / "config.yaml"
     recipe = str(own if exists(own) else recipes.folder() / SHIPPED)
@@ -85,7 +87,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     from selftask.distributed.device import keep_freed_memory, pick_device
     from selftask.distributed.world import read_world
     from selftask.logs import LOGGER, info_on_stderr
-    from selftask.models.weights.model_source import PRETRAINED, open_model
+    from selftask.models.weights.model_source import open_model
 
     asked = config.place("data.stage_to").startswith("command line")
     # A run of someone else must not choose a folder to write to.

@@ -112,6 +112,9 @@ def _views(config: Config) -> Iterator[Problem]:
             continue  # its views are only inputs of other groups
         if not names or not grid.normalizes(names[-1]):
             last = f"its last is {names[-1]!r}" if names else "it is empty"
+            others = [name for name in config.views if name != key[1]] if key[0] == "views" else []
+            if not names and others:
+                last += f"; {key[1]!r} is a new group of views: {nearest(key[1], others)}"
             known = " or ".join(repr(name) for name in TRANSFORMS if grid.normalizes(name))
             yield key, f"{'.'.join(key)} must end with {known} ({last})"
         for index, name in enumerate(names[:-1]):

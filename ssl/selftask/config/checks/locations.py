@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from selftask.config.checks.resuming import goes_on, uses_newest
 from selftask.config.keys import Key
+from selftask.config.library_names import check_name, split_address
 from selftask.config.schema import Config
 from selftask.errors import UserError, nearest
 from selftask.files import addresses
@@ -34,10 +35,18 @@ def problems(config: Config) -> Iterator[Problem]:
     for name in ("rename", "prefix", "skip", "head"):
         if start is None and (given := getattr(config.init, name)):
             yield ("init", name), f"init.{name}={given!r} has no effect without init.backbone"
-    of_library = start is not None and start.startswith(("timm:", "torchvision:"))
-    if of_library and config.init.head:
+    if start is None:
+        return
+    library, model = split_address(start)
+    if library and config.init.head:
         yield ("init", "head"), f"init.head: {start} has no head; give a run or its checkpoint"
-    if start is None or resumed or of_library:
+    if resumed:
+        return
+    if library:
+        try:
+            check_name(library, model)
+        except UserError as error:
+            yield ("init", "backbone"), f"init.backbone: {error}"
         return
     run, at, which = start.rpartition("@")
     of_run = at and (which == "best" or which.isdecimal()) and is_folder(run)

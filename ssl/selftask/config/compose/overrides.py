@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,10 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 from selftask.config.compose.provenance import Layer, Layers
 from selftask.config.compose.short_forms import expand
 from selftask.config.keys import Key, is_path
+from selftask.config.schema import DEFAULT_HOOKS
 from selftask.errors import UserError, nearest, shorten
 from selftask.files.paths import exists, expand_user
 
 MAX_KEY = 300  # characters
+_QUOTES = "a value with special characters goes in quotes inside quotes: 'key=\"value\"'"
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,42 @@ class Override:
 def parse_overrides(texts: list[str]) -> tuple[list[Override], list[str]]:
     """Return the overrides with short forms expanded, and a problem for each invalid one."""
     parsed, problems = [], []
-    for text in texts:
+    for text, written in _joined(texts):
         try:
+            if written != text:
+                problems.append(
+                    f"command line: {shorten(text)}: settings are written key=value, without "
+                    f"spaces: {shorten(written)}"
+                )
+                text = written  # an unknown key is reported as well, with the nearest one
             parsed.append(_parse(text))
         except UserError as error:
             problems.append(f"command line: {shorten(text)}: {error}")
     return parsed, problems
+
+
+def _joined(texts: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield each override, and how it must be written if it was split at spaces.
+
+    ``train.epochs = 3`` and ``--epochs 3`` are several arguments, but one mistake.
+    """
+    rest = list(texts)
+    while rest:
+        words = [rest.pop(0)]
+        if words[0].startswith("--") and "=" not in words[0] and rest and _is_value(rest[0]):
+            words.append(rest.pop(0))
+            yield " ".join(words), f"{words[0][2:]}={words[1]}"
+            continue
+        if _is_value(words[0]) and rest and rest[0].startswith("="):
+            words.append(rest.pop(0))
+        if words[-1].endswith("=") and rest and _is_value(rest[0]):
+            words.append(rest.pop(0))
+        yield " ".join(words), "".join(words)
+
+
+def _is_value(text: str) -> bool:
+    """Return whether an argument is neither an override nor an option."""
+    return "=" not in text and not text.startswith(("-", "~"))
 
 
 def split_override(text: str) -> tuple[Key, str | None]:
@@ -70,9 +103,17 @@ def parse_value(text: str, key: Key) -> hydra_types.Override | None:
         # Only values use Hydra's grammar: its keys do not allow names such as `classy:NAME`.
         return _parser().parse_override(f"key={text}")
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        hint = "put a value with special characters in quotes inside quotes: 'key=\"value\"'"
-        raise UserError(f"{shorten(reason)}; {hint}") from error
+        raise UserError(_explain(text)) from error
+
+
+def _explain(text: str) -> str:
+    """Return why a value cannot be read; the reasons of the grammar name its own tokens."""
+    if text.rstrip().endswith(","):
+        return "ends with a comma; a list is written key=[a,b], several runs key=a,b"
+    for opening, closing in ("[]", "{}", "()"):
+        if text.count(opening) != text.count(closing):
+            return f"{opening} and {closing} do not match; {_QUOTES}"
+    return f"the value cannot be read; {_QUOTES}"
 
 
 def _parse(text: str) -> Override:
@@ -150,6 +191,8 @@ def _delete(config: DictConfig, override: Override) -> str | None:
         return None
     known = [str(key) for key in section] if isinstance(section, DictConfig) else []
     wrong, hint = ".".join(override.key), nearest(name, known)
+    if parent == "hooks" and name in DEFAULT_HOOKS:
+        return f"{override.place}: it is a default; {wrong}=null takes it out"
     return f"{override.place}: there is no {wrong!r} to delete; {hint}"
 
 

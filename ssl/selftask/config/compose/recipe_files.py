@@ -13,13 +13,16 @@ from typing import Any
 import yaml
 from omegaconf._utils import get_yaml_loader
 
+from selftask.config.compose.foreign_recipes import foreign_framework
 from selftask.config.compose.provenance import Layer, read_marks, take_path_texts
 from selftask.config.compose.short_forms import expand
+from selftask.config.schema import Config
 from selftask.errors import ConfigError, UserError
 from selftask.files.received import read_bytes
 from selftask.files.yaml_file import check_size
 
 SELF = "_self_"  # entry of `defaults:` that stands for the file itself
+TOP_KEYS = frozenset({*Config.__dataclass_fields__, "defaults", "import", "image_size"})
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ def read_recipe(path: Path, shown: str) -> RecipeFile:
     values = {} if values is None else take_path_texts(values, node)
     if not isinstance(values, dict):
         raise ConfigError([f"{shown}:1: a recipe is `key: value` lines; this is not"])
+    if message := foreign_framework(values, TOP_KEYS):
+        raise ConfigError([f"{shown}: {message}"])
     marks = read_marks(node, shown)
     if "hydra" in values:
         line = marks[("hydra",)]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import selftask
 from selftask.config.compose.endings import is_recipe_file, recipe_files
+from selftask.config.compose.foreign_recipes import foreign_python
 from selftask.config.extensions import GROUP
 from selftask.errors import ConfigError, nearest
 from selftask.files.paths import expand_user, is_file
@@ -133,6 +134,8 @@ def locate(recipe: str, source: str | None) -> Path:
         raise _unknown(recipe, f"the method has no recipe of its own; write a yaml with {lines}")
     if is_file(path / "config.yaml"):
         raise _unknown(recipe, f"a folder; did you mean '{path}/config.yaml'?")
+    if message := foreign_python(path):
+        raise _unknown(recipe, message)
     names = known if "/" in recipe else {name.partition("/")[0] for name in known}
     raise _unknown(recipe, f"no method, recipe or yaml file of this name; {nearest(recipe, names)}")
 

@@ -103,6 +103,9 @@ class FileSource(Source):
         return self._passed_over or {}
 
 
+ARRAYS = (".npy", ".npz")  # read by the source ``bands``
+
+
 @register_source("folder")
 class Folder(FileSource):
     """Folder tree of images; top folders are used as labels if there are several."""
@@ -125,6 +128,8 @@ class Folder(FileSource):
         self._passed_over = found.passed_over
         if not len(found):
             others = f"; {describe(self._passed_over)}" if self._passed_over else ""
+            if len(scan_folder(self.root, ARRAYS)):
+                others += "; data.name=bands reads the .npy and .npz files there"
             raise UserError(
                 f"data: no images (looked for {' '.join(EXTENSIONS)}) under {config.path}{others}"
             )

@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from selftask.config.extensions import import_object
-from selftask.errors import UserError, nearest
+from selftask.config.library_names import check_name
+from selftask.errors import UserError
 from selftask.registry import register_backbone
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Timm:
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.drop_path_uniform and not self.args.get("drop_path_rate"):
             yield "backbone.drop_path_uniform: true, and backbone.args.drop_path_rate is not set"
+        yield from _name_problems(self)
 
     def tiny(self) -> dict[str, Any]:
         names = {"drop_path_rate": "drop_path", "dynamic_img_size": "dynamic_img_size"}
@@ -74,7 +76,7 @@ class Timm:
 
         from selftask.models.dropout import set_uniform_stochastic_depth
 
-        check_name("timm", self.model)
+        _check_model(self)
         _refuse_given(self, "timm", "pretrained", "checkpoint_path")
         args = {"num_classes": 0, **self.args, "pretrained": False}
         if args.setdefault("in_chans", channels) != channels:
@@ -104,6 +106,9 @@ class Torchvision:
     library = "torchvision"
     sizes_in = "args"
 
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        yield from _name_problems(self)
+
     def tiny(self) -> dict[str, Any]:
         return _tiny(self.model)
 
@@ -122,7 +127,7 @@ class Torchvision:
         """
         import torchvision
 
-        check_name("torchvision", self.model)
+        _check_model(self)
         _refuse_given(self, "torchvision", "weights")
         create = partial(torchvision.models.get_model, self.model, **{**self.args, "weights": None})
         model = _call(create, "torchvision", self)
@@ -164,22 +169,17 @@ class Custom:
         return model
 
 
-def check_name(library: str, model: str) -> None:
-    """Raise UserError, with the nearest names, if the library has no such model."""
-    if library == "timm":
-        import timm
+def _name_problems(config: Timm | Torchvision) -> Iterator[str]:
+    """Yield the problem of an unknown name."""
+    try:
+        check_name(config.library, config.model)
+    except UserError as error:
+        yield f"model: {error}"
 
-        if timm.is_model(model):
-            return
-        hint = nearest(model.partition(".")[0], timm.list_models())
-    else:
-        import torchvision
 
-        known = torchvision.models.list_models(module=torchvision.models)
-        if model in known:
-            return
-        hint = nearest(model, known)
-    raise UserError(f"backbone.model: {library} has no model named {model!r}; {hint}")
+def _check_model(config: Timm | Torchvision) -> None:
+    for problem in _name_problems(config):
+        raise UserError(f"backbone.{problem}")
 
 
 def _refuse_given(config: Timm | Torchvision, library: str, *weights: str) -> None:

@@ -114,7 +114,7 @@ def load_weights(
 
     Args:
         module: The backbone.
-        state: Result of ``read_state``.
+        state: Result of ``read_state``. For a module on the meta device it is only compared.
         min_matched: Minimum fraction of the module's tensors to find; the others keep their values.
             With 1.0, additional tensors of the file's network must belong to a head.
         skip: Patterns (``conv1.*``) of the module's tensors that keep their values.
@@ -136,6 +136,8 @@ def load_weights(
         raise UserError(
             f"{what}: holds several networks that fit ({names}); {choice}keep one of them in a file"
         )
+    if is_on_meta(module):
+        return  # the weights fit
     log.info("%s: %s", what, match.summary())
     if match.left_out:
         parts = [
@@ -210,7 +212,7 @@ def _match(module: nn.Module, state: State, what: str, skipped: Set[str]) -> _Ma
         if fitting is None:
             misshapen[key] = (tuple(value.shape), tuple(own[key].shape))
             continue
-        if fitting is not value:
+        if fitting is not value and not is_on_meta(module):
             shapes = tuple(value.shape), tuple(fitting.shape)
             log.info("%s: %s is interpolated from %s to %s", what, key, *shapes)
         found[key] = fitting

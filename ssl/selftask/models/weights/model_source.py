@@ -14,14 +14,16 @@ from selftask.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.config.checks.image_size import resized_backbone, resized_pipeline, undivided
 from selftask.config.checks.resuming import goes_on
+from selftask.config.library_names import split_address
 from selftask.config.schema import Component, Config
 from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
 from selftask.files.addresses import fetch
 from selftask.files.paths import exists, expand_user, is_folder
 from selftask.logs import get_logger
-from selftask.models.backbones.libraries import check_name
-from selftask.models.build import build_backbone, embed_dim
+from selftask.models.build import build_backbone, build_on_meta, embed_dim
+from selftask.models.weights.address import NONE, PRETRAINED, check_model
+from selftask.models.weights.layouts import State
 from selftask.models.weights.load import is_on_meta, load_weights, renamed, with_prefix
 from selftask.models.weights.places import Exported, Saved, find_weights
 from selftask.models.weights.read import (
@@ -34,10 +36,6 @@ from selftask.models.weights.read import (
 
 log = get_logger(__name__)
 
-PRETRAINED = "pretrained"
-NONE = "none"
-
-_LIBRARIES = ("timm", "torchvision")
 _IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
@@ -73,7 +71,7 @@ def open_model(
         UserError: If something is missing or does not match.
     """
     facts, place = _describe(address, weights, trust, image_size)
-    library, name = _split(address)
+    library, name = split_address(address)
     try:
         backbone = build_backbone(Component(**facts["architecture"]), facts.get("channels", 3))
     except TypeError as error:
@@ -109,13 +107,10 @@ def _describe(
     address: str, weights: str, trust: bool, image_size: int | None
 ) -> tuple[dict[str, Any], Exported | Saved | None]:
     """Return the metadata, and the location of the weights unless it is a library's model."""
-    library, name = _split(address)
+    check_model(address, weights)
+    library, name = split_address(address)
     if library:
         return _for_size(_describe_library(library, name, weights), image_size), None
-    if weights != PRETRAINED:
-        raise UserError(
-            f"weights={weights}: is for timm:NAME and torchvision:NAME; {address} has its own"
-        )
     place = find_weights(address)
     facts = _for_size(place.facts(), image_size)
     if not trust:
@@ -126,28 +121,63 @@ def _describe(
     return facts, place
 
 
-def load_init(backbone: nn.Module, config: Config) -> None:
-    """Load ``init.backbone`` if it is set, unless all weights come from a checkpoint.
-
-    Nothing is read for a backbone on the meta device.
-    """
+def read_init(config: Config) -> State | None:
+    """Return the weights of ``init.backbone``; None if all weights come from a checkpoint."""
     init = config.init
-    if init.backbone is not None and not goes_on(config) and not is_on_meta(backbone):
+    if init.backbone is None or goes_on(config):
+        return None
+    try:
         if init.head:  # both of the same step
             weights = backbone_state(open_checkpoint(init.backbone))
         else:
             weights = read_weights(init.backbone)
-        weights = renamed(weights, init.rename, "init.rename")
-        if init.prefix is not None:
-            weights = with_prefix(weights, init.prefix, "init.prefix")
-        load_weights(
-            backbone,
-            weights,
-            min_matched=init.min_matched,
-            skip=init.skip,
-            what="init.backbone",
-            option="init.prefix",
-        )
+    except UserError as error:
+        raise UserError(f"init.backbone={error}") from error
+    weights = renamed(weights, init.rename, "init.rename")
+    return weights if init.prefix is None else with_prefix(weights, init.prefix, "init.prefix")
+
+
+def open_init(config: Config, channels: int) -> State | None:
+    """Return the result of ``read_init``, or raise UserError if it does not fit the backbone.
+
+    A backbone of the user's own code is not compared, since building it twice may have effects.
+    """
+    weights = read_init(config)
+    if weights is not None and config.backbone.name != "custom":
+        backbone = build_on_meta(config.backbone, channels)
+        if backbone is not None:
+            _fit_init(backbone, config, weights)
+    return weights
+
+
+def load_init(backbone: nn.Module, config: Config, weights: State | None = None) -> None:
+    """Load ``init.backbone`` if it is set, unless all weights come from a checkpoint.
+
+    Nothing is read for a backbone on the meta device.
+
+    Args:
+        backbone: The backbone.
+        config: The config of the run.
+        weights: Result of ``read_init``, if it has been called before.
+    """
+    if is_on_meta(backbone):
+        return
+    weights = read_init(config) if weights is None else weights
+    if weights is not None:
+        _fit_init(backbone, config, weights)
+
+
+def _fit_init(backbone: nn.Module, config: Config, weights: State) -> None:
+    """Load the result of ``read_init``, or raise UserError; on the meta device, only compare."""
+    init = config.init
+    load_weights(
+        backbone,
+        weights,
+        min_matched=init.min_matched,
+        skip=init.skip,
+        what="init.backbone",
+        option="init.prefix",
+    )
 
 
 def read_weights(address: str) -> dict[str, Tensor]:
@@ -156,7 +186,7 @@ def read_weights(address: str) -> dict[str, Tensor]:
     The address is one of ``open_model``, any file of weights, ``RUN@best`` or ``RUN@STEP``. Its
     architecture may be unknown: ``load_weights`` checks whether the weights match.
     """
-    library, name = _split(address)
+    library, name = split_address(address)
     if library:
         return download(library, name)
     if (checkpoint := named_checkpoint(address)) is not None:
@@ -205,12 +235,6 @@ def open_checkpoint(address: str) -> dict[str, Any]:
         raise UserError(f"{address}: is no checkpoint of a run ({error})") from error
 
 
-def _split(address: str) -> tuple[str, str]:
-    """Split ``timm:NAME`` into ("timm", NAME), and a path into ("", path)."""
-    library, colon, name = address.partition(":")
-    return (library, name) if colon and library in _LIBRARIES else ("", address)
-
-
 def _for_size(facts: dict[str, Any], size: int | None) -> dict[str, Any]:
     """Return the metadata for images of ``size`` pixels; unchanged if None."""
     if size is None:
@@ -229,7 +253,6 @@ def _for_size(facts: dict[str, Any], size: int | None) -> dict[str, Any]:
 
 
 def _describe_library(library: str, name: str, weights: str) -> dict[str, Any]:
-    check_name(library, name)
     if weights == PRETRAINED:
         transforms = _transforms_of(library, name)
     else:

@@ -21,6 +21,7 @@ from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import expand_user, is_file, is_folder
 from selftask.files.received import UnreadableFile, read_json
 from selftask.logs import get_logger
+from selftask.models.weights.address import no_model
 from selftask.models.weights.export import META, WEIGHTS, metadata
 from selftask.models.weights.read import backbone_state, of_backbone, read_backbone, read_state
 
@@ -46,10 +47,7 @@ class Exported:
     def facts(self) -> dict[str, Any]:
         """Return the metadata. Raise UserError if a file is missing or of another kind."""
         if not is_file(self.weights):
-            raise UserError(
-                f"{self.weights}: there is no such file or run; a model is a run's folder, a file, "
-                f"timm:NAME or torchvision:NAME"
-            )
+            raise no_model(self.weights)
         if not is_file(self.meta):
             raise UserError(
                 f"{self.weights}: nothing says which architecture it is for, {self.meta} is "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from selftask.checkpoint.manifest import DamagedCheckpoint
 from selftask.checkpoint.rotation import MANIFEST
 from selftask.errors import UserError, join_some
 from selftask.files.addresses import fetch
-from selftask.files.paths import is_file, is_folder, names_in
+from selftask.files.paths import is_file
 from selftask.logs import get_logger
+from selftask.models.weights.address import existing_file
 from selftask.models.weights.foreign_pickle import read_tensors
 from selftask.models.weights.layouts import flatten
 
@@ -36,10 +36,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     path = fetch(path)
     if is_file(path / MANIFEST):
         return backbone_state(read_backbone(path))
-    if not is_file(path):
-        raise UserError(f"{path}: there is no such file{_instead_of(path)}")
-    if path.stat().st_size == 0:
-        raise UserError(f"{path}: the file is empty (0 bytes), so writing it was cut short")
+    path = existing_file(path)
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     state = _tensors(content)
     if not state:
@@ -96,7 +93,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         state: dict[str, Tensor] = load_file(path)
         return state
     except SafetensorError as error:
-        raise UserError(f"{path}: {_damaged(path)} ({error})") from error
+        raise UserError(f"{path}: {_damaged(path)}") from error
 
 
 def _read_torch(path: Path) -> Any:
@@ -106,7 +103,7 @@ def _read_torch(path: Path) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # unpickling other files may raise any error
-        raise UserError(f"{path}: {_damaged(path)} ({_first_line(error)})") from error
+        raise UserError(f"{path}: {_damaged(path)}") from error
     if not skipped:
         return content
     log.info("%s: left out: python objects (%s), which are not loaded", path, join_some(skipped))
@@ -126,20 +123,11 @@ def _tensors(content: Any) -> dict[str, Tensor]:
 
 
 def _damaged(path: Path) -> str:
-    size = path.stat().st_size
-    return f"damaged or no file of weights ({size} bytes)"
-
-
-def _instead_of(path: Path) -> str:
-    """Return a hint for a path that is not a file."""
-    if is_folder(path):
-        inside = names_in(path)
-        return f", it is a folder with {join_some(inside)}"
-    if not is_folder(path.parent):
-        return f", nor a folder {path.parent}"
-    close = get_close_matches(path.name, names_in(path.parent), n=1)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    """Return what a file is that the libraries cannot read; their reasons name their own calls."""
+    with path.open("rb") as file:
+        head = file.read(100).lstrip().lower()
+    if head.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS instead of the weights; `git lfs pull` fetches them"
+    if head.startswith((b"<!doctype", b"<html")):
+        return "a web page instead of the weights; download the file once more"
+    return f"damaged or no file of weights ({path.stat().st_size} bytes)"

@@ -20,10 +20,9 @@ from selftask.errors import UserError
 from selftask.models.build import build_backbone, embed_dim, with_embed_dim
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.network import Network
+from selftask.models.weights.address import NONE, PRETRAINED, check_model
 from selftask.models.weights.load import is_on_meta, load_weights
 from selftask.models.weights.model_source import (
-    NONE,
-    PRETRAINED,
     describe_model,
     download,
     open_checkpoint,
@@ -181,9 +180,7 @@ def _classifier(name: str, weights: str) -> tuple[nn.Module, nn.Linear]:
     """Return a timm model without its classifier, and the classifier."""
     import timm
 
-    from selftask.models.backbones.libraries import check_name
-
-    check_name("timm", name)
+    check_model(f"timm:{name}", weights)
     model: Any = timm.create_model(name, pretrained=False)
     if weights == PRETRAINED:
         load_weights(model, download("timm", name), what=f"timm:{name}")

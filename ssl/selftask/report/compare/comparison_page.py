@@ -148,7 +148,8 @@ def _notes(comparison: Comparison) -> list[str]:
         told = ", ".join(f"{length:,}" for length in sorted(lengths))
         notes.append(f"the runs are of different length: {told} steps")
     if not comparison.of_one_loss and "loss" in comparison.metrics:
-        notes.append("the settings of the method differ: losses of different scale, not comparable")
+        what = "methods" if "method.name" in comparison.keys else "settings of the method"
+        notes.append(f"the {what} differ: losses of different scale, not comparable")
     if any(key.startswith("data.") for key in comparison.keys):
         notes.append("the runs read different data")
     return notes

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from selftask.config.library_names import LIBRARIES
+
 SEED = "train.seed"
 # Keys that do not affect the result: run folder, launch options, logging, kept checkpoints.
 _PLACE = (
@@ -18,8 +20,12 @@ _PLACES = ("launch.", "resume.")
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return dotted key -> value as text; sections in a list have their index as a key."""
     found: dict[str, str] = {}
+    library = config.get("name") if config.get("name") in LIBRARIES and "model" in config else None
     for name, value in config.items():
         key = f"{prefix}{name}"
+        if library and name in ("name", "model"):  # one value: timm:NAME
+            found[f"{prefix}name"] = f"{library}:{config['model']}"
+            continue
         if isinstance(value, list) and value and all(isinstance(v, Mapping) for v in value):
             value = {str(number): entry for number, entry in enumerate(value)}
         if isinstance(value, Mapping) and value:

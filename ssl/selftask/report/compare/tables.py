@@ -102,7 +102,7 @@ def _group_row(group: Group, comparison: Comparison) -> list[Datum]:
         if name != "loss":
             row.append(_mean(group.best(name)))
     row.append(_mean(group.cost("hours"), show=show_hours, spread=False))
-    row.append(_mean(group.cost("images_per_s"), show="{:,.0f}".format, spread=False))
+    row.append(_mean(group.cost("images_per_s"), show=show_rate, spread=False))
     row.append(_mean(group.cost("memory"), show=show_memory, spread=False))
     return row
 
@@ -150,7 +150,7 @@ def _run_row(
         row.append(Datum(escape(member.seed), _sort_key(member.seed)))
     hours, rate, memory = member.hours, member.images_per_s, member.memory
     row.append(Datum("" if hours is None else show_hours(hours), hours))
-    row.append(Datum("" if rate is None else f"{rate:,.0f}", rate))
+    row.append(Datum("" if rate is None else show_rate(rate), rate))
     row.append(Datum("" if memory is None else show_memory(memory), memory))
     return row
 
@@ -241,8 +241,15 @@ def _unfinished(members: Sequence[Member]) -> str:
 
 
 def show_hours(hours: float) -> str:
-    """Format hours as ``2.4 h``, or short times as ``1.6 min``."""
-    return f"{hours:.3g} h" if hours >= 1 else f"{60 * hours:.2g} min"
+    """Format hours as ``2.4 h``, or short times as ``1.6 min`` or ``1.9 s``."""
+    if hours >= 1:
+        return f"{hours:.3g} h"
+    return f"{60 * hours:.2g} min" if 60 * hours >= 1 else f"{3600 * hours:.2g} s"
+
+
+def show_rate(rate: float) -> str:
+    """Format images per second, small rates with two digits."""
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def show_memory(size: float) -> str:

@@ -1,0 +1,70 @@
+"""Messages of mistakes that new users made: what is wrong, and what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from selftask.cli.main import main
+from selftask.config.load import load_config
+from selftask.errors import nearest_path
+from selftask.run.compatibility import _fixed, changes
+
+
+def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(argv) == 2
+    return capsys.readouterr().err
+
+
+def test_config_of_a_recipe_is_printed_without_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "simclr/images"]) == 0
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["data"]["path"] == "FOLDER"
+    assert printed.err.startswith("note: data is missing: ") and printed.err.count("\n") == 1
+    assert "data is missing" in error_of(["config", "simclr/images", "train.epoch=1"], capsys)
+
+
+def test_export_of_an_empty_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    assert "error: empty: holds no backbone.pt" in error_of(["export", "empty"], capsys)
+
+
+def test_cancel_on_a_machine_without_slurm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert "error: 123: this machine has no SLURM" in error_of(["cancel", "123"], capsys)
+
+
+def test_folder_of_arrays_names_the_source_that_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scenes").mkdir()
+    np.save(tmp_path / "scenes/1.npy", np.zeros((4, 4, 5), "uint8"))
+    text = error_of(["train", "simclr/images", f"data={tmp_path}"], capsys)
+    assert "no images" in text and "data.name=bands reads the .npy" in text
+
+
+def test_names_are_compared_without_their_folder(tmp_path: Path) -> None:
+    for name in ("opt", "train", ".hidden"):
+        (tmp_path / name).mkdir()
+    known = f"known: {tmp_path / 'opt'}, {tmp_path / 'train'}"
+    assert nearest_path(tmp_path / "nope") == known
+    assert nearest_path(tmp_path / "trian") == f"did you mean {str(tmp_path / 'train')!r}?"
+    assert nearest_path(tmp_path / "nope.pt") == known
+
+
+def test_difference_in_the_method_comes_before_views() -> None:
+    configs = [load_config(f"{name}/images", [f"data={name}"]) for name in ("moco", "dino")]
+    before, now = (_fixed(config.to_dict()) for config in configs)
+    keys = [change.partition(":")[0] for change in changes(before, now, "")]
+    assert keys[0] == "method.name"
+    first_view = next(i for i, key in enumerate(keys) if key.startswith("views."))
+    others = [i for i, key in enumerate(keys) if key.startswith(("data.", "backbone", "optimizer"))]
+    assert others and max(others) < first_view
