@@ -12,12 +12,37 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import conv_flop_count, flop_registry
+from torch.utils.flop_counter import (
+    conv_flop_count,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 ACTIVATIONS, GRADIENTS, CASTS = "activations", "gradients", "low-precision weights"
 FORWARD, BACKWARD, TEACHER = "forward", "backward", "teacher"
 BEFORE, START, END = "end of forward", "start of backward", "end of backward"
 _CAST = torch.ops.aten._to_copy.default
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    flops: int = sdpa_flop_count(query.shape, key.shape, value.shape)
+    return flops
+
+
+def _attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    shapes = (tensor.shape for tensor in (gradient, query, key, value))
+    flops: int = sdpa_backward_flop_count(*shapes)
+    return flops
+
+
+# torch counts the kernels of GPUs only. Which kernel a CPU takes depends on its instruction set.
+_CPU_KERNELS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
 
 
 class StepTracker(TorchDispatchMode):
@@ -76,6 +101,8 @@ class StepTracker(TorchDispatchMode):
         packet = func._overloadpacket  # type: ignore[attr-defined]
         if packet is torch.ops.aten.convolution_backward:
             self.flops[phase] += _convolution_backward(*args)
+        elif packet in _CPU_KERNELS:
+            self.flops[phase] += _CPU_KERNELS[packet](*args, **kwargs or {})
         elif packet in flop_registry:
             self.flops[phase] += flop_registry[packet](*args, **kwargs or {}, out_val=result)
         kind = ACTIVATIONS
