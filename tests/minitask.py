@@ -88,7 +88,7 @@ class MiniTask:
         self.train_step = TRAIN_STEPS[step] if isinstance(step, str) else step
         options = CompileConfig(backend="eager")
         train = SimpleNamespace(seed=0, accumulate=accumulate, compile_options=options)
-        views = {"main": SimpleNamespace(count=len(sizes), of=None)}
+        views = {"main": SimpleNamespace(count=len(sizes), of=None, images=[None])}
         self.config = SimpleNamespace(train=train, views=views, init=SimpleNamespace(backbone=None))
         self.length = RunLength(
             num_samples=NUM_IMAGES, batch_size=batch_size, accumulate=accumulate, epochs=epochs

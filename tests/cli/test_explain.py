@@ -25,7 +25,10 @@ HOOKS = ("timing", "gradient_norms", "activations", "clip_gradients", "csv")
         ("emb_std", r"emb_std: column of metrics\.jsonl, 0 to 1; .*health.*\n.*embeddings"),
         ("train.batch_size", r"train\.batch_size: a whole number, at least 1, default 256\n"),
         ("base_lr", r"optimizer\.lr: a number or a schedule, at least 0, required\n"),
-        ("queue_size", r"method\.queue_size \(moco\): a whole number, at least 1, default 65536\n"),
+        (
+            "queue_size",
+            r"method\.queue_size \(densecl, moco\): a whole number, at least 1, default 6",
+        ),
         ("train.keep_best", r"train\.keep_best\.mode: auto or max or min, default auto\n"),
         ("lars", r"lars: optimizer \[.*lars\.py:\d+\]\n.*\n.*optimizer\.sgd_momentum"),
         ("linear", r"(?s)linear: schedule .*linear: evaluation "),

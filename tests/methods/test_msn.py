@@ -19,6 +19,7 @@ from minitask import MiniTask, largest_difference, predicted
 from ranks import run_ranks
 from selftask.batch import Batch, total
 from selftask.config.load import load_config
+from selftask.config.schema import FrozenModule
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.errors import ConfigError
 from selftask.methods.msn import MSN
@@ -219,7 +220,7 @@ def test_a_student_can_learn_its_scores(tmp_path: Path) -> None:
     task.save_checkpoint()
     task.close()
     images = draw(0, 4, 3, 32, 32).float()
-    trained = open_scores(str(tmp_path / "run"), weights=None)
+    trained = open_scores(FrozenModule(model=str(tmp_path / "run")))
     teacher = task.loss.teacher.network.eval()
     with torch.no_grad():
         found = trained.network.eval()([images])[0]

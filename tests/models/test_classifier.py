@@ -18,7 +18,7 @@ import tiny
 from minitask import TinyBackbone
 from selftask.cli.main import main
 from selftask.config.load import load_config, to_yaml
-from selftask.config.schema import Component
+from selftask.config.schema import Component, FrozenModule
 from selftask.errors import ConfigError, UserError
 from selftask.methods.supervised import Supervised
 from selftask.models.build import build_backbone
@@ -232,7 +232,7 @@ def test_a_chain_resumes_and_teaches(folder: Path) -> None:
         tiny.train("supervised", folder, "parts", *words, f"train.stop_at={stop}").close()
     states = [tiny.last_state(folder / out) for out in ("whole", "parts")]
     assert tiny.differences(*states) == []
-    teacher, images = open_scores(str(folder / "whole"), weights=None), _random(2, 3, 32, 32)
+    teacher, images = open_scores(FrozenModule(model=str(folder / "whole"))), _random(2, 3, 32, 32)
     with torch.no_grad():
         expected = whole.base_model.eval()(images)
         assert torch.allclose(teacher.network.eval()([images])[0], expected, atol=1e-6)

@@ -54,13 +54,17 @@ def core_packages(root: str = PACKAGE) -> list[str]:
     return sorted(found)
 
 
+_SAYS_NOTHING = ("OSI Approved", "Other/Proprietary License")  # classifiers
+
+
 def licence(name: str) -> str:
     """Return a package's licence from its metadata: expression, classifiers or text."""
     metadata = importlib.metadata.metadata(name)
     classifiers = [
         text.rpartition(" :: ")[2]
         for text in metadata.get_all("Classifier") or ()
-        if text.startswith("License :: ") and not text.endswith("OSI Approved")
+        if text.startswith("License :: ")
+        and not text.endswith(("OSI Approved", "Other/Proprietary License"))
     ]
     told = metadata.get("License-Expression") or ", ".join(classifiers) or metadata.get("License")
     return (told or EMPTY.get(name, "")).strip().partition("\n")[0]

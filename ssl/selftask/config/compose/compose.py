@@ -123,7 +123,12 @@ def _method_fields(values: dict[str, Any], layers: Layers) -> list[str]:
     if not isinstance(name, str) or not layers.is_renamed(METHOD) or name not in METHODS:
         return []
     config = config_class(METHODS, name)
-    return [field.name for field in dataclasses.fields(config)] if config is not None else []
+    # another class than a dataclass is reported when the values are read
+    return (
+        [field.name for field in dataclasses.fields(config)]
+        if dataclasses.is_dataclass(config)
+        else []
+    )
 
 
 def _notes(values: dict[str, Any], removed: dict[Key, str]) -> Iterator[str]:

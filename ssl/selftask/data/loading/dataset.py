@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 
 MAX_REPLACEMENTS = 100  # tried for one sample before giving up
 MAX_FAILED_READS = 5  # in a row; with retries, each takes 0.5 s if the disk returns EIO
-DEFAULT_MAX_UNREADABLE, MIN_ALLOWED_UNREADABLE = (
-    0.001,
-    3,
-)  # share and number of images that may be unreadable if max_unreadable is null
+# Share and number of images that may be unreadable if max_unreadable is null.
+DEFAULT_MAX_UNREADABLE, MIN_ALLOWED_UNREADABLE = 0.001, 3
 _REPLACEMENT = 0x7265706C  # "repl": separates these hashes from other uses of the same seed
 
 
