@@ -73,7 +73,7 @@ def main() -> int:
     end = time.monotonic() + 60 * budget
     pairs = list(all_pairs(options.methods or METHODS.names(), options.proof or ledger.PROOFS))
     if options.list:
-        print("\n".join(f"{p.method:<13}{p.proof:<12}{ledger.state(*p)}" for p in pairs))
+        print("\n".join(f"{p.method:<20}{p.proof:<12}{ledger.state(*p)}" for p in pairs))
         return 0
     passed = not options.slow_tests or run_slow_tests(end)
     chosen = pairs if options.budget is None else select(pairs, commit())
