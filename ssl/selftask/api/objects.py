@@ -1,8 +1,8 @@
 """Python objects in place of names in a config.
 
 A config is text. Data sets, backbones and transforms become attributes of this module, and the
-config refers to them as ``custom`` with their import path. Other classes and functions are registered
-under their own names.
+config refers to them as ``custom`` with their import path. Other classes and functions are
+registered under their own names.
 """
 
 from __future__ import annotations

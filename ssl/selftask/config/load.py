@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from selftask.config.checks import locations
+from selftask.config.checks import identical_views, locations
 from selftask.config.checks.components import component_problems
 from selftask.config.checks.contradictions import contradictions
 from selftask.config.compose.compose import compose
@@ -53,6 +53,7 @@ def load_config(
         reader.problem(key, text)
     if reader.problems:
         raise ConfigError(reader.problems)
+    config.notes.extend(identical_views.notes(config))
     return config
 
 

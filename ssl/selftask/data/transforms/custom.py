@@ -26,7 +26,8 @@ from selftask.registry import register_transform
 class Custom(Transform):
     """Apply a class or function for Pillow images: from AugLy, torchvision or your own code.
 
-    If it takes two arguments, ``(image, rng)``, it gets a uint8 array (H, W, C) and a NumPy generator.
+    If it takes two arguments, ``(image, rng)``, it gets a uint8 array (H, W, C) and a NumPy
+    generator.
     The global generators of Python, NumPy and torch are seeded before each call and restored after
     it. So the draws depend only on (seed, epoch, image, view), like those of other transforms.
     """
@@ -89,7 +90,7 @@ class Custom(Transform):
         if not isinstance(made, np.ndarray) or (made.dtype, made.ndim, made.shape[-1]) != expected:
             raise UserError(
                 f"{self.transform} gave {_describe(made)}; a Pillow image or an array "
-                f"(H, W, {image.shape[2]}) of bytes (uint8) is expected; `normalize` makes the tensor"
+                f"(H, W, {image.shape[2]}) of bytes (uint8) is expected; `normalize` makes tensors"
             )
         return made
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import netrc
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
-from selftask.hooks.writers.base import TrackingWriter
+from selftask.hooks.writers.base import TrackingWriter, Writer
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -33,6 +37,17 @@ class Wandb(TrackingWriter):
     """Name of the run; null: the name of the run folder."""
     mode: Literal["online", "offline"] | None = None
     """Whether rows are sent during training; null: WANDB_MODE if set, else online."""
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        """Yield a problem if the package is missing, or rows would be sent without a login."""
+        missing = [*Writer.problems(self, config)]
+        yield from missing
+        mode = self.mode or os.environ.get("WANDB_MODE", "online")
+        if not missing and mode == "online" and not _has_login():
+            yield (
+                "W&B has no login on this machine: run `wandb login`, or set WANDB_API_KEY, or "
+                "hooks.wandb.mode=offline to write to OUT/wandb for `wandb sync`"
+            )
 
     def connect(self, task: Task, known: str | None) -> str:
         import wandb
@@ -68,3 +83,20 @@ class Wandb(TrackingWriter):
 
     def close(self, *, failed: bool) -> None:
         self.run.finish(exit_code=1 if failed else 0)
+
+
+def _has_login() -> bool:
+    """Return whether wandb will find a key: in the environment, or where `wandb login` writes it.
+
+    wandb itself takes a second to import.
+    """
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    names = ("~/.netrc", "~/_netrc")  # the second on Windows
+    paths = [os.environ.get("NETRC"), *names]
+    path = next((p for p in map(os.path.expanduser, filter(None, paths)) if os.path.exists(p)), "")
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    try:
+        return bool(path) and netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False  # wandb cannot read it either
