@@ -48,7 +48,7 @@ def load_config(
     if composed.problems or read or config is None:
         raise ConfigError([*composed.problems, *read])
     config.notes.extend(composed.notes)
-    found = [*contradictions(config), *component_problems(config)]
+    found = [*contradictions(config), *component_problems(config, hooks=trust)]
     for key, text in [*found, *(locations.problems(config) if trust else ())]:
         reader.problem(key, text)
     if reader.problems:

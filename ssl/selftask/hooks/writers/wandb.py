@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import netrc
 import os
+import sys
 from collections.abc import Iterator
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
@@ -42,8 +45,7 @@ class Wandb(TrackingWriter):
         """Yield a problem if the package is missing, or rows would be sent without a login."""
         missing = [*Writer.problems(self, config)]
         yield from missing
-        mode = self.mode or os.environ.get("WANDB_MODE", "online")
-        if not missing and mode == "online" and not _has_login():
+        if not missing and _needs_login(self.mode):
             yield (
                 "W&B has no login on this machine: run `wandb login`, or set WANDB_API_KEY, or "
                 "hooks.wandb.mode=offline to write to OUT/wandb for `wandb sync`"
@@ -85,18 +87,27 @@ class Wandb(TrackingWriter):
         self.run.finish(exit_code=1 if failed else 0)
 
 
-def _has_login() -> bool:
-    """Return whether wandb will find a key: in the environment, or where `wandb login` writes it.
+def _needs_login(mode: str | None) -> bool:
+    """Return whether wandb would look for a key and not find one; it takes a second to import.
 
-    wandb itself takes a second to import.
+    A script that has imported wandb may have logged in itself.
     """
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    names = ("~/.netrc", "~/_netrc")  # the second on Windows
-    paths = [os.environ.get("NETRC"), *names]
-    path = next((p for p in map(os.path.expanduser, filter(None, paths)) if os.path.exists(p)), "")
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    if "wandb" in sys.modules or {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"} & os.environ.keys():
+        return False
+    folder = os.environ.get("WANDB_CONFIG_DIR", os.path.expanduser("~/.config/wandb"))
+    settings = ConfigParser(interpolation=None)  # of `wandb login --host`, `wandb offline`
     try:
-        return bool(path) and netrc.netrc(path).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False  # wandb cannot read it either
+        settings.read([f"{folder}/settings", "wandb/settings"])
+        saved = dict(settings["default"]) if "default" in settings else {}
+        mode = mode or os.environ.get("WANDB_MODE") or saved.get("mode", "online")
+        if mode not in ("online", "run") or "api_key" in saved or "disabled" in saved:
+            return False
+        address = os.environ.get("WANDB_BASE_URL") or saved.get("base_url", "https://api.wandb.ai")
+        paths = [os.environ.get("NETRC", ""), *map(os.path.expanduser, ("~/.netrc", "~/_netrc"))]
+        return not any(
+            netrc.netrc(path).authenticators(urlsplit(address).netloc)
+            for path in paths
+            if os.path.exists(path)
+        )
+    except (OSError, ConfigParserError, netrc.NetrcParseError):
+        return False  # not for us to judge
