@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
@@ -9,13 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 
 import selftask
 import tiny
+from selftask.api.objects import overrides
 from selftask.api.trainer import Interrupted
 from selftask.batch import Batch
+from selftask.data.transforms.nested import RandomApply
+from selftask.data.transforms.normalize import Normalize
+from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
 from selftask.hooks.base import function_hook
 from selftask.methods.base import Method
@@ -164,6 +171,55 @@ def test_classes_and_functions_are_names(tmp_path: Path, forget_names: None) -> 
     assert task.config.to_dict()["method"] == {"name": "Pull", "strength": 3.0}
     assert task.config.train.step.name == "loud_step"
     assert isinstance(task.optimizer.optimizer, torch.optim.NAdam)
+
+
+def darken(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Of an array, by a number of the view's own generator."""
+    return image // np.uint8(rng.integers(2, 9))
+
+
+class Mirror:
+    """As torchvision's transforms: a Pillow image to a Pillow image; drawn by Python."""
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        return ImageOps.mirror(image) if random.random() < 0.5 else image
+
+
+def views_of(folder: Path, transforms: Any) -> list[np.ndarray]:
+    """Two views of an image, by transforms given as objects."""
+    config = selftask.create_task(
+        "simclr/digits",
+        data=tmp if (tmp := folder / "digits.npz").exists() else tiny.digits_file(folder),
+        out=folder / "run",
+        views={"main": {"count": 2, "transforms": transforms}},
+        **{"data.val": None, "eval.evaluations": {"knn": None, "linear": None}},
+    ).config
+    image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    views = Views(config.views)
+    first = views(image, 0, 1, 2)
+    assert all(np.array_equal(*pair) for pair in zip(first, views(image, 0, 1, 2), strict=True))
+    return [image, *first]
+
+
+def test_transforms_are_callables(tmp_path: Path, forget_names: None) -> None:
+    """Functions, lambdas, instances and selftask's own classes, alone, in lists and nested."""
+    end = {"name": "normalize"}
+    image, *views = views_of(tmp_path, [darken, end])
+    divided = [[np.array_equal(view, image // by) for by in range(2, 9)] for view in views]
+    assert [sum(row) for row in divided] == [1, 1]
+    nested = {"name": "random_apply", "p": 1.0, "transforms": [lambda img: ImageOps.flip(img)]}
+    image, *views = views_of(tmp_path, [nested, Mirror(), Normalize()])
+    flipped = image[::-1]
+    mirrored = [np.array_equal(view, flipped[:, ::-1]) for view in views]
+    assert mirrored == [not np.array_equal(view, flipped) for view in views]
+    image, *views = views_of(tmp_path, [RandomApply(p=1.0, transforms=[nested]), end])
+    assert np.array_equal(views[0], flipped)
+    config = overrides({"views.main.transforms": [ImageOps.mirror]})
+    assert config == [
+        'views.main.transforms=[{name: "custom", transform: "PIL.ImageOps:mirror"}]'
+    ], "what can be imported is named so that the command can run it"
+    with pytest.raises(UserError, match=r"gave a Tensor; a Pillow image or an array \(H, W, 3\)"):
+        views_of(tmp_path, [lambda img: torch.zeros(3, 8, 8), end])
 
 
 # -- tasks of batches --------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import os
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 
 import tiny
 from selftask.api.trainer import Trainer
+from selftask.config.load import load_config, to_yaml
 from selftask.errors import ConfigError
 from selftask.hooks.base import function_hook
 from selftask.hooks.gradients.histograms import spaced
@@ -237,6 +240,59 @@ def test_a_missing_package_is_told_before_training(
     assert list(Writer.problems(type("W", (Writer,), {"package": "json"})(), {})) == []
     with pytest.raises(ConfigError, match=r"hooks\.wandb.*pip install 'selftask\[wandb\]'"):
         tiny.config("simclr", tmp_path, "run", "hooks.wandb={}")
+
+
+@pytest.fixture
+def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without W&B's key, settings or module; wandb need not be installed."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: object() if name == "wandb" else found(name, *more),
+    )
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "NETRC"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_wandb_without_login_is_refused_before_training(no_login: Path) -> None:
+    """One line; the run used to start and to write nothing."""
+    with pytest.raises(
+        ConfigError, match=r"hooks\.wandb.*no login.*`wandb login`.*offline"
+    ) as info:
+        tiny.config("simclr", no_login, "run", "hooks.wandb={}")
+    assert len(str(info.value).splitlines()) == 1
+    tiny.config("simclr", no_login, "run", "hooks.wandb.mode=offline")
+    text = to_yaml(tiny.config("simclr", no_login, "run", "hooks.wandb.mode=offline"))
+    (no_login / "config.yaml").write_text(text.replace("mode: offline", "mode: online"))
+    assert load_config(str(no_login / "config.yaml"), [], trust=False).hooks["wandb"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("WANDB_API_KEY", "0" * 40),
+        ("WANDB_MODE", "offline"),
+        ("WANDB_MODE", "disabled"),
+        (".netrc", "machine api.wandb.ai\n login user\n password key\n"),
+        ("wandb/settings", "[default]\nmode = offline\n"),
+        (".config/wandb/settings", "[default]\nbase_url = https://w.example\napi_key = key\n"),
+    ],
+)
+def test_a_login_of_wandb_is_seen(
+    name: str, content: str, no_login: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name.isupper():
+        monkeypatch.setenv(name, content)
+    else:
+        (no_login / name).parent.mkdir(parents=True, exist_ok=True)
+        (no_login / name).write_text(content)
+        (no_login / name).chmod(0o600)
+    tiny.config("simclr", no_login, "run", "hooks.wandb={}")
 
 
 @pytest.mark.parametrize("primary", [True, False])

@@ -150,6 +150,8 @@ def test_features_are_those_of_the_rows_beside_them(
         assert np.allclose(given, expected.numpy(), atol=1e-5)
     facts = json.loads((out / "features.json").read_text())
     assert facts["model"] == str(exported) and facts["transforms"][1]["size"] == 32
+    named = [facts["classes"][int(row["label"])] for row in rows]
+    assert named == [Path(row["path"]).parent.name for row in rows]
     assert main(["features", str(exported), *words]) == 2
     assert "features.npy is there already" in capsys.readouterr().err
 

@@ -59,6 +59,32 @@ def test_any_size_the_same_again_and_in_place_never(name: str, size: tuple[int, 
     assert changed > 0 or min(size) == 1
 
 
+def differ(transform: Any, size: int) -> bool:
+    """Whether 40 views of one image are not all the same."""
+    image = np.random.default_rng(0).integers(20, 200, (size, size + 8, 3), dtype=np.uint8)
+    pipeline = Compose([transform])
+    return len({pipeline(image, draw_rng(3, 0, at, 0)).tobytes() for at in range(40)}) > 1
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_is_random_is_true(name: str) -> None:
+    """``custom`` is unknown and counts as random; so does ``tile``, which differs by view."""
+    declared = TRANSFORMS.declared(name, "is_random", True)
+    if name in ("custom", "tile"):
+        assert declared is True
+    else:
+        assert differ(build(name), 33) == bool(declared)
+    if declared == "p":
+        more = {key: value for key, value in REQUIRED.get(name, {}).items() if key != "p"}
+        more = {"transforms": [{"name": "lab"}]} if name == "random_apply" else more
+        assert [differ(TRANSFORMS[name](**more, p=p), 33) for p in (0.0, 0.5, 1.0)] == [
+            False,
+            True,
+            False,
+        ]
+
+
 @pytest.mark.parametrize("name", CHANGING)
 def test_gray_pictures_stay_gray_but_for_what_has_to_do_with_colours(name: str) -> None:
     """A image of equal channels keeps them equal unless the transform treats them apart."""

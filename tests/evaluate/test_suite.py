@@ -218,6 +218,18 @@ def test_jobs_on_slurm(
     assert main(["jobs", str(run)]) == 0
     (line,) = capsys.readouterr().out.splitlines()[1:]
     assert re.fullmatch(r"77 +\S*evaluations +- +running +step 2: knn", line)
+    fake("scancel", f'echo "$@" >> {tmp_path}/cancelled')
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert main(["cancel", str(copy)]) == 2, "the jobs are those of another folder"
+    assert "neither a job's id nor a submitted run" in capsys.readouterr().err
+    queue.note(run, {run: "70"})  # a job that has ended, which scancel would not know
+    assert main(["cancel", str(run)]) == 0
+    assert (tmp_path / "cancelled").read_text() == "-- 77\n"
+    fake("squeue", "echo '70|RUNNING|None'; echo '77|PENDING|Priority'")
+    assert main(["cancel", str(run)]) == 0
+    assert (tmp_path / "cancelled").read_text() == "-- 77\n-- 70 77\n"
+    (run / queue.JOBS).unlink()
+    capsys.readouterr()
     job()
     capsys.readouterr()
     rows = table(evaluated(capsys, run))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from selftask.cli.main import main
 from selftask.config.load import load_config
@@ -21,11 +22,14 @@ from selftask.distributed.collectives import (
 )
 from selftask.distributed.simulated import SIMULATED
 from selftask.errors import UserError
+from selftask.models.build import build_backbone
+from selftask.models.dropout import draw_per_sample
 from selftask.plan.assumptions import Assumptions, take_assumptions
 from selftask.plan.checkpoints import daly, lost_share
 from selftask.plan.plan import Plan, make_plan
 from selftask.plan.step_tracker import StepTracker
 from selftask.plan.table import count, duration, lines, show_bytes
+from selftask.random.keyed import LAYER_DRAWS
 
 
 def plan(recipe: str, *overrides: str) -> Plan:
@@ -100,6 +104,26 @@ def test_a_model_that_the_meta_device_cannot_build() -> None:
     words = ("data=none", "image_size=224", "backbone=torchvision:regnet_x_400mf")
     flops = plan("supervised/images", *words, "samples=1.28M", "classes=1000").step.flops
     assert flops["forward"] / 2 == pytest.approx(0.414e9, rel=0.01)
+
+
+def test_stochastic_depth_costs_what_runs() -> None:
+    """A step computes each branch of every sample before it drops some: the rate saves nothing."""
+    small = "name: vit_micro, img_size: 32, patch_size: 8, depth: 2"
+    planned, counted = [], []
+    for rate in (0.0, 0.9):
+        words = (f"backbone={{{small}, drop_path: {rate}}}", "image_size=32", "train.batch_size=8")
+        planned.append(plan("supervised/digits", *words).step.flops)
+        backbone = load_config("supervised/digits", [*words]).backbone
+        network = build_backbone(backbone).train()
+        assert draw_per_sample([network], seed=0) == []
+        assert bool(LAYER_DRAWS.num_layers) == bool(rate), "the layers of a run, on real tensors"
+        LAYER_DRAWS.start(torch.tensor([[0, index] for index in range(8)]), torch.device("cpu"))
+        with FlopCounterMode(display=False) as counter:
+            network(torch.rand(8, 3, 32, 32)).sum().backward()
+        LAYER_DRAWS.stop()
+        counted.append(counter.get_total_flops())
+    assert planned[0] == planned[1] and min(planned[0].values()) > 0
+    assert counted[0] == counted[1] > 0
 
 
 def test_dalys_interval_loses_the_least_time() -> None:

@@ -1,14 +1,16 @@
 """Python objects in place of names in a config.
 
-A config is text. Data sets and backbones become attributes of this module, and the config refers to
-them as ``custom`` with their import path. Classes and functions are registered under their own
-names.
+A config is text. Data sets, backbones and transforms become attributes of this module, and the
+config refers to them as ``custom`` with their import path. Other classes and functions are
+registered under their own names.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -17,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from selftask.config.keys import Key, dotted, is_source
+from selftask.config.keys import Key, dotted, is_pipeline, is_source
 from selftask.errors import UserError
 from selftask.methods.base import Method
-from selftask.registry import METHODS, REGISTRIES, TASKS, TRAIN_STEPS, Registry
+from selftask.registry import METHODS, REGISTRIES, TASKS, TRAIN_STEPS, TRANSFORMS, Registry
 
 _REGISTRIES: dict[Key, Registry] = {
     ("method",): METHODS,
@@ -37,8 +39,9 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
     Args:
         settings: Dotted keys or nested dicts. Accepted objects are a module as ``backbone``, a
             map-style data set as ``data``, ``data.val`` or one of ``data.val_sets``, an instance
-            or class as ``method``, a class of torch.optim as the optimizer's name, and classes or
-            functions as names of a task, train step, hook, meter or evaluation.
+            or class as ``method``, a class of torch.optim as the optimizer's name, classes or
+            functions as names of a task, train step, hook, meter or evaluation, and as a transform
+            whatever ``name: custom`` calls, or an instance of selftask's own classes.
     """
     return [
         f"{key}={_flow(_plain(value, tuple(key.split('.'))))}" for key, value in settings.items()
@@ -55,6 +58,8 @@ def _plain(value: Any, key: Key) -> Any:
         return {str(name): _plain(item, (*key, str(name))) for name, item in value.items()}
     if key == ("backbone",) and isinstance(value, nn.Module):
         return {"name": "custom", "model": _address("backbone", value)}
+    if _is_in_pipeline(key) and (callable(value) or _known_name(TRANSFORMS, type(value))):
+        return _transform(value, key)
     if isinstance(value, list | tuple):
         return [_plain(item, (*key, str(index))) for index, item in enumerate(value)]
     if is_source(key) and hasattr(value, "__getitem__"):
@@ -68,6 +73,28 @@ def _plain(value: Any, key: Key) -> Any:
     if registry is not None and callable(value):
         return _name(registry, value)
     raise UserError(f"{dotted(key)}: {type(value).__name__} is no value of a config")
+
+
+def _is_in_pipeline(key: Key) -> bool:
+    """Return whether a key is a list of transforms or below one."""
+    return any(is_pipeline(key[:length]) for length in (2, 3))
+
+
+def _transform(value: Any, key: Key) -> Any:
+    """Return the config value of a transform, or of the address in one (``transform``)."""
+    if is_pipeline(key):
+        return [_transform(value, (*key, "0"))]
+    if registered := _known_name(TRANSFORMS, type(value)):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"name": registered, **_plain(fields, key)}
+    module, name = getattr(value, "__module__", ""), getattr(value, "__name__", "")
+    if module != "__main__" and getattr(sys.modules.get(module), name or "-", None) is value:
+        address = f"{module}:{name}"  # the command can import it, too
+    else:
+        attribute = re.sub(r"\W", "_", f"{'_'.join(key)}_{name or type(value).__name__}")
+        globals()[attribute] = value
+        address = f"{__name__}:{attribute}"
+    return address if key[-1] == "transform" else {"name": "custom", "transform": address}
 
 
 def _registry(key: Key) -> Registry | None:
@@ -89,11 +116,15 @@ def _address(place: str, thing: Any) -> str:
 
 def _name(registry: Registry, thing: Any) -> str:
     """Return the name of a class or function; register it if it has none."""
-    known = (name for name in registry.names() if registry.imported(name) is thing)
-    name = next(known, None) or str(thing.__name__)
+    name = _known_name(registry, thing) or str(thing.__name__)
     if registry.imported(name) is not thing:
         registry.register(name)(thing)
     return name
+
+
+def _known_name(registry: Registry, thing: Any) -> str | None:
+    """Return the name under which a class or function is registered, or None."""
+    return next((name for name in registry.names() if registry.imported(name) is thing), None)
 
 
 def _flow(value: Any) -> str:

@@ -119,6 +119,7 @@ def create_task(
         task = TASKS[config.task](config, sources=open_data(config.data), backbone=backbone)
     else:
         config = load_config(recipe, overrides({**describe(batches), **settings}))
+        config.notes.clear()  # on the views, which come with the batches
         task = TaskOfBatches(config, batches, backbone)
     if starts_ranks(config):
         raise UserError(

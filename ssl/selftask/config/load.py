@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from selftask.config.checks import locations
+from selftask.config.checks import identical_views, locations
 from selftask.config.checks.components import component_problems
 from selftask.config.checks.contradictions import contradictions
 from selftask.config.compose.compose import compose
@@ -48,11 +48,12 @@ def load_config(
     if composed.problems or read or config is None:
         raise ConfigError([*composed.problems, *read])
     config.notes.extend(composed.notes)
-    found = [*contradictions(config), *component_problems(config)]
+    found = [*contradictions(config), *component_problems(config, hooks=trust)]
     for key, text in [*found, *(locations.problems(config) if trust else ())]:
         reader.problem(key, text)
     if reader.problems:
         raise ConfigError(reader.problems)
+    config.notes.extend(identical_views.notes(config))
     return config
 
 

@@ -40,7 +40,7 @@ def write_features(
         out: The folder.
         parts: Batches, each with its features split by layer.
         source: Source of the images, for their paths.
-        facts: Content of ``features.json``.
+        facts: Content of ``features.json``; names of the classes are added, if there are any.
         layers: Numbers of the layers; None for the backbone's own output.
 
     Returns:
@@ -51,6 +51,7 @@ def write_features(
     """
     out.mkdir(parents=True, exist_ok=True)
     files: list[_NpyFile] = []
+    names = source.class_names() if hasattr(source, "class_names") else None
     with (out / IMAGES).open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(("path", "label"))
@@ -66,6 +67,8 @@ def write_features(
                 npy.append(block.features.numpy())
     if not files:
         raise UserError("there are no images to take features of")
+    if names is not None:
+        facts = {**facts, "classes": [*map(str, names)]}
     (out / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     for npy in files:
         npy.close()

@@ -112,6 +112,7 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     partitions = chosen(slurm)
     check_time(partitions, minutes(slurm.get("time")) or DEFAULT_MINUTES)
     derived, workers, notes = derived_options(first, partitions)
+    notes += first.notes
     complete = [config.out for config in configs if Status(config).says_finished()]
     notes += [f"{out} is complete: its job will only say so" for out in complete]
     if str(base.resolve()).startswith("/tmp/"):

@@ -105,11 +105,38 @@ def find(outs: list[Path]) -> list[Path]:
     return sorted(folders | {path.parents[2] for path in runs.glob(f"**/{SUITE_JOBS}")})
 
 
+def note_suite(run: Path, jobs: Iterable[str]) -> None:
+    """Record the jobs of ``eval suite`` for a run; they replace those of an earlier command."""
+    write_json(run / SUITE_JOBS, {"run": str(run.resolve()), "jobs": [*jobs]})
+
+
 def suite_jobs(run: Path) -> list[str]:
-    """Return the ids of the jobs that evaluate the checkpoints of a run (``eval suite``)."""
-    jobs = read_json(run / SUITE_JOBS).get("jobs")
-    ids = map(str, jobs) if isinstance(jobs, list) else ()
-    return [job for job in ids if is_job(job) and not _is_local(job)]
+    """Return the ids of the jobs that evaluate the checkpoints of a run (``eval suite``).
+
+    Those of a record that names another run are left out: the folder is a copy.
+    """
+    record = read_json(run / SUITE_JOBS)
+    jobs = record.get("jobs")
+    if not isinstance(jobs, list) or record.get("run") != str(run.resolve()):
+        return []
+    return [job for job in map(str, jobs) if is_job(job) and not _is_local(job)]
+
+
+def jobs_to_cancel(out: Path) -> dict[str, Path | None]:
+    """Return job id -> run folder for the run or sweep in ``out`` and the suites of its runs.
+
+    If a suite is in the queue, only jobs that are: its run may have ended long ago, and
+    ``scancel`` fails for a job that SLURM has forgotten.
+    """
+    runs = noted(out)
+    suites = {job: run for run in dict.fromkeys([out, *runs]) for job in suite_jobs(run)}
+    jobs: dict[str, Path | None] = {job: run for run, job in runs.items()}
+    if suites:
+        states = queue([*jobs, *suites])
+        waiting = {job for job, state in states.items() if state.partition(" ")[0] in WAITING}
+        if waiting & suites.keys():
+            return {job: run for job, run in {**jobs, **suites}.items() if job in waiting}
+    return jobs
 
 
 def stand(outs: list[Path]) -> list[RunLine]:

@@ -12,8 +12,8 @@ from selftask.slurm import queue
 USAGE = """\
 usage: selftask cancel OUT|JOBID [...]
 
-Cancels the jobs of the run or sweep in OUT, or a job by its id. A running job saves a
-checkpoint first; the same `selftask submit` command resumes it."""
+Cancels the jobs of the run or sweep in OUT, also those of `eval suite`, or a job by its id. A
+running job saves a checkpoint first; the same `selftask submit` command resumes it."""
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         if re.fullmatch(r"\d+(_\d+)?", word) and not exists(word):
             jobs: dict[str, Path | None] = {word: None}
         else:
-            jobs = {job: run for run, job in queue.noted(Path(word)).items()}
+            jobs = queue.jobs_to_cancel(Path(word))
             if not jobs:
                 raise UserError(f"{word}: neither a job's id nor a submitted run or sweep")
         queue.cancel(jobs)

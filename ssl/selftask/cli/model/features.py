@@ -27,7 +27,8 @@ usage: selftask features RUN_OR_MODEL out=DIR [data=DIR] [key=value ...]
 
 {MODEL}
 out=DIR       a folder for features.npy (images, features), float32; images.csv, whose rows are
-              path and label of the same rows; features.json, what they were made with
+              path and label of the same rows; features.json, what they were made with and the
+              names of the classes (label 0 first), if the images have them
 data=DIR      the images, with or without labels; default: those the run was trained on
 layers=[3,-1] hidden layers instead, each in features_layerN.npy; pool=mean|prefix|both
 clusters=K    also clusters.csv: path and cluster of each image by spherical k-means, which

@@ -15,7 +15,6 @@ from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option
 from selftask.config.trust import take_trust
 from selftask.data.loading.open_data import open_received
 from selftask.errors import RunError, UserError
-from selftask.logs import read_json, write_json
 from selftask.logs.checkpoint_results import FOLDER, CheckpointResults
 from selftask.slurm import queue
 from selftask.slurm.batch_epilogue import ENDED
@@ -83,8 +82,7 @@ def submit_suite(request: Request, config: Config, *, each: bool, follow: bool =
             f"{request.run}: nothing to evaluate: every chosen checkpoint has its results, which "
             "the same command without --slurm prints"
         )
-    noted = request.run / queue.SUITE_JOBS
-    _check_idle(request.run, noted)
+    _check_idle(request.run)
     launch = replace(config.launch, nodes=1, processes=1)
     config = replace(config, launch=launch)
     slurm = {option(key): value for key, value in launch.slurm.items()}
@@ -96,14 +94,13 @@ def submit_suite(request: Request, config: Config, *, each: bool, follow: bool =
     options = ["--follow"] if follow else []
     jobs = [_job(request, config, [f"checkpoints={one}", *options], out) for one in patterns]
     handed_in = submit(jobs, made)
-    write_json(noted, {"jobs": [job.job_id for job in handed_in]})
+    queue.note_suite(request.run, [job.job_id for job in handed_in])
     return handed_in[0].job_id.partition("_")[0]
 
 
-def _check_idle(run: Path, noted: Path) -> None:
+def _check_idle(run: Path) -> None:
     """Raise UserError if an earlier job is still in the queue."""
-    jobs = read_json(noted).get("jobs")
-    for job, state in queue.queue(jobs if isinstance(jobs, list) else []).items():
+    for job, state in queue.queue(queue.suite_jobs(run)).items():
         if state.split()[0] in queue.WAITING:
             raise UserError(
                 f"{run}: job {job} ({state}) evaluates its checkpoints already; "

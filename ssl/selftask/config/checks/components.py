@@ -26,8 +26,13 @@ from selftask.registry import (
 )
 
 
-def component_problems(config: Config) -> Iterator[tuple[Key, str]]:
-    """Yield the problems that components report about their arguments and the whole config."""
+def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[Key, str]]:
+    """Yield the problems that components report about their arguments and the whole config.
+
+    Args:
+        config: The config.
+        hooks: Whether hooks are asked. A run that is only read needs no packages of its writers.
+    """
     whole = config.to_dict()
     named: list[tuple[Component, Registry, Key]] = [
         (config.data.source, SOURCES, ("data",)),
@@ -47,7 +52,7 @@ def component_problems(config: Config) -> Iterator[tuple[Key, str]]:
     named += [(c, SOURCES, ("data", "val_sets", k)) for k, c in config.data.val_sets.items()]
     groups: list[tuple[Mapping[str, Component], Registry, Key]] = [
         (config.meters, METERS, ("meters",)),
-        (config.hooks, HOOKS, ("hooks",)),
+        (config.hooks if hooks else {}, HOOKS, ("hooks",)),
         (config.eval.evaluations, EVALUATIONS, ("eval", "evaluations")),
     ]
     for things, registry, key in groups:

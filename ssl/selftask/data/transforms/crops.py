@@ -103,6 +103,7 @@ class Resize(Transform):
     """Resize the shorter side to ``size``, keeping the aspect ratio."""
 
     resizes = "shorter side"
+    is_random = False
 
     size: int = setting(min=1)
     """Length of the shorter side, in pixels."""

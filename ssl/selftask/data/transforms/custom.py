@@ -1,7 +1,8 @@
-"""Transforms of other libraries, which take and return Pillow images."""
+"""Classes and functions of other libraries and of users, for Pillow images or arrays."""
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from selftask.registry import register_transform
 class Custom(Transform):
     """Apply a class or function for Pillow images: from AugLy, torchvision or your own code.
 
+    If it takes two arguments, ``(image, rng)``, it gets a uint8 array (H, W, C) and a NumPy
+    generator.
     The global generators of Python, NumPy and torch are seeded before each call and restored after
     it. So the draws depend only on (seed, epoch, image, view), like those of other transforms.
     """
@@ -34,7 +37,7 @@ class Custom(Transform):
     affine: ClassVar[bool] = False
 
     transform: str
-    """The class or function, as ``package.module:name``."""
+    """The class or function, as ``package.module:name``; from Python also the object itself."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class, or of the function (without the image)."""
 
@@ -42,7 +45,7 @@ class Custom(Transform):
         _ = self.callable  # to raise errors before the run
 
     @cached_property
-    def callable(self) -> Callable[[Image.Image], Any]:
+    def callable(self) -> Callable[..., Any]:
         """Instance of the class, or the function with ``args`` bound.
 
         Raises:
@@ -52,12 +55,23 @@ class Custom(Transform):
         if not isinstance(found, type):
             return partial(found, **self.args)
         try:
-            made: Callable[[Image.Image], Any] = found(**self.args)
+            made: Callable[..., Any] = found(**self.args)
         except (TypeError, ValueError, AssertionError) as error:
             raise UserError(f"args: {self.transform} takes no {self.args}: {error}") from error
         return made
 
+    @cached_property
+    def takes_array(self) -> bool:
+        """Whether the callable is called with an array and a generator, ``(image, rng)``."""
+        try:
+            names = [*inspect.signature(self.callable).parameters]
+        except (TypeError, ValueError):  # of C code, which has no signature
+            return False
+        return names[1:2] == ["rng"]
+
     def channel_problems(self, channels: int) -> Iterator[str]:
+        if self.takes_array:
+            return iter(())
         return needs_rgb("name: custom", channels, "register a transform of your own")
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> int:
@@ -66,15 +80,25 @@ class Custom(Transform):
 
     def apply(self, image: np.ndarray, params: int) -> np.ndarray:
         with _seeded(params):
-            made = self.callable(Image.fromarray(image))
-        if isinstance(made, np.ndarray):
-            made = Image.fromarray(made)
-        if not isinstance(made, Image.Image):
+            if self.takes_array:
+                made = self.callable(image, np.random.default_rng(params))
+            else:
+                made = self.callable(Image.fromarray(image))
+        if isinstance(made, Image.Image):
+            made = np.array(made.convert("RGB"))
+        expected = (np.uint8, 3, image.shape[2])
+        if not isinstance(made, np.ndarray) or (made.dtype, made.ndim, made.shape[-1]) != expected:
             raise UserError(
-                f"{self.transform} gave a {type(made).__name__}; a Pillow image or an array "
-                "(H, W, 3) of bytes is expected"
+                f"{self.transform} gave {_describe(made)}; a Pillow image or an array "
+                f"(H, W, {image.shape[2]}) of bytes (uint8) is expected; `normalize` makes tensors"
             )
-        return np.array(made.convert("RGB"))
+        return made
+
+
+def _describe(made: Any) -> str:
+    """Return the type of a result; of an array also its type of numbers and shape."""
+    of = f" of {made.dtype} {made.shape}" if isinstance(made, np.ndarray) else ""
+    return f"a {type(made).__name__}{of}"
 
 
 @contextmanager

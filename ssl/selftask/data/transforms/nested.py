@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class _OneList(Nested):
 @dataclass(frozen=True, kw_only=True)
 class RandomApply(_OneList):
     """Apply all transforms of a list with probability p, otherwise none."""
+
+    is_random: ClassVar[bool | str] = "p"
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the list is applied."""

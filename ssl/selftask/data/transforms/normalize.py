@@ -29,6 +29,7 @@ class Normalize:
     """
 
     normalizes = True
+    is_random = False
 
     stats: Literal["imagenet", "cifar10", "cifar100", "half"] = "imagenet"
     """Data set whose mean and standard deviation are used; half: 0.5 for both. Not used if ``mean``

@@ -70,6 +70,8 @@ class Transform(ABC):
     """How the image size changes. ``"square"``: to ``size`` x ``size`` pixels; None: the size is
     kept; other texts: some other change."""
     channels: ClassVar[int] = 3  # of the images; set by the pipeline
+    is_random: ClassVar[bool | str] = True
+    """Whether views of an image differ; ``"p"``: if ``p`` is neither 0 nor 1."""
     affine: ClassVar[bool] = True  # whether ``source_matrix`` describes where pixels come from
 
     def channel_problems(self, channels: int) -> Iterator[str]:
@@ -146,6 +148,7 @@ class RandomlyApplied(UniformTransform):
     """Transform that is applied with probability ``p`` and has no other random parameters."""
 
     num_uniforms: ClassVar[int] = 1
+    is_random: ClassVar[bool | str] = "p"
     p: float
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
@@ -158,6 +161,8 @@ class RandomlyApplied(UniformTransform):
 
 class Deterministic(Transform):
     """Transform without randomness."""
+
+    is_random: ClassVar[bool | str] = False
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
         return ()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import netrc
+import os
+import sys
+from collections.abc import Iterator
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from selftask.hooks.writers.base import TrackingWriter
+from selftask.hooks.writers.base import TrackingWriter, Writer
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -33,6 +40,16 @@ class Wandb(TrackingWriter):
     """Name of the run; null: the name of the run folder."""
     mode: Literal["online", "offline"] | None = None
     """Whether rows are sent during training; null: WANDB_MODE if set, else online."""
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        """Yield a problem if the package is missing, or rows would be sent without a login."""
+        missing = [*Writer.problems(self, config)]
+        yield from missing
+        if not missing and _needs_login(self.mode):
+            yield (
+                "W&B has no login on this machine: run `wandb login`, or set WANDB_API_KEY, or "
+                "hooks.wandb.mode=offline to write to OUT/wandb for `wandb sync`"
+            )
 
     def connect(self, task: Task, known: str | None) -> str:
         import wandb
@@ -68,3 +85,29 @@ class Wandb(TrackingWriter):
 
     def close(self, *, failed: bool) -> None:
         self.run.finish(exit_code=1 if failed else 0)
+
+
+def _needs_login(mode: str | None) -> bool:
+    """Return whether wandb would look for a key and not find one; it takes a second to import.
+
+    A script that has imported wandb may have logged in itself.
+    """
+    if "wandb" in sys.modules or {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"} & os.environ.keys():
+        return False
+    folder = os.environ.get("WANDB_CONFIG_DIR", os.path.expanduser("~/.config/wandb"))
+    settings = ConfigParser(interpolation=None)  # of `wandb login --host`, `wandb offline`
+    try:
+        settings.read([f"{folder}/settings", "wandb/settings"])
+        saved = dict(settings["default"]) if "default" in settings else {}
+        mode = mode or os.environ.get("WANDB_MODE") or saved.get("mode", "online")
+        if mode not in ("online", "run") or "api_key" in saved or "disabled" in saved:
+            return False
+        address = os.environ.get("WANDB_BASE_URL") or saved.get("base_url", "https://api.wandb.ai")
+        paths = [os.environ.get("NETRC", ""), *map(os.path.expanduser, ("~/.netrc", "~/_netrc"))]
+        return not any(
+            netrc.netrc(path).authenticators(urlsplit(address).netloc)
+            for path in paths
+            if os.path.exists(path)
+        )
+    except (OSError, ConfigParserError, netrc.NetrcParseError):
+        return False  # not for us to judge
