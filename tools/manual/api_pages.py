@@ -24,6 +24,7 @@ PARTS = {
         ),
         (
             *("methods.base", "hooks.base", "hooks.writers.base", "registry"),
+            *("registry.class_source",),
             *("train_steps.standard", "train_steps.accumulate", "train_steps.sam"),
             *("train_steps.grad_cache", "train_steps.manual", "config.fields", "errors"),
         ),
@@ -37,6 +38,7 @@ PARTS = {
         (
             *("models.features.extract", "models.features.tokens", "models.features.adapter"),
             *("models.heads", "models.teacher", "models.feature_queue", "models.memory_bank"),
+            *("models.weights.frozen",),
             *("models.clustering", "models.masks", "models.block_mask", "models.patch_predictor"),
             *("models.losses.contrast", "models.losses.koleo", "models.losses.variance_covariance"),
             *("models.precision", "models.network", "models.weights.trained"),
