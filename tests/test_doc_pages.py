@@ -17,6 +17,7 @@ from selftask.config.load import load_config
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 INDEX = ROOT / "docs" / "index.md"
+NAMES_PAGE = ROOT / "docs" / "names.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -77,8 +78,8 @@ def test_every_page_is_in_the_contents() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_readme_names_what_is_registered(key: str, names: registry.Registry) -> None:
-    (row,) = re.findall(rf"^\| `{key}`.*$", README.read_text("utf-8"), re.MULTILINE)
+def test_names_page_lists_what_is_registered(key: str, names: registry.Registry) -> None:
+    (row,) = re.findall(rf"^\| `{key}`.*$", NAMES_PAGE.read_text("utf-8"), re.MULTILINE)
     assert sorted(re.findall(r"`(\w+)`", row.split("|")[2])) == sorted(names)
 
 

@@ -71,6 +71,7 @@ def test_commands_run_and_print_what_the_page_says(tmp_path: Path) -> None:
         result = json.loads(said[line].splitlines()[-1])
         assert result[f"{kind}_top1"] >= least
     assert "60 tensors\n(360, 128) 9" in said["python neighbours.py"]
+    assert "\nraw pixels: 95% of the nearest" in said["python neighbours.py"]
     assert "first: learning: the loss fell" in said["selftask report runs/first"]
     assert "finished  220/220" in said["selftask runs"]
     assert (tmp_path / "features/images.csv").exists() and (tmp_path / "views.png").exists()

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+
+import tiny
+from selftask.registry import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -68,6 +72,29 @@ def test_the_commands_of_the_readme_run(home: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 170
+
+
+def test_the_readme_lists_every_method() -> None:
+    links = re.findall(r"\[`(\w+)`\]\(ssl/selftask/methods/(\w+)\.py\)", README)
+    assert all(name == file for name, file in links)
+    assert sorted(name for name, _ in links) == sorted(METHODS.names())
+
+
+@pytest.mark.slow
+def test_the_python_of_the_readme_runs(home: Path, tmp_path: Path) -> None:
+    """Two steps instead of a whole training."""
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "load(" in b]
+    short = ", ".join(f"{key!r}: {value}" for key, value in (word.split("=") for word in SHORT))
+    assert block.count('out="runs/mine")') == 1
+    code = block.replace('out="runs/mine")', f'out="runs/mine", **{{{short}}})')
+    shutil.copytree(home / "my_images", tmp_path / "my_images")
+    done = tiny.run([sys.executable, "-c", f"{code}\nprint(tuple(features.shape))"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "(2, 512)"
 
 
 def test_the_step_of_the_readme_is_the_step() -> None:

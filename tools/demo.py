@@ -22,7 +22,10 @@ def main(out: str) -> int:
     code = selftask(["train", "simclr", f"out={out}"])
     if code:
         return code
-    print("\nWhat was learned, without a single label:")
+    print(
+        "\nAccuracy on rotated, scaled, shifted and noisy digits; no label was used for training."
+    )
+    print("They are hard without training: compare the trained network with the two rows above it.")
     show(out, [])
     print(f"\nthe weights: {Path(out) / 'export' / 'backbone.pt'}")
     return 0
