@@ -2,9 +2,10 @@
 
 python tools/release/sbom.py [--out dist]
 
-Writes dist/sbom.json (CycloneDX, by cyclonedx-bom) and dist/licenses.md (by pip-licenses) for
-selftask and all direct and indirect requirements of its core, as installed in this environment.
-Extras and developer tools are not included. The exit code is 1 if a licence is copyleft or unknown.
+Writes dist/sbom.json (CycloneDX, by cyclonedx-bom) and dist/licenses.md (by pip-licenses, and
+bundled.py for the libraries inside the wheels) for selftask and all direct and indirect
+requirements of its core, as installed in this environment. Extras and developer tools are not
+included. The exit code is 1 if a licence is copyleft or unknown.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bundled
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -75,6 +77,7 @@ def problems(packages: list[str]) -> list[str]:
             found.append(f"{name}: copyleft: {told}")
         elif not FREE.search(told):
             found.append(f"{name}: unknown licence: {told or 'none given'}")
+        found += bundled.problems(name, bundled.parts(name))
     return found
 
 
@@ -101,7 +104,7 @@ def _within(dependency: dict[str, Any], refs: set[str]) -> dict[str, Any]:
 
 
 def write_licences(path: Path, packages: list[str]) -> None:
-    """Write the table of licences, with the addresses of the projects."""
+    """Write the licences, with the addresses of the projects, and what their wheels contain."""
     words = ["-m", "piplicenses", "--format=markdown", "--with-urls", "--order=name"]
     done = subprocess.run(
         [sys.executable, *words, "--packages", *packages],
@@ -110,7 +113,7 @@ def write_licences(path: Path, packages: list[str]) -> None:
         text=True,
     )
     head = f"# Licences\n\nOf what selftask requires; selftask itself: {licence(PACKAGE)}.\n\n"
-    path.write_text(head + done.stdout, encoding="utf-8")
+    path.write_text(f"{head}{done.stdout}\n{bundled.table(packages)}", encoding="utf-8")
 
 
 def main() -> int:
