@@ -56,8 +56,8 @@ setup(
     },
     ext_modules=[AUGMENT],
     install_requires=[
-        "torch>=2.10",  # before, torch.load(weights_only=True) could corrupt memory: CVE-2026-24747
-        "torchvision>=0.25",
+        "torch>=2.11",  # before 2.10, torch.load(weights_only=True) corrupts memory: CVE-2026-24747
+        "torchvision>=0.26",  # before, its elastic transform took the sides in the other order
         "classy-vision>=0.7.0",
         "fvcore>=0.1.5.post20221221",
         "iopath>=0.1.9",
@@ -70,8 +70,8 @@ setup(
         "safetensors>=0.5",
         "rich>=13.7",
         "numpy>=2.1",
-        "pillow>=11",
-        "opencv-python-headless>=4.10.0.84",
+        "pillow>=11.3",  # before, its wheels read no AVIF
+        "opencv-python-headless>=5.0.0.93",  # before, nearest neighbours were not Pillow's
         "simplejpeg>=1.8",
         "pyyaml>=6.0.1",
     ],

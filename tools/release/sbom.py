@@ -38,6 +38,9 @@ its own files only; NVIDIA's are those of the CUDA libraries that torch wheels r
 EMPTY = {"cuda-toolkit": "NVIDIA: an empty package that requires the CUDA libraries"}
 """Licences of packages whose metadata have none."""
 
+NAMELESS = ("OSI Approved", "Other/Proprietary License")
+"""Ends of classifiers that name no licence; the field ``License`` does."""
+
 
 def core_packages(root: str = PACKAGE) -> list[str]:
     """Return the canonical names of ``root``'s direct and indirect requirements, without extras."""
@@ -62,7 +65,7 @@ def licence(name: str) -> str:
     classifiers = [
         text.rpartition(" :: ")[2]
         for text in metadata.get_all("Classifier") or ()
-        if text.startswith("License :: ") and not text.endswith("OSI Approved")
+        if text.startswith("License :: ") and not text.endswith(NAMELESS)
     ]
     told = metadata.get("License-Expression") or ", ".join(classifiers) or metadata.get("License")
     return (told or EMPTY.get(name, "")).strip().partition("\n")[0]

@@ -56,7 +56,7 @@ class Lion(torch.optim.Optimizer):
         grads: list[Any] = [weight.grad for weight in weights]
         momenta = [self._momentum(weight) for weight in weights]
         updates = [momentum.clone() for momentum in momenta]
-        torch._foreach_lerp_(updates, grads, 1 - beta1)  # in place: torch 2.10 shards only this form
+        torch._foreach_lerp_(updates, grads, 1 - beta1)  # in place: torch 2.11 shards only this
         torch._foreach_sign_(updates)
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, updates, alpha=-lr)
