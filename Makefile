@@ -63,11 +63,13 @@ release: wheel ## dist/: wheel, source distribution, sbom.json, licenses.md, all
 	$(BIN)/python tools/release/sbom.py --out dist
 	$(BIN)/python -m pytest -q tests/release
 
-test-oldest: ## the oldest versions that setup.py allows, on the oldest Python: install, train
+test-oldest: ## the oldest versions that setup.py allows, on the oldest Python: install, train, all quick tests
 	$(OLDEST) -m venv build/oldest
 	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check \
-		-r tools/release/oldest.txt -e .
+		-r tools/release/oldest.txt -e ".[test]"
 	build/oldest/bin/python tools/release/smoke.py
+	PATH="$(CURDIR)/build/oldest/bin:$$PATH" build/oldest/bin/python -m pytest -m "not slow" \
+		-n auto --maxprocesses 4
 
 test-newest: ## the newest versions of all packages, on the newest Python: install, train
 	$(NEWEST) -m venv build/newest

@@ -56,35 +56,35 @@ setup(
     },
     ext_modules=[AUGMENT],
     install_requires=[
-        "torch>=2.6",  # before, torch.load(weights_only=True) could run code: CVE-2025-32434
-        "torchvision>=0.21",
+        "torch>=2.11",  # before 2.10, torch.load(weights_only=True) corrupts memory: CVE-2026-24747
+        "torchvision>=0.26",  # before, its elastic transform took the sides in the other order
         "classy-vision>=0.7.0",
         "fvcore>=0.1.5.post20221221",
         "iopath>=0.1.9",
         "submitit>=1.5",
         "hydra-core>=1.3",
         "omegaconf>=2.3",
-        "timm>=1.0.16",  # before, its blocks took no attn_mask
-        "scikit-learn>=1.3",
-        "scipy>=1.9",
-        "safetensors>=0.4",
-        "rich>=13",
-        "numpy>=1.24",
-        "pillow>=10",
-        "opencv-python-headless>=4.8.1.78",
-        "simplejpeg>=1.7",
-        "pyyaml>=6",
+        "timm>=1.0.22",
+        "scikit-learn>=1.5",
+        "scipy>=1.13",
+        "safetensors>=0.5",
+        "rich>=13.7",
+        "numpy>=2.1",
+        "pillow>=11.3",  # before, its wheels read no AVIF
+        "opencv-python-headless>=5.0.0.93",  # before, nearest neighbours were not Pillow's
+        "simplejpeg>=1.8",
+        "pyyaml>=6.0.1",
     ],
     extras_require={
         "data": [
-            "pyarrow>=14.0.1",
-            "h5py>=3.9",
-            "lmdb>=1.4",
-            "fsspec[http]>=2023.6",
-            "tifffile>=2023.7",
+            "pyarrow>=17",
+            "h5py>=3.12",
+            "lmdb>=1.5.1",
+            "fsspec[http]>=2024.6",
+            "tifffile>=2024.8.10",
         ],
-        "datasets": ["datasets>=2.14"],  # Hugging Face's
-        "text": ["tokenizers>=0.15"],  # data.tokenizer=file
+        "datasets": ["datasets>=3"],  # Hugging Face's
+        "text": ["tokenizers>=0.20"],  # data.tokenizer=file
         "test": [
             *(
                 "pytest>=8",
@@ -92,31 +92,31 @@ setup(
                 "pytest-rerunfailures>=14",
                 "lightly>=1.5",
                 "lightning>=2.2",
-                "tensorboard>=2.15",
-                "wandb>=0.17",
-                "mlflow-skinny>=2.9",
+                "tensorboard>=2.18",
+                "wandb>=0.19",
+                "mlflow-skinny>=2.16",
             ),
             *(
-                "pyarrow>=14.0.1",
-                "h5py>=3.9",
-                "lmdb>=1.4",
-                "fsspec[http]>=2023.6",
-                "tifffile>=2023.7",
+                "pyarrow>=17",
+                "h5py>=3.12",
+                "lmdb>=1.5.1",
+                "fsspec[http]>=2024.6",
+                "tifffile>=2024.8.10",
             ),
-            *("accelerate>=0.30", "nbclient>=0.8", "ipykernel>=6", "matplotlib>=3.7"),
+            *("accelerate>=1", "nbclient>=0.8", "ipykernel>=6", "matplotlib>=3.7"),
             *("sphinx>=8", "myst-nb>=1.2", "furo>=2024.8.6"),
             "selenium>=4.11",  # the pages of reports in Chromium
-            "umap-learn>=0.5.6",
-            *("onnx>=1.16", "onnxscript>=0.1", "onnxruntime>=1.18"),
+            "umap-learn>=0.5.7",
+            *("onnx>=1.17", "onnxscript>=0.2", "onnxruntime>=1.20"),
         ],
         "docs": ["sphinx>=8", "myst-nb>=1.2", "furo>=2024.8.6"],  # make docs
-        "tensorboard": ["tensorboard>=2.15"],  # hooks.tensorboard, and so on
-        "wandb": ["wandb>=0.17"],
-        "mlflow": ["mlflow-skinny>=2.9"],
+        "tensorboard": ["tensorboard>=2.18"],  # hooks.tensorboard, and so on
+        "wandb": ["wandb>=0.19"],
+        "mlflow": ["mlflow-skinny>=2.16"],
         "dev": ["ruff>=0.12", "mypy>=1.14", "types-PyYAML"],
         "release": ["cyclonedx-bom>=5", "pip-licenses>=5", "build>=1"],  # make release
-        "umap": ["umap-learn>=0.5.6"],  # the map of a report's embeddings; t-SNE without
-        "onnx": ["onnx>=1.16", "onnxscript>=0.1"],
+        "umap": ["umap-learn>=0.5.7"],  # the map of a report's embeddings; t-SNE without
+        "onnx": ["onnx>=1.17", "onnxscript>=0.2"],
     },
     entry_points={"console_scripts": ["selftask = selftask.__main__:run"]},
 )

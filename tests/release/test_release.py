@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import bundled
 import pytest
 
 import selftask
@@ -55,8 +56,10 @@ def test_the_version_stands_in_one_place() -> None:
 
 
 def test_the_oldest_versions_are_those_of_setup() -> None:
-    expected = [oldest.HEADER, *oldest.oldest(oldest.core_requirements())]
+    expected = [oldest.HEADER, *oldest.oldest(oldest.requirements())]
     assert oldest.FILE.read_text().splitlines() == expected
+    names = {line.partition("==")[0].partition("[")[0] for line in expected}
+    assert {"torch", "h5py", "tokenizers", "onnx"} <= names and not {"pytest", "ruff"} & names
     with pytest.raises(ValueError, match="no lower bound"):
         oldest.oldest(["numpy"])
 
@@ -71,6 +74,7 @@ def test_no_core_dependency_is_copyleft() -> None:
 def test_copyleft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"a": "GPL-3.0-only", "b": "GNU Lesser General Public License v3 (LGPLv3)", "c": ""}
     monkeypatch.setattr(sbom, "licence", {**told, "d": "MIT License"}.get)
+    monkeypatch.setattr(bundled, "parts", lambda package: [])
     assert [line.partition(": ")[2].partition(":")[0] for line in sbom.problems([*"abcd"])] == [
         "copyleft",
         "copyleft",
@@ -97,6 +101,38 @@ def test_training_tells_nobody(tmp_path: Path) -> None:
     assert "CONNECTS TO" not in said and "LOOKS UP" not in said
 
 
+def test_what_the_wheels_contain_is_read_from_the_wheels() -> None:
+    opencv = {part.name: part.licence for part in bundled.parts("opencv-python-headless")}
+    assert opencv["FFmpeg"] == "LGPL" and opencv["libcrypto and libssl"] == "OpenSSL"
+    assert not [name for name in opencv if name.startswith("Qt")]  # of wheels with windows
+    libraries = bundled.shared_libraries("opencv-python-headless")
+    named = {name.partition("-")[0] for name in libraries}
+    assert not libraries or {"libavcodec", "libcrypto"} <= named  # macOS has another layout
+    assert [p.licence for p in bundled.parts("numpy") if p.name == "libquadmath"] in (
+        ["LGPL-2.1-or-later"],
+        [],  # of a Python distribution that builds NumPy itself
+    )
+
+
+def test_copyleft_inside_a_wheel_is_seen() -> None:
+    rule = "\n" + "-" * 80 + "\n"
+    text = rule.join(
+        (
+            "a is redistributed within all packages.\n\nGNU LESSER GENERAL PUBLIC LICENSE",
+            "b is redistributed within all Linux packages.\n\nGNU GENERAL PUBLIC LICENSE",
+            "c is redistributed within macOS packages.\n\nGNU GENERAL PUBLIC LICENSE",
+            "Name: d\nFiles: d.so\nLicense: GPL-3.0-or-later WITH GCC-exception-3.1",
+            "Name: e\nFiles: e.so\nDescription: library\nLicense: GPL-2.0-only",
+        )
+    )
+    problems = bundled.problems("wheel", bundled.parts_of(text, "linux"))
+    assert problems == [
+        "wheel: contains b: copyleft: GPL",
+        "wheel: contains e: copyleft: GPL-2.0-only",
+    ]
+    assert "contains c" in bundled.problems("wheel", bundled.parts_of(text, "darwin"))[0]
+
+
 @pytest.mark.slow
 def test_the_bill_of_materials(tmp_path: Path) -> None:
     pytest.importorskip("cyclonedx_py", reason="of the extra `release`")
@@ -111,3 +147,4 @@ def test_the_bill_of_materials(tmp_path: Path) -> None:
     sbom.write_licences(tmp_path / "licenses.md", ["numpy", "rich"])
     table = (tmp_path / "licenses.md").read_text()
     assert "| numpy" in table and "| rich" in table
+    assert "| numpy | OpenBLAS |" in table

@@ -2,9 +2,10 @@
 
 python tools/release/sbom.py [--out dist]
 
-Writes dist/sbom.json (CycloneDX, by cyclonedx-bom) and dist/licenses.md (by pip-licenses) for
-selftask and all direct and indirect requirements of its core, as installed in this environment.
-Extras and developer tools are not included. The exit code is 1 if a licence is copyleft or unknown.
+Writes dist/sbom.json (CycloneDX, by cyclonedx-bom) and dist/licenses.md (by pip-licenses, and
+bundled.py for the libraries inside the wheels) for selftask and all direct and indirect
+requirements of its core, as installed in this environment. Extras and developer tools are not
+included. The exit code is 1 if a licence is copyleft or unknown.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bundled
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -35,6 +37,9 @@ its own files only; NVIDIA's are those of the CUDA libraries that torch wheels r
 """
 EMPTY = {"cuda-toolkit": "NVIDIA: an empty package that requires the CUDA libraries"}
 """Licences of packages whose metadata have none."""
+
+NAMELESS = ("OSI Approved", "Other/Proprietary License")
+"""Ends of classifiers that name no licence; the field ``License`` does."""
 
 
 def core_packages(root: str = PACKAGE) -> list[str]:
@@ -54,17 +59,13 @@ def core_packages(root: str = PACKAGE) -> list[str]:
     return sorted(found)
 
 
-_SAYS_NOTHING = ("OSI Approved", "Other/Proprietary License")  # classifiers
-
-
 def licence(name: str) -> str:
     """Return a package's licence from its metadata: expression, classifiers or text."""
     metadata = importlib.metadata.metadata(name)
     classifiers = [
         text.rpartition(" :: ")[2]
         for text in metadata.get_all("Classifier") or ()
-        if text.startswith("License :: ")
-        and not text.endswith(("OSI Approved", "Other/Proprietary License"))
+        if text.startswith("License :: ") and not text.endswith(NAMELESS)
     ]
     told = metadata.get("License-Expression") or ", ".join(classifiers) or metadata.get("License")
     return (told or EMPTY.get(name, "")).strip().partition("\n")[0]
@@ -79,6 +80,7 @@ def problems(packages: list[str]) -> list[str]:
             found.append(f"{name}: copyleft: {told}")
         elif not FREE.search(told):
             found.append(f"{name}: unknown licence: {told or 'none given'}")
+        found += bundled.problems(name, bundled.parts(name))
     return found
 
 
@@ -105,7 +107,7 @@ def _within(dependency: dict[str, Any], refs: set[str]) -> dict[str, Any]:
 
 
 def write_licences(path: Path, packages: list[str]) -> None:
-    """Write the table of licences, with the addresses of the projects."""
+    """Write the licences, with the addresses of the projects, and what their wheels contain."""
     words = ["-m", "piplicenses", "--format=markdown", "--with-urls", "--order=name"]
     done = subprocess.run(
         [sys.executable, *words, "--packages", *packages],
@@ -114,7 +116,7 @@ def write_licences(path: Path, packages: list[str]) -> None:
         text=True,
     )
     head = f"# Licences\n\nOf what selftask requires; selftask itself: {licence(PACKAGE)}.\n\n"
-    path.write_text(head + done.stdout, encoding="utf-8")
+    path.write_text(f"{head}{done.stdout}\n{bundled.table(packages)}", encoding="utf-8")
 
 
 def main() -> int:

@@ -55,7 +55,8 @@ class Lion(torch.optim.Optimizer):
         lr, (beta1, beta2) = group["lr"], group["betas"]
         grads: list[Any] = [weight.grad for weight in weights]
         momenta = [self._momentum(weight) for weight in weights]
-        updates = torch._foreach_lerp(momenta, grads, 1 - beta1)
+        updates = [momentum.clone() for momentum in momenta]
+        torch._foreach_lerp_(updates, grads, 1 - beta1)  # in place: torch 2.11 shards only this
         torch._foreach_sign_(updates)
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, updates, alpha=-lr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, Literal
 
 import torch
@@ -32,10 +31,7 @@ class MuonConfig:
     """AdamW's term added to the denominator."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        """Yield a problem if the installed torch has no Muon, or weights are sharded."""
-        version = metadata.version("torch")
-        if tuple(int(part) for part in version.split(".")[:2]) < (2, 9):
-            yield f"optimizer 'muon' needs torch 2.9 or newer, and {version} is installed"
+        """Yield a problem if weights are sharded."""
         if config["parallel"]["reduce"] == "fsdp":
             yield (
                 "parallel.reduce='fsdp': optimizer 'muon' needs whole matrices; use 'ddp' or "
