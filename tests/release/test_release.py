@@ -8,9 +8,9 @@ import re
 import sys
 from pathlib import Path
 
+import bundled
 import pytest
 
-import bundled
 import selftask
 import tiny
 from release import oldest, sbom

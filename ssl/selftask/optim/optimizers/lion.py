@@ -55,7 +55,7 @@ class Lion(torch.optim.Optimizer):
         lr, (beta1, beta2) = group["lr"], group["betas"]
         grads: list[Any] = [weight.grad for weight in weights]
         momenta = [self._momentum(weight) for weight in weights]
-        # One by one: up to torch 2.12 sharded tensors have neither _foreach_lerp nor _foreach_sign_.
+        # One by one: in torch 2.12, sharded tensors lack _foreach_lerp and _foreach_sign_.
         pairs = zip(momenta, grads, strict=True)
         updates = [torch.lerp(momentum, grad, 1 - beta1).sign_() for momentum, grad in pairs]
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
