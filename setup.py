@@ -64,7 +64,7 @@ setup(
         "submitit>=1.5",
         "hydra-core>=1.3",
         "omegaconf>=2.3",
-        "timm>=1.0.22",
+        "timm>=1.0.31",
         "scikit-learn>=1.5",
         "scipy>=1.13",
         "safetensors>=0.5",
