@@ -56,15 +56,15 @@ setup(
     },
     ext_modules=[AUGMENT],
     install_requires=[
-        "torch>=2.11",  # before 2.10, torch.load(weights_only=True) corrupts memory: CVE-2026-24747
-        "torchvision>=0.26",  # before, its elastic transform took the sides in the other order
+        "torch>=2.12.1",  # before 2.10, weights_only=True can corrupt memory: CVE-2026-24747
+        "torchvision>=0.27.1",  # before 0.26, `elastic` differs from it on oblong images
         "classy-vision>=0.7.0",
         "fvcore>=0.1.5.post20221221",
         "iopath>=0.1.9",
         "submitit>=1.5",
         "hydra-core>=1.3",
         "omegaconf>=2.3",
-        "timm>=1.0.22",
+        "timm>=1.0.31",
         "scikit-learn>=1.5",
         "scipy>=1.13",
         "safetensors>=0.5",

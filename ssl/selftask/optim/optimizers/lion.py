@@ -55,9 +55,9 @@ class Lion(torch.optim.Optimizer):
         lr, (beta1, beta2) = group["lr"], group["betas"]
         grads: list[Any] = [weight.grad for weight in weights]
         momenta = [self._momentum(weight) for weight in weights]
-        updates = [momentum.clone() for momentum in momenta]
-        torch._foreach_lerp_(updates, grads, 1 - beta1)  # in place: torch 2.11 shards only this
-        torch._foreach_sign_(updates)
+        # One by one: in torch 2.12, sharded tensors lack _foreach_lerp and _foreach_sign_.
+        pairs = zip(momenta, grads, strict=True)
+        updates = [torch.lerp(momentum, grad, 1 - beta1).sign_() for momentum, grad in pairs]
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, updates, alpha=-lr)
         torch._foreach_lerp_(momenta, grads, 1 - beta2)
