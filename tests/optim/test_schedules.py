@@ -246,7 +246,7 @@ BROKEN = {
     r"optimizer\.weight_decay\.end=-1\.0: must be at least 0": (
         "weight_decay={name: cosine, start: 0.1, end: -1.0}"
     ),
-    r"unknown key 'optimizer\.lr_scale'.*; it is now 'optimizer\.lr'": "lr_scale=linear",
+    r"unknown key 'optimizer\.lr_scale'": "lr_scale=linear",
     r"write optimizer\.lr=\{name: classy:step": "schedule={name: 'classy:step', values: [1.0]}",
 }
 

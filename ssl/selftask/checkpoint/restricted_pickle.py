@@ -19,6 +19,10 @@ _ZIP = b"PK\x03\x04"
 _PARTS_OF_LEGACY_FILES = 4  # torch.save before 1.6: magic number, version, system, content
 
 
+class RefusedContent(pickle.UnpicklingError):
+    """Raised for content that no writer of weights makes; its text is for users."""
+
+
 class Constructor:
     """Function that a pickle may call. It must raise for arguments other than a writer's."""
 
@@ -67,14 +71,12 @@ class RestrictedUnpickler(_PythonUnpickler):
 
     def unlisted(self, name: str) -> Any:
         """Return the object for a name that is not listed, or raise UnpicklingError."""
-        raise pickle.UnpicklingError(f"names {name}, which has no business there; nothing was run")
+        raise RefusedContent(f"names {name}, which has no business there; nothing was run")
 
     def call(self, function: Any, arguments: Any) -> Any:
         """Return what a Constructor makes of its arguments."""
         if not isinstance(function, Constructor):
-            raise pickle.UnpicklingError(
-                f"calls an object ({type(function).__name__}); nothing was run"
-            )
+            raise RefusedContent(f"calls an object ({type(function).__name__}); nothing was run")
         check_nesting(arguments)
         return function.call(*arguments)
 
@@ -86,7 +88,7 @@ class RestrictedUnpickler(_PythonUnpickler):
 
     def _create_with_options(self) -> None:
         if self.stack.pop():
-            raise pickle.UnpicklingError("calls with names of arguments; nothing was run")
+            raise RefusedContent("calls with names of arguments; nothing was run")
         self._create()
 
     def _instantiate(self, function: Any, arguments: list[Any]) -> None:
@@ -94,7 +96,7 @@ class RestrictedUnpickler(_PythonUnpickler):
 
     def get_extension(self, code: int) -> None:
         """Refuse an object by its number in ``copyreg``."""
-        raise pickle.UnpicklingError(f"names the extension {code}; nothing was run")
+        raise RefusedContent(f"names the extension {code}; nothing was run")
 
     def load_build(self) -> None:
         self._check(self.stack[-2], self.objects)
@@ -156,9 +158,7 @@ class RestrictedUnpickler(_PythonUnpickler):
     def _check(self, target: Any, types: tuple[type, ...], keys: Any = ()) -> None:
         """Raise UnpicklingError for another target, and for keys that would overflow the stack."""
         if not isinstance(target, types):
-            raise pickle.UnpicklingError(
-                f"changes an object ({type(target).__name__}); nothing was run"
-            )
+            raise RefusedContent(f"changes an object ({type(target).__name__}); nothing was run")
         check_nesting(keys)
 
 
@@ -175,13 +175,13 @@ def check_nesting(content: Any) -> None:
             return
         if len(level) > _MOST_CONTAINERS:  # the same one many times over, which takes no space
             break
-    raise pickle.UnpicklingError("nests its content too deeply for a file of weights")
+    raise RefusedContent("nests its content too deeply for a file of weights")
 
 
 def size(numbers: Any) -> torch.Size:
     """Return a shape, given as a tuple of whole numbers."""
     if type(numbers) is not tuple or any(type(n) is not int or n < 0 for n in numbers):
-        raise pickle.UnpicklingError("has a shape of other things than whole numbers")
+        raise RefusedContent("has a shape of other things than whole numbers")
     return torch.Size(numbers)
 
 
@@ -200,7 +200,7 @@ class StateDict(dict[Any, Any]):
 
     def __init__(self, items: Any = ()) -> None:
         if type(items) not in (list, tuple):
-            raise pickle.UnpicklingError("makes a dict of no list")
+            raise RefusedContent("makes a dict of no list")
         super().__init__(items)
 
     def __setstate__(self, state: Any) -> None: ...

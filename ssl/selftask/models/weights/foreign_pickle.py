@@ -22,6 +22,7 @@ from selftask.checkpoint.restricted_pickle import (
     Constructor,
     Outline,
     Placeholder,
+    RefusedContent,
     StateDict,
     check_file,
     check_nesting,
@@ -59,8 +60,8 @@ class _Array(np.ndarray):
             super().__setstate__(state)
 
 
-def _refuse(what: str) -> pickle.UnpicklingError:
-    return pickle.UnpicklingError(f"{what}, as no writer of weights does; nothing was run")
+def _refuse(what: str) -> RefusedContent:
+    return RefusedContent(f"{what}, as no writer of weights does; nothing was run")
 
 
 def _dtype(kind: Any) -> np.dtype[Any] | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from selftask.checkpoint import store
 from selftask.checkpoint.manifest import DamagedCheckpoint
+from selftask.checkpoint.restricted_pickle import RefusedContent
 from selftask.checkpoint.rotation import MANIFEST
 from selftask.errors import UserError, join_some
 from selftask.files.addresses import fetch
@@ -102,6 +103,8 @@ def _read_torch(path: Path) -> Any:
         content, skipped = read_tensors(path)
     except MemoryError:
         raise
+    except RefusedContent as error:
+        raise UserError(f"{path}: {_damaged(path)}: {error}") from error
     except Exception as error:  # unpickling other files may raise any error
         raise UserError(f"{path}: {_damaged(path)}") from error
     if not skipped:
