@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from selftask.hooks.writers.base import TrackingWriter, Writer
+from selftask.hooks.writers.base import TrackingWriter
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Wandb(TrackingWriter):
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         """Yield a problem if the package is missing, or rows would be sent without a login."""
-        missing = [*Writer.problems(self, config)]
+        missing = [*super().problems(config)]
         yield from missing
         if not missing and _needs_login(self.mode):
             yield (
