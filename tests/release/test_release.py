@@ -1,4 +1,4 @@
-"""What a release promises: one version, licences, oldest versions, and no word to anyone."""
+"""What a release promises: one version, licenses, oldest versions, and no word to anyone."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def test_no_core_dependency_is_copyleft() -> None:
 
 def test_copyleft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"a": "GPL-3.0-only", "b": "GNU Lesser General Public License v3 (LGPLv3)", "c": ""}
-    monkeypatch.setattr(sbom, "licence", {**told, "d": "MIT License"}.get)
+    monkeypatch.setattr(sbom, "license", {**told, "d": "MIT License"}.get)
     monkeypatch.setattr(bundled, "parts", lambda package: [])
     assert [line.partition(": ")[2].partition(":")[0] for line in sbom.problems([*"abcd"])] == [
         "copyleft",
         "copyleft",
-        "unknown licence",
+        "unknown license",
     ]
 
 
@@ -102,13 +102,13 @@ def test_training_tells_nobody(tmp_path: Path) -> None:
 
 
 def test_what_the_wheels_contain_is_read_from_the_wheels() -> None:
-    opencv = {part.name: part.licence for part in bundled.parts("opencv-python-headless")}
+    opencv = {part.name: part.license for part in bundled.parts("opencv-python-headless")}
     assert opencv["FFmpeg"] == "LGPL" and opencv["libcrypto and libssl"] == "OpenSSL"
     assert not [name for name in opencv if name.startswith("Qt")]  # of wheels with windows
     libraries = bundled.shared_libraries("opencv-python-headless")
     named = {name.partition("-")[0] for name in libraries}
     assert not libraries or {"libavcodec", "libcrypto"} <= named  # macOS has another layout
-    assert [p.licence for p in bundled.parts("numpy") if p.name == "libquadmath"] in (
+    assert [p.license for p in bundled.parts("numpy") if p.name == "libquadmath"] in (
         ["LGPL-2.1-or-later"],
         [],  # of a Python distribution that builds NumPy itself
     )
@@ -144,7 +144,7 @@ def test_the_bill_of_materials(tmp_path: Path) -> None:
     assert {"selftask", "torch", "numpy"} <= names and "pytest" not in names
     refs = {component["bom-ref"] for component in content["components"]}
     assert {ref for d in content["dependencies"] for ref in d["dependsOn"]} <= refs
-    sbom.write_licences(tmp_path / "licenses.md", ["numpy", "rich"])
+    sbom.write_licenses(tmp_path / "licenses.md", ["numpy", "rich"])
     table = (tmp_path / "licenses.md").read_text()
     assert "| numpy" in table and "| rich" in table
     assert "| numpy | OpenBLAS |" in table

@@ -1,6 +1,6 @@
 """Libraries of others inside the wheels of the core, which the metadata of packages do not name.
 
-Read from the licence files and the shared libraries of the installed wheels. opencv's
+Read from the license files and the shared libraries of the installed wheels. opencv's
 LICENSE-3RD-PARTY.txt has a section for each library, NumPy's and SciPy's LICENSE.txt has blocks
 of ``Name:``, ``Files:`` and ``License:``.
 """
@@ -21,7 +21,7 @@ LICENCES = {
     "OpenSSL": r"OpenSSL License",
 }
 """Licences by words of their texts, the first that fits; others are without conditions."""
-OTHER = "see the wheel's licence file"
+OTHER = "see the wheel's license file"
 _RULE = re.compile(r"^-{78,}$", re.MULTILINE)
 _BLOCK = re.compile(r"^Name: (.+)\nFiles: .+\n(?:.+\n)*?License: (.+)$", re.MULTILINE)
 _SENTENCE = re.compile(r"(.+?) (?:library )?(?:is|are) redistributed within (.+?)\.(?:\s|$)", re.S)
@@ -31,14 +31,14 @@ class Part(NamedTuple):
     """A library that a wheel contains."""
 
     name: str
-    licence: str
+    license: str
 
 
 def parts(package: str) -> list[Part]:
-    """Return what the licence files of an installed package say of libraries inside it."""
+    """Return what the license files of an installed package say of libraries inside it."""
     files = importlib.metadata.files(package) or []
     # opencv's wheel has the file twice: in cv2/ and among the metadata.
-    named = [f for f in files if f.parts[0].endswith(".dist-info") and _is_licence(f.name)]
+    named = [f for f in files if f.parts[0].endswith(".dist-info") and _is_license(f.name)]
     texts = [f.locate().read_text(encoding="utf-8", errors="replace") for f in named]
     return [part for text in texts for part in parts_of(text)]
 
@@ -50,7 +50,7 @@ def shared_libraries(package: str) -> list[str]:
 
 
 def parts_of(text: str, platform: str = sys.platform) -> list[Part]:
-    """Return the libraries that a licence file names for wheels of this platform."""
+    """Return the libraries that a license file names for wheels of this platform."""
     sections = [part for section in _RULE.split(text) for part in _of_section(section, platform)]
     return sections + [Part(*block) for block in _BLOCK.findall(text)]
 
@@ -63,24 +63,24 @@ def problems(package: str, found: list[Part]) -> list[str]:
     """
     admitted = re.compile(r"LGPL|Lesser|GCC-exception")
     return [
-        f"{package}: contains {part.name}: copyleft: {part.licence}"
+        f"{package}: contains {part.name}: copyleft: {part.license}"
         for part in found
-        if "GPL" in part.licence and not admitted.search(part.licence)
+        if "GPL" in part.license and not admitted.search(part.license)
     ]
 
 
 def table(packages: list[str]) -> str:
     """Return what the wheels contain, as a section of licenses.md."""
-    lines = ["## Libraries inside the wheels", "", "| wheel | library | licence |", "|---|---|---|"]
+    lines = ["## Libraries inside the wheels", "", "| wheel | library | license |", "|---|---|---|"]
     for package in packages:
-        lines += [f"| {package} | {part.name} | {part.licence} |" for part in parts(package)]
+        lines += [f"| {package} | {part.name} | {part.license} |" for part in parts(package)]
     for package in packages:
         if libraries := shared_libraries(package):
             lines += ["", f"Shared libraries of {package}: {', '.join(libraries)}."]
     return "\n".join(lines) + "\n"
 
 
-def _is_licence(name: str) -> bool:
+def _is_license(name: str) -> bool:
     return PurePath(name).stem.upper().startswith(("LICENSE", "LICENCE", "COPYING"))
 
 
@@ -91,10 +91,10 @@ def _of_section(section: str, platform: str) -> Iterator[Part]:
         platforms = [word for word in PLATFORMS.values() if word in wheels]
         elsewhere = platforms and PLATFORMS[platform] not in platforms
         if "non-headless" not in wheels and not elsewhere:
-            yield Part(" ".join(name.split()), _licence(section))
+            yield Part(" ".join(name.split()), _license(section))
 
 
-def _licence(text: str) -> str:
-    """Return the licence whose text this is."""
+def _license(text: str) -> str:
+    """Return the license whose text this is."""
     fits = (name for name, words in LICENCES.items() if re.search(words, text, re.IGNORECASE))
     return next(fits, OTHER)

@@ -1,11 +1,11 @@
-"""Packages of an installation of selftask, and their licences.
+"""Packages of an installation of selftask, and their licenses.
 
 python tools/release/sbom.py [--out dist]
 
 Writes dist/sbom.json (CycloneDX, by cyclonedx-bom) and dist/licenses.md (by pip-licenses, and
 bundled.py for the libraries inside the wheels) for selftask and all direct and indirect
 requirements of its core, as installed in this environment. Extras and developer tools are not
-included. The exit code is 1 if a licence is copyleft or unknown.
+included. The exit code is 1 if a license is copyleft or unknown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EMPTY = {"cuda-toolkit": "NVIDIA: an empty package that requires the CUDA librar
 """Licences of packages whose metadata have none."""
 
 NAMELESS = ("OSI Approved", "Other/Proprietary License")
-"""Ends of classifiers that name no licence; the field ``License`` does."""
+"""Ends of classifiers that name no license; the field ``License`` does."""
 
 
 def core_packages(root: str = PACKAGE) -> list[str]:
@@ -59,8 +59,8 @@ def core_packages(root: str = PACKAGE) -> list[str]:
     return sorted(found)
 
 
-def licence(name: str) -> str:
-    """Return a package's licence from its metadata: expression, classifiers or text."""
+def license(name: str) -> str:
+    """Return a package's license from its metadata: expression, classifiers or text."""
     metadata = importlib.metadata.metadata(name)
     classifiers = [
         text.rpartition(" :: ")[2]
@@ -72,14 +72,14 @@ def licence(name: str) -> str:
 
 
 def problems(packages: list[str]) -> list[str]:
-    """Return a line for each package whose licence is copyleft or unknown."""
+    """Return a line for each package whose license is copyleft or unknown."""
     found = []
     for name in packages:
-        told = licence(name)
+        told = license(name)
         if COPYLEFT.search(told):
             found.append(f"{name}: copyleft: {told}")
         elif not FREE.search(told):
-            found.append(f"{name}: unknown licence: {told or 'none given'}")
+            found.append(f"{name}: unknown license: {told or 'none given'}")
         found += bundled.problems(name, bundled.parts(name))
     return found
 
@@ -106,8 +106,8 @@ def _within(dependency: dict[str, Any], refs: set[str]) -> dict[str, Any]:
     return {**dependency, "dependsOn": [r for r in dependency.get("dependsOn", []) if r in refs]}
 
 
-def write_licences(path: Path, packages: list[str]) -> None:
-    """Write the licences, with the addresses of the projects, and what their wheels contain."""
+def write_licenses(path: Path, packages: list[str]) -> None:
+    """Write the licenses, with the addresses of the projects, and what their wheels contain."""
     words = ["-m", "piplicenses", "--format=markdown", "--with-urls", "--order=name"]
     done = subprocess.run(
         [sys.executable, *words, "--packages", *packages],
@@ -115,19 +115,19 @@ def write_licences(path: Path, packages: list[str]) -> None:
         capture_output=True,
         text=True,
     )
-    head = f"# Licences\n\nOf what selftask requires; selftask itself: {licence(PACKAGE)}.\n\n"
+    head = f"# Licences\n\nOf what selftask requires; selftask itself: {license(PACKAGE)}.\n\n"
     path.write_text(f"{head}{done.stdout}\n{bundled.table(packages)}", encoding="utf-8")
 
 
 def main() -> int:
-    """Write both files; return 1 if there are problems with licences."""
+    """Write both files; return 1 if there are problems with licenses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("dist"))
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     packages = core_packages()
     write_sbom(out / "sbom.json", packages)
-    write_licences(out / "licenses.md", packages)
+    write_licenses(out / "licenses.md", packages)
     print(f"{out}/sbom.json, {out}/licenses.md: {len(packages)} packages")
     found = problems(packages)
     print("\n".join(found))

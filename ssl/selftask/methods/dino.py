@@ -69,7 +69,7 @@ class DINO(PrototypeHeads, EMATeacher):
         temperature = self.teacher_temperature_at(task.where)
         batch["probs"] = F.softmax((scores - self.center) / temperature, dim=2)  # (2, B, K)
         if task.train:
-            self.pending.append(scores.mean(dim=(0, 1)))  # (K,), for the centre
+            self.pending.append(scores.mean(dim=(0, 1)))  # (K,), for the center
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return eq. 3, averaged over its pairs; ``output`` (V, B, K).
@@ -82,7 +82,7 @@ class DINO(PrototypeHeads, EMATeacher):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Update the teacher and the centre (eq. 4)."""
+        """Update the teacher and the center (eq. 4)."""
         super().on_update(task)
         center = all_reduce_mean(torch.stack(self.take_pending()).mean(dim=0))  # (K,)
         self.center.lerp_(center, 1.0 - self.config.center_momentum)
@@ -93,5 +93,5 @@ class DINO(PrototypeHeads, EMATeacher):
         return math.log(self.config.out_dim)
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
-        """Return the teacher's head, with its last temperature and its centre."""
+        """Return the teacher's head, with its last temperature and its center."""
         return self.teacher_scores(embed_dim, checkpoint, checkpoint["method"]["center"])

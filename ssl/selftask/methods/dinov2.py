@@ -228,7 +228,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Update the teacher, and the centres with the mean scores of all ranks."""
+        """update the teacher, and the centers with the mean scores of all ranks."""
         super().on_update(task)
         if pending := self.take_pending():
             sums = all_reduce_sum(torch.stack(pending).sum(dim=0))  # (2, K + 1)
