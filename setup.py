@@ -78,7 +78,7 @@ setup(
     extras_require={
         "data": [
             "pyarrow>=17",
-            "h5py>=3.12",
+            "h5py>=3.12.1",  # 3.12.0 is yanked
             "lmdb>=1.5.1",
             "fsspec[http]>=2024.6",
             "tifffile>=2024.8.10",
@@ -98,7 +98,7 @@ setup(
             ),
             *(
                 "pyarrow>=17",
-                "h5py>=3.12",
+                "h5py>=3.12.1",  # 3.12.0 is yanked
                 "lmdb>=1.5.1",
                 "fsspec[http]>=2024.6",
                 "tifffile>=2024.8.10",
