@@ -64,14 +64,14 @@ setup(
         "submitit>=1.5",
         "hydra-core>=1.3",
         "omegaconf>=2.3",
-        "timm>=1.0.31",
+        "timm>=1.0.26",  # before, attention that is not fused misreads masks
         "scikit-learn>=1.5",
         "scipy>=1.13",
         "safetensors>=0.5",
         "rich>=13.7",
         "numpy>=2.1",
         "pillow>=11.3",  # before, its wheels read no AVIF
-        "opencv-python-headless>=5.0.0.93",  # before, nearest neighbours were not Pillow's
+        "opencv-python-headless>=4.10.0.84",
         "simplejpeg>=1.8",
         "pyyaml>=6.0.1",
     ],
