@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import imagined_device
 import tiny
-from imagined_device import NAME, ImaginedDevice, MixedDevices, in_process
+from imagined_device import NAME, ImaginedDevice, MixedDevices, OnDevice, in_process
 from selftask.batch import Batch
+from selftask.data.loading import prefetch
+from selftask.data.loading.prefetch import Ahead
 from selftask.evaluate.online import evaluate_task
 from selftask.optim.gradients import clip_norm
 from selftask.registry import METHODS, TRAIN_STEPS
@@ -31,7 +34,7 @@ def run(method: str, folder: Path, *more: str, plant: Any = None) -> tuple[list[
     """Train on the device, with logs at the first and last step only.
 
     Returns:
-        Where the host waited in the steps between, and the trained task.
+        Where the host waited in the steps between, and streams did not; and the trained task.
     """
     options = ["train.epochs=1", "train.log_every=1000", "hooks.progress=null"]
     waits = []
@@ -55,6 +58,7 @@ def run(method: str, folder: Path, *more: str, plant: Any = None) -> tuple[list[
             task.on_phase_end()
         task.on_end()
         task.close()
+        waits += device.races
     assert task.device.type == NAME
     assert next(task.base_model.parameters()).device == torch.device(NAME, 0)
     assert task.steps_done > 2
@@ -107,6 +111,12 @@ def test_device_engine(cache: str, tmp_path: Path) -> None:
     assert in_process(emptied) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["clip", "vicregl"])
+def test_captions_and_draws_made_ahead(method: str, tmp_path: Path) -> None:
+    assert in_process(trained, method, tmp_path, "data.augment_on=device") == []
+
+
 def emptied() -> int:
     """Return how often the cache was emptied in this process."""
     count: int = torch.get_device_module(NAME).emptied
@@ -155,6 +165,40 @@ def test_waits_are_found_with_their_line(plant: Any, line: str, tmp_path: Path) 
 def test_a_tensor_on_the_cpu_is_found_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(MixedDevices, match=r"test_imagined_device.py:\d+ in mixes_devices: .*ones"):
         in_process(planted, mixes_devices, tmp_path)
+
+
+def made_ahead(fault: str) -> list[str]:
+    """Races in steps that read what a side stream has made, at any depth of the sample."""
+
+    def make() -> dict[str, Any]:
+        a, b, c = (torch.ones(3, device=NAME) for _ in range(3))
+        return {"views": [a], "extras": {"caption": b, "/draws": {"boxes": (c,)}}}
+
+    with ImaginedDevice() as device, pytest.MonkeyPatch.context() as patch:
+        ahead = Ahead(make, torch.device(NAME))
+        if fault:
+            patch.setattr(*FAULTS[fault])
+        for _ in range(3):
+            sample = ahead.next()
+            extras = sample["extras"]
+            used = [*sample["views"], extras["caption"], *extras["/draws"]["boxes"]]
+            torch.stack(used).sum()
+        return device.races
+
+
+FAULTS = {
+    "no wait_event": (imagined_device._Stream, "wait_event", lambda self, event: None),
+    "no record_stream": (OnDevice, "record_stream", lambda self, stream: None),
+    "no record_stream in dicts": (prefetch, "_tensors", lambda sample: sample["views"]),
+}
+
+
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_what_a_side_stream_made_is_waited_for_and_kept(fault: str) -> None:
+    races = in_process(made_ahead, fault)
+    assert len(races) == (0 if not fault else 6 if "dicts" in fault else 9)
+    assert all(race.endswith(fault.removesuffix(" in dicts")) for race in races)
+    assert all("torch.stack(used).sum()" in race for race in races)
 
 
 def on_both(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[set[str]]]:
