@@ -64,7 +64,7 @@ setup(
         "submitit>=1.5",
         "hydra-core>=1.3",
         "omegaconf>=2.3",
-        "timm>=1.0.26",  # before, attention that is not fused misreads masks
+        "timm>=1.0.31",  # before, a Swin has no dynamic_img_size
         "scikit-learn>=1.5",
         "scipy>=1.13",
         "safetensors>=0.5",
