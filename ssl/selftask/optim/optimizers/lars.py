@@ -54,7 +54,7 @@ class LARS(PerGroup):
 
     def update_group(self, weights: list[Tensor], grads: list[Tensor], group: Any) -> None:
         velocities = local_parts(self.states(weights, "momentum"))
-        steps = torch._foreach_add(
+        steps: Any = torch._foreach_add(
             local_parts(grads), local_parts(weights), alpha=group["weight_decay"]
         )
         if group["adapt"]:
