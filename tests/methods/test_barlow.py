@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
-from selftask.config.config_class import config_class
 from selftask.methods.barlow import BarlowTwins, cross_correlation
 from selftask.models.heads import mlp
-from selftask.registry import METHODS
 
 SMALL: dict[str, Any] = {"out_dim": 5, "hidden_dim": 7, "redundancy_weight": 0.02}
 
@@ -130,10 +128,3 @@ def test_world_size_is_invisible() -> None:
 
 def _four_updates(rank: int) -> dict[str, Any]:
     return MiniTask(PlainBarlow, SMALL, lr=0.02).run(4).state()
-
-
-def test_impossible_configs_are_told() -> None:
-    schema: Any = config_class(METHODS, "barlow")
-    (problem,) = schema().problems({"train": {"batch_size": 1}})
-    assert problem.startswith("train.batch_size:")
-    assert not list(schema().problems({"train": {"batch_size": 2}}))

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 import tiny
 from minitask import MiniTask, largest_difference, loss_of
 from ranks import run_ranks
-from selftask.config.config_class import config_class
 from selftask.methods.simclr import SimCLR, info_nce
-from selftask.registry import METHODS
 
 
 def _random(*shape: int) -> Tensor:
@@ -142,11 +140,3 @@ def test_a_run_with_smaller_views(tmp_path: Path) -> None:
     trained.close()
     assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert trained.loss.chance_loss == pytest.approx(math.log(1 + 4 * (tiny.BATCH_SIZE - 1)))
-
-
-def test_impossible_configs_are_told() -> None:
-    schema: Any = config_class(METHODS, "simclr")
-    wrong = {"train": {"batch_size": 1}}
-    keys = [text.partition(":")[0] for text in schema(temperature=-1.0).problems(wrong)]
-    assert keys == ["temperature", "train.batch_size"]
-    assert not list(schema().problems({"train": {"batch_size": 2}}))

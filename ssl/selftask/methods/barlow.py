@@ -8,9 +8,7 @@ B: images per rank, W: ranks, D: width of the projector.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +33,7 @@ class BarlowTwins(Method):
     loss_reduction = "statistics"  # the correlation
     views = 2
     per_view = True
+    min_batch_size = 2
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -46,10 +45,6 @@ class BarlowTwins(Method):
         """Weight of the off-diagonal terms, lambda in eq. 1."""
         scale: float = setting(1.0, min=0)
         """Factor of the whole loss; 0.1 in solo-learn."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if config["train"]["batch_size"] < 2:
-                yield "train.batch_size: 1; a correlation needs at least 2 images"
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the projector: three layers; the last has no BatchNorm or activation."""

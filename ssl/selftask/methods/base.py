@@ -66,6 +66,8 @@ class Method(nn.Module, Hook):
     * ``"index"``: ``batch.index``, the number of each image, as an index into a memory.
     * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.
     """
+    min_batch_size: ClassVar[int] = 1
+    """Smallest ``train.batch_size``; 2 if the loss compares the images of a batch."""
     columns: ClassVar[dict[str, str]] = {}
     """Terms of the loss and other columns of metrics.jsonl that the method logs, with texts."""
     outputs_logits: ClassVar[bool] = False  # True if the output is (B, C), as meters expect

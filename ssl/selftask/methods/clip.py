@@ -43,6 +43,7 @@ class CLIP(Method):
     }
     loss_reduction = "gathered"  # captions are negatives to the images of all ranks
     views = 1
+    min_batch_size = 2
     requires = ("captions",)
 
     @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,6 @@ class CLIP(Method):
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.text_dim % self.text_heads:
                 yield f"text_heads: {self.text_heads} does not divide text_dim={self.text_dim}"
-            if config["train"]["batch_size"] < 2:
-                yield "train.batch_size: 1; the negatives are other captions: at least 2 are needed"
             if self.temperature < 1 / MAX_SCALE:
                 yield f"temperature: {self.temperature} is below {1 / MAX_SCALE}, its least value"
 

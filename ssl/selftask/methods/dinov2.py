@@ -89,6 +89,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
     loss_reduction = "gathered"  # for the neighbours of KoLeo
     sample_dim = None
     views = (2, None)
+    min_batch_size = 2
     requires = ("tokens",)
     exports_teacher = True
     teacher_drop_path = False
@@ -123,8 +124,6 @@ class DINOv2(PrototypeHeads, EMATeacher):
                     f"mask_ratio: {self.mask_ratio}; the smallest and the largest share of masked "
                     "patches are expected, such as [0.1, 0.5]"
                 )
-            if config["train"]["batch_size"] < 2:
-                yield "koleo_weight: a batch of one image has no neighbours; raise train.batch_size"
 
     centers: Tensor
 

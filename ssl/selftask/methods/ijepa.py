@@ -55,7 +55,7 @@ class IJEPA(MaskedPatches, EMATeacher):
         """Range of the context's share of the image's area, before the targets are cut out."""
         min_context: int = setting(10, min=0)
         """Minimum patches of a context; if fewer remain, the last targets may overlap it."""
-        max_context: float = 0.5
+        max_context: float = setting(0.5, above=0, max=1)
         """Maximum share of the image's patches in a context; random excess patches are dropped."""
         predictor_dim: int = setting(384, min=1, tiny=16)
         """Width of the predictor."""
@@ -74,8 +74,6 @@ class IJEPA(MaskedPatches, EMATeacher):
             backbone = config["backbone"]
             if backbone.get("pool") == "token":
                 yield "backbone.pool: ijepa trains patches, not the class token; use pool: avg"
-            if not 0 < self.max_context <= 1:
-                yield f"max_context: {self.max_context}; 0 < share <= 1 is expected"
             for name in ("target_scale", "context_scale"):
                 low, high = getattr(self, name)
                 if not 0 < low <= high <= 1:

@@ -9,9 +9,8 @@ V: views of an image, two in the paper; B: images per rank, W: ranks, D: width o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +35,7 @@ class SimCLR(Method):
 
     loss_reduction = "gathered"  # views are negatives to those of all ranks
     views = (2, None)
+    min_batch_size = 2
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -45,18 +45,12 @@ class SimCLR(Method):
         """Width of the head's hidden layer; null: that of the backbone."""
         norm: bool = True
         """Whether both layers of the head have BatchNorm, as in the paper's code."""
-        temperature: float = 0.1
+        temperature: float = setting(0.1, above=0)
         """Temperature of the similarities, tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in
         solo-learn.
         """
         scale: float = setting(1.0, above=0)
         """Factor of the whole loss; 2 in the paper's code, which sums both directions."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if self.temperature <= 0:
-                yield f"temperature: {self.temperature}; above 0 is expected, such as 0.1"
-            if config["train"]["batch_size"] < 2:
-                yield "train.batch_size: 1; the negatives are other images: at least 2 are needed"
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build g of section 2.1. The last BatchNorm has no shift, as in the paper's code."""

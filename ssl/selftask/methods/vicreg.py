@@ -8,9 +8,7 @@ B: images per rank, D: width of the projector.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,6 +34,7 @@ class VICReg(Method):
     loss_reduction = "statistics"  # variances and covariances
     views = 2
     per_view = True
+    min_batch_size = 2
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -49,10 +48,6 @@ class VICReg(Method):
         """Weight of the variance term, mu."""
         covariance_weight: float = setting(1.0, min=0)
         """Weight of the covariance term, nu."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if config["train"]["batch_size"] < 2:
-                yield "train.batch_size: 1; a variance needs at least 2 images"
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the expander: three layers; the last has no BatchNorm or activation."""

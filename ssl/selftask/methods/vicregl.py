@@ -11,7 +11,7 @@ M: matched cells; D: width of the projector, L: of the local projector.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -48,6 +48,7 @@ class VICRegL(Method):
     }
     loss_reduction = "statistics"  # variances and covariances
     sample_dim = None
+    min_batch_size = 2
     views = (2, None)
     requires = ("dense", "boxes")  # cells are matched by location in the image
 
@@ -75,10 +76,6 @@ class VICRegL(Method):
         """Weight of the variance term."""
         covariance_weight: float = setting(1.0, min=0)
         """Weight of the covariance term."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if config["train"]["batch_size"] < 2:
-                yield "train.batch_size: 1; a variance needs at least 2 images"
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the projectors of pooled features and of cells; both end with a linear layer."""
