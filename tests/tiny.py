@@ -23,6 +23,7 @@ from selftask.config.checks.requirements import required
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
+from selftask.data.sources.digits import NUMBERS
 from selftask.equivalence.tiny_recipe import make_tiny
 from selftask.logs import read_metrics
 from selftask.logs.rows import MEASURED
@@ -46,7 +47,8 @@ def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: in
         images = np.kron(digits.images[start:stop], np.ones((1, 4, 4))) * 15.9
         labels = digits.target[start:stop]
         captions = [f"{label} in writing {row}" for row, label in enumerate(labels)]
-        np.savez(path, images=images.astype(np.uint8), labels=labels, caption=captions)
+        numbers = {n: np.isin(labels, kinds).astype(np.float32) for n, kinds in NUMBERS.items()}
+        np.savez(path, images=images.astype(np.uint8), labels=labels, caption=captions, **numbers)
     return path
 
 
@@ -55,6 +57,7 @@ def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) ->
     return [
         f"data={digits_file(folder)}",
         *(["data.extras=[caption]"] if "captions" in required(method) else []),
+        *(["data.extras=[even, prime, loop]"] if "numbers" in required(method) else []),
         "data.val=null",
         "data.num_workers=0",
         *_tiny_parts(method),

@@ -16,13 +16,16 @@ from ranks import run_ranks
 from selftask.errors import UserError
 from selftask.methods.supervised import Supervised
 from selftask.models.classifier.classifier import Classifier
+from selftask.optim.param_groups import freeze_for_good
 
 
 def _labelled(*labels: int) -> SimpleNamespace:
     return SimpleNamespace(labels=np.array(labels), num_classes=max(labels) + 1)
 
 
-def _build(train: Any, val: Any = None, **config: Any) -> tuple[Supervised, nn.Module]:
+def _build(
+    train: Any, val: Any = None, backbone: nn.Module | None = None, **config: Any
+) -> tuple[Supervised, nn.Module]:
     data_module = SimpleNamespace(
         train_source=train,
         val_sources={} if val is None else {"": val},
@@ -30,7 +33,7 @@ def _build(train: Any, val: Any = None, **config: Any) -> tuple[Supervised, nn.M
     )
     method = Supervised(Supervised.Config(**config))
     task: Any = SimpleNamespace(data_module=data_module)
-    return method, method.build_network(TinyBackbone(), task)
+    return method, method.build_network(backbone or TinyBackbone(), task)
 
 
 def test_loss_is_cross_entropy_and_chance_its_value_for_equal_scores() -> None:
@@ -63,7 +66,9 @@ def test_any_loss_of_torch_or_classy_by_name() -> None:
 def test_a_frozen_backbone_changes_nothing_but_the_classifier() -> None:
     backbone = nn.Sequential(TinyBackbone(), nn.BatchNorm1d(6), nn.Dropout(0.5))
     backbone.embed_dim = 6
-    probe = Classifier(backbone, 3, frozen=True).train()
+    method, probe = _build(_labelled(0, 1, 2), backbone=backbone, freeze_backbone=True)
+    freeze_for_good([("network", probe), ("loss", method)], [], method.group_rules())
+    probe.train()
     before = {name: tensor.clone() for name, tensor in probe.backbone.state_dict().items()}
     images = torch.randn(8, 3, 8, 8)
     assert torch.equal(probe(images), probe(images))  # no dropout, no batch statistics

@@ -65,6 +65,7 @@ class Method(nn.Module, Hook):
     * ``"labels"``: a label for each image.
     * ``"index"``: ``batch.index``, the number of each image, as an index into a memory.
     * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.
+    * ``"numbers"``: the arrays of the data that ``method.targets`` names.
     """
     min_batch_size: ClassVar[int] = 1
     """Smallest ``train.batch_size``; 2 if the loss compares the images of a batch."""
