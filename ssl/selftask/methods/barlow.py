@@ -1,8 +1,5 @@
 """Barlow Twins: each feature agrees with itself across views and with no other feature.
 
-Zbontar et al., Barlow Twins: Self-Supervised Learning via Redundancy Reduction, ICML 2021,
-arXiv:2103.03230.
-
 B: images per rank, W: ranks, D: width of the projector.
 """
 
@@ -24,8 +21,18 @@ from selftask.registry import register_method
 
 @register_method("barlow")
 class BarlowTwins(Method):
-    """Barlow Twins (arXiv:2103.03230): a cross-correlation of two views near the identity."""
+    """Barlow Twins (arXiv:2103.03230): two views agree, and their features are uncorrelated.
 
+    Differs from the authors' code:
+
+    * The loss is scaled by 0.024, as in the code until 046eec3 (``--scale-loss``). The newest
+      commit, 8e8d284, has a second learning rate for biases and norms instead
+      (``--learning-rate-biases``).
+    """
+
+    paper = (
+        "Zbontar et al., Barlow Twins: Self-Supervised Learning via Redundancy Reduction, ICML 2021"
+    )
     columns = {
         "invariance": "Term of the loss: two views have the same embedding.",
         "redundancy": "Term of the loss: components are uncorrelated.",
@@ -65,7 +72,7 @@ class BarlowTwins(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of a zero correlation matrix."""
+        """Loss of a zero correlation matrix: ``scale`` * ``out_dim``."""
         return float(self.config.scale * self.config.out_dim)
 
 
@@ -77,7 +84,7 @@ def cross_correlation(first: Tensor, second: Tensor) -> Tensor:
 
 
 def standardize(x: Tensor, *, eps: float = 1e-5) -> Tensor:
-    """Standardise the columns of (B, D) to mean 0 and variance 1 over the rows of all ranks."""
+    """Standardize the columns of (B, D) to mean 0 and variance 1 over the rows of all ranks."""
     num_rows = len(x) * world_size()
     x = x - sum_with_grad(x.sum(dim=0)) / num_rows
     variance = sum_with_grad(x.square().sum(dim=0)) / num_rows

@@ -1,7 +1,6 @@
 """DeepCluster v2: cluster the features of all images, predict the clusters, and repeat.
 
-Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster Assignments,
-NeurIPS 2020, arXiv:2006.09882, section 3.2 and appendix; v1 is Caron et al., ECCV 2018,
+Sections and equations are those of the paper and its appendix; v1 is Caron et al., ECCV 2018,
 arXiv:1807.05520.
 
 V: views, the first two of which are stored; B: images per rank, W: ranks; N: images of the data
@@ -44,8 +43,20 @@ _CLUSTERING = 0x6B6D6E73  # "kmns": separates these draws from others of the sam
 
 @register_method("deepcluster")
 class DeepCluster(Method):
-    """DeepCluster v2 (arXiv:2006.09882): k-means clusters of a memory of all images."""
+    """DeepCluster v2 (arXiv:2006.09882): predicts clusters of all images, renewed each epoch.
 
+    Differs from the authors' code:
+
+    * The memory is filled in evaluation mode (training mode there), so that a feature does not
+      depend on the images beside it.
+    * First centroids are drawn from all images, not from those of rank 0. Every process does the
+      whole k-means: the same result without an exchange.
+    """
+
+    paper = (
+        "Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster "
+        "Assignments, NeurIPS 2020"
+    )
     columns = {
         "largest_cluster": "Share of images in the largest cluster, 0 to 1; 1 is collapse.",
     }
@@ -112,8 +123,7 @@ class DeepCluster(Method):
     def fill_memory(self, task: Task) -> None:
         """Fill the memory in one pass over the data with the initial weights.
 
-        The network is in eval mode, unlike in the paper's code. A feature then does not depend on
-        the other images of its batch, and the last batch may have one image.
+        The network is in eval mode, so that the last batch may have one image.
         """
         log.info("deepcluster: filling the memory, one pass over %d images", len(self.memory))
         task.base_model.eval()
@@ -168,6 +178,6 @@ class DeepCluster(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if all prototypes of a head have the same probability."""
+        """Loss of equal probabilities: ln(``num_prototypes``), mean over heads."""
         logs = [math.log(number) for number in self.config.num_prototypes]
         return sum(logs) / len(logs)

@@ -1,7 +1,6 @@
 """DINOv2: DINO for whole images, iBOT for masked patches, and KoLeo.
 
-Oquab et al., DINOv2: Learning Robust Visual Features without Supervision, TMLR 2024,
-arXiv:2304.07193; iBOT is Zhou et al., ICLR 2022, arXiv:2111.07832.
+iBOT is Zhou et al., ICLR 2022, arXiv:2111.07832.
 
 V: views, the first two of which are global and the other L local; B: images per rank; N: patches of
 a global view; M: masked patches of all global views on this rank; E: width of the backbone; K:
@@ -78,15 +77,29 @@ class Predictions(NamedTuple):
 
 @register_method("dinov2")
 class DINOv2(PrototypeHeads, EMATeacher):
-    """DINOv2 (arXiv:2304.07193): DINO, masked patches (iBOT) and spread features (KoLeo)."""
+    """DINOv2 (arXiv:2304.07193): DINO, the same for hidden patches (iBOT), and spread features.
 
+    Differs from the authors' code:
+
+    * Each global view is masked with ``mask_probability``; there exactly that share of a GPU's
+      views.
+    * KoLeo looks for neighbors in the global batch, there on each GPU alone. Means of patch scores
+      for the center weigh each patch alike, there each GPU.
+    * A block skips each image by chance; there it skips a fixed share of a GPU's batch.
+    * Gradients are clipped as a whole; there backbone and heads separately.
+    * Blur: that code hands torchvision 1 - p, so that its views are blurred with probability 0, 0.9
+      and 0.5 and not with the 1, 0.1 and 0.5 that it names. The recipes do what it does. The kernel
+      follows from sigma; there it has 9 pixels.
+    """
+
+    paper = "Oquab et al., DINOv2: Learning Robust Visual Features without Supervision, TMLR 2024"
     columns = {
         "dino_global": "Term of the loss: DINO between global views.",
         "dino_local": "Term of the loss: DINO of local views.",
         "ibot": "Term of the loss: masked patches.",
         "koleo": "Term of the loss: embeddings are spread evenly.",
     }
-    loss_reduction = "gathered"  # for the neighbours of KoLeo
+    loss_reduction = "gathered"  # for the neighbors of KoLeo
     sample_dim = None
     views = (2, None)
     min_batch_size = 2
@@ -154,9 +167,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
     ) -> Masks:
         """Draw block masks for some of the global views, with a random mask ratio for each.
 
-        Masks are drawn on the host, since the number of masked patches must be known. The published
-        code masks exactly half of the views of a batch; here each is masked with
-        ``mask_probability``.
+        Masks are drawn on the host, since the number of masked patches must be known.
         """
         config, sampler = self.config, BlockMask(grid)
         draws = uniform(seed, key, NUM_GLOBAL * (2 + sampler.num_draws))
@@ -227,7 +238,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """update the teacher, and the centers with the mean scores of all ranks."""
+        """Update the teacher, and the centers with the mean scores of all ranks."""
         super().on_update(task)
         if pending := self.take_pending():
             sums = all_reduce_sum(torch.stack(pending).sum(dim=0))  # (2, K + 1)
@@ -236,7 +247,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
             self.centers.lerp_(means, 1.0 - self.config.center_momentum)
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
-        """Return the teacher's heads, with their last temperature and their centres."""
+        """Return the teacher's heads, with their last temperature and their centers."""
         images, patches = (
             self.teacher_scores(embed_dim, checkpoint, center, head=head)
             for head, center in zip(

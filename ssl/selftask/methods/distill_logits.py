@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 @register_method("distill_logits")
 class DistillLogits(Distillation):
-    """Distillation of logits (arXiv:1503.02531): a student learns a frozen teacher's scores."""
+    """Distillation of logits (arXiv:1503.02531): a student learns a teacher's class scores."""
 
+    paper = "Hinton et al., Distilling the Knowledge in a Neural Network, 2015"
     columns = {
         "distillation": "Term of the loss: distance from the teacher.",
         "labels": "Term of the loss: cross-entropy with labels.",

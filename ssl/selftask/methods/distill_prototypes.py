@@ -47,6 +47,7 @@ NUM_GLOBAL = 2  # views that the teacher sees with ``pairs: different``
 class DistillPrototypes(Distillation):
     """Distillation of prototypes (arXiv:2304.07193): a student learns a teacher's assignments."""
 
+    paper = "Oquab et al., DINOv2: Learning Robust Visual Features without Supervision, TMLR 2024"
     columns = {
         "images": "Term of the loss: prototypes of whole images.",
         "patches": "Term of the loss: prototypes of patches.",
@@ -191,7 +192,9 @@ class DistillPrototypes(Distillation):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if the student gives every prototype the same probability."""
+        """Loss of equal probabilities: ln(prototypes of the teacher); with ``patch_weight``, the
+        weighted mean over images and patches.
+        """
         weight = self.config.patch_weight
         of_patches = math.log(self.patch_dim) if weight else 0.0
         return (1 - weight) * math.log(self.out_dim) + weight * of_patches

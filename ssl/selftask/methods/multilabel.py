@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @register_method("multilabel")
 class Multilabel(Classification):
-    """Classification with several labels per image, by binary cross-entropy."""
+    """Classification with several labels per image: binary cross-entropy."""
 
     requires = ("numbers",)
 
@@ -55,7 +55,7 @@ class Multilabel(Classification):
 
     @property
     def chance_loss(self) -> float:
-        """Binary cross-entropy of scores of zero."""
+        """Binary cross-entropy of equal scores: ln 2."""
         return self.total_weight * math.log(2)
 
 

@@ -1,8 +1,5 @@
 """SimCLR: match the views of an image among all views of the batch.
 
-Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, ICML 2020,
-arXiv:2002.05709.
-
 V: views of an image, two in the paper; B: images per rank, W: ranks, D: width of the head.
 """
 
@@ -31,8 +28,21 @@ if TYPE_CHECKING:
 
 @register_method("simclr")
 class SimCLR(Method):
-    """SimCLR (arXiv:2002.05709): contrast of views with all others of the global batch."""
+    """SimCLR (arXiv:2002.05709): recognizes the other view among all views of the batch.
 
+    Differs from the authors' code:
+
+    * An epoch leaves out the last partial batch and has 312 steps, so that warm-up and run have
+      3,120 and 312,000 steps; there 3,127 and 312,786, counted in images.
+    * First weights of convolutions and head are torch's, not TensorFlow's. Every layer of the head
+      is followed by BatchNorm, which takes their scale out.
+    * The head has two layers, as in the paper. The code's default of three is SimCLR v2's.
+    """
+
+    paper = (
+        "Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, "
+        "ICML 2020"
+    )
     loss_reduction = "gathered"  # views are negatives to those of all ranks
     views = (2, None)
     min_batch_size = 2
@@ -81,7 +91,7 @@ class SimCLR(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if all similarities are equal: one positive among the views of other images."""
+        """Loss of equal similarities: ``scale`` * ln(1 + views * (batch - 1))."""
         return self.config.scale * math.log(1 + self.num_negatives)
 
 

@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 @register_method("supervised")
 class Supervised(Classification):
-    """Classification with cross-entropy, or any loss of torch.nn or Classy Vision by name.
+    """Classification: cross-entropy with labels, or any loss of torch.nn or Classy Vision.
 
     With ``heads`` there are several classifiers; their weighted losses are the terms of the loss.
+
+    Differs from the authors' code:
+
+    * The ImageNet recipe has a cosine instead of steps.
     """
 
     requires = ("labels",)
@@ -63,7 +67,7 @@ class Supervised(Classification):
 
     @property
     def chance_loss(self) -> float | None:
-        """Cross-entropy of equal scores."""
+        """Cross-entropy of equal scores: ln(classes)."""
         is_entropy = self.config.loss == "CrossEntropyLoss"
         return self.total_weight * math.log(self.num_classes) if is_entropy else None
 

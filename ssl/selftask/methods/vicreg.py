@@ -1,8 +1,5 @@
 """VICReg: views agree, each feature varies over the batch, and features are uncorrelated.
 
-Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning,
-ICLR 2022, arXiv:2105.04906.
-
 B: images per rank, D: width of the projector.
 """
 
@@ -24,8 +21,12 @@ from selftask.registry import register_method
 
 @register_method("vicreg")
 class VICReg(Method):
-    """VICReg (arXiv:2105.04906): two views agree, and components vary and are uncorrelated."""
+    """VICReg (arXiv:2105.04906): two views agree, and features vary and are uncorrelated."""
 
+    paper = (
+        "Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for "
+        "Self-Supervised Learning, ICLR 2022"
+    )
     columns = {
         "invariance": "Term of the loss: two views have the same embedding.",
         "variance": "Term of the loss: components vary over images.",

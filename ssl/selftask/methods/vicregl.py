@@ -1,10 +1,5 @@
 """VICRegL: VICReg of whole views and of matching patches, by location or by features.
 
-Bardes et al., VICRegL: Self-Supervised Learning of Local Visual Features, NeurIPS 2022,
-arXiv:2210.01571. The local loss is the mean over all pairs of views, as in the paper and in the
-published code since December 2022. By location, that code matches 20 cells of the first view of a
-pair and 4 of the second, whatever their sizes, and ignores that a crop was flipped.
-
 V: views, the first two of which are large; B: images per rank; N: cells of a view's feature map;
 M: matched cells; D: width of the projector, L: of the local projector.
 """
@@ -40,8 +35,23 @@ NUM_LARGE = 2  # views, each compared with all others
 
 @register_method("vicregl")
 class VICRegL(Method):
-    """VICRegL (arXiv:2210.01571): VICReg of whole views and of matched cells."""
+    """VICRegL (arXiv:2210.01571): VICReg of whole views and of matching cells.
 
+    Differs from the authors' code:
+
+    * By location, 20 cells of each large view and 4 of each small one are matched; there 20 of the
+      first view of a pair and 4 of the second, whatever their sizes.
+    * Positions of cells follow a flipped crop; there flips are ignored (``--no-flip-grid 1``).
+    * The standard deviation of red is 0.229, there 0.228.
+    * The local loss is the mean over all pairs of views, as there since d14c226 of December 2022.
+      The lower rate of the local projector that its options name (``--maps-lr-ratio``) reaches no
+      parameter there.
+    * ConvNeXt: a layer scale that stays 1 instead of none, so that the weights are timm's.
+    """
+
+    paper = (
+        "Bardes et al., VICRegL: Self-Supervised Learning of Local Visual Features, NeurIPS 2022"
+    )
     columns = {
         "global_TERM": "Term of the loss, of whole views.",
         "local_TERM": "Term of the loss, of cells.",
@@ -184,7 +194,7 @@ def local_terms(
 @torch.no_grad()
 @in_full_precision
 def nearest_cells(here: Tensor, there: Tensor, num_matches: int) -> tuple[Tensor, Tensor]:
-    """Match the cells of a view to their nearest neighbours in another; return the best matches.
+    """Match the cells of a view to their nearest neighbors in another; return the best matches.
 
     Args:
         here: (B, N, F): features or positions.
@@ -192,12 +202,12 @@ def nearest_cells(here: Tensor, there: Tensor, num_matches: int) -> tuple[Tensor
         num_matches: M, or all N cells if there are fewer.
 
     Returns:
-        (B, M) indices of cells in ascending order, and (B, M) indices of their neighbours.
+        (B, M) indices of cells in ascending order, and (B, M) indices of their neighbors.
     """
-    distance, neighbour = torch.cdist(here, there).min(dim=2)  # (B, N)
+    distance, neighbor = torch.cdist(here, there).min(dim=2)  # (B, N)
     order = distance.argsort(dim=1, stable=True)[:, :num_matches]
     chosen = order.sort(dim=1).values
-    return chosen, neighbour.gather(1, chosen)
+    return chosen, neighbor.gather(1, chosen)
 
 
 def matched_terms(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -100,7 +100,7 @@ class MemoryContrast(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if every entry is equally likely."""
+        """Loss of equal similarities: ln(1 + ``num_negatives``); with ``loss: nce`` as ``npid``."""
         negatives: int = self.config.num_negatives
         is_nce = self.config.loss == "nce"
         return noise_contrast.chance_of_nce(negatives) if is_nce else math.log1p(negatives)
