@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitask import MiniTask, TinyBackbone, largest_difference, loss_of
-from ranks import run_ranks
+from minitask import TinyBackbone, loss_of
 from selftask.errors import UserError
 from selftask.methods.supervised import Supervised
 from selftask.models.classifier.classifier import Classifier
@@ -111,31 +110,3 @@ def test_labels_nobody_knows_yet_are_believed() -> None:
     method, network = _build(SimpleNamespace(labels=None), num_classes=7)
     assert method.num_classes == 7
     assert network(torch.randn(2, 3, 8, 8)).shape == (2, 7)
-
-
-class FourKinds(MiniTask):
-    """The kinds of the images are their labels."""
-
-    def labels(self, index: torch.Tensor) -> torch.Tensor:
-        return index % 4
-
-
-def test_world_size_is_invisible() -> None:
-    alone = _six_updates(0)
-    assert alone["losses"][-1] < alone["losses"][0]
-    for one in run_ranks(_six_updates, 2):
-        assert largest_difference(one, alone) < 1e-9
-
-
-def _six_updates(rank: int) -> dict[str, Any]:
-    return FourKinds(FourClasses, {}, sizes=(8,)).run(6).state()
-
-
-class FourClasses(Supervised):
-    """Builds its network without asking a data module."""
-
-    def build_network(self, backbone: nn.Module, task: Any) -> nn.Module:
-        source = _labelled(0, 1, 2, 3)
-        data_module = SimpleNamespace(train_source=source, val_sources={}, num_classes=4)
-        stand_in: Any = SimpleNamespace(data_module=data_module)
-        return super().build_network(backbone, stand_in)
