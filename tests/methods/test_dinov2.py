@@ -199,8 +199,8 @@ def test_about_half_of_the_views_are_masked_by_a_tenth_to_a_half() -> None:
     assert counts.max() <= 98
     assert 0.2 < (counts[is_masked] / 196).mean() < 0.35
     assert (is_masked[:400] & is_masked[400:]).any() and (is_masked[:400] ^ is_masked[400:]).any()
-    assert torch.equal(masks.mask.flatten()[masks.places], torch.ones(len(masks.places)).bool())
-    sums = torch.zeros(800).index_add(0, masks.places // 196, masks.weights)
+    assert torch.equal(masks.mask.flatten()[masks.indices], torch.ones(len(masks.indices)).bool())
+    sums = torch.zeros(800).index_add(0, masks.indices // 196, masks.weights)
     assert torch.allclose(sums, is_masked.float(), atol=1e-5)
 
 

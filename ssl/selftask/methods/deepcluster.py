@@ -142,17 +142,17 @@ class DeepCluster(Method):
 
         The result depends on memory, seed and epoch only, so it is the same on every rank.
         """
-        known = self.memory.rows[:, 0].any(dim=1)  # (N,)
+        is_filled = self.memory.rows[:, 0].any(dim=1)  # (N,)
         draws = torch.Generator().manual_seed(hash_words(seed, _CLUSTERING, epoch))
         for head, prototypes in enumerate(self.prototypes.split(self.config.num_prototypes)):
             centroids, assignments = spherical_kmeans(
-                self.memory.rows[known, head % NUM_REMEMBERED],
+                self.memory.rows[is_filled, head % NUM_REMEMBERED],
                 len(prototypes),
                 iterations=self.config.kmeans_iterations,
                 generator=draws,
             )
             prototypes.copy_(centroids)
-            self.assignments[head, known] = assignments
+            self.assignments[head, is_filled] = assignments
 
     def on_forward(self, task: Task) -> None:
         """Collect the batch's features for the memory, which is updated in ``on_update``."""

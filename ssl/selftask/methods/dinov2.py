@@ -46,8 +46,8 @@ class Masks:
 
     mask: Tensor
     """(2 * B, N) bool, all first views, then all second views."""
-    places: Tensor
-    """(M,) int64, indices of the masked patches among all 2 * B * N."""
+    indices: Tensor
+    """(M,) int64, of the masked patches among all 2 * B * N."""
     weights: Tensor
     """(M,) float32, 1 / number of masked patches in the same view."""
 
@@ -176,9 +176,9 @@ class DINOv2(PrototypeHeads, EMATeacher):
         counts = (sampler.num_patches * (least + (most - least) * draws[:, 1])).long()
         counts = torch.where(draws[:, 0] < config.mask_probability, counts, 0)
         mask = sampler.from_draws(draws[:, 2:], counts)  # (2 * B, N)
-        places = mask.flatten().nonzero().squeeze(1)
+        indices = mask.flatten().nonzero().squeeze(1)
         weights = (1 / mask.sum(dim=1)).repeat_interleave(mask.sum(dim=1))
-        return Masks(*(x.to(device, non_blocking=True) for x in (mask, places, weights)))
+        return Masks(*(x.to(device, non_blocking=True) for x in (mask, indices, weights)))
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
@@ -192,13 +192,13 @@ class DINOv2(PrototypeHeads, EMATeacher):
         scores = [to_float32(predicted.images.flatten(0, 1)), to_float32(predicted.patches)]
         temperature = self.teacher_temperature_at(task.where)
         images, patches = (
-            self.targets(one, center, temperature)
-            for one, center in zip(scores, self.centers, strict=True)
+            self.targets(rows, center, temperature)
+            for rows, center in zip(scores, self.centers, strict=True)
         )
         batch["image_targets"] = images.unflatten(0, (NUM_GLOBAL, -1))  # (2, B, K)
         batch["patch_targets"] = patches  # (M, K)
         if task.train and self.config.targets == "centering":
-            sums = [F.pad(one.sum(dim=0), (0, 1), value=len(one)) for one in scores]
+            sums = [F.pad(rows.sum(dim=0), (0, 1), value=len(rows)) for rows in scores]
             self.pending.append(torch.stack(sums))  # (2, K + 1), with the number of scores
 
     def targets(self, scores: Tensor, center: Tensor, temperature: float) -> Tensor:
@@ -250,9 +250,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         """Return the teacher's heads, with their last temperature and their centers."""
         images, patches = (
             self.teacher_scores(embed_dim, checkpoint, center, head=head)
-            for head, center in zip(
-                ("head", "patch_head"), checkpoint["method"]["centers"], strict=True
-            )
+            for head, center in zip(self.head_names, checkpoint["method"]["centers"], strict=True)
         )
         return replace(images, patches=patches)
 
@@ -275,7 +273,7 @@ class DINOv2Network(Network):
         pooled = features.pooled  # (2 * B, E)
         if num_local:
             pooled = torch.cat([pooled, self.extract(inputs.local_views).pooled])  # (V * B, E)
-        masked = features.patches.flatten(0, 1)[masks.places]  # (M, E)
+        masked = features.patches.flatten(0, 1)[masks.indices]  # (M, E)
         images = self.head(pooled).unflatten(0, (NUM_GLOBAL + num_local, -1))
         return PatchOutput(Predictions(images, self.patch_head(masked)), features, masks.mask)
 

@@ -118,12 +118,12 @@ class MAE(MaskedPatches):
             true = gather_tokens(patches, masked)
             variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
             painted = painted * (variance + 1e-6).sqrt() + mean
-        place = masked[..., None].expand_as(painted)
+        index = masked[..., None].expand_as(painted)
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         return {
             "image": images,
-            "masked": unpatchify(patches.scatter(1, place, 0.0), grid, self.patch_size),
-            "reconstruction": unpatchify(patches.scatter(1, place, painted), grid, self.patch_size),
+            "masked": unpatchify(patches.scatter(1, index, 0.0), grid, self.patch_size),
+            "reconstruction": unpatchify(patches.scatter(1, index, painted), grid, self.patch_size),
         }
 
     @property

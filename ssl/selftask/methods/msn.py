@@ -109,8 +109,8 @@ class MSN(PrototypeLayer, EMATeacher):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.prototypes = WeightNormLinear(config.out_dim, config.num_prototypes)  # trained
-        places = torch.arange(1, config.num_prototypes + 1).to(torch.get_default_dtype())
-        log_prior = F.log_softmax(-config.power * places.log(), dim=0)
+        numbers = torch.arange(1, config.num_prototypes + 1).to(torch.get_default_dtype())
+        log_prior = F.log_softmax(-config.power * numbers.log(), dim=0)
         self.register_buffer("log_prior", log_prior, persistent=False)  # (K,)
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
@@ -190,11 +190,11 @@ class MSN(PrototypeLayer, EMATeacher):
     @property
     def chance_loss(self) -> float:
         """Loss of equal probabilities: ln(``num_prototypes``), with ``power: 0``."""
-        config, places = self.config, range(1, self.config.num_prototypes + 1)
-        total = math.fsum(place**-config.power for place in places)
-        mean_log = config.power * math.fsum(map(math.log, places)) / len(places)
-        divergence = mean_log + math.log(total / len(places))  # of equal probabilities, from prior
-        return math.log(len(places)) + config.me_max_weight * divergence
+        config, numbers = self.config, range(1, self.config.num_prototypes + 1)
+        total = math.fsum(number**-config.power for number in numbers)
+        mean_log = config.power * math.fsum(map(math.log, numbers)) / len(numbers)
+        divergence = mean_log + math.log(total / len(numbers))  # of equal probabilities from prior
+        return math.log(len(numbers)) + config.me_max_weight * divergence
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
         """Return the teacher's head and the prototypes, with the temperature of the targets."""

@@ -111,6 +111,6 @@ def full_softmax(features: Tensor, memory: Tensor, index: Tensor, temperature: f
 
 
 @in_full_precision
-def squared_distance(features: Tensor, own: Tensor) -> Tensor:
+def squared_distance(features: Tensor, entries: Tensor) -> Tensor:
     """Return the mean squared distance of normalized features (B, D) from entries (B, D)."""
-    return (F.normalize(features, dim=1) - own).square().sum(dim=1).mean()
+    return (F.normalize(features, dim=1) - entries).square().sum(dim=1).mean()

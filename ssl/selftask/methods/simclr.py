@@ -110,8 +110,8 @@ def info_nce(*views: Tensor, temperature: float) -> Tensor:
     everyone = torch.cat([gather_cat_with_grad(view) for view in units])  # (VBW, D)
     logits = torch.cat(units) @ everyone.T / temperature  # (VB, VBW)
     count, num_images = len(views), len(everyone) // len(views)  # V, B * W
-    place = torch.arange(len(views[0]), device=logits.device) + rank() * len(views[0])  # (B,)
-    columns = torch.stack([place + view * num_images for view in range(count)])  # (V, B)
+    index = torch.arange(len(views[0]), device=logits.device) + rank() * len(views[0])  # (B,)
+    columns = torch.stack([index + view * num_images for view in range(count)])  # (V, B)
     same = torch.stack([columns.roll(-shift, 0).flatten() for shift in range(count)])  # (V, VB)
     losses = []
     for positive in range(1, count):  # view v and view v + positive, modulo V

@@ -105,10 +105,11 @@ class VICRegL(Method):
     def on_forward(self, task: Task) -> None:
         """Compute ``batch["centers"]``, the position of each cell in the image."""
         batch = task.last_batch
-        draws = [one for group in batch.draws.values() for one in group]
+        draws = [draw for group in batch.draws.values() for draw in group]
         maps = batch.output.prediction["cells"]  # (B, L, h, w) for each view
-        pairs = zip(draws, maps, strict=True)
-        batch["centers"] = [one.centers(*cells.shape[2:]) for one, cells in pairs]  # (B, N, 2)
+        batch["centers"] = [  # (B, N, 2) each
+            draw.centers(*cells.shape[2:]) for draw, cells in zip(draws, maps, strict=True)
+        ]
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the weighted terms of equation 5."""
@@ -142,15 +143,15 @@ class LocalNetwork(Network):
 
     def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]
         heads: Any = self.head
-        every = [self.extract(view) for view in views]
+        of_views = [self.extract(view) for view in views]
         predicted: dict[str, list[Tensor]] = {"pooled": [], "cells": []}
-        for features in every:
+        for features in of_views:
             predicted["pooled"].append(heads["pooled"](features.pooled))
             cells = heads["cells"](features.patches.flatten(0, 1))  # (B * N, L)
             cells = cells.unflatten(0, (len(features.pooled), -1)).mT  # (B, L, N)
             assert features.tokens.grid is not None
             predicted["cells"].append(cells.unflatten(2, features.tokens.grid))
-        return PatchOutput(predicted, every)
+        return PatchOutput(predicted, of_views)
 
 
 def pairs_of_views(num_views: int) -> list[tuple[int, int]]:
@@ -178,36 +179,36 @@ def local_terms(
         by_features: Number of cells of each view to match by features.
         by_location: Number of cells of each view to match by location.
     """
-    found = []
+    terms = []
     for i, j in pairs_of_views(len(cells)):
-        for places, numbers in ((cells, by_features), (centers, by_location)):
-            for here, there in ((i, j), (j, i)):
-                matched = nearest_cells(places[here], places[there], numbers[here])
-                ours = gather_tokens(cells[here], matched[0])  # (B, M, L)
-                found.append(matched_terms(ours, gather_tokens(cells[there], matched[1])))
+        for compared, numbers in ((cells, by_features), (centers, by_location)):
+            for view, other in ((i, j), (j, i)):
+                matches = nearest_cells(compared[view], compared[other], numbers[view])
+                ours = gather_tokens(cells[view], matches[0])  # (B, M, L)
+                terms.append(matched_terms(ours, gather_tokens(cells[other], matches[1])))
     invariance, variance, covariance = (
-        2 * torch.stack(term).mean() for term in zip(*found, strict=True)
+        2 * torch.stack(term).mean() for term in zip(*terms, strict=True)
     )  # sums over features and location, means otherwise
     return invariance, variance, covariance
 
 
 @torch.no_grad()
 @in_full_precision
-def nearest_cells(here: Tensor, there: Tensor, num_matches: int) -> tuple[Tensor, Tensor]:
+def nearest_cells(cells: Tensor, others: Tensor, num_matches: int) -> tuple[Tensor, Tensor]:
     """Match the cells of a view to their nearest neighbors in another; return the best matches.
 
     Args:
-        here: (B, N, F): features or positions.
-        there: (B, N', F).
+        cells: (B, N, F): features or positions.
+        others: (B, N', F), of the other view.
         num_matches: M, or all N cells if there are fewer.
 
     Returns:
         (B, M) indices of cells in ascending order, and (B, M) indices of their neighbors.
     """
-    distance, neighbor = torch.cdist(here, there).min(dim=2)  # (B, N)
+    distance, neighbor = torch.cdist(cells, others).min(dim=2)  # (B, N)
     order = distance.argsort(dim=1, stable=True)[:, :num_matches]
-    chosen = order.sort(dim=1).values
-    return chosen, neighbor.gather(1, chosen)
+    best = order.sort(dim=1).values
+    return best, neighbor.gather(1, best)
 
 
 def matched_terms(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
