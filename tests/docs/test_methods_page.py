@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/methods.md", "docs/method-examples.md")
 PAGE = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
 FILES = {name: text for text, name in re.findall(r"```\w+\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)}
