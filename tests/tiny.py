@@ -52,12 +52,17 @@ def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: in
     return path
 
 
+def extras(key: str, method: str) -> list[str]:
+    """Return the override that adds to ``key`` the arrays of ``digits_file`` that it requires."""
+    names = {"captions": "caption", "numbers": ", ".join(NUMBERS)}
+    return [f"{key}.extras=[{names[word]}]" for word in names if word in required(method)]
+
+
 def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) -> list[str]:
     """Return the overrides that make the digits recipe of ``method`` tiny, then ``more``."""
     return [
         f"data={digits_file(folder)}",
-        *(["data.extras=[caption]"] if "captions" in required(method) else []),
-        *(["data.extras=[even, prime, loop]"] if "numbers" in required(method) else []),
+        *extras("data", method),
         "data.val=null",
         "data.num_workers=0",
         *_tiny_parts(method),
