@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -39,7 +40,12 @@ def config_of(out: Path, recipe: str, *words: str) -> Config:
 
 
 def train_and_measure(config: Config, trace: Path) -> int:
-    """Train; return the greatest sum, in a step, of what torch's allocator has out on loan."""
+    """Train; return the greatest sum, in a step, of what torch's allocator has out on loan.
+
+    Memory that an earlier profile has seen counts below zero when it is freed during this one, so
+    the tasks of the tests before are freed first.
+    """
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         task = Task(config)
         step = task.train_step_function

@@ -12,37 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import (
-    conv_flop_count,
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 ACTIVATIONS, GRADIENTS, CASTS = "activations", "gradients", "low-precision weights"
 FORWARD, BACKWARD, TEACHER = "forward", "backward", "teacher"
 BEFORE, START, END = "end of forward", "start of backward", "end of backward"
 _CAST = torch.ops.aten._to_copy.default
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    flops: int = sdpa_flop_count(query.shape, key.shape, value.shape)
-    return flops
-
-
-def _attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> int:
-    shapes = (tensor.shape for tensor in (gradient, query, key, value))
-    flops: int = sdpa_backward_flop_count(*shapes)
-    return flops
-
-
-# torch counts the kernels of GPUs only. Which kernel a CPU takes depends on its instruction set.
-_CPU_KERNELS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
 
 
 class StepTracker(TorchDispatchMode):
@@ -99,12 +74,8 @@ class StepTracker(TorchDispatchMode):
             self.moments[START] = dict(self.live)
         result = func(*args, **kwargs or {})
         packet = func._overloadpacket  # type: ignore[attr-defined]
-        if packet is torch.ops.aten.convolution_backward:
-            self.flops[phase] += _convolution_backward(*args)
-        elif packet in _CPU_KERNELS:
-            self.flops[phase] += _CPU_KERNELS[packet](*args, **kwargs or {})
-        elif packet in flop_registry:
-            self.flops[phase] += flop_registry[packet](*args, **kwargs or {}, out_val=result)
+        if packet in _FLOPS:
+            self.flops[phase] += _FLOPS[packet](*args, **kwargs or {}, out_val=result)
         kind = ACTIVATIONS
         if func is _CAST and _place(args[0]) in self._weights:
             kind = CASTS
@@ -137,7 +108,9 @@ class StepTracker(TorchDispatchMode):
         self.total -= size
 
 
-def _convolution_backward(gradient: Tensor, images: Tensor, weight: Tensor, *options: Any) -> int:
+def _convolution_backward(
+    gradient: Tensor, images: Tensor, weight: Tensor, *options: Any, out_val: Any
+) -> int:
     """Return the FLOPs: those of the forward pass for each computed gradient, of images and weight.
 
     torch's own formula counts the weight gradient of a grouped convolution as if it had one group.
@@ -145,6 +118,20 @@ def _convolution_backward(gradient: Tensor, images: Tensor, weight: Tensor, *opt
     transposed, asked = options[4], options[-1]
     x, w, out = list(images.shape), list(weight.shape), list(gradient.shape)
     return conv_flop_count(x, w, out, transposed) * (asked[0] + asked[1])
+
+
+_ATEN = torch.ops.aten
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    _ATEN.convolution_backward: _convolution_backward,
+    # A CPU's fused attention, which torch counts since 2.15; its arguments begin as the GPU's do.
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention
+    ],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 def _place(tensor: Tensor) -> int:
