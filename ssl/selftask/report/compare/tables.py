@@ -45,25 +45,16 @@ class Datum:
 
 def sortable(heads: Sequence[Head], rows: Sequence[Sequence[Datum]], id: str) -> str:
     """Return a table that the page's script can sort."""
-    body = "".join(f"<tr>{cells_html(heads, row)}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table class="sortable" id="{escape(id)}">'
-        f"<thead><tr>{heads_html(heads)}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def heads_html(heads: Sequence[Head]) -> str:
-    """Return the cells of the head of a sortable table."""
-    return "".join(
+    top = "".join(
         f'<th scope="col"{_class(head)} data-best="{head.best}" title="{escape(head.title)}">'
         f'<button type="button">{escape(head.text)}</button></th>'
         for head in heads
     )
-
-
-def cells_html(heads: Sequence[Head], row: Sequence[Datum]) -> str:
-    """Return the cells of one row of a sortable table."""
-    return "".join(_cell(head, datum) for head, datum in zip(heads, row, strict=True))
+    body = "".join(f"<tr>{''.join(map(_cell, heads, row))}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table class="sortable" id="{escape(id)}">'
+        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def _class(head: Head) -> str:
