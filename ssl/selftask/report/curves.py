@@ -109,7 +109,7 @@ def _evaluations(record: RunRecord) -> Iterator[Chart]:
     """Yield charts of columns of evaluation rows, such as ``knn_top1``."""
     names = [name for name in _evaluated(record) if name not in _KNOWN]
     accuracies = [name for name in names if _is_share(name, record.columns[name].values)]
-    yield _chart(record, "Evaluations", accuracies, format="percent", smooth=False)
+    yield _chart(record, "Evaluations", accuracies, smooth=False)
     yield from _by_scale(record, "Evaluations", [n for n in names if n not in accuracies])
 
 
@@ -124,8 +124,8 @@ def _of_checkpoints(record: RunRecord) -> Iterator[Chart]:
             chosen = shares if _is_share(name, column.values) else others
             chosen.append(Curve(label, column.steps, column.values))
     title, note = "Evaluations of checkpoints", "by selftask eval suite"
-    yield Chart(title, shares[:MAX_CURVES], (), "percent", note, smooth=False)
-    yield Chart(title, others[:MAX_CURVES], (), "number", note, smooth=False)
+    for curves in (shares, others):
+        yield Chart(title, curves[:MAX_CURVES], note=note, smooth=False)
 
 
 def _others(record: RunRecord) -> Iterator[Chart]:

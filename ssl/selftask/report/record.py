@@ -129,7 +129,8 @@ class RunRecord:
     def command(self) -> str:
         """Command line that started the run, as typed in a shell, or an empty string."""
         words = [str(word) for word in self.environment.get("command") or []]
-        return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
+        name = Path(words[0]).name if words else ""
+        return shlex.join([name.replace("__main__.py", "selftask"), *words[1:]]) if words else ""
 
     @property
     def step(self) -> int:

@@ -211,13 +211,18 @@ def _collapse(columns: Mapping[str, Column], config: Mapping[str, Any]) -> str |
 
 
 def _since(column: Column, limit: float) -> int | None:
-    """Return the step from which on all values are below the limit, or None."""
+    """Return the first step of the row of values at the end that are all below the limit.
+
+    None if the last value is not, or before step ``FROM_STEP``.
+    """
+    if column.steps[-1] < FROM_STEP:
+        return None
     since = None
     for step, value in zip(reversed(column.steps), reversed(column.values), strict=True):
         if value >= limit:
             break
         since = step
-    return since if column.steps[-1] >= FROM_STEP else None
+    return since
 
 
 def _frozen(columns: Mapping[str, Column], events: Sequence[Mapping[str, Any]]) -> str | None:

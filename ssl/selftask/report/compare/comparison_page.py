@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from selftask.errors import UserError, nearest, plural, shorten
-from selftask.report.charts import Chart, Curve, Line, charts_html
+from selftask.report.charts import Chart, Curve, Format, Line, charts_html
 from selftask.report.compare.groups import Comparison, Group, Member, compare
 from selftask.report.compare.tables import (
     Link,
@@ -211,7 +211,8 @@ def _chart(name: str, drawn: Sequence[tuple[Group, Member]]) -> Chart:
     lines += [Line("chance", 1.0)] if name == "chance_ratio" else []
     smooth = name in ("loss", "chance_ratio", "images_per_s", "data_wait")
     title = _TITLES.get(name, name)
-    return Chart(title, curves, lines, smooth=smooth, from_zero=name in _FROM_ZERO)
+    format: Format = "percent" if name == "data_wait" else "number"
+    return Chart(title, curves, lines, format, smooth=smooth, from_zero=name in _FROM_ZERO)
 
 
 def curve_label(group: Group, member: Member) -> str:

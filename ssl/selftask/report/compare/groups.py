@@ -174,6 +174,7 @@ def _labels(groups: Sequence[Sequence[Member]], keys: Sequence[str]) -> list[str
     for runs in groups:
         settings = runs[0].settings
         named = [key for key in keys if key in chosen and key in settings]
+        named.sort(key=lambda key: key != "method.name")
         parts = [
             settings[key] if key.endswith(".name") else f"{short[key]} {settings[key]}"
             for key in named
