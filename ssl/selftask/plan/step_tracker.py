@@ -16,7 +16,6 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 ACTIVATIONS, GRADIENTS, CASTS = "activations", "gradients", "low-precision weights"
 FORWARD, BACKWARD, TEACHER = "forward", "backward", "teacher"
-BEFORE, START, END = "end of forward", "start of backward", "end of backward"
 _CAST = torch.ops.aten._to_copy.default
 
 
@@ -35,8 +34,7 @@ class StepTracker(TorchDispatchMode):
         self.at_peak: dict[str, int] = {}
         self.most_activations = 0  # largest size so far, in bytes
         self.flops: Counter[str] = Counter()
-        self.moments: dict[str, dict[str, int]] = {}  # live bytes by kind, at BEFORE, START, END
-        self._known: dict[int, list[Any]] = {}  # storage -> kind, bytes, weak reference
+        self._storages: dict[int, list[Any]] = {}  # storage -> kind, bytes, weak reference
         self._weights: set[int] = set()
 
     def own(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -46,11 +44,11 @@ class StepTracker(TorchDispatchMode):
 
     def watch_casts(self, weights: Iterable[Tensor]) -> None:
         """Count copies of these weights in another precision as ``CASTS``."""
-        self._weights = {_place(weight) for weight in weights}
+        self._weights = {_key(weight) for weight in weights}
 
     def relabel(self, tensor: Tensor, kind: str) -> None:
         """Count the storage of a tensor as another kind from now on."""
-        entry = self._known.get(_place(tensor))
+        entry = self._storages.get(_key(tensor))
         if entry is not None and entry[0] != kind:
             self.live[entry[0]] -= entry[1]
             self.live[kind] += entry[1]
@@ -60,7 +58,6 @@ class StepTracker(TorchDispatchMode):
         """Forget earlier peaks and FLOPs."""
         self.peak, self.at_peak, self.most_activations = self.total, dict(self.live), 0
         self.flops.clear()
-        self.moments = {BEFORE: dict(self.live)}
 
     def __torch_dispatch__(
         self,
@@ -70,40 +67,34 @@ class StepTracker(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         phase = _phase()
-        if phase == BACKWARD and START not in self.moments:
-            self.moments[START] = dict(self.live)
         result = func(*args, **kwargs or {})
         packet = func._overloadpacket  # type: ignore[attr-defined]
         if packet in _FLOPS:
             self.flops[phase] += _FLOPS[packet](*args, **kwargs or {}, out_val=result)
         kind = ACTIVATIONS
-        if func is _CAST and _place(args[0]) in self._weights:
+        if func is _CAST and _key(args[0]) in self._weights:
             kind = CASTS
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf, kind)
-        if phase == BACKWARD:
-            self.moments[END] = dict(self.live)
-        elif START not in self.moments:
-            self.moments[BEFORE] = dict(self.live)
         return result
 
     def _add(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        place = storage._cdata
-        if place in self._known:
+        key = storage._cdata
+        if key in self._storages:
             return
         size = storage.nbytes()
-        entry = [kind, size, weakref.ref(storage, partial(self._freed, place))]
-        self._known[place] = entry
+        entry = [kind, size, weakref.ref(storage, partial(self._freed, key))]
+        self._storages[key] = entry
         self.live[kind] += size
         self.total += size
         self.most_activations = max(self.most_activations, self.live[ACTIVATIONS])
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, dict(self.live)
 
-    def _freed(self, place: int, _: object) -> None:
-        kind, size, _ = self._known.pop(place)
+    def _freed(self, key: int, _: object) -> None:
+        kind, size, _ = self._storages.pop(key)
         self.live[kind] -= size
         self.total -= size
 
@@ -134,7 +125,7 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 
-def _place(tensor: Tensor) -> int:
+def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
