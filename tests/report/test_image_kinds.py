@@ -96,7 +96,7 @@ def test_images_of_any_kind(kind: str, tmp_path: Path) -> None:
     projections = {"pca": Projection("PCA", pca(images.features, 2)[0])}
     for section in (neighbors_section(images, found.shown), map_section(images, projections)):
         assert "data:image" in section.html
-        assert ("✓" in section.html) == (kind == "gray" and section.id == "neighbours")
+        assert ("✓" in section.html) == (kind == "gray" and section.id == "neighbors")
 
 
 def test_captions_are_beside_their_images(tmp_path: Path) -> None:

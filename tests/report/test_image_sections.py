@@ -21,7 +21,7 @@ from selftask.report.images.sections import ImageSections
 from selftask.report.page import Section
 from selftask.task import Task
 
-ALL = {"views", "neighbours", "map-of-embeddings", "classes", "patch-tokens", "reconstructions"}
+ALL = {"views", "neighbors", "map-of-embeddings", "classes", "patch-tokens", "reconstructions"}
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,11 @@ def test_a_run_shows_all_kinds_of_images(run: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_other_weights_are_looked_at_again(run: Path) -> None:
-    before = sections(run)["neighbours"]
+    before = sections(run)["neighbors"]
     backbone = run / "export" / "backbone.pt"
     state = torch.load(backbone)
     torch.save({key: torch.randn_like(value) for key, value in state.items()}, backbone)
-    after = sections(run)["neighbours"]
+    after = sections(run)["neighbors"]
     assert after.html != before.html
 
 
@@ -78,7 +78,7 @@ def test_a_newer_checkpoint_counts_more_than_the_export(run: Path) -> None:
     content = json.loads(facts.read_text())
     facts.write_text(json.dumps({**content, "step": content["step"] - 1}))
     told: list[str] = []
-    assert "neighbours" in sections(run, tell=told.append)
+    assert "neighbors" in sections(run, tell=told.append)
     assert any("step_" in line for line in told)
 
 

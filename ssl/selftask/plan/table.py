@@ -70,8 +70,8 @@ def _parameters(plan: Plan) -> Rows:
         kinds = [(part.trained, "trained"), (part.frozen, "not trained")]
         yield part.name, ", ".join(f"{show_count(n)} {kind}" for n, kind in kinds if n)
     trained = sum(part.trained for part in plan.parts)
-    whole = trained + sum(part.frozen for part in plan.parts)
-    yield "all", f"{show_count(whole)}, {show_count(trained)} of them trained"
+    total = trained + sum(part.frozen for part in plan.parts)
+    yield "all", f"{show_count(total)}, {show_count(trained)} of them trained"
 
 
 def _compute(plan: Plan) -> Rows:
@@ -87,9 +87,9 @@ def _compute(plan: Plan) -> Rows:
                 name,
                 f"{show_count(flops[phase])}FLOP ({show_count(flops[phase] / 2)} multiply-adds)",
             )
-    whole = sum(flops.values())
-    yield "all, an image", f"{show_count(whole)}FLOP"
-    yield "a step, all ranks", f"{whole * plan.samples_per_step:.3g} FLOP"
+    total = sum(flops.values())
+    yield "all, an image", f"{show_count(total)}FLOP"
+    yield "a step, all ranks", f"{total * plan.samples_per_step:.3g} FLOP"
     yield "the run", f"{plan.flops:.3g} FLOP"
 
 
@@ -133,18 +133,24 @@ def _traffic(plan: Plan) -> Rows:
 
 
 def _checkpoints(plan: Plan) -> Rows:
-    found, config = plan.checkpoints, plan.config
+    checkpoints, config = plan.checkpoints, plan.config
     kept = config.train.keep_checkpoints
-    yield "size", f"{show_bytes(found.size)}, {kept} kept: {show_bytes(found.size * kept)}"
+    yield (
+        "size",
+        f"{show_bytes(checkpoints.size)}, {kept} kept: {show_bytes(checkpoints.size * kept)}",
+    )
     speed = show_bytes(plan.given.write_speed)
-    yield "time to write", f"{duration(found.write_s)} at {speed} a second (write_speed=)"
+    yield "time to write", f"{duration(checkpoints.write_s)} at {speed} a second (write_speed=)"
     nodes = config.launch.nodes
     rate = f"{nodes:,} {plural('node', nodes)}, each fails once in {duration(plan.given.mtbf)}"
-    yield "failures", f"one in {duration(found.mtbf_s)} ({rate}: mtbf=)"
+    yield "failures", f"one in {duration(checkpoints.mtbf_s)} ({rate}: mtbf=)"
     steps = ""
     if plan.seconds:
-        steps = f" = {max(1, round(found.interval_s / _step_seconds(plan))):,} steps"
-    yield "best interval", f"{duration(found.interval_s)}{steps} (Daly), {found.lost:.2%} is lost"
+        steps = f" = {max(1, round(checkpoints.interval_s / _step_seconds(plan))):,} steps"
+    yield (
+        "best interval",
+        f"{duration(checkpoints.interval_s)}{steps} (Daly), {checkpoints.lost:.2%} is lost",
+    )
     yield "of the recipe", f"{config.train.checkpoint_every}{_now(plan)}"
 
 
@@ -153,8 +159,8 @@ def _now(plan: Plan) -> str:
     if plan.seconds is None:
         return " (give images_per_s= to compare)"
     steps = steps_in(plan.config.train.checkpoint_every, plan.length)
-    interval, found = steps * _step_seconds(plan), plan.checkpoints
-    lost = lost_share(interval, found.write_s, found.mtbf_s)
+    interval, checkpoints = steps * _step_seconds(plan), plan.checkpoints
+    lost = lost_share(interval, checkpoints.write_s, checkpoints.mtbf_s)
     return f" = {duration(interval)}, {lost:.2%} is lost"
 
 
@@ -192,11 +198,11 @@ def _ranks(plan: Plan) -> int:
     return plan.config.launch.world_size
 
 
-def remedy_lines(found: list[Remedy]) -> list[str]:
+def remedy_lines(fitting: list[Remedy]) -> list[str]:
     """Return a line for each change that makes the run fit, with its side effects."""
-    if not found:
+    if not fitting:
         return ["no single change makes it fit: take more ranks, or a smaller network or batch"]
-    rows = [(remedy.words, show_bytes(remedy.memory.total), remedy.effect) for remedy in found]
+    rows = [(remedy.words, show_bytes(remedy.memory.total), remedy.effect) for remedy in fitting]
     width = max(len(words) for words, *_ in rows)
     return [
         "each of these makes it fit:",

@@ -52,8 +52,8 @@ def run_parts(record: RunRecord) -> dict[str, float]:
     evaluated = sum(record.columns["eval_s"].values) if "eval_s" in record.columns else 0.0
     if not trained or not record.started or not record.ended:
         return {}
-    whole = (record.ended - record.started).total_seconds()
-    stopped = max(0.0, whole - trained - evaluated)
+    total = (record.ended - record.started).total_seconds()
+    stopped = max(0.0, total - trained - evaluated)
     return {"training": trained, "evaluations": evaluated, "start, stop, pauses": stopped}
 
 
@@ -72,15 +72,15 @@ def _seconds(record: RunRecord) -> float:
 
 
 def _bars(title: str, note: str, parts: dict[str, float], *, milliseconds: bool) -> str:
-    whole = sum(parts.values())
-    if not whole:
+    total = sum(parts.values())
+    if not total:
         return ""
     rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td class=number>{value / whole:.1%}</td>'
+        f'<tr><th scope="row">{escape(name)}</th><td class=number>{value / total:.1%}</td>'
         f"<td class=number>{_time(value, milliseconds)}</td>"
-        f'<td class="bar"><div style="width:{100 * value / whole:.2f}%"></div></td></tr>'
+        f'<td class="bar"><div style="width:{100 * value / total:.2f}%"></div></td></tr>'
         for name, value in parts.items()
-        if value >= LEAST * whole
+        if value >= LEAST * total
     )
     table = f'<table class="bars"><tbody>{rows}</tbody></table>'
     return f"<h3>{escape(title)}</h3><small>{escape(note)}</small>{table}"

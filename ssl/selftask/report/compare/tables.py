@@ -11,13 +11,13 @@ from urllib.parse import quote
 from selftask.report.compare.differences import SEED
 from selftask.report.compare.groups import Comparison, Group, Member
 from selftask.report.compare.interval import Interval
-from selftask.report.overview.table import TROUBLE, small_is_good
+from selftask.report.header import state_badge
+from selftask.report.overview.table import small_is_good
 from selftask.report.page import escape
 from selftask.report.verdict import verdict_of
 
 GIB = 2**30
 MOST_COLUMNS = 12  # largest number of groups in the table of differences
-_STATE_CLASS = {"finished": "good", "running": "plain", **dict.fromkeys(TROUBLE, "bad")}
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,8 @@ def differences_table(comparison: Comparison) -> str:
 
 
 def swatch(group: Group) -> str:
-    """Return a small square in the colour of a group's curves."""
+    """Return a small square in the color of a group's curves."""
     return f'<span class="swatch" style="background: var(--c{group.number % 8})"></span>'
-
-
-def state_badge(state: str, note: str = "") -> str:
-    """Return a state as a coloured word, with a note that is shown on hover."""
-    first = state.split(",")[0].partition(":")[0]
-    kind = _STATE_CLASS.get(first, "warning")
-    return f'<span class="state {kind}" title="{escape(note)}">{escape(state)}</span>'
 
 
 def reports_from(folder: Path) -> Link:
@@ -213,16 +206,16 @@ def _number(value: float | None, mark: str = "") -> Datum:
 
 
 def _mean(
-    found: Interval | None,
+    interval: Interval | None,
     mark: str = "",
     *,
     show: Callable[[float], str] = "{:.4g}".format,
     spread: bool = True,
 ) -> Datum:
-    if found is None:
+    if interval is None:
         return Datum("")
-    half = f" ± {found.half:.2g}" if spread and found.half is not None else ""
-    return Datum(f"{show(found.mean)}{half}{mark}", found.mean)
+    half = f" ± {interval.half:.2g}" if spread and interval.half is not None else ""
+    return Datum(f"{show(interval.mean)}{half}{mark}", interval.mean)
 
 
 def _unfinished(members: Sequence[Member]) -> str:

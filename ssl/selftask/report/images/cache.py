@@ -91,8 +91,8 @@ def _secret(path: Path) -> bytes:
 
 def digest(*parts: str | bytes | int) -> str:
     """Return a short hash of all parts."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
-        found.update(f"{len(data)}:".encode() + data)
-    return found.hexdigest()
+        hasher.update(f"{len(data)}:".encode() + data)
+    return hasher.hexdigest()

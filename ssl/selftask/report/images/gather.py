@@ -66,19 +66,19 @@ def gather(
     order = np.random.default_rng(config.train.seed).permutation(len(chosen))
     kept = _Watched(config, _batches(config, chosen, device), tell, what)
     kept.wanted = set(order[:_SHOWN].tolist())
-    found = extract_features(backbone.to(device), kept, device=device)
-    rows = found.indices.tolist()
+    extracted = extract_features(backbone.to(device), kept, device=device)
+    rows = extracted.indices.tolist()
     images = Gathered(
         what=what,
         names=short_names([chosen.path(row) for row in rows]),
-        labels=found.targets.numpy(),
-        features=found.features.numpy(),
+        labels=extracted.targets.numpy(),
+        features=extracted.features.numpy(),
         thumbnails=kept.thumbnails,
         classes=source.class_names() or (),
     )
     return Pass(
         images=images,
-        shown=[place for place, row in enumerate(rows) if row in kept.wanted],
+        shown=[number for number, row in enumerate(rows) if row in kept.wanted],
         inputs=torch.cat(kept.inputs),
         pixels=np.concatenate(kept.pixels),
     )

@@ -37,7 +37,7 @@ from selftask.report.images.weights import Weights, find_weights, trained_on
 from selftask.report.page import Section, escape
 
 DEFAULT_IMAGES = 1000
-_FEWEST_FOR_MAPS = 15  # smallest number of images for t-SNE and UMAP, which use 15 neighbours
+_FEWEST_FOR_MAPS = 15  # smallest number of images for t-SNE and UMAP, which use 15 neighbors
 
 
 @dataclass(kw_only=True)
@@ -134,7 +134,7 @@ class ImageSections:
             source, what = (sources.val, "validation images")
         self.tell(f"features of {min(self.images, len(source)):,} {what}, by {weights.path}")
         backbone = weights.load(config, trust=self.trust)
-        found = gather(
+        gathered = gather(
             backbone,
             config,
             source,
@@ -143,11 +143,14 @@ class ImageSections:
             device=pick_device(config.train.device, World()),
             tell=self.tell,
         )
-        sections = [neighbors_section(found.images, found.shown), class_section(found.images)]
-        if len(found.images) > 2:
-            sections.insert(1, self._map(found.images.draw(MOST_POINTS)))
+        sections = [
+            neighbors_section(gathered.images, gathered.shown),
+            class_section(gathered.images),
+        ]
+        if len(gathered.images) > 2:
+            sections.insert(1, self._map(gathered.images.draw(MOST_POINTS)))
         if has_patches(backbone):
-            sections.append(_patches(backbone, found))
+            sections.append(_patches(backbone, gathered))
         return sections
 
     def _map(self, images: Gathered) -> Section:
@@ -175,7 +178,9 @@ def _nonlinear() -> tuple[str, str, Callable[[np.ndarray], np.ndarray]]:
     return ("umap", "UMAP", umap) if has_umap() else ("tsne", "t-SNE", tsne)
 
 
-def _patches(backbone: Any, found: Pass) -> Section:
+def _patches(backbone: Any, gathered: Pass) -> Section:
     device = next(backbone.parameters()).device
-    names: Sequence[str] = [found.images.names[row] for row in found.shown]
-    return patch_section(list(found.pixels), names, patch_tokens(backbone, found.inputs.to(device)))
+    names: Sequence[str] = [gathered.images.names[row] for row in gathered.shown]
+    return patch_section(
+        list(gathered.pixels), names, patch_tokens(backbone, gathered.inputs.to(device))
+    )

@@ -13,10 +13,10 @@ from selftask.report.compare.comparison_page import (
     comparison_sections,
     read_comparison,
 )
-from selftask.report.compare.tables import Datum, Head, sortable, state_badge
-from selftask.report.header import head_html
+from selftask.report.compare.tables import Datum, Head, sortable
+from selftask.report.header import head_html, state_badge
 from selftask.report.overview.run_line import RunLine
-from selftask.report.overview.table import cell, columns_of, small_is_good
+from selftask.report.overview.table import cell, columns_of, count_states, small_is_good
 from selftask.report.page import Section, escape, page_html, static_text
 from selftask.report.record import RunRecord
 from selftask.report.run_report import NAME, run_sections
@@ -51,7 +51,9 @@ def overview_page(title: str, lines: Mapping[str, RunLine]) -> str:
     )
     script, style = static_text("compare.js"), static_text("compare.css")
     section = Section("Runs", html, "runs-table", script=script, style=style)
-    head = f'<h1>{escape(title)}</h1><p class="muted">{_counts(lines)}</p>'
+    states = f"{len(lines)} {plural('run', len(lines))}: {count_states(lines.values())}"
+    about = escape(states if lines else "no runs yet")
+    head = f'<h1>{escape(title)}</h1><p class="muted">{about}</p>'
     return _live_page(title, [section], head)
 
 
@@ -97,11 +99,3 @@ def _datum(name: str, line: RunLine, column: str) -> Datum:
 
 def _note(text: str) -> str:
     return f'<small class="note bad-text" title="{escape(text)}">{escape(text)}</small>'
-
-
-def _counts(lines: Mapping[str, RunLine]) -> str:
-    counts: dict[str, int] = {}
-    for line in lines.values():
-        counts[line.state] = counts.get(line.state, 0) + 1
-    states = ", ".join(f"{number} {state}" for state, number in counts.items())
-    return escape(f"{len(lines)} {plural('run', len(lines))}: {states}" if lines else "no runs yet")
