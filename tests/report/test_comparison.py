@@ -140,7 +140,7 @@ def test_the_page(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert "failed" in runs["lr_0.3_seed_2"][0]
     assert set(runs) == {path.name for path in sweep.iterdir() if path.is_dir()}
-    assert runs["lr_0.3_seed_2"][2:5] == ["✗ failed", "5 of 20", "0.99*"]
+    assert runs["lr_0.3_seed_2"][2:5] == ["failed", "5 of 20", "0.99*"]
     assert runs["lr_9"][2:5] == ["running", "4 of 20", "-"]
     assert "RUN FAILED at step 5: disk" in text
     assert 'href="lr_0.1_seed_0/report.html"' in text

@@ -40,18 +40,19 @@ def head_html(record: RunRecord) -> str:
         for finding in verdict.findings
     )
     return (
-        f"<h1>{escape(record.name)} {state_badge(record.state)}</h1>"
+        f"<h1>{escape(record.name)} {state_badge(record.state, has_symbol=True)}</h1>"
         f'<p class="muted">{line}</p>'
         f'<div class="verdict {verdict.kind}"><p>{escape(verdict.headline)}</p>'
         f"{f'<ul>{findings}</ul>' if findings else ''}</div>"
     )
 
 
-def state_badge(state: str, note: str = "") -> str:
+def state_badge(state: str, note: str = "", *, has_symbol: bool = False) -> str:
     """Return a state as a colored word, with a note that is shown on hover."""
     kind = STATE_KINDS.get(state.split(",")[0].partition(":")[0], "plain")
     title = f' title="{escape(note)}"' if note else ""
-    return f'<span class="state {kind}"{title}>{_SYMBOLS[kind]} {escape(state)}</span>'
+    symbol = f"{_SYMBOLS[kind]} " if has_symbol else ""
+    return f'<span class="state {kind}"{title}>{symbol}{escape(state)}</span>'
 
 
 def facts_section(record: RunRecord) -> Section:

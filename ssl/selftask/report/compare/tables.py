@@ -69,33 +69,15 @@ def _cell(head: Head, datum: Datum) -> str:
 def group_table(comparison: Comparison) -> str:
     """Return the table of groups, with means over seeds and their intervals."""
     heads = [Head("configuration"), Head("runs", "max", "finished runs, of all")]
-    for name in comparison.metrics:
-        heads.append(Head(name, _best(name), "last value: mean over seeds, 95 % interval"))
-        if name != "loss":
-            heads.append(Head(f"best {name}", _best(name), "best value during training"))
-    heads += [
-        Head("time", "min", "of training"),
-        Head("images/s", "max"),
-        Head("memory", "min", "peak"),
-    ]
-    return sortable(heads, [_group_row(group, comparison) for group in comparison.groups], "groups")
-
-
-def _group_row(group: Group, comparison: Comparison) -> list[Datum]:
-    complete = sum(member.is_complete for member in group.members)
-    row = [
-        Datum(f"{swatch(group)} {escape(group.label)}", group.label),
-        Datum(f"{complete} of {len(group.members)}", complete),
-    ]
-    for name in comparison.metrics:
-        mark = "" if complete else _unfinished(group.members)
-        row.append(_mean(group.final(name), mark))
-        if name != "loss":
-            row.append(_mean(group.best(name)))
-    row.append(_mean(group.cost("hours"), show=show_hours, spread=False))
-    row.append(_mean(group.cost("images_per_s"), show=show_rate, spread=False))
-    row.append(_mean(group.cost("memory"), show=show_memory, spread=False))
-    return row
+    rows = []
+    for group in comparison.groups:
+        complete = sum(member.is_complete for member in group.members)
+        row = [
+            Datum(f"{swatch(group)} {escape(group.label)}", group.label),
+            Datum(f"{complete} of {len(group.members)}", complete),
+        ]
+        rows.append(row + _results(group, comparison))
+    return sortable([*heads, *_heads_of_results(comparison)], rows, "groups")
 
 
 Link = Callable[[Member], str]
@@ -110,40 +92,48 @@ def run_table(comparison: Comparison, link: Link) -> str:
     """
     seeds = len({member.seed for member in comparison.members}) > 1
     heads = [Head("run"), Head("configuration"), Head("state"), Head("step", "max")]
-    heads += [Head(name, _best(name), "last value") for name in comparison.metrics]
-    heads += [Head(f"best {n}", _best(n)) for n in comparison.evaluations]
-    heads += [Head("seed")] if seeds else []
-    heads += [Head("time", "min", "of training"), Head("images/s", "max"), Head("memory", "min")]
-    rows = [
-        _run_row(group, member, comparison, link, seeds)
-        for group in comparison.groups
-        for member in group.members
-    ]
+    heads += [*_heads_of_results(comparison), *([Head("seed")] if seeds else [])]
+    rows = []
+    for group in comparison.groups:
+        for member in group.members:
+            line = member.line
+            steps = "" if line.step is None else f"{line.step:,}"
+            if line.total_steps and not member.is_complete:
+                steps += f" of {line.total_steps:,}"
+            name = f"{swatch(group)} {_linked(member, link(member))}{_verdict(member)}"
+            row = [
+                Datum(name, member.name),
+                Datum(escape(group.label), group.label),
+                Datum(state_badge(line.state, line.note), line.state),
+                Datum(steps, line.step),
+                *_results(Group(group.label, group.number, [member]), comparison),
+            ]
+            seed = [Datum(escape(member.seed), _sort_key(member.seed))]
+            rows.append(row + (seed if seeds else []))
     return sortable(heads, rows, "runs")
 
 
-def _run_row(
-    group: Group, member: Member, comparison: Comparison, link: Link, seeds: bool
-) -> list[Datum]:
-    line = member.line
-    steps = "" if line.step is None else f"{line.step:,}"
-    steps += f" of {line.total_steps:,}" if line.total_steps and not member.is_complete else ""
-    row = [
-        Datum(f"{swatch(group)} {_linked(member, link(member))}{_verdict(member)}", member.name),
-        Datum(escape(group.label), group.label),
-        Datum(state_badge(line.state, line.note), line.state),
-        Datum(steps, line.step),
-    ]
-    mark = "" if member.is_complete else _unfinished([member])
-    row += [_number(member.final(name), mark) for name in comparison.metrics]
-    row += [_number(member.best(name)) for name in comparison.evaluations]
-    if seeds:
-        row.append(Datum(escape(member.seed), _sort_key(member.seed)))
-    hours, rate, memory = member.hours, member.images_per_s, member.memory
-    row.append(Datum("" if hours is None else show_hours(hours), hours))
-    row.append(Datum("" if rate is None else show_rate(rate), rate))
-    row.append(Datum("" if memory is None else show_memory(memory), memory))
-    return row
+def _heads_of_results(comparison: Comparison) -> list[Head]:
+    heads = []
+    for name in comparison.metrics:
+        best = "min" if small_is_good(name) else "max"
+        heads.append(Head(name, best, "last value; of several seeds their mean, 95 % interval"))
+        if name != "loss":
+            heads.append(Head(f"best {name}", best, "best value during training"))
+    time = Head("time", "min", "of training")
+    return [*heads, time, Head("images/s", "max"), Head("memory", "min", "peak")]
+
+
+def _results(group: Group, comparison: Comparison) -> list[Datum]:
+    """Return the cells of metrics and cost: means over the runs of a group."""
+    mark = "" if any(member.is_complete for member in group.members) else _unfinished(group.members)
+    cells = []
+    for name in comparison.metrics:
+        cells.append(_mean(group.final(name), mark))
+        if name != "loss":
+            cells.append(_mean(group.best(name)))
+    costs = {"hours": show_hours, "images_per_s": show_rate, "memory": show_memory}
+    return cells + [_mean(group.cost(c), show=show, spread=False) for c, show in costs.items()]
 
 
 def differences_table(comparison: Comparison) -> str:
@@ -201,10 +191,6 @@ def _verdict(member: Member) -> str:
     return f'<small class="note {verdict.kind}-text" title="{text}">{text}</small>'
 
 
-def _number(value: float | None, mark: str = "") -> Datum:
-    return Datum("") if value is None else Datum(f"{value:.4g}{mark}", value)
-
-
 def _mean(
     interval: Interval | None,
     mark: str = "",
@@ -239,10 +225,6 @@ def show_rate(rate: float) -> str:
 def show_memory(size: float) -> str:
     """Format bytes in GiB."""
     return f"{size / GIB:.2f} GiB"
-
-
-def _best(name: str) -> str:
-    return "min" if small_is_good(name) else "max"
 
 
 def _sort_key(text: str) -> float | str:
