@@ -69,6 +69,21 @@ def test_fixed_memory_is_four_times_the_weights(two_ranks: Plan) -> None:
     assert of["optimizer"] == pytest.approx(2 * trained, rel=1e-3)
 
 
+def test_synchronized_batch_norm_keeps_as_much_as_batch_norm(two_ranks: Plan) -> None:
+    """As torch's kernels; statistics and counts of C channels go to the other rank, sums return."""
+    words = ("parallel.sync_batch_norm=all", "launch.processes=2")
+    synced = plan("simclr", *words)
+    assert synced.memory.of["activations"] == pytest.approx(
+        two_ranks.memory.of["activations"], rel=1e-3
+    )
+    network = build_backbone(load_config("simclr", []).backbone)
+    norms = [part for part in network.modules() if isinstance(part, nn.BatchNorm2d)]
+    widths = [*(norm.num_features for norm in norms), 128, 128]  # the last two in the head
+    sent = {key: synced.traffic.of[key] - two_ranks.traffic.of[key] for key in synced.traffic.of}
+    assert sent["loss and statistics (all-gather)"] == 4 * sum(2 * c + 1 for c in widths)
+    assert sent["loss and statistics (all-reduce)"] == 4 * 2 * sum(widths)
+
+
 @pytest.mark.slow
 def test_fsdp_divides_what_is_kept() -> None:
     """Each rank of 4 keeps a quarter of weights, gradients and moments, and gathers blocks."""
