@@ -26,7 +26,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         UnreadableFile: If it is no mapping, is too large, or is not a regular file.
         OSError: If it is missing or cannot be opened.
     """
-    text = read_bytes(path)
+    return parse_yaml(read_bytes(path), path)
+
+
+def parse_yaml(text: bytes, path: str | Path) -> dict[str, Any]:
+    """Return the result of ``read_yaml`` for the content of the file ``path``."""
     try:
         _check_levels(text)
         loader = _LOADER(text)
