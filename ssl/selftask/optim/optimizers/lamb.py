@@ -9,24 +9,9 @@ import torch
 from torch import Tensor
 
 from selftask.config.fields import setting
+from selftask.optim.field_arguments import FieldArguments
 from selftask.optim.per_parameter import PerParameter
 from selftask.registry import register_optimizer
-
-
-@register_optimizer("lamb")
-@dataclass(frozen=True, kw_only=True)
-class LAMBConfig:
-    """LAMB; weights are adapted, biases and norms get Adam's plain update."""
-
-    layerwise: ClassVar[bool] = True  # groups with adapt=False are handled separately
-
-    betas: tuple[float, float] = setting((0.9, 0.999), of="schedules", min=0, below=1)
-    """Decay of the first and second moment."""
-    eps: float = setting(1e-6, above=0)
-    """Term added to the denominator for numerical stability."""
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return LAMB(groups, betas=self.betas, eps=self.eps)
 
 
 class LAMB(PerParameter):
@@ -67,3 +52,17 @@ class LAMB(PerParameter):
 def _trust_ratio(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
     ratio = weight_norm / update_norm
     return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
+
+
+@register_optimizer("lamb")
+@dataclass(frozen=True, kw_only=True)
+class LAMBConfig(FieldArguments):
+    """LAMB; weights are adapted, biases and norms get Adam's plain update."""
+
+    optimizer = LAMB
+    layerwise: ClassVar[bool] = True  # groups with adapt=False are handled separately
+
+    betas: tuple[float, float] = setting((0.9, 0.999), of="schedules", min=0, below=1)
+    """Decay of the first and second moment."""
+    eps: float = setting(1e-6, above=0)
+    """Term added to the denominator for numerical stability."""

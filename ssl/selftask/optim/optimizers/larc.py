@@ -12,32 +12,9 @@ import torch
 from torch import Tensor
 
 from selftask.config.fields import setting
+from selftask.optim.field_arguments import FieldArguments
 from selftask.optim.optimizers.lars import LARS
 from selftask.registry import register_optimizer
-
-
-@register_optimizer("larc")
-@dataclass(frozen=True, kw_only=True)
-class LARCConfig:
-    """LARC without clipping: every parameter is adapted. Used by SwAV and DeepCluster v2.
-
-    These methods also decay every parameter: ``decay_1d: true``.
-    """
-
-    sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
-    """Momentum."""
-    trust_coefficient: float = setting(1e-3, above=0)
-    """Trust coefficient, eta in the paper."""
-    eps: float = setting(1e-8, above=0)
-    """Term added to the denominator, so that the rate is finite for a tiny gradient."""
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return LARC(
-            groups,
-            momentum=self.sgd_momentum,
-            trust_coefficient=self.trust_coefficient,
-            eps=self.eps,
-        )
 
 
 class LARC(LARS):
@@ -63,3 +40,21 @@ class LARC(LARS):
         alive = (weight_norm > 0) & (grad_norm > 0)
         rate = torch.where(alive, rate, torch.ones_like(rate))
         return (grad + weight * (decay * alive.to(weight.dtype))) * rate
+
+
+@register_optimizer("larc")
+@dataclass(frozen=True, kw_only=True)
+class LARCConfig(FieldArguments):
+    """LARC without clipping: every parameter is adapted. Used by SwAV and DeepCluster v2.
+
+    These methods also decay every parameter: ``decay_1d: true``.
+    """
+
+    optimizer = LARC
+
+    sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
+    """Momentum."""
+    trust_coefficient: float = setting(1e-3, above=0)
+    """Trust coefficient, eta in the paper."""
+    eps: float = setting(1e-8, above=0)
+    """Term added to the denominator, so that the rate is finite for a tiny gradient."""

@@ -9,39 +9,9 @@ import torch
 from torch import Tensor
 
 from selftask.config.fields import setting
+from selftask.optim.field_arguments import FieldArguments
 from selftask.optim.per_parameter import PerParameter
 from selftask.registry import register_optimizer
-
-
-@register_optimizer("lars")
-@dataclass(frozen=True, kw_only=True)
-class LARSConfig:
-    """LARS; weights are adapted, biases and norms use the plain learning rate."""
-
-    layerwise: ClassVar[bool] = True  # groups with adapt=False are handled separately
-
-    sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
-    """Momentum."""
-    trust_coefficient: float = setting(1e-3, above=0)
-    """Trust coefficient, eta in the paper; SimCLR and BYOL use 1e-3, solo-learn's CIFAR 2e-2."""
-    clip_lr: bool = False
-    """Whether to limit the rate to the global lr (LARC's clip mode)."""
-    classic_momentum: bool = False
-    """Whether lr multiplies the gradient (paper, SimCLR) instead of the velocity (BYOL)."""
-    separate_norms: bool = False
-    """Whether the rate is divided by ``|g| + weight_decay * |w|`` (paper, solo-learn) instead of
-    ``|g + weight_decay * w|`` (SimCLR, BYOL).
-    """
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return LARS(
-            groups,
-            momentum=self.sgd_momentum,
-            trust_coefficient=self.trust_coefficient,
-            clip_lr=self.clip_lr,
-            classic_momentum=self.classic_momentum,
-            separate_norms=self.separate_norms,
-        )
 
 
 class LARS(PerParameter):
@@ -107,3 +77,25 @@ class LARS(PerParameter):
         if group["clip_lr"]:
             rate = (rate / max(group["lr"], 1e-12)).clamp(max=1.0)
         return rate
+
+
+@register_optimizer("lars")
+@dataclass(frozen=True, kw_only=True)
+class LARSConfig(FieldArguments):
+    """LARS; weights are adapted, biases and norms use the plain learning rate."""
+
+    optimizer = LARS
+    layerwise: ClassVar[bool] = True  # groups with adapt=False are handled separately
+
+    sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
+    """Momentum."""
+    trust_coefficient: float = setting(1e-3, above=0)
+    """Trust coefficient, eta in the paper; SimCLR and BYOL use 1e-3, solo-learn's CIFAR 2e-2."""
+    clip_lr: bool = False
+    """Whether to limit the rate to the global lr (LARC's clip mode)."""
+    classic_momentum: bool = False
+    """Whether lr multiplies the gradient (paper, SimCLR) instead of the velocity (BYOL)."""
+    separate_norms: bool = False
+    """Whether the rate is divided by ``|g| + weight_decay * |w|`` (paper, solo-learn) instead of
+    ``|g + weight_decay * w|`` (SimCLR, BYOL).
+    """

@@ -10,19 +10,8 @@ import torch
 from torch import Tensor
 
 from selftask.config.fields import setting
+from selftask.optim.field_arguments import FieldArguments
 from selftask.registry import register_optimizer
-
-
-@register_optimizer("lion")
-@dataclass(frozen=True, kw_only=True)
-class LionConfig:
-    """Lion; its lr is 3 to 10 times lower than AdamW's, its weight decay 3 to 10 times higher."""
-
-    betas: tuple[float, float] = setting((0.9, 0.99), of="schedules", min=0, below=1)
-    """Interpolation factor of the update, and decay of the momentum."""
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return Lion(groups, betas=self.betas)
 
 
 class Lion(torch.optim.Optimizer):
@@ -68,3 +57,14 @@ class Lion(torch.optim.Optimizer):
             state["momentum"] = torch.zeros_like(weight)
         momentum: Tensor = state["momentum"]
         return momentum
+
+
+@register_optimizer("lion")
+@dataclass(frozen=True, kw_only=True)
+class LionConfig(FieldArguments):
+    """Lion; its lr is 3 to 10 times lower than AdamW's, its weight decay 3 to 10 times higher."""
+
+    optimizer = Lion
+
+    betas: tuple[float, float] = setting((0.9, 0.99), of="schedules", min=0, below=1)
+    """Interpolation factor of the update, and decay of the momentum."""
