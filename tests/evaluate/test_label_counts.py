@@ -84,7 +84,7 @@ def test_refused_before_features_are_computed(
 def test_a_run_is_refused_before_it_begins(tmp_path: Path) -> None:
     val = f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 430)}"
     config = tiny.config("simclr", tmp_path, "run", val, "eval.evaluations={knn: {k: [81]}}")
-    with pytest.raises(UserError, match=r"eval\.evaluations\.knn\.k: 81 neighbours .* 80 images"):
+    with pytest.raises(UserError, match=r"eval\.evaluations\.knn\.k: 81 neighbors .* 80 images"):
         run(config, open_data(config.data))
     assert not (tmp_path / "run").exists()
 

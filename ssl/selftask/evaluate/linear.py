@@ -62,7 +62,7 @@ class Linear:
         train.check_labels("linear probe, training set")
         test.check_labels("linear probe, test set")
         require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
-        train, test = _standardised(train, test)
+        train, test = _standardized(train, test)
         generator = torch.Generator().manual_seed(self.seed)
         result = {"linear_top1": self._accuracy([train], test, generator)}
         for count in self.few_labels:
@@ -134,7 +134,7 @@ class _Problem:
         return part
 
     def fit(self, decay: float, *, start: Tensor | None = None, tolerance: float = _FINE) -> Tensor:
-        """Minimise mean cross-entropy + decay / 2 * |W|^2; the bias is not decayed.
+        """Minimize mean cross-entropy + decay / 2 * |W|^2; the bias is not decayed.
 
         Args:
             decay: Weight decay.
@@ -217,7 +217,7 @@ def _logits(z: Tensor, weights: Tensor) -> Tensor:
 
 
 def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return centred rows along their principal axes (n, R), the axes (E, R) and variances (R,).
+    """Return centered rows along their principal axes (n, R), the axes (E, R) and variances (R,).
 
     R = min(n, E). If there are fewer images than features (raw pixels, few labels), the axes are
     computed from products of images, which is the smaller problem; the optimal weights are in their
@@ -235,8 +235,8 @@ def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x @ basis.float(), basis.float(), variance
 
 
-def _standardised(train: Features, test: Features) -> tuple[Features, Features]:
-    """Standardise both sets with training statistics; constant features are not scaled."""
+def _standardized(train: Features, test: Features) -> tuple[Features, Features]:
+    """Standardize both sets with training statistics; constant features are not scaled."""
     mean, deviation = train.features.mean(dim=0), train.features.std(dim=0, correction=0)
     idle = deviation < 1e-6 * deviation.max().clamp_min(1e-30)
     deviation = deviation.masked_fill(idle, 1.0)

@@ -43,7 +43,7 @@ def evaluate_backbone(
     """Evaluate a frozen backbone on labelled images with ``eval.evaluations``.
 
     Without a validation set the training images are also the test images; k-NN then excludes each
-    image from its own neighbours. Metrics on ``data.val_sets`` are called ``NAME/knn_top1``.
+    image from its own neighbors. Metrics on ``data.val_sets`` are called ``NAME/knn_top1``.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).

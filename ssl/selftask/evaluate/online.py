@@ -98,7 +98,7 @@ def evaluate_features(
     row: dict[str, float] = {}
     columns = zip(train.split(backbone.widths), test.split(backbone.widths), strict=True)
     for number, (of_train, of_test) in zip(backbone.numbers, columns, strict=True):
-        same = test is train  # k-NN excludes each image from its own neighbours
+        same = test is train  # k-NN excludes each image from its own neighbors
         found = run_evaluations(components, of_train, of_train if same else of_test)
         row |= {f"{name}_layer{number}": value for name, value in found.items()}
     return row

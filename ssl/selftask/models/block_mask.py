@@ -73,7 +73,7 @@ class BlockMask:
             block, fits = self._rectangle(one, room.clamp(max=self.max_patches))
             added = (block & ~mask).sum(dim=1)
             open_ = (room > 0) & (failures < _TRIES)
-            if mask.device.type == "cpu" and not open_.any():  # others would synchronise
+            if mask.device.type == "cpu" and not open_.any():  # others would synchronize
                 break
             taken = fits & (added > 0) & (added <= room.clamp(max=self.max_patches)) & open_
             mask |= block & taken[:, None]

@@ -24,7 +24,7 @@ def sinkhorn_knopp(
 
     Eq. 3 to 5 of SwAV (arXiv:2006.09882). The paper alternates between scaling rows and columns of
     exp(scores / epsilon). Here this is done on logarithms, so that no exponential can overflow and
-    no sum vanishes. The constant factors 1/K and 1/B are omitted, since the last normalisation
+    no sum vanishes. The constant factors 1/K and 1/B are omitted, since the last normalization
     removes them.
 
     Args:

@@ -15,7 +15,7 @@ class PerParameter(torch.optim.Optimizer):
 
     @abstractmethod
     def update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter in place, without synchronising with the device."""
+        """Update a parameter in place, without synchronizing with the device."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

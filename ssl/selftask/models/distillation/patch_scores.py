@@ -52,8 +52,8 @@ class PatchScoreNetwork(Network):
     def forward(self, views: Sequence[Tensor]) -> ImageAndPatchScores:  # type: ignore[override]
         """V tensors (B, C, H, W) -> scores. Adjacent views of the same size share a pass."""
         pooled, tokens = list[Tensor](), list[Tensor]()
-        for _, neighbours in groupby(range(len(views)), key=lambda place: views[place].shape):
-            places = list(neighbours)
+        for _, neighbors in groupby(range(len(views)), key=lambda place: views[place].shape):
+            places = list(neighbors)
             features = self.extract([views[place] for place in places])
             pooled.append(features.pooled)
             tokens.extend(features.tokens.patches.chunk(len(places)))  # (B, N, E) of each view

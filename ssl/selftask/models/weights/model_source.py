@@ -181,7 +181,7 @@ def _fit_init(backbone: nn.Module, config: Config, weights: State) -> None:
 
 
 def read_weights(address: str) -> dict[str, Tensor]:
-    """Return the weights at an address, to initialise a network (``init.backbone``).
+    """Return the weights at an address, to initialize a network (``init.backbone``).
 
     The address is one of ``open_model``, any file of weights, ``RUN@best`` or ``RUN@STEP``. Its
     architecture may be unknown: ``load_weights`` checks whether the weights match.
@@ -306,7 +306,7 @@ def _transforms(
     std: Sequence[float],
     interpolation: str = "bilinear",
 ) -> list[dict[str, Any]]:
-    """Resize the short side to ``resized``, crop ``size`` pixels at the center and normalise."""
+    """Resize the short side to ``resized``, crop ``size`` pixels at the center and normalize."""
     return [
         {"name": "resize", "size": resized, "interpolation": interpolation},
         {"name": "center_crop", "size": size},

@@ -1,4 +1,4 @@
-"""Muon, orthogonalised momentum for matrices (Jordan et al., kellerjordan.github.io/posts/muon)."""
+"""Muon, orthogonalized momentum for matrices (Jordan et al., kellerjordan.github.io/posts/muon)."""
 
 from __future__ import annotations
 
