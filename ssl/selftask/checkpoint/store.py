@@ -143,8 +143,8 @@ def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None)
         )
     for name, kind in entries.items():
         if not isinstance(state.get(name), kind):
-            found = f"is {type(state[name]).__name__}" if name in state else "is missing"
-            raise DamagedCheckpoint(f"its entry {name!r} {found}")
+            problem = f"is {type(state[name]).__name__}" if name in state else "is missing"
+            raise DamagedCheckpoint(f"its entry {name!r} {problem}")
     return state
 
 

@@ -86,13 +86,13 @@ class KNN:
         correct = torch.zeros(len(self.k), dtype=torch.int64, device=targets[1].device)
         for expected, similarity, neighbor in self._neighbors(train, test):
             of_neighbor = targets[0][neighbor]
-            for place, count in enumerate(self.k):
+            for number, count in enumerate(self.k):
                 votes = class_votes(
                     similarity[:, :count], of_neighbor[:, :count], num_classes, self.temperature
                 )
-                correct[place] += (votes.argmax(dim=1) == expected).sum()
+                correct[number] += (votes.argmax(dim=1) == expected).sum()
         names = [
-            f"knn_top1_k{count}" if place else "knn_top1" for place, count in enumerate(self.k)
+            f"knn_top1_k{count}" if number else "knn_top1" for number, count in enumerate(self.k)
         ]
         return dict(zip(names, (correct.double() / len(targets[1])).tolist(), strict=True))
 
@@ -104,9 +104,9 @@ class KNN:
         bank = Bank(train.features, search=self.search)
         nearest = InChunks(lambda rows, out: bank.nearest(rows, max(self.k), out), "test images")
         queries = F.normalize(test.features, dim=1)
-        own = torch.arange(len(test), device=queries.device)  # rows to exclude
+        excluded = torch.arange(len(test), device=queries.device)  # rows to exclude
         if test is not train:
-            own = torch.full_like(own, -1)
+            excluded = torch.full_like(excluded, -1)
         sizes = gather_objects((len(train), len(test)))
         first_row = sum(num_train for num_train, _ in sizes[: rank()])
         rows = max(1, _TEST_ROWS // world_size())
@@ -114,11 +114,11 @@ class KNN:
             chunk = slice(start, start + rows)  # cloned: pickle copies the whole storage of a view
             parts = gather_objects((queries[chunk].clone(), test.targets[chunk].clone()))
             left_out = [torch.full_like(targets, -1) for _, targets in parts]
-            left_out[rank()] = own[chunk]
+            left_out[rank()] = excluded[chunk]
             every = torch.cat([part for part, _ in parts])  # (B, E)
             cosine, row = nearest(every, torch.cat(left_out))
             of_ranks = gather_objects((cosine, row + first_row))
-            cosine, row = (torch.cat(found, dim=1) for found in zip(*of_ranks, strict=True))
+            cosine, row = (torch.cat(blocks, dim=1) for blocks in zip(*of_ranks, strict=True))
             cosine, order = cosine.topk(max(self.k), dim=1)
             yield torch.cat([targets for _, targets in parts]), cosine, row.gather(1, order)
 
@@ -175,8 +175,8 @@ class Bank:
 
     def nearest_others(self) -> Tensor:
         """Return the cosine of each row to the nearest other row: (N,)."""
-        own = torch.arange(len(self._rows), device=self._rows.device).split(_TEST_ROWS)
-        return torch.cat([self.nearest(self._rows[rows], 1, rows)[0][:, 0] for rows in own])
+        blocks = torch.arange(len(self._rows), device=self._rows.device).split(_TEST_ROWS)
+        return torch.cat([self.nearest(self._rows[rows], 1, rows)[0][:, 0] for rows in blocks])
 
 
 def _top(queries: Tensor, bank: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:

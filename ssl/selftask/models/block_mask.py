@@ -96,5 +96,5 @@ def _run(size: Tensor, draw: Tensor, length: int) -> Tensor:
     """Return ``size`` (B,) consecutive places at a drawn offset: bool (B, length)."""
     free = (length - size).clamp(min=0)
     first = (draw * (free + 1)).floor().minimum(free)  # minimum: rounding may reach 1
-    places = torch.arange(length, device=size.device)
-    return (places >= first[:, None]) & (places < (first + size)[:, None])
+    positions = torch.arange(length, device=size.device)
+    return (positions >= first[:, None]) & (positions < (first + size)[:, None])

@@ -25,14 +25,16 @@ def whole_norms(tensors: list[Any], p: float = 2.0) -> Tensor:
     Every rank must call this function if there are shards.
     """
     parts = [part if part.numel() else part.new_zeros(1) for part in _local(tensors)]
-    found: dict[int, Tensor] = {}
-    for places in _places_by_device(parts):
-        found.update(zip(places, torch._foreach_norm([parts[i] for i in places], p), strict=True))
-    norms = torch.stack(to_one_device(found[i] for i in range(len(parts))))
+    by_index: dict[int, Tensor] = {}
+    for indices in _places_by_device(parts):
+        by_index.update(
+            zip(indices, torch._foreach_norm([parts[i] for i in indices], p), strict=True)
+        )
+    norms = torch.stack(to_one_device(by_index[i] for i in range(len(parts))))
     sharded = [i for i, tensor in enumerate(tensors) if _is_sharded(tensor)]
     if sharded:
-        own = norms[None, sharded].to(tensors[sharded[0]].device_mesh.device_type)
-        every = all_gather_cat(own)[ranks_of_shards(tensors[sharded[0]])]  # (ranks, S)
+        local = norms[None, sharded].to(tensors[sharded[0]].device_mesh.device_type)
+        every = all_gather_cat(local)[ranks_of_shards(tensors[sharded[0]])]  # (ranks, S)
         norms[sharded] = torch.linalg.vector_norm(every, ord=p, dim=0).to(norms.device)
     return norms
 
@@ -69,9 +71,11 @@ def clip_norm(grads: list[Any], max_norm: float, *, p: float = 2.0, each: bool =
     norm = torch.linalg.vector_norm(norms, p)
     scale = (max_norm / ((norms if each else norm) + _EPS)).clamp(max=1.0)
     local, scales = _local(grads), scale.unbind() if each else ()
-    for places in _places_by_device(local):
-        mine = [local[i] for i in places]
-        torch._foreach_mul_(mine, [scales[i].to(mine[0].device) for i in places] if each else scale)
+    for indices in _places_by_device(local):
+        mine = [local[i] for i in indices]
+        torch._foreach_mul_(
+            mine, [scales[i].to(mine[0].device) for i in indices] if each else scale
+        )
     return norm
 
 
@@ -80,9 +84,9 @@ def clip_value(grads: list[Any], max_value: float) -> None:
     """Clamp each element of the gradients in place to [-max_value, max_value]."""
     if grads:
         local = _local(grads)
-        for places in _places_by_device(local):
-            torch._foreach_clamp_min_([local[i] for i in places], -max_value)
-            torch._foreach_clamp_max_([local[i] for i in places], max_value)
+        for indices in _places_by_device(local):
+            torch._foreach_clamp_min_([local[i] for i in indices], -max_value)
+            torch._foreach_clamp_max_([local[i] for i in indices], max_value)
 
 
 @torch.no_grad()
@@ -113,10 +117,10 @@ def _unit_norm(tensor: Any) -> Tensor:
 
 def _places_by_device(tensors: list[Tensor]) -> list[list[int]]:
     """Return the indices of the tensors on each device; a foreach function takes one device."""
-    places: dict[torch.device, list[int]] = {}
+    indices: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        places.setdefault(tensor.device, []).append(i)
-    return list(places.values())
+        indices.setdefault(tensor.device, []).append(i)
+    return list(indices.values())
 
 
 def _is_sharded(tensor: Any) -> bool:

@@ -33,9 +33,16 @@ from selftask.distributed.device import (
 from selftask.distributed.garbage import usually_collected
 from selftask.distributed.local_process import raise_limit_of_open_files
 from selftask.distributed.world import STOP_SIGNALS, read_world
-from selftask.errors import RunError
+from selftask.errors import RunError, UserError
 from selftask.evaluate.online import check_evaluations, evaluate_task
-from selftask.logs import DETAIL, LOGGER, lasting_output, start_log, stop_log
+from selftask.logs import (
+    DETAIL,
+    LOGGER,
+    info_on_stderr,
+    lasting_output,
+    start_log,
+    stop_log,
+)
 from selftask.logs.events import WarningEvents, add_event
 from selftask.logs.startup import lap
 from selftask.logs.unreadable import UNREADABLE
@@ -136,6 +143,12 @@ def _open_init(task: Task, channels: int) -> list[LogRecord]:
     LOGGER.setLevel(DETAIL)
     try:
         task.init_weights = open_init(task.config, channels)
+    except UserError:
+        LOGGER.removeHandler(lines)
+        with info_on_stderr():  # no log will have them
+            for line in lines.buffer if task.world.rank == 0 else ():
+                LOGGER.handle(line)
+        raise
     finally:
         LOGGER.removeHandler(lines)
         LOGGER.setLevel(level)

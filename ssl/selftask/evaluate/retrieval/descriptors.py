@@ -166,7 +166,7 @@ def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
     if longer > shorter:
         overlaps = [1 - (longer - shorter) / (shorter * (m - 1)) for m in range(2, _MOST + 1)]
         extra = 1 + min(range(len(overlaps)), key=lambda n: abs(overlaps[n] - _OVERLAP))
-    found = []
+    squares = []
     for level in range(1, levels + 1):
         side = 2 * shorter // (level + 1)
         if side == 0:
@@ -175,8 +175,8 @@ def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
             _starts(length, side, level + (extra if length > shorter else 0))
             for length in (height, width)
         )
-        found += [(y, x, side) for y in rows for x in columns]
-    return found
+        squares += [(y, x, side) for y in rows for x in columns]
+    return squares
 
 
 def _starts(length: int, side: int, count: int) -> list[int]:

@@ -30,8 +30,8 @@ def koleo(features: Tensor) -> Tensor:
     everyone = gather_cat_with_grad(features)  # (W * B, D)
     with torch.no_grad():
         similarity = features @ everyone.T  # (B, W * B)
-        own = torch.arange(len(features), device=features.device)
-        similarity[own, own + rank() * len(features)] = -1.0
+        rows = torch.arange(len(features), device=features.device)
+        similarity[rows, rows + rank() * len(features)] = -1.0
         nearest = similarity.argmax(dim=1)
     distance = F.pairwise_distance(features, everyone[nearest], eps=_EPS)
     return -torch.log(distance + _EPS).mean()

@@ -158,23 +158,23 @@ class Placement:
 
 def flatten(content: Any) -> dict[str, Tensor]:
     """Return the tensors and arrays in nested dicts, with keys joined by dots."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def visit(value: Any, path: str) -> None:
         if isinstance(value, Tensor):
-            found[path] = value
+            tensors[path] = value
         elif isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
-            found[path] = torch.from_numpy(value)
+            tensors[path] = torch.from_numpy(value)
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 visit(item, f"{path}.{key}" if path else str(key))
 
     visit(content, "")
-    return found
+    return tensors
 
 
-def place(state: State, own: State) -> Placement:
-    """Match the tensors of a file with a backbone's state dict ``own``.
+def place(state: State, backbone: State) -> Placement:
+    """Match the tensors of a file with a backbone's state dict ``backbone``.
 
     The renames of each of ``LAYOUTS`` are tried on all keys, then every prefix whose removal gives
     some key of the backbone. The result with the most tensors of equal name and shape is used; ties
@@ -184,9 +184,9 @@ def place(state: State, own: State) -> Placement:
     forms: list[tuple[tuple[int, int], dict[str, str], list[str]]] = []
     for layout in (_PLAIN, *(row for row in LAYOUTS if row.renames)):
         names = {layout.rename(key): key for key in clean}
-        score, prefixes = _best_prefixes(names, clean, own)
+        score, prefixes = _best_prefixes(names, clean, backbone)
         forms.append((score, names, prefixes))
-        if score[0] == len(own):
+        if score[0] == len(backbone):
             break
     _, names, prefixes = max(forms, key=lambda form: form[0])
     chosen, *others = sorted(prefixes, key=lambda prefix: (_rank(prefix), len(prefix), prefix))
@@ -227,7 +227,7 @@ def grouped(keys: Iterable[str], prefix: str) -> dict[str, int]:
 
 
 def _best_prefixes(
-    names: Mapping[str, str], state: State, own: State
+    names: Mapping[str, str], state: State, backbone: State
 ) -> tuple[tuple[int, int], list[str]]:
     """Return the largest number of matches, and the prefixes whose removal gives it."""
     counts: dict[str, tuple[int, int]] = {"": (0, 0)}
@@ -235,11 +235,11 @@ def _best_prefixes(
         parts = name.split(".")
         for start in range(len(parts)):
             rest = ".".join(parts[start:])
-            if rest in own:
+            if rest in backbone:
                 prefix = name[: len(name) - len(rest)]
-                fitting, found = counts.get(prefix, (0, 0))
-                fits = state[key].shape == own[rest].shape
-                counts[prefix] = (fitting + fits, found + 1)
+                fitting, named = counts.get(prefix, (0, 0))
+                fits = state[key].shape == backbone[rest].shape
+                counts[prefix] = (fitting + fits, named + 1)
     best = max(counts.values())
     return best, [prefix for prefix, count in counts.items() if count == best]
 

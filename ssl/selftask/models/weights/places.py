@@ -138,10 +138,10 @@ def find_weights(address: str) -> Exported | Saved:
         return Saved(path, read_backbone(path))
     for folder in (path / "export", path):
         if is_file(folder / WEIGHTS):
-            place = Exported(folder / WEIGHTS, folder / META)
-            _warn_of_newer(path, place)
-            return place
-    found = store.load_newest(
+            export = Exported(folder / WEIGHTS, folder / META)
+            _warn_of_newer(path, export)
+            return export
+    newest = store.load_newest(
         expand_user(local_run(address, num_checkpoints=1)) / "checkpoints",
         partial(
             store.load_with,
@@ -149,12 +149,12 @@ def find_weights(address: str) -> Exported | Saved:
             read=partial(store.load, wanted=of_backbone),
         ),
     )
-    if found is None:
+    if newest is None:
         raise UserError(
             f"{path}: holds no {WEIGHTS}, nor does {path / 'export'}, and there is no checkpoint: "
             "is it a run?"
         )
-    state, checkpoint = found
+    state, checkpoint = newest
     log.info("%s: has no export; taking its newest checkpoint, %s", address, checkpoint.name)
     return Saved(checkpoint, state)
 
@@ -164,15 +164,15 @@ def component(section: Mapping[str, Any]) -> Component:
     return Component(name=section["name"], args={k: v for k, v in section.items() if k != "name"})
 
 
-def _warn_of_newer(run: Path, place: Exported) -> None:
+def _warn_of_newer(run: Path, export: Exported) -> None:
     """Warn if the export is older than the newest checkpoint, since the run was continued."""
     newest = next(iter(checkpoints(run / "checkpoints")), None)
-    if newest is None or not is_file(place.meta):
+    if newest is None or not is_file(export.meta):
         return
-    there, exported = step_of(newest), place.facts().get("step")
+    there, exported = step_of(newest), export.facts().get("step")
     if exported is not None and exported != there:
         log.warning(
             "%s is of step %d, and the newest checkpoint of step %d; `selftask export %s` writes "
             "that of the newest",
-            *(place.weights, exported, there, run),
+            *(export.weights, exported, there, run),
         )

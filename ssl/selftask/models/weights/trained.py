@@ -171,10 +171,10 @@ def _scores(
         embed_dim(backbone), checkpoint
     )
     if scores is None:
-        known = [name for name in METHODS if "load_scores" in vars(METHODS[name])]
+        names = [name for name in METHODS if "load_scores" in vars(METHODS[name])]
         raise UserError(
             f"{address}: {component.name} has no scores of classes or prototypes; runs of "
-            f"{', '.join(known)} have"
+            f"{', '.join(names)} have"
         )
     return scores
 
