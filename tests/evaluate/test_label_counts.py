@@ -55,7 +55,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["linear", "few_labels=[6,7,100]"],
             "few_labels: [7, 100]: class 'dog' has 6 training images; use at most 6",
         ),
-        (["knn", "k=[3,15]"], "k: 15 neighbours are asked for, and there are 14 images"),
+        (["knn", "k=[3,15]"], "k: 15 neighbors are asked for, and there are 14 images"),
         (["knn", "k=[14]", "data.val=null"], "there are 13 images to choose from; use at most 13"),
         (
             ["knn", "k=[1]", "data={root}", "data.val=null"],
