@@ -205,8 +205,8 @@ def test_what_features_refuses(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["knn", "k=[]"], "k: []; numbers of neighbours are expected, each at least 1"),
-        (["knn", "k=[5, 0]"], "k: [5, 0]; numbers of neighbours"),
+        (["knn", "k=[]"], "k: []; numbers of neighbors are expected, each at least 1"),
+        (["knn", "k=[5, 0]"], "k: [5, 0]; numbers of neighbors"),
         (["knn", "temperature=0"], "temperature: 0.0; must be above 0"),
         (
             ["knn", "temprature=1"],

@@ -144,7 +144,7 @@ def test_only_test_classes() -> None:
 
 def test_more_neighbours_than_there_are_is_refused() -> None:
     data = _set(10, 0)
-    with pytest.raises(UserError, match="k: 11 neighbours are asked for, and there are 10 images"):
+    with pytest.raises(UserError, match="k: 11 neighbors are asked for, and there are 10 images"):
         KNN(k=[5, 11])(data, _set(5, 1))
     with pytest.raises(UserError, match="use at most 9"):
         KNN(k=[10])(data, data)

@@ -149,17 +149,17 @@ def _given(config: Config, key: str) -> bool:
 
 def _small_backbone(config: Config) -> Component:
     """Return the backbone's tiny version, unless the command line sets the backbone."""
-    given = {k: v for k, v in config.backbone.args.items() if _given(config, f"backbone.{k}")}
+    typed = {k: v for k, v in config.backbone.args.items() if _given(config, f"backbone.{k}")}
     backbone = BACKBONES[config.backbone.name](**config.backbone.args)
     if _given(config, "backbone.name") or not hasattr(backbone, "tiny"):
         return config.backbone
     args = backbone.tiny()
     name = args.pop("name")
     schema = config_class(BACKBONES, name)
-    known = {field.name for field in fields(schema)} if schema else set()
-    if not given.keys() <= known:
+    names = {field.name for field in fields(schema)} if schema else set()
+    if not typed.keys() <= names:
         return config.backbone
-    return Component(name=name, args={**args, **given})
+    return Component(name=name, args={**args, **typed})
 
 
 def _calm_optimizer(config: Config) -> OptimizerConfig:

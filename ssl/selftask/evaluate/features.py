@@ -114,9 +114,9 @@ def collect(batches: Iterable[Features]) -> Features:
         torch.cat([getattr(part, name) for part in parts])
         for name in ("features", "targets", "indices")
     )
-    found = Features(*whole)
-    found.check_finite()
-    return found
+    features = Features(*whole)
+    features.check_finite()
+    return features
 
 
 @torch.no_grad()
@@ -150,7 +150,7 @@ def log_speed(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
     The first batches, in which workers and kernels start, do not count. The remaining time is known
     if ``batches`` has a length.
     """
-    images, said = 0, time.monotonic()
+    images, logged = 0, time.monotonic()
     total = len(batches) if isinstance(batches, Sized) else None
     for number, batch in enumerate(staged("features", batches, total)):
         yield batch
@@ -159,10 +159,10 @@ def log_speed(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
             started = now
             continue
         images += len(batch["index"])
-        if now - said >= _LOG_EVERY_S:
-            said = now
+        if now - logged >= _LOG_EVERY_S:
+            logged = now
             text = f"features: {images / (now - started):,.0f} images/s"
             if total is not None:
-                left = (total - number - 1) * (now - started) / (number + 1 - _WARM_UP)
-                text += f", eta {timedelta(seconds=round(left))}"
+                remaining = (total - number - 1) * (now - started) / (number + 1 - _WARM_UP)
+                text += f", eta {timedelta(seconds=round(remaining))}"
             log.info("%s", text)

@@ -43,7 +43,7 @@ def evaluate_backbone(
     """Evaluate a frozen backbone on labelled images with ``eval.evaluations``.
 
     Without a validation set the training images are also the test images; k-NN then excludes each
-    image from its own neighbours. Metrics on ``data.val_sets`` are called ``NAME/knn_top1``.
+    image from its own neighbors. Metrics on ``data.val_sets`` are called ``NAME/knn_top1``.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -67,18 +67,20 @@ def evaluate_backbone(
     tests: dict[str, Source | None] = {**main, **sources.val_sets}  # None: the training images
     if None in tests.values() and set(evaluations) != {"knn"}:
         raise UserError("data.val is missing: give the labelled images to test on, data.val=DIR")
-    known = {name: LabelCounts.of_sources(Sources(sources.train, s)) for name, s in tests.items()}
-    for counts in known.values():
+    counts_of = {
+        name: LabelCounts.of_sources(Sources(sources.train, s)) for name, s in tests.items()
+    }
+    for counts in counts_of.values():
         if counts is not None:
             check_label_counts(evaluations, counts)
     backbone = with_layers(backbone, config.eval).to(device)
     world = world or World()
-    given = {"data": sources.train}
-    given |= {val_key(name): source for name, source in tests.items() if source is not None}
+    read = {"data": sources.train}
+    read |= {val_key(name): source for name, source in tests.items() if source is not None}
     with connected(world):  # the evaluations themselves run on rank 0 only
         parts = [
             iterate_source(backbone, config, s, device=device, world=world, key=key, tell=tell)
-            for key, s in given.items()
+            for key, s in read.items()
         ]
         if world.rank:
             deque(chain.from_iterable(parts), maxlen=0)
@@ -92,7 +94,7 @@ def evaluate_backbone(
             tell(f"warning: {shared} of {len(test)} test images are also training images")
         with stage("evaluate", at_once=True):
             figures = evaluate_features(backbone, evaluations, train, test)
-        before = known[name]
+        before = counts_of[name]
         counts = LabelCounts.of_targets(  # readable images only
             train.targets,
             test.targets,

@@ -70,8 +70,8 @@ class SVM:
         return row
 
     def _mean(self, draws: list[Features], test: Features, name: str) -> dict[str, float]:
-        found = np.mean([self._fit_and_test(draw, test) for draw in track("SVM", draws)], axis=0)
-        return {f"{name}_top1": float(found[0]), f"{name}_map": float(found[1])}
+        means = np.mean([self._fit_and_test(draw, test) for draw in track("SVM", draws)], axis=0)
+        return {f"{name}_top1": float(means[0]), f"{name}_map": float(means[1])}
 
     def _fit_and_test(self, train: Features, test: Features) -> tuple[float, float]:
         """Return top-1 accuracy and mean average precision of the test images."""

@@ -72,10 +72,10 @@ def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
     if side is None or is_sharded:  # the forward pass of a sharded model would be a collective
         return ""
     try:
-        cost = forward_cost(backbone, side, channels)
+        flops, _ = _count_forward(backbone, side, channels)
     except Exception:  # noqa: BLE001 - a user's module may raise anything on the meta device
         return ""
-    return f", {show_count(cost.macs, 3)} multiply-adds per image of {side} x {side} pixels"
+    return f", {show_count(flops.get_total_flops() // 2, 3)} multiply-adds per image of {side} x {side} pixels"
 
 
 def _views(number: int, name: str, group: ViewConfig) -> str:
@@ -85,38 +85,16 @@ def _views(number: int, name: str, group: ViewConfig) -> str:
     return f"{number} {name}{size}"
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of one image.
-
-    Args:
-        macs: Multiply-adds of convolutions, matrix products and attention. Papers often call them
-            FLOPs (4.1 G for ResNet-50).
-        activations: Elements in the outputs of these operations (arXiv:2003.13678, section 3.1).
-    """
-
-    macs: int
-    activations: int
-
-
 @torch.no_grad()
-def forward_cost(module: nn.Module, side: int, channels: int = 3) -> Cost:
-    """Count the cost of a forward pass of one image of ``side`` x ``side`` pixels.
-
-    Weights and random states are unchanged. A forward pass that depends on values, which do not
-    exist on the meta device, raises the module's error.
-
-    Args:
-        module: Images (B, C, H, W) -> features.
-        side: Height and width in pixels.
-        channels: Channels of the image.
-    """
+def _count_forward(
+    module: nn.Module, side: int, channels: int
+) -> tuple[FlopCounterMode, Counter[str]]:
+    """Return FLOPs and activations of a forward pass of one image, by module."""
     image = torch.empty(1, channels, side, side, device="meta")
     activations = _CountActivations()
     with in_eval_mode(module), FlopCounterMode(display=False) as flops, activations:
         functional_call(module, _meta_state(module), (image,))
-    whole = activations.by_module[_tracked(module, "")]
-    return Cost(flops.get_total_flops() // 2, whole)
+    return flops, activations.by_module
 
 
 @dataclass(frozen=True)
@@ -127,7 +105,8 @@ class ModuleCost:
         name: Dotted name; empty for the whole model.
         kind: Name of its class.
         parameters: Number of parameters; shared ones count once per module.
-        macs: Multiply-adds of convolutions, matrix products and attention.
+        macs: Multiply-adds of convolutions, matrix products and attention. Papers often call them
+            FLOPs (4.1 G for ResNet-50).
         activations: Elements in the outputs of these operations (arXiv:2003.13678, section 3.1).
         saved_bytes: Memory kept for the backward pass in float32.
     """
@@ -145,16 +124,16 @@ def module_costs(
 ) -> list[ModuleCost]:
     """Return the cost of a module and its sub-modules, for images of ``side`` x ``side`` pixels.
 
+    Weights and random states are unchanged. A forward pass that depends on values, which do not
+    exist on the meta device, raises the module's error.
+
     Args:
         module: Images (B, C, H, W) -> anything.
         side: Height and width in pixels.
         channels: Channels of the image.
         depth: Number of levels of sub-modules.
     """
-    image = torch.empty(1, channels, side, side, device="meta")
-    counting = _CountActivations()
-    with torch.no_grad(), in_eval_mode(module), FlopCounterMode(display=False) as flops, counting:
-        functional_call(module, _meta_state(module), (image,))
+    flops, activations = _count_forward(module, side, channels)
     macs = {name: sum(of.values()) // 2 for name, of in flops.get_flop_counts().items()}
     saved = saved_bytes(module, (torch.empty(2, channels, side, side, device="meta"),))
     return [
@@ -163,7 +142,7 @@ def module_costs(
             kind=type(inner).__name__,
             parameters=sum(p.numel() for p in inner.parameters()),
             macs=macs.get(_tracked(module, name), 0),
-            activations=counting.by_module[_tracked(module, name)],
+            activations=activations[_tracked(module, name)],
             saved_bytes=saved[name] // 2,
         )
         for name, inner in module.named_modules()

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class SizedImages:
-    """Images of a source, limited to a longest side and normalised as in ``eval.transforms``.
+    """Images of a source, limited to a longest side and normalized as in ``eval.transforms``.
 
     Args:
         source: The images.

@@ -37,8 +37,8 @@ class TimmModel(Adapter):
             self.built_grid = tuple(model.patch_embed.grid_size)
             self.mask_dim = model.patch_embed.proj.out_channels
         self.offers = frozenset(offers)
-        known = inspect.signature(model.forward_intermediates).parameters
-        self.gives_prefix = "return_prefix_tokens" in known
+        parameters = inspect.signature(model.forward_intermediates).parameters
+        self.gives_prefix = "return_prefix_tokens" in parameters
 
     @staticmethod
     def fits(backbone: Any) -> bool:
