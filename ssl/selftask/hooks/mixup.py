@@ -67,14 +67,11 @@ class Mixup(Hook):
             getattr(task.loss, "num_classes", None) if "labels" in task.loss.requires else None
         )
 
-    def on_phase_start(self, task: Task) -> None:
-        if task.train:
-            task.batches = self._mixed(task, task.batches)
-
-    def _mixed(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def wrap_batches(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            self.mix(batch)
-            task.loss.prepare_batch(batch, task)
+            if task.train:
+                self.mix(batch)
+                task.loss.prepare_batch(batch, task)
             yield batch
 
     def mix(self, batch: Batch) -> None:
