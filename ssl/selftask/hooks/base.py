@@ -37,27 +37,6 @@ if TYPE_CHECKING:
     from selftask.batch import Batch
     from selftask.task import Task
 
-POINTS = (
-    "on_start",
-    "on_phase_start",
-    "before_step",
-    "on_forward",
-    "on_loss_and_meter",
-    "on_backward",
-    "on_update",
-    "on_step",
-    "on_phase_end",
-    "on_end",
-    "before_save",
-    "after_load",
-    "before_evaluation",
-    "after_evaluation",
-    "on_row",
-    "on_exception",
-)
-
-WRAPPERS = ("wrap_batches", "wrap_reduction")
-
 
 class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
     """Base class of hooks; a subclass defines the points it needs.
@@ -126,6 +105,12 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
 
     def set_classy_state(self, state_dict: dict[str, Any]) -> None:
         self.load_state_dict(state_dict)
+
+
+POINTS = tuple(name for name in vars(Hook) if name.startswith(("on_", "before_", "after_")))
+"""Hook points; those of a step in the order of its calls."""
+
+WRAPPERS = tuple(name for name in vars(Hook) if name.startswith("wrap_"))
 
 
 def defines(hook: Any, point: str) -> bool:

@@ -113,8 +113,8 @@ class Metrics(Hook):
         if waiting is not None:
             machine = Cores(cores(), task.world.local_size)
             recipe = task.config.out_folder / "config.yaml"  # recipe with all values set
-            told = wait_advice(waiting, task.config.data.num_workers, machine, str(recipe))
-            log.warning("step %d: %s", task.steps_done, told)
+            advice = wait_advice(waiting, task.config.data.num_workers, machine, str(recipe))
+            log.warning("step %d: %s", task.steps_done, advice)
 
     def _losses(self, task: Task) -> list[float]:
         """Return the losses since the last row; raise NonFiniteLoss if one is not finite."""

@@ -140,10 +140,10 @@ def keep_mask(
     inside = []
     for axis, size in enumerate((height, width)):
         center, side = box[:, axis, None] * size, box[:, axis + 2, None] * size  # (P, 1)
-        place = torch.arange(size, device=box.device)
+        position = torch.arange(size, device=box.device)
         low = (center - side / 2).round().clamp(0, size)
         high = (center + side / 2).round().clamp(0, size)
-        inside.append((place >= low) & (place < high))  # (P, size)
+        inside.append((position >= low) & (position < high))  # (P, size)
     outside = ~(inside[0][:, :, None] & inside[1][:, None, :])  # (P, height, width)
     keep = torch.where(is_cut[:, None, None], outside.float(), lam[:, None, None])
     return keep[:, None].repeat_interleave(2, dim=0), keep.mean(dim=(1, 2))

@@ -1,4 +1,4 @@
-"""Synchronised BatchNorm over several ranks, on CPU and GPU.
+"""Synchronized BatchNorm over several ranks, on CPU and GPU.
 
 torch's own SyncBatchNorm rejects CPU tensors, so code that uses it cannot be tested without a GPU.
 This one runs two small all-reduces in the forward pass and two in the backward pass, through
@@ -26,7 +26,7 @@ _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Ranks:
-    """The ranks whose samples are normalised together. Copies of a module share the object."""
+    """The ranks whose samples are normalized together. Copies of a module share the object."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -39,7 +39,7 @@ class SyncBatchNorm(_BatchNorm):
     """BatchNorm of (N, C, ...) with the statistics of all rows of its ``ranks``.
 
     Equal to ``nn.BatchNorm`` on the concatenated batch; ranks may have different numbers of rows.
-    State and parameters are those of ``nn.BatchNorm``, and so is its behaviour in eval mode.
+    State and parameters are those of ``nn.BatchNorm``, and so is its behavior in eval mode.
     """
 
     ranks: Ranks
@@ -86,7 +86,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
-    """Replace every BatchNorm inside ``module`` by a synchronised one, with equal names and state.
+    """Replace every BatchNorm inside ``module`` by a synchronized one, with equal names and state.
 
     Raises UserError for a subclass of BatchNorm with a forward pass of its own.
     """
@@ -96,14 +96,14 @@ def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
         if type(part) not in _KNOWN:
             raise UserError(
                 f"parallel.sync_batch_norm: {name} is a {type(part).__name__}, whose forward pass "
-                "is its own; only BatchNorm1d, 2d and 3d of torch.nn can be synchronised"
+                "is its own; only BatchNorm1d, 2d and 3d of torch.nn can be synchronized"
             )
         part.__class__ = SyncBatchNorm
         part.__dict__["ranks"] = ranks
 
 
 def form_groups(which: str | int) -> Ranks:
-    """Create the process groups of synchronised BatchNorm and return this rank's.
+    """Create the process groups of synchronized BatchNorm and return this rank's.
 
     Every rank must call this function.
 

@@ -49,7 +49,7 @@ class GradCache:
         """Compute loss and gradient at outputs without graph; then go backward in chunks.
 
         The second forward pass of each chunk has a graph and repeats the dropout draws of the
-        first. BatchNorm normalises each chunk by its own statistics and updates the running ones
+        first. BatchNorm normalizes each chunk by its own statistics and updates the running ones
         once per chunk. A teacher's forward pass, which has no graph, is not divided.
         """
         batch = task.last_batch = next(task.batches)
