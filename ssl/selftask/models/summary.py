@@ -75,7 +75,8 @@ def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
         flops, _ = _count_forward(backbone, side, channels)
     except Exception:  # noqa: BLE001 - a user's module may raise anything on the meta device
         return ""
-    return f", {show_count(flops.get_total_flops() // 2, 3)} multiply-adds per image of {side} x {side} pixels"
+    cost = show_count(flops.get_total_flops() // 2, 3)
+    return f", {cost} multiply-adds per image of {side} x {side} pixels"
 
 
 def _views(number: int, name: str, group: ViewConfig) -> str:

@@ -102,11 +102,11 @@ class Ending:
         """
         trace = "".join(traceback.format_exception(error))
         self._write_error(self.task.world.rank, trace)
-        known = isinstance(error, UserError | RunError)
+        is_explained = isinstance(error, UserError | RunError)
         message = explain(error)
         if is_out_of_memory(error):
             message = "\n".join([message, *memory_report(self.task)])
-        failure = Failure(self.task.world.rank, message, "" if known else trace.rstrip())
+        failure = Failure(self.task.world.rank, message, "" if is_explained else trace.rstrip())
         if watch is None:  # no process group yet
             failure.rank0_hears = self.first
         else:
@@ -118,10 +118,10 @@ class Ending:
         """Log the failure and write the status; another rank does so if rank 0 is gone."""
         first, *rest = failure.message.splitlines() or [""]
         line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
-        told = self.status.failed_by_another()
-        if self.first and told:  # rank 0 was suspended, and the others gave up
+        is_reported = self.status.failed_by_another()
+        if self.first and is_reported:  # rank 0 was suspended, and the others gave up
             return
-        for_rank0 = not failure.rank0_hears and not told
+        for_rank0 = not failure.rank0_hears and not is_reported
         if self.first or for_rank0:
             with _written_or_said():
                 what = {"rank": failure.rank, "error": failure.message, "lost": failure.lost}

@@ -184,16 +184,16 @@ def derived_options(
     config: Config, partitions: list[Partition]
 ) -> tuple[dict[str, Any], int, list[str]]:
     """Return the derived sbatch options, the number of workers per rank, and notes for the user."""
-    given = {option(key): value for key, value in config.launch.slurm.items()}
+    chosen_options = {option(key): value for key, value in config.launch.slurm.items()}
     derived: dict[str, Any] = {}
     workers, notes = config.data.num_workers, []
-    if "cpus_per_task" not in given:
+    if "cpus_per_task" not in chosen_options:
         derived["cpus_per_task"] = max(1, workers)
         notes.append(f"{derived['cpus_per_task']} CPUs a rank; else launch.slurm.cpus_per_task=N")
     elif config.place("data.num_workers").startswith("auto"):  # from this machine, not the nodes
-        workers = min(int(given["cpus_per_task"]), MAX_WORKERS)
+        workers = min(int(chosen_options["cpus_per_task"]), MAX_WORKERS)
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
-    asked = any(key in given for key in _GPUS)
+    asked = any(key in chosen_options for key in _GPUS)
     wanted = config.train.device == "cuda" or (
         config.train.device == "auto" and any(partition.gpus for partition in partitions)
     )
