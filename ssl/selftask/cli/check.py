@@ -109,7 +109,7 @@ def load(name: str, settings: list[str]) -> Config:
     Its data are the digits, which are never read.
     """
     from selftask.config.compose import recipes
-    from selftask.config.compose.endings import is_recipe_file
+    from selftask.config.compose.recipes import is_recipe_file
     from selftask.config.load import load_config
 
     settings = ["data={name: digits}", *settings]

@@ -19,17 +19,19 @@ GROUP = "selftask"  # entry point group; entries NAME = package.module are impor
 _LOOKED = "the current folder, the recipe's folder and the installed packages"
 
 
-def import_extensions(modules: Iterable[str], folders: Iterable[Path], place: str) -> None:
+def import_extensions(modules: Any, folders: Iterable[Path], place: str) -> None:
     """Import the user's modules from ``folders`` or Python's search path.
 
     Args:
-        modules: Names of the modules.
+        modules: A list of names of modules.
         folders: Folders to put first on the search path.
         place: Origin of ``import:`` in the config, for messages.
 
     Raises:
         ConfigError: If an import fails, with the line that failed.
     """
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise ConfigError([f"{place}: import={modules!r}: expected a list of module names"])
     for folder in reversed([str(folder) for folder in folders]):
         if folder not in sys.path:
             sys.path.insert(0, folder)

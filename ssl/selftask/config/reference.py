@@ -19,6 +19,7 @@ from selftask.config.config_class import config_class
 from selftask.config.field_docs import field_docs
 from selftask.config.fields import default_of, has_default
 from selftask.config.schema import Component, Config
+from selftask.config.sections import Shorthand
 from selftask.config.values.coerce import describe
 from selftask.errors import UserError
 from selftask.registry import REGISTRIES, Address
@@ -42,7 +43,6 @@ PLACES = {
 """Prefix of a component's keys in a config, by kind of component."""
 
 REQUIRED, FROM_RECIPE = NO_DEFAULT = ("required", "set by the recipe")
-IMAGE_SIZE = "Height and width of views, evaluated images and a vision transformer, in pixels."
 _UNITS = "pixels|seconds|bytes|MiB|images|samples|keys|patches|degrees|epochs|steps"
 _COUNTED = "Images|Samples|Steps|Epochs|Rows|Blocks|Channels|Tokens|Processes|Threads|Evaluations"
 
@@ -90,9 +90,12 @@ def config_keys() -> list[KeyEntry]:
         replace(key, default=FROM_RECIPE) if "." not in key.key and key.default == REQUIRED else key
         for key in _keys_of(Config, "", without=hidden)
     ]
-    size = KeyEntry("image_size", describe(int | None), "null", "at least 1", IMAGE_SIZE, ())
     text = field_docs(Config)["imports"]
-    return [KeyEntry("import", "a list, each text", "[]", "", text, ()), size, *entries]
+    return [
+        KeyEntry("import", "a list, each text", "[]", "", text, ()),
+        *_keys_of(Shorthand, ""),
+        *entries,
+    ]
 
 
 def named(kind: str, name: str) -> NamedEntry:

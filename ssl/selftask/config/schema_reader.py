@@ -17,11 +17,10 @@ from selftask.config.keys import Key, dotted
 from selftask.config.schema import Component, FrozenModule
 from selftask.config.torch_names import is_torch_name
 from selftask.config.values.coerce import Mismatch, check_limits, convert, describe
-from selftask.errors import UserError, nearest, shorten
+from selftask.errors import UserError, nearest
 from selftask.registry import REGISTRIES, SCHEDULES, Registry
 
 MISSING = "???"  # OmegaConf's mark for a required value
-MAX_MESSAGE = 800  # characters
 _WRONG = object()  # returned for an invalid value
 
 T = TypeVar("T")
@@ -53,6 +52,11 @@ class Schema:
                 f"the Config of {owner}: {error}; its fields may use builtins and typing only"
             ) from error
 
+    def __or__(self, other: Schema) -> Schema:
+        """Return the fields of both."""
+        fields, types = {**self.fields, **other.fields}, {**self.types, **other.types}
+        return Schema(fields, types, self.owner)
+
 
 class Reader:
     """Reader of sections; collects ``problems``, and the origin of each value in ``places``."""
@@ -64,8 +68,7 @@ class Reader:
 
     def problem(self, key: Key, text: str) -> None:
         """Add a problem with the value at ``key``."""
-        place = self.layers.place_or_around(key)
-        self.problems.append(shorten(f"{place}: {text}" if place else text, MAX_MESSAGE))
+        self.problems.append(self.layers.located(key, text))
 
     def mapping(self, value: Any, key: Key) -> dict[str, Any]:
         """Return ``value`` if it is a section, else an empty one; add a problem unless null."""

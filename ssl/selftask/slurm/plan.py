@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from selftask.config.checks.grid import title
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
 from selftask.config.compose import recipes
-from selftask.config.compose.endings import is_recipe_file
+from selftask.config.compose.recipes import is_recipe_file
 from selftask.config.compose.sweep import Point, expand_sweep
 from selftask.config.load import load_config
 from selftask.config.run_length import RunLength

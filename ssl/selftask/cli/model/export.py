@@ -14,7 +14,7 @@ from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import MODEL, take
 from selftask.cli.options import take_options
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.config.compose.compose import import_plugins
+from selftask.config.compose.overrides import import_plugins
 from selftask.config.schema import Component
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError, nearest, plural

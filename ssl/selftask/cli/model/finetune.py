@@ -55,7 +55,7 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
         UserError: If there is no such model, or if its architecture is the user's code and
             ``trust=true`` is not given.
     """
-    from selftask.config.compose.compose import import_plugins
+    from selftask.config.compose.overrides import import_plugins
     from selftask.models.weights.address import NONE, PRETRAINED, check_model
 
     import_plugins(words)  # a plug-in may register a handler for the address

@@ -60,7 +60,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     """
     from selftask.checkpoint.mirror import local_run
     from selftask.config.compose import recipes
-    from selftask.config.compose.compose import import_plugins
+    from selftask.config.compose.overrides import import_plugins
     from selftask.config.compose.provenance import show_path
     from selftask.config.explain import explain_chosen
     from selftask.config.load import load_config

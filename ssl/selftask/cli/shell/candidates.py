@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from selftask.cli.main import COMMANDS
 from selftask.cli.shell.keys import override_candidates
 from selftask.cli.shell.paths import path_candidates, run_candidates
-from selftask.config.compose.endings import ENDINGS
+from selftask.config.compose.recipes import ENDINGS
 
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _LIBRARIES = ("timm:", "torchvision:")

@@ -16,7 +16,7 @@ from selftask.config.schema_reader import Schema
 from selftask.config.sections import SCHEMA
 from selftask.registry import REGISTRIES, Registry
 
-_BESIDE = ("import", "image_size")  # keys that are not fields of Config
+_BESIDE = ("import",)  # keys that are not fields of Config
 _GIVEN = ("recipe",)  # a field that is not a key
 
 
@@ -119,10 +119,7 @@ def _component(registry: Registry, name: str) -> Place:
 
 
 def _joined(schema: Schema | None, other: Place) -> Schema:
-    more = other.schema or Schema({}, {}, "")
-    if schema is None:
-        return more
-    return Schema({**schema.fields, **more.fields}, {**schema.types, **more.types}, "")
+    return (schema or Schema({}, {}, "")) | (other.schema or Schema({}, {}, ""))
 
 
 def _options(kind: Any) -> list[Any]:

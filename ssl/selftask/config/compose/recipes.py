@@ -10,18 +10,19 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import selftask
-from selftask.config.compose.endings import is_recipe_file, recipe_files
 from selftask.config.compose.foreign_recipes import foreign_python
 from selftask.config.extensions import GROUP
 from selftask.errors import ConfigError, nearest
 from selftask.files.paths import expand_user, is_file
 from selftask.registry import METHODS
 
+ENDINGS = (".yaml", ".yml", ".json")  # JSON is read as YAML, of which it is a subset
 DEFAULT_SOURCE = "digits"  # data set of a bare method name; ships with scikit-learn
 
 
@@ -142,3 +143,21 @@ def locate(recipe: str, source: str | None) -> Path:
 
 def _unknown(recipe: str, reason: str) -> ConfigError:
     return ConfigError([f"command line: {recipe}: {reason}"])
+
+
+def is_recipe_file(name: str | Path) -> bool:
+    """Return whether a name has the extension of a recipe file."""
+    return str(name).endswith(ENDINGS)
+
+
+def find_recipe(path: Path) -> Path | None:
+    """Return the recipe file at a path, whose extension may be missing, or None."""
+    candidates = [path.with_name(path.name + ending) for ending in ENDINGS]
+    return next(filter(is_file, [*candidates, path]), None)
+
+
+def recipe_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name (``simclr/digits``) and file of all recipes below a folder, sorted."""
+    for path in sorted(folder.rglob("*")):
+        if is_recipe_file(path):
+            yield path.relative_to(folder).with_suffix("").as_posix(), path
