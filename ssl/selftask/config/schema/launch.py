@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from selftask.config.fields import setting
-from selftask.config.schema.component import own
+from selftask.config.schema.component import Section
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(Section):
     """Number of machines and processes, restarts, SLURM options."""
 
     nodes: int = setting(1, min=1, also=["num_nodes"])
@@ -40,13 +40,9 @@ class LaunchConfig:
         """Total number of processes."""
         return self.nodes * self.processes
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml."""
-        return own(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """How processes train together; costs nothing with one process."""
 
     reduce: Literal["manual", "ddp", "fsdp"] = setting("manual", also=["strategy", "backend"])
@@ -99,7 +95,3 @@ class ParallelConfig:
     """Groups of processes that share BatchNorm statistics: ``all``, those of a ``node``, or groups
     of this size; ``none``: each process computes its own.
     """
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml."""
-        return own(self)
