@@ -34,10 +34,10 @@ def main(argv: list[str]) -> int:
     import_entry_points()
     width = shutil.get_terminal_size((100, 24)).columns
     for number, word in enumerate(argv):
-        found = list(explanations(word, width))
-        if not found:
+        texts = list(explanations(word, width))
+        if not texts:
             raise UserError(f"nothing is called {word!r}; {nearest(word, known_words())}")
-        print(("\n" if number else "") + "\n\n".join(found))
+        print(("\n" if number else "") + "\n\n".join(texts))
     return 0
 
 

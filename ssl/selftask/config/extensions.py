@@ -43,8 +43,8 @@ def import_extensions(modules: Any, folders: Iterable[Path], place: str) -> None
 @cache
 def import_entry_points() -> None:
     """Import the entry points of installed packages; raise ConfigError if one fails."""
-    found = importlib.metadata.entry_points(group=GROUP)
-    problems = [p for e in found if (p := _import(e.module, f"entry point {e.name!r}"))]
+    points = importlib.metadata.entry_points(group=GROUP)
+    problems = [p for e in points if (p := _import(e.module, f"entry point {e.name!r}"))]
     if problems:
         raise ConfigError(problems)
 
@@ -62,11 +62,11 @@ def import_object(address: str, key: str) -> Any:
         sys.path.insert(0, os.getcwd())
     if problem := _import(module, key, "the current folder and the installed packages"):
         raise UserError(problem)
-    found = sys.modules[module]
-    if not hasattr(found, name):
-        known = [word for word in vars(found) if not word.startswith("_")]
-        raise UserError(f"{key}: {module} has no {name!r}; {nearest(name, known)}")
-    return getattr(found, name)
+    loaded = sys.modules[module]
+    if not hasattr(loaded, name):
+        names = [word for word in vars(loaded) if not word.startswith("_")]
+        raise UserError(f"{key}: {module} has no {name!r}; {nearest(name, names)}")
+    return getattr(loaded, name)
 
 
 def _import(name: str, place: str, looked: str = _LOOKED) -> str | None:

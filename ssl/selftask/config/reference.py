@@ -61,7 +61,7 @@ class KeyEntry:
 
     @property
     def unit(self) -> str:
-        """Unit of the value, taken from its text; empty for other values and plain numbers."""
+        """Unit that the description names (``... in seconds``); empty if it names none."""
         if "duration" in self.type:
             return "steps, epochs or %"
         found = re.search(rf"\bin (?:optimizer )?({_UNITS})\b", self.text)
@@ -148,7 +148,7 @@ def _entry(key: str, field: dataclasses.Field[Any], kind: Any, text: str) -> Key
     return KeyEntry(key, _type(field, kind), default, ", ".join(limits), text, also)
 
 
-_LIMITS = {"min": "at least", "above": "more than", "below": "less than", "max": "at most"}
+_LIMITS = {"min": "at least", "above": "above", "below": "below", "max": "at most"}
 
 
 def _type(field: dataclasses.Field[Any], kind: Any) -> str:

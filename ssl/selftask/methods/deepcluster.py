@@ -63,7 +63,7 @@ class DeepCluster(Method):
         """Whether the head has BatchNorm."""
         num_prototypes: list[int] = setting([3000, 3000, 3000], tiny=[6, 5, 4])
         """Numbers of prototypes of the heads, K_h."""
-        temperature: float = 0.1
+        temperature: float = setting(0.1, above=0)
         """Temperature of the softmax over prototypes."""
         kmeans_iterations: int = setting(10, min=0)
         """Iterations of k-means in each epoch."""
@@ -74,8 +74,6 @@ class DeepCluster(Method):
                     f"num_prototypes: {self.num_prototypes}; one number for each clustering is "
                     "expected, at least 2 each, such as [3000, 3000, 3000]"
                 )
-            if self.temperature <= 0:
-                yield f"temperature: {self.temperature}; must be above 0"
 
     prototypes: Tensor
     assignments: Tensor

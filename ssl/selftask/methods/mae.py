@@ -39,7 +39,7 @@ class MAE(MaskedPatches):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        mask_ratio: float = 0.75
+        mask_ratio: float = setting(0.75, above=0, below=1)
         """Share of the patches that are masked, drawn at random."""
         normalize_pixels: bool = True
         """Whether each target patch is normalized to mean 0 and variance 1, table 1d."""
@@ -51,8 +51,6 @@ class MAE(MaskedPatches):
         """Attention heads of the decoder."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if not 0 < self.mask_ratio < 1:
-                yield f"mask_ratio: {self.mask_ratio}; a share between 0 and 1 is expected"
             if self.decoder_dim % 4 or self.decoder_dim % self.decoder_heads:
                 yield (
                     f"decoder_dim: {self.decoder_dim} must be divisible by 4 (its positions) and "

@@ -45,7 +45,7 @@ class SimCLR(Method):
         """Width of the head's hidden layer; null: that of the backbone."""
         norm: bool = True
         """Whether both layers of the head have BatchNorm, as in the paper's code."""
-        temperature: float = 0.1
+        temperature: float = setting(0.1, above=0)
         """Temperature of the similarities, tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in
         solo-learn.
         """
@@ -53,8 +53,6 @@ class SimCLR(Method):
         """Factor of the whole loss; 2 in the paper's code, which sums both directions."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if self.temperature <= 0:
-                yield f"temperature: {self.temperature}; above 0 is expected, such as 0.1"
             if config["train"]["batch_size"] < 2:
                 yield "train.batch_size: 1; the negatives are other images: at least 2 are needed"
 

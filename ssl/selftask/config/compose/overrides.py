@@ -216,8 +216,8 @@ def _delete(config: DictConfig, override: Override) -> str | None:
     if isinstance(section, DictConfig) and name in section:
         del section[name]
         return None
-    known = [str(key) for key in section] if isinstance(section, DictConfig) else []
-    wrong, hint = ".".join(override.key), nearest(name, known)
+    names = [str(key) for key in section] if isinstance(section, DictConfig) else []
+    wrong, hint = ".".join(override.key), nearest(name, names)
     if parent == "hooks" and name in DEFAULT_HOOKS:
         return f"{override.place}: it is a default; {wrong}=null takes it out"
     return f"{override.place}: there is no {wrong!r} to delete; {hint}"

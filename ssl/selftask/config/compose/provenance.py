@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selftask.config.keys import NAMED, NAMED_ENTRIES, SCHEDULED, SOURCES, Key, default_name
+from selftask.config.keys import NAMED, NAMED_ENTRIES, SCHEDULED, SOURCES, Key, default_name, dotted
 from selftask.errors import shorten
 
 MAX_MESSAGE = 800  # characters
@@ -40,8 +40,8 @@ class Layer:
         If so, merging ignored the value of earlier layers.
         """
         return any(
-            found and not isinstance(value, dict)
-            for found, value in (_walk(self.values, key[:n]) for n in range(1, len(key) + 1))
+            is_set and not isinstance(value, dict)
+            for is_set, value in (_walk(self.values, key[:n]) for n in range(1, len(key) + 1))
         )
 
     def place(self, key: Key) -> str | None:
@@ -66,8 +66,8 @@ class Layer:
 
     def drop(self, key: Key) -> None:
         """Remove ``key`` from this layer."""
-        found, parent = _walk(self.values, key[:-1])
-        if found and isinstance(parent, dict):
+        is_set, parent = _walk(self.values, key[:-1])
+        if is_set and isinstance(parent, dict):
             parent.pop(key[-1], None)
 
 
@@ -92,9 +92,21 @@ class Layers(list[Layer]):
         return None
 
     def located(self, key: Key, text: str) -> str:
-        """Return the message of a problem with the value at ``key``, with its origin in front."""
+        """Return the message of a problem with the value at ``key``, with its origin in front.
+
+        An origin of the command line has key and value, so that the message does not repeat them.
+        """
         place = self.place_or_around(key)
-        return shorten(f"{place}: {text}" if place else text, MAX_MESSAGE)
+        if place is None:
+            return shorten(text, MAX_MESSAGE)
+        name, _, value = place.removeprefix("command line: ").partition("=")
+        spaced = value.replace(",", ", ")
+        if name == dotted(key):
+            for form in (f"={value}", f"={value!r}", f"={spaced}", f": {value};"):
+                if text.startswith(name + form):
+                    rest = ":" * form.endswith(";") + text.removeprefix(name + form)
+                    return shorten(f"{place}{rest}", MAX_MESSAGE)
+        return shorten(f"{place}: {text}", MAX_MESSAGE)
 
     def _place_inside(self, key: Key) -> str | None:
         marks = [m for layer in reversed(self) for m in layer.marks.items()]
@@ -136,8 +148,8 @@ class Layers(list[Layer]):
         """Return the index of the last layer that changes the name of the section, or 0."""
         name, renamed = None, 0
         for index, layer in enumerate(self):
-            found, section = _walk(layer.values, place)
-            if not found or not isinstance(section, dict):
+            is_set, section = _walk(layer.values, place)
+            if not is_set or not isinstance(section, dict):
                 continue
             new = section.get("name", name or default_name(place))
             if name is not None and new != name:

@@ -62,30 +62,31 @@ def available() -> dict[str, Recipe]:
     Raises:
         ConfigError: If two recipes have the same name.
     """
-    found = dict(shipped())
+    by_name = dict(shipped())
     problems = []
-    for place in _installed_folders():
-        for name, recipe in _recipes_in(place).items():
-            if name in found:
-                problems.append(f"{recipe.path}: the recipe {name!r} is taken: {found[name].path}")
-            found[name] = recipe
+    for folder in _installed_folders():
+        for name, recipe in _recipes_in(folder).items():
+            if name in by_name:
+                other = by_name[name].path
+                problems.append(f"{recipe.path}: the recipe {name!r} is taken: {other}")
+            by_name[name] = recipe
     if problems:
         raise ConfigError(problems)
-    return found
+    return by_name
 
 
-def _recipes_in(place: Path) -> dict[str, Recipe]:
-    found = {name: Recipe(name, path) for name, path in recipe_files(place)}
-    return {name: recipe for name, recipe in found.items() if not name.startswith("base/")}
+def _recipes_in(folder: Path) -> dict[str, Recipe]:
+    by_name = {name: Recipe(name, path) for name, path in recipe_files(folder)}
+    return {name: recipe for name, recipe in by_name.items() if not name.startswith("base/")}
 
 
 def _installed_folders() -> list[Path]:
     """Return the ``configs`` folders of packages with an entry point, without importing them."""
-    packages = _packages_on(tuple((place, _time_of_change(place)) for place in sys.path))
+    packages = _packages_on(tuple((path, _time_of_change(path)) for path in sys.path))
     specs = [importlib.util.find_spec(package) for package in packages]
     folders = [spec.submodule_search_locations or [] for spec in specs if spec is not None]
-    places = [Path(place) / "configs" for found in folders for place in found]
-    return [place for place in places if place.is_dir()]
+    candidates = [Path(path) / "configs" for paths in folders for path in paths]
+    return [path for path in candidates if path.is_dir()]
 
 
 @cache
@@ -116,20 +117,20 @@ def locate(recipe: str, source: str | None) -> Path:
     Raises:
         ConfigError: If there is no such recipe or file, with the nearest names.
     """
-    known = available()
+    names = available()
     path = expand_user(recipe)
     if is_recipe_file(recipe):
         if is_file(path):
             return path.resolve()
         raise _unknown(recipe, "there is no such file")
-    if recipe in known:
-        return known[recipe].path
-    own = [name for name in known if name.startswith(f"{recipe}/")]
-    if own:
+    if recipe in names:
+        return names[recipe].path
+    variants = [name for name in names if name.startswith(f"{recipe}/")]
+    if variants:
         chosen = f"{recipe}/{'digits' if source in (None, DEFAULT_SOURCE) else 'images'}"
-        if chosen in known:
-            return known[chosen].path
-        raise _unknown(recipe, f"there is no recipe {chosen!r}; known: {', '.join(own)}")
+        if chosen in names:
+            return names[chosen].path
+        raise _unknown(recipe, f"there is no recipe {chosen!r}; known: {', '.join(variants)}")
     if recipe in METHODS:
         lines = f"`defaults: [/base/{DEFAULT_SOURCE}]` and `method: {recipe}`"
         raise _unknown(recipe, f"the method has no recipe of its own; write a yaml with {lines}")
@@ -137,8 +138,8 @@ def locate(recipe: str, source: str | None) -> Path:
         raise _unknown(recipe, f"a folder; did you mean '{path}/config.yaml'?")
     if message := foreign_python(path):
         raise _unknown(recipe, message)
-    names = known if "/" in recipe else {name.partition("/")[0] for name in known}
-    raise _unknown(recipe, f"no method, recipe or yaml file of this name; {nearest(recipe, names)}")
+    shown = names if "/" in recipe else {name.partition("/")[0] for name in names}
+    raise _unknown(recipe, f"no method, recipe or yaml file of this name; {nearest(recipe, shown)}")
 
 
 def _unknown(recipe: str, reason: str) -> ConfigError:

@@ -182,9 +182,9 @@ def read_catalog() -> dict[str, tuple[dict[str, Any] | str, str]]:
 
 
 def _files() -> list[Path]:
-    given = os.environ.get("SELFTASK_CATALOG")
-    if given:
-        path = expand_user(given)
+    address = os.environ.get("SELFTASK_CATALOG")
+    if address:
+        path = expand_user(address)
         if not is_file(path):
             raise UserError(f"SELFTASK_CATALOG: there is no file {path}")
         return [path]
@@ -215,8 +215,8 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _hint(name: str, known: list[str]) -> None:
-    close = get_close_matches(name, known, n=1, cutoff=0.75)
+def _hint(name: str, names: list[str]) -> None:
+    close = get_close_matches(name, names, n=1, cutoff=0.75)
     if close and not os.path.exists(name):
         raise UserError(
             f"data={name}: neither a folder nor in the catalog; did you mean {close[0]!r}? "

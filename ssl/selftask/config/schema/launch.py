@@ -54,13 +54,13 @@ class ParallelConfig(Section):
     grad_compression: Literal["none", "fp16", "bf16"] = "none"
     """Data type in which gradients are sent between ranks (manual)."""
     buffers: Literal["broadcast", "mean"] = "broadcast"
-    """How running statistics of BatchNorm and other buffers are synchronised: all ranks take those
+    """How running statistics of BatchNorm and other buffers are synchronized: all ranks take those
     of the first rank, or the mean over ranks.
     """
     sync_buffers: Literal["evaluation", "step", "never"] = setting(
         "evaluation", also=["broadcast_buffers", "broadcast_buffers_mode"]
     )
-    """When buffers are synchronised over ranks: before evaluations, exports and saves; also after
+    """When buffers are synchronized over ranks: before evaluations, exports and saves; also after
     every ``step``; or ``never``: each rank evaluates with its own buffers, and those of the first
     rank are saved.
     """
@@ -77,7 +77,7 @@ class ParallelConfig(Section):
     then runs (fsdp).
     """
     meta_init: bool = setting(False, also=["meta_device", "delayed_init"])
-    """Whether only the first rank initialises or reads the weights; the others receive them part by
+    """Whether only the first rank initializes or reads the weights; the others receive them part by
     part and never hold the whole network (fsdp).
     """
     prefetch: int = setting(0, min=0, also=["forward_prefetch", "backward_prefetch"])

@@ -29,7 +29,7 @@ class InitConfig(Section):
     ``state_dict.encoder_k.``; null: the network that matches best.
     """
     skip: list[str] = setting([], also=["skip_layers"])
-    """Patterns for tensors of the backbone that keep their random initialisation, such as
+    """Patterns for tensors of the backbone that keep their random initialization, such as
     ``["conv1.*"]``.
     """
     head: bool = False

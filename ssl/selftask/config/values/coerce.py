@@ -79,7 +79,7 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
         length = parse_duration(value)
         too_short = length.value < metadata.get("min", 0)
         if too_short and (length.unit == "step" or not length.value):  # half an epoch is allowed
-            raise ValueError("must be longer than nothing")
+            raise ValueError("must be above 0")
         return
     if isinstance(value, list | tuple):
         for item in value:
@@ -89,9 +89,9 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
     if "min" in metadata and value < metadata["min"]:
         raise ValueError(f"must be at least {metadata['min']}")
     if "above" in metadata and value <= metadata["above"]:
-        raise ValueError(f"must be more than {metadata['above']}")
+        raise ValueError(f"must be above {metadata['above']}")
     if "below" in metadata and value >= metadata["below"]:
-        raise ValueError(f"must be less than {metadata['below']}")
+        raise ValueError(f"must be below {metadata['below']}")
     if "max" in metadata and value > metadata["max"]:
         raise ValueError(f"must be at most {metadata['max']}")
 
