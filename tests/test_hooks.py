@@ -107,7 +107,7 @@ def test_the_cache_is_emptied_every_few_steps_and_after_phases(
 
 def test_a_wrong_priority_is_told_with_its_place() -> None:
     with pytest.raises(
-        ConfigError, match=r"hooks\.metrics\.priority=first: expected a whole number"
+        ConfigError, match=r"hooks\.metrics\.priority='first': expected a whole number"
     ):
         load_config("simclr/digits", ["hooks.metrics.priority=first"])
 

@@ -212,7 +212,7 @@ def test_workers_are_derived_unless_given(project: Path) -> None:
     assert 0 <= config.data.num_workers <= 8
     assert config.place("data.num_workers").startswith("auto: ")
     assert load("data.num_workers=11").data.num_workers == 11
-    with pytest.raises(ConfigError, match=r"data\.num_workers=al: expected a whole number"):
+    with pytest.raises(ConfigError, match=r"data\.num_workers='al': expected a whole number"):
         load("data.num_workers=al")
 
 

@@ -9,11 +9,10 @@ import ast
 import dataclasses
 import json
 import re
-import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from selftask.config.config_class import config_class
 from selftask.config.field_docs import field_docs
@@ -169,24 +168,7 @@ def _type(field: dataclasses.Field[Any], kind: Any) -> str:
     if field.metadata.get("duration"):
         forms = "a duration (500 steps, 10 epochs, 5%)"
         return f"{forms}{', or true' if bool in typing.get_args(kind) else ''}{optional}"
-    return _words(kind)
-
-
-def _words(kind: Any) -> str:
-    if dataclasses.is_dataclass(kind):
-        return "a section"
-    inner = typing.get_args(kind)
-    if any(dataclasses.is_dataclass(option) for option in inner):
-        if typing.get_origin(kind) is dict:
-            return "sections by name"
-        if typing.get_origin(kind) is list:
-            return "a list of sections"
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        options = [option for option in inner if not (option is int and float in inner)]
-        return " or ".join(_words(option) for option in options)
-    if typing.get_origin(kind) is Literal:
-        return " or ".join(_show(choice) for choice in inner)
-    return describe(kind)
+    return describe(kind, _show)
 
 
 def _sections(kind: Any, key: str) -> Iterator[tuple[type, str]]:

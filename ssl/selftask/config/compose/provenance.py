@@ -94,19 +94,13 @@ class Layers(list[Layer]):
     def located(self, key: Key, text: str) -> str:
         """Return the message of a problem with the value at ``key``, with its origin in front.
 
-        An origin of the command line has key and value, so that the message does not repeat them.
+        A message that begins with key and value does not repeat them for the command line.
         """
         place = self.place_or_around(key)
-        if place is None:
-            return shorten(text, MAX_MESSAGE)
-        name, _, value = place.removeprefix("command line: ").partition("=")
-        spaced = value.replace(",", ", ")
-        if name == dotted(key):
-            for form in (f"={value}", f"={value!r}", f"={spaced}", f": {value};"):
-                if text.startswith(name + form):
-                    rest = ":" * form.endswith(";") + text.removeprefix(name + form)
-                    return shorten(f"{place}{rest}", MAX_MESSAGE)
-        return shorten(f"{place}: {text}", MAX_MESSAGE)
+        name, _, value = (place or "").removeprefix("command line: ").partition("=")
+        if name == dotted(key) and text.startswith((f"{name}=", f"{name}: {value};")):
+            place = "command line"
+        return shorten(f"{place}: {text}" if place else text, MAX_MESSAGE)
 
     def _place_inside(self, key: Key) -> str | None:
         marks = [m for layer in reversed(self) for m in layer.marks.items()]
