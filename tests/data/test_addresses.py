@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.config.compose.data_forms import expand_source
+from selftask.config.compose.short_forms import expand_source
 from selftask.config.load import load_config
 from selftask.config.schema import Component
 from selftask.data.loading.open_data import open_data, open_source

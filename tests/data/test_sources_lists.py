@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.config.compose.data_forms import expand_source
+from selftask.config.compose.short_forms import expand_source
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import open_data
 from selftask.data.reading.files import BadImage

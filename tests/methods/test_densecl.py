@@ -140,7 +140,7 @@ def test_chance_is_the_loss_of_equal_similarities() -> None:
     ("override", "message"),
     [
         ("method.queue_size=60", "queue_size: 60 is less than the 64 keys of one step"),
-        ("method.temperature=0", "must be more than 0"),
+        ("method.temperature=0", "must be above 0"),
         ("method.dense_weight=2", "must be at most 1"),
     ],
 )

@@ -291,7 +291,7 @@ def _four_updates(rank: int) -> dict[str, Any]:
         ("method.mask_ratio=[0.5,0.1]", "the smallest and the largest share"),
         ("method.mask_ratio=[0.1,1.5]", "must be at most 1"),
         ("method.targets=softmax", "sinkhorn"),
-        ("method.temperature=0", "must be more than 0"),
+        ("method.temperature=0", "must be above 0"),
     ],
 )
 def test_impossible_configs_are_refused(override: str, message: str) -> None:

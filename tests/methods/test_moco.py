@@ -164,6 +164,6 @@ def test_impossible_configs_are_told() -> None:
     schema: Any = config_class(METHODS, "moco")
     (wrong,) = schema(queue_size=500).problems(config)
     assert wrong.startswith("queue_size: 500 is less than the 512 keys of one step")
-    with pytest.raises(ConfigError, match="temperature=0: must be more than 0"):
+    with pytest.raises(ConfigError, match="temperature=0: must be above 0"):
         load_config("moco", ["method.temperature=0"])
     assert not list(schema(queue_size=512).problems(config))

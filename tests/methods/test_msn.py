@@ -276,8 +276,8 @@ def _on_rank(rank: int, size: int) -> dict[str, Any]:
     ("override", "message"),
     [
         ("method.masked_views=4", "with the teacher's view these are 5 views, and `views` makes"),
-        ("method.mask_ratio=1", "must be less than 1"),
-        ("method.sharpening=0", "must be more than 0"),
+        ("method.mask_ratio=1", "must be below 1"),
+        ("method.sharpening=0", "must be above 0"),
         ("backbone={name: small_resnet, width: 8}", "msn needs"),
     ],
 )

@@ -236,7 +236,7 @@ def test_the_head_is_linear_or_an_mlp() -> None:
     [
         ("method.loss=ce", "did you mean .nce."),
         ("method.num_negatives=0", "must be at least 1"),
-        ("method.temperature=0", "must be more than 0"),
+        ("method.temperature=0", "must be above 0"),
         ("views.main.count=2", "npid needs 1 view"),
     ],
 )

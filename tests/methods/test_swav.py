@@ -213,7 +213,7 @@ def test_accumulated_batches_all_enter_the_queue() -> None:
     ("override", "message"),
     [
         ("method.queue_size=60", "queue_size: 60 images are fewer than the 64 of a batch"),
-        ("method.epsilon=0", "epsilon=0: must be more than 0"),
+        ("method.epsilon=0", "epsilon=0: must be above 0"),
         ("method.sinkhorn_iterations=0", "at least 1"),
         ("method.queue_start=soon", "not a duration"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -250,10 +249,3 @@ def test_training_a_resnet_imports_no_timm(tmp_path: Path) -> None:
     )
     done = tiny.run([sys.executable, "-c", code], ROOT)
     assert done.stdout.splitlines()[-1] == "False 0", done.stdout + done.stderr
-
-
-def test_nobody_writes_a_shortened_name() -> None:
-    """style.md, section 5: full words for what a config says."""
-    short = re.compile(r"^    (num_iter|bs|wd|nworkers|ckpt|cfg)\b", re.MULTILINE)
-    for path in FILES:
-        assert not short.search(path.read_text(encoding="utf-8")), path

@@ -119,8 +119,8 @@ def _views(config: Config) -> Iterator[Problem]:
             others = [name for name in config.views if name != key[1]] if key[0] == "views" else []
             if not names and others:
                 last += f"; {key[1]!r} is a new group of views: {nearest(key[1], others)}"
-            known = " or ".join(repr(name) for name in TRANSFORMS if grid.normalizes(name))
-            yield key, f"{'.'.join(key)} must end with {known} ({last})"
+            choices = " or ".join(repr(name) for name in TRANSFORMS if grid.normalizes(name))
+            yield key, f"{'.'.join(key)} must end with {choices} ({last})"
         for index, name in enumerate(names[:-1]):
             if grid.normalizes(name):
                 where = (*key, str(index))

@@ -80,18 +80,18 @@ def of_backbone(config: Config, offered: Collection[str]) -> Iterator[str]:
             )
 
 
-def of_labels(config: Config, unlabelled: int, total: int, key: str = "data") -> Iterator[str]:
+def of_labels(config: Config, unlabeled: int, total: int, key: str = "data") -> Iterator[str]:
     """Yield a problem if the method needs labels and some of the images have none."""
     method = config.method.name
-    if unlabelled and "labels" in required(method):
-        if unlabelled == total:
+    if unlabeled and "labels" in required(method):
+        if unlabeled == total:
             yield (
                 f"{key}: method.name={method} needs labels, and these images have none; put those "
                 "of each class into a folder of its own, or give a table with a column of labels"
             )
         else:
             yield (
-                f"{key}: {unlabelled} of {total} images have no label, and method.name={method} "
+                f"{key}: {unlabeled} of {total} images have no label, and method.name={method} "
                 "needs all of them; leave those images out"
             )
 

@@ -157,7 +157,7 @@ class AugMix(Transform):
     """Number of chains of operations that are mixed."""
     depth: int | None = setting(None, min=1)
     """Number of operations in each chain; null: 1 to 3 at random."""
-    alpha: float = 1.0
+    alpha: float = setting(1.0, above=0)
     """Parameter of the Dirichlet and Beta distributions of the weights."""
     all_ops: bool = True
     """Whether brightness, color, contrast and sharpness are among the operations; the paper leaves
@@ -167,10 +167,6 @@ class AugMix(Transform):
     """How pixels are interpolated."""
     fill: int = setting(0, min=0, max=255)
     """Gray level of pixels from outside the image."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.alpha <= 0:
-            yield f"alpha: {self.alpha}; above 0 is expected"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         if self.all_ops:

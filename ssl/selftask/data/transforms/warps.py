@@ -118,7 +118,7 @@ class Elastic(Transform):
 
     alpha: float = setting(50.0, min=0)
     """Strength: displacements are drawn from -alpha / 2 to alpha / 2 pixels, then smoothed."""
-    sigma: float = 5.0
+    sigma: float = setting(5.0, above=0)
     """Standard deviation of the smoothing, in pixels."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
@@ -126,10 +126,6 @@ class Elastic(Transform):
     """How pixels are interpolated."""
     fill: int = setting(0, min=0, max=255)
     """Gray level of pixels from outside the image."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.sigma <= 0:
-            yield f"sigma: {self.sigma}; above 0 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Return displacements to the right and down in pixels, float32 (2, H, W)."""
