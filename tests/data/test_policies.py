@@ -209,17 +209,3 @@ def test_pictures_keep_their_size_and_the_given_one_its_values(name: str) -> Non
         changed += not np.array_equal(out, image)
     assert np.array_equal(image, before)
     assert changed > 30
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "key"),
-    [
-        ("rand_augment", {"magnitude": 31}, "magnitude"),
-        ("aug_mix", {"alpha": 0.0}, "alpha"),
-    ],
-)
-def test_problems_name_the_key(name: str, args: dict[str, Any], key: str) -> None:
-    problems = list(build(name, **args).problems({}))
-    assert len(problems) == 1
-    assert problems[0].startswith(f"{key}: ")
-    assert list(build(name).problems({})) == []

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage
-from selftask.data.source import NO_LABEL, ExtraKind, Source, Wrapped, channels_of
+from selftask.data.source import ExtraKind, Source, Wrapped, channels_of
 from selftask.errors import UserError
 
 _NUMBERS = {"f": np.float32, "i": np.int64}  # dtype of values that are not arrays, by NumPy kind

@@ -18,7 +18,7 @@ from selftask import classy
 from selftask.batch import Batch, Loss
 from selftask.config.fields import setting
 from selftask.config.schema import total_views
-from selftask.data.loading.data_module import val_key
+from selftask.data.data_module import val_key
 from selftask.errors import UserError, nearest, plural
 from selftask.meters.accuracy import Accuracy
 from selftask.methods.base import Method

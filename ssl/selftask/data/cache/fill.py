@@ -13,7 +13,8 @@ import torch
 
 from selftask.data.cache.decoded import DamagedStore, Decoded, Store, store_name
 from selftask.data.cache.on_device import CacheDataset, free_bytes
-from selftask.data.loading.dataset import BadFiles
+from selftask.data.device.batches import DeviceBatch
+from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.source import channels_of
 from selftask.errors import UserError
@@ -95,9 +96,9 @@ class _Filling:
         )
         missing = set(range(len(self.source)))
         try:
-            for sample in staged("cache", images, len(images)):
-                self._put(file, store, sample)
-                missing -= set(sample["index"].tolist())
+            for batch in staged("cache", images.read(), len(images)):
+                self._put(file, store, batch)
+                missing -= set(batch.index.tolist())
                 if store.length and len(self.source) - len(missing) <= _READ_AT_ONCE:
                     self._check_space(store, free())
         except OSError as error:
@@ -113,13 +114,11 @@ class _Filling:
         )
         return store
 
-    def _put(self, file: IO[bytes], store: Store, sample: dict[str, torch.Tensor]) -> None:
-        sizes = sample["sizes"].tolist()
-        labels = sample["target"].tolist()
-        for place, index in enumerate(sample["index"].tolist()):
-            height, width = sizes[place]
-            image = sample["input"][place, :height, :width].numpy()
-            store.put(file, index, image, labels[place])
+    def _put(self, file: IO[bytes], store: Store, batch: DeviceBatch) -> None:
+        assert batch.sizes is not None
+        rows = zip(batch.index, batch.views[0].numpy(), batch.sizes, batch.labels, strict=True)
+        for index, canvas, (height, width), label in rows:
+            store.put(file, int(index), canvas[:height, :width], int(label))
 
     def _check_space(self, store: Store, free: int) -> None:
         """Raise UserError if all images will not fit, estimated from the first ones."""

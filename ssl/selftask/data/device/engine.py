@@ -13,8 +13,9 @@ from torch import Tensor
 from selftask.config.checks.contradictions import is_unbatched
 from selftask.data.device.operation import Operation, find_batched_transform
 from selftask.data.device.packing import Packed, ViewParameters, pack
+from selftask.data.transforms.pipeline import Compose
 from selftask.data.transforms.transform import Drawn, Trace
-from selftask.data.views import Compose, View, Views
+from selftask.data.views import View, Views
 from selftask.errors import UserError
 from selftask.random.views import Streams, ViewDraws
 

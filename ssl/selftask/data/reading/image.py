@@ -27,6 +27,7 @@ MAX_PIXELS = 178_956_970  # Pillow's limit for decompression bombs
 
 _ORIENTATION_TAG = 0x0112
 _JPEG = b"\xff\xd8\xff"
+_NPY = b"\x93NUMPY"
 _SCAN = b"\xff\xda"  # begins each scan of a JPEG
 _PIECE = 1 << 24  # bytes searched at once
 _END = b"\xff\xd9"
@@ -61,6 +62,24 @@ def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.nda
         raise
     except Exception as error:  # decoders may raise any error on damaged data
         raise BadImage(name, _reason(error)) from error
+
+
+def decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
+    """Decode an image or .npy file to uint8 (H, W, 3); raises BadImage about ``name``."""
+    if not data.startswith(_NPY):
+        return decode_image(data, name, max_pixels)
+    try:
+        return from_array(np.load(io.BytesIO(data), allow_pickle=False))
+    except (ValueError, EOFError, OSError) as error:
+        raise BadImage(name, str(error)) from error
+
+
+def image_of(array: np.ndarray, name: str, channels: int = 3) -> np.ndarray:
+    """Convert an array to an image, uint8 (H, W, C); raises BadImage about ``name``."""
+    try:
+        return from_array(array, channels)
+    except ValueError as error:
+        raise BadImage(name, str(error)) from error
 
 
 def _decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:

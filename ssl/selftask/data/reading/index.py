@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.progress_log import say
-from selftask.data.source import PathTable
 from selftask.distributed.heartbeat import activity
 from selftask.errors import UserError
 from selftask.files.cache_dir import cache_path, take_lock

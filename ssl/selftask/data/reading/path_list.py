@@ -18,8 +18,8 @@ import numpy as np
 
 from selftask.data.reading import index as store
 from selftask.data.reading.index import Index, settled
+from selftask.data.reading.path_table import in_no_folder, split_bytes
 from selftask.data.reading.progress_log import ScanProgress
-from selftask.data.source import in_no_folder, split_bytes
 from selftask.errors import UserError
 from selftask.logs.stages import stage
 

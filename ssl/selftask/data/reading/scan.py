@@ -19,10 +19,11 @@ from itertools import chain
 import numpy as np
 
 from selftask.data.reading import index as store
+from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.index import Index, settled
+from selftask.data.reading.path_table import join_bytes, split_bytes
 from selftask.data.reading.progress_log import ScanProgress
 from selftask.data.reading.skipped_files import kind_of
-from selftask.data.source import NO_LABEL, join_bytes, split_bytes
 from selftask.distributed.heartbeat import track
 from selftask.errors import UserError
 from selftask.logs.stages import stage

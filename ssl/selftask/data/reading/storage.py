@@ -16,7 +16,7 @@ from selftask.data.reading.files import (
     now_reading,
     with_retries,
 )
-from selftask.data.sources.glob_pattern import expand_braces, is_pattern, match_files, no_match
+from selftask.data.reading.patterns import expand_braces, is_pattern, match_files, no_match
 from selftask.errors import UserError, nearest_path
 from selftask.files import addresses
 from selftask.files.addresses import is_remote

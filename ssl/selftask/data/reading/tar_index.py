@@ -15,12 +15,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from selftask.data.labels import number_labels
+from selftask.data.reading.class_numbers import number_labels
 from selftask.data.reading.progress_log import say
-from selftask.data.reading.skipped_files import kind_of
+from selftask.data.reading.skipped_files import EXTENSIONS, kind_of
 from selftask.data.reading.storage import FileStat, open_file
 from selftask.data.reading.tar_walk import Damaged, Member, walk
-from selftask.data.sources.files import EXTENSIONS
 from selftask.distributed.heartbeat import track
 from selftask.errors import UserError, nearest
 from selftask.files.cache_dir import cache_folder, locked

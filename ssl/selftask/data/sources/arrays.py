@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.labels import name_classes, number_labels, refuse_misspelt
+from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelt
 from selftask.data.reading.guards import check_memory, no_traceback
 from selftask.data.reading.image import from_array
 from selftask.data.source import ExtraKind, Source

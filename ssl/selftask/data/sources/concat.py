@@ -10,9 +10,10 @@ import numpy as np
 
 from selftask.config.fields import setting
 from selftask.config.schema import Component
-from selftask.data.loading.open_data import open_source
+from selftask.data.open_source import open_source
+from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage
-from selftask.data.source import NO_LABEL, Source, channels_of, extras_of
+from selftask.data.source import Source, channels_of, extras_of
 from selftask.errors import UserError
 from selftask.registry import register_source
 

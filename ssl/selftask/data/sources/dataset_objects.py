@@ -11,9 +11,10 @@ import numpy as np
 
 from selftask.config.extensions import explain_failure, import_object
 from selftask.config.fields import setting
+from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.image import as_pixels
-from selftask.data.source import NO_LABEL, ExtraKind, Source
+from selftask.data.source import ExtraKind, Source
 from selftask.errors import UserError, nearest
 from selftask.files.paths import is_folder
 from selftask.registry import register_source

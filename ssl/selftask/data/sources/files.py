@@ -11,23 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.labels import label_top_folders, name_top_folders
+from selftask.data.reading.class_numbers import label_top_folders, name_top_folders
 from selftask.data.reading.files import BadImage, read_sample
 from selftask.data.reading.image import check_header, read_image
 from selftask.data.reading.path_list import read_list
+from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.scan import scan_folder
-from selftask.data.reading.skipped_files import ARCHIVES, describe, kind_of
-from selftask.data.source import PathTable, Source
+from selftask.data.reading.skipped_files import ARCHIVES, EXTENSIONS, describe, kind_of
+from selftask.data.source import Source
 from selftask.errors import UserError, nearest_path, plural
 from selftask.files import addresses
 from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import exists, expand_user, is_file, is_folder
 from selftask.registry import register_source
 
-EXTENSIONS = (
-    *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".jp2", ".avif"),
-)
 MAX_HEADERS = 5_000  # larger sets are not checked at the start, as that takes seconds
 HIDDEN = re.compile(r"(^|/)\.")  # a file or folder whose name begins with a dot
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.labels import label_top_folders
+from selftask.data.reading.class_numbers import label_top_folders
 from selftask.data.reading.image import read_image
 from selftask.data.reading.skipped_files import describe
 from selftask.data.source import Source

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.labels import number_labels, refuse_misspelt
-from selftask.data.reading.encoded import decode, image_of
+from selftask.data.reading.class_numbers import number_labels, refuse_misspelt
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.guards import check_memory, no_traceback
 from selftask.data.reading.handles import PerProcess
-from selftask.data.reading.image import from_array
+from selftask.data.reading.image import decode, from_array, image_of
 from selftask.data.reading.storage import find_files
 from selftask.data.source import Source
 from selftask.data.sources.packages import require

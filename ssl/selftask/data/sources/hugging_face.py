@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.labels import number_labels
-from selftask.data.reading.encoded import decode, image_of
+from selftask.data.reading.class_numbers import number_labels
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.handles import PerProcess
-from selftask.data.reading.image import read_image
+from selftask.data.reading.image import decode, image_of, read_image
 from selftask.data.source import Source
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest

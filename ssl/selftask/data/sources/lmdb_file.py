@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.labels import number_labels
-from selftask.data.reading.encoded import decode, image_of
+from selftask.data.reading.class_numbers import number_labels
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.guards import no_traceback
-from selftask.data.source import PathTable, Source
+from selftask.data.reading.image import decode, image_of
+from selftask.data.reading.path_table import PathTable
+from selftask.data.source import Source
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest_path
 from selftask.files.paths import is_file, is_folder

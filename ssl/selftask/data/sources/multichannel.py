@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.labels import label_top_folders, name_top_folders
+from selftask.data.reading.class_numbers import label_top_folders, name_top_folders
 from selftask.data.reading.files import BadImage, read_bytes, read_sample
-from selftask.data.source import PathTable, Source
-from selftask.data.sources.glob_pattern import fixed_folder, is_pattern, match_files
+from selftask.data.reading.path_table import PathTable
+from selftask.data.reading.patterns import fixed_folder, is_pattern, match_files
+from selftask.data.source import Source
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest
 from selftask.files.paths import is_folder

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.reading.encoded import decode
+from selftask.data.reading.class_numbers import NO_LABEL
+from selftask.data.reading.image import decode
 from selftask.data.reading.progress_log import say
 from selftask.data.reading.skipped_files import describe
 from selftask.data.reading.storage import find_files, read_part
 from selftask.data.reading.tar_index import TarIndex, Wanted, map_index, open_index
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.files.addresses import is_remote
 from selftask.registry import register_source

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.labels import name_classes, number_labels, refuse_misspelt
 from selftask.data.reading import index as store
+from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelt
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.guards import no_traceback
 from selftask.data.reading.image import read_image
 from selftask.data.reading.index import Index
-from selftask.data.source import ExtraKind, PathTable, arrays_of_paths
+from selftask.data.reading.path_table import PathTable, arrays_of_paths
+from selftask.data.source import ExtraKind
 from selftask.data.sources.files import FileSource, folder_of, is_there
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest, nearest_path

@@ -9,6 +9,7 @@ import numpy as np
 
 from selftask.data.transforms.transform import SCALARS
 
+Box = tuple[int, int, int, int]  # left, top, right, bottom, in pixels
 TRIES = 10  # attempts to draw a box that fits into the image
 
 # A function of four uniforms, height, width and ``xp``, as in ``UniformTransform.params_of``. It

@@ -35,7 +35,7 @@ from selftask.data.transforms.policy_tables import (
     magnitude,
 )
 from selftask.data.transforms.resampling import warp
-from selftask.data.transforms.transform import SCALARS, UNMOVED, Matrix, Transform, after
+from selftask.data.transforms.transform import SCALARS, UNMOVED, Matrix, Resampled, after
 from selftask.registry import register_transform
 
 Operation = tuple[str, float]  # name and signed magnitude
@@ -45,8 +45,20 @@ INSTEAD = "use aug_mix with all_ops: false, or random_choice of others"
 MIX_BINS = 10  # magnitude bins of AugMix, most severe last
 
 
-class _Policy(Transform):
+@dataclass(frozen=True, kw_only=True)
+class _Policy(Resampled):
     """A sequence of random operations."""
+
+    name: ClassVar[str]  # under which it is registered
+
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
+    """How pixels are interpolated."""
+
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        return needs_rgb(f"name: {self.name} changes saturation and", channels, INSTEAD)
+
+    def apply(self, image: np.ndarray, params: tuple[Operation, ...]) -> np.ndarray:
+        return perform(image, params, self.interpolation, self.fill)
 
     def source_matrix(self, params: tuple[Operation, ...], height: int, width: int) -> Matrix:
         matrix = UNMOVED
@@ -61,23 +73,18 @@ class _Policy(Transform):
 class RandAugment(_Policy):
     """Apply several random operations of the same magnitude (arXiv:1909.13719)."""
 
+    name = "rand_augment"
+
     num_ops: int = setting(2, min=1)
     """Number of operations, applied one after the other."""
     magnitude: int = setting(9, min=0)
     """Magnitude bin, from 0 to ``num_bins`` - 1."""
     num_bins: int = setting(31, min=2)
     """Number of magnitude bins."""
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.magnitude >= self.num_bins:
             yield f"magnitude: {self.magnitude}; 0 to {self.num_bins - 1} (num_bins) is expected"
-
-    def channel_problems(self, channels: int) -> Iterator[str]:
-        return needs_rgb("name: rand_augment changes saturation and", channels, INSTEAD)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
         level = self.magnitude / (self.num_bins - 1)
@@ -87,32 +94,21 @@ class RandAugment(_Policy):
             for which, sign in draws
         )
 
-    def apply(self, image: np.ndarray, params: tuple[Operation, ...]) -> np.ndarray:
-        return perform(image, params, self.interpolation, self.fill)
-
 
 @register_transform("trivial_augment_wide")
 @dataclass(frozen=True, kw_only=True)
 class TrivialAugmentWide(_Policy):
     """Apply one random operation of a random magnitude (arXiv:2103.10158)."""
 
+    name = "trivial_augment_wide"
+
     num_bins: int = setting(31, min=2)
     """Number of magnitude bins."""
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
-
-    def channel_problems(self, channels: int) -> Iterator[str]:
-        return needs_rgb("name: trivial_augment_wide changes saturation and", channels, INSTEAD)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
         which, strength, sign = rng.random(3).tolist()
         level = int(strength * self.num_bins) / (self.num_bins - 1)
         return (_signed(ALL[int(which * len(ALL))], level, sign, height, width, WIDE),)
-
-    def apply(self, image: np.ndarray, params: tuple[Operation, ...]) -> np.ndarray:
-        return perform(image, params, self.interpolation, self.fill)
 
 
 @register_transform("auto_augment")
@@ -120,15 +116,10 @@ class TrivialAugmentWide(_Policy):
 class AutoAugment(_Policy):
     """Apply one of 25 pairs of operations, learned for a data set (arXiv:1805.09501)."""
 
+    name = "auto_augment"
+
     policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
     """Data set for which the policy was learned."""
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
-
-    def channel_problems(self, channels: int) -> Iterator[str]:
-        return needs_rgb("name: auto_augment changes saturation and", channels, INSTEAD)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
         policy = POLICIES[self.policy]
@@ -140,13 +131,10 @@ class AutoAugment(_Policy):
             if chance < p
         )
 
-    def apply(self, image: np.ndarray, params: tuple[Operation, ...]) -> np.ndarray:
-        return perform(image, params, self.interpolation, self.fill)
-
 
 @register_transform("aug_mix")
 @dataclass(frozen=True, kw_only=True)
-class AugMix(Transform):
+class AugMix(Resampled):
     """Average the image and the results of random chains of operations (arXiv:1912.02781)."""
 
     affine: ClassVar[bool] = False
@@ -157,20 +145,12 @@ class AugMix(Transform):
     """Number of chains of operations that are mixed."""
     depth: int | None = setting(None, min=1)
     """Number of operations in each chain; null: 1 to 3 at random."""
-    alpha: float = 1.0
+    alpha: float = setting(1.0, above=0)
     """Parameter of the Dirichlet and Beta distributions of the weights."""
     all_ops: bool = True
     """Whether brightness, color, contrast and sharpness are among the operations; the paper leaves
     them out.
     """
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.alpha <= 0:
-            yield f"alpha: {self.alpha}; above 0 is expected"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         if self.all_ops:

@@ -25,8 +25,8 @@ import cv2
 import numpy as np
 
 from selftask.config.fields import setting
+from selftask.data.transforms.boxes import Box
 from selftask.data.transforms.channels import by_groups
-from selftask.data.transforms.crops import Box
 from selftask.data.transforms.transform import Matrix, Transform
 from selftask.errors import UserError
 from selftask.random.views import draw_at, draw_rng
