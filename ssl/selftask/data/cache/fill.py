@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -88,7 +88,7 @@ class _Filling:
         """Fill an empty file and map it; ``free()`` returns the bytes free where the file is."""
         started = time.perf_counter()
         store = Store(len(self.source), channels_of(self.source))
-        images = EvalBatches(
+        images: Any = EvalBatches(
             CacheDataset(self.source, self.data.max_side),
             batch_size=_READ_AT_ONCE,
             num_workers=self.data.num_workers,

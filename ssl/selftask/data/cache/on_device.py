@@ -75,7 +75,7 @@ class Cache:
         further = [ExtraImages(source, name) for name in dataset.views.images]
         cache = Cache((1 + len(further), len(source)), device, channels_of(source))
         for number, images in enumerate([source, *further]):
-            batches = EvalBatches(
+            batches: Any = EvalBatches(
                 CacheDataset(images, dataset.max_side, None if number else dataset.extras),
                 batch_size=_READ_AT_ONCE,
                 num_workers=num_workers,
@@ -102,7 +102,8 @@ class Cache:
         self.pixels[number, index, :height, :width] = canvas.to(self.device)
         if number == 0:
             self.labels[batch.index] = batch.labels
-        self.sizes[number, batch.index.numpy()] = batch.sizes
+        assert batch.sizes is not None
+        self.sizes[number, batch.index.numpy()] = batch.sizes.numpy()
         for name, values in batch.extras.items():
             if name not in self.extras:
                 shape = len(self.labels), *values.shape[1:]

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -40,18 +39,6 @@ class FileSource(Source):
 
     def __len__(self) -> int:
         return len(self.paths)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out labels of an index file; the receiving process maps the file again."""
-        state = dict(self.__dict__)
-        if self.labels is not None and self.labels is getattr(self.paths, "labels", None):
-            del state["labels"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if "labels" not in state:
-            self.labels = getattr(self.paths, "labels", None)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         image = read_image(self.path(index), self.max_pixels)

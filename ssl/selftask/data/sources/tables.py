@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -173,17 +172,7 @@ def _indexed(file: Path, config: TableSource.Config, root: str) -> Index:
     ]
     asked += _extra_columns(config).items()
     kept = store.index_file("table", str(file), json.dumps(asked))
-    known = store.load(kept)
-    if known is not None and known.header["state"] == _state(file):
-        return known
-    with store.only_one(kept) as alone:
-        theirs = None if alone else store.load(kept)
-        if theirs is not None and theirs.header["state"] == _state(file):
-            return theirs
-        looked, state = time.time_ns(), _state(file)
-        state = [[size, store.settled(changed, looked)] for size, changed in state]
-        index = _read(file, config, root, state)
-        return index if len(index) < store.MIN_INDEXED else store.save(index, kept)
+    return store.cached(kept, lambda: _state(file), lambda: _read(file, config, root))
 
 
 def _state(file: Path) -> list[list[int]]:
@@ -192,14 +181,13 @@ def _state(file: Path) -> list[list[int]]:
     return [[status.st_size, status.st_mtime_ns] for status in map(os.stat, parts)]
 
 
-def _read(file: Path, config: TableSource.Config, root: str, state: list[list[int]]) -> Index:
-    read = _READERS.get(file.suffix.lower(), _read_text)
-    table = read(file, config, root)
+def _read(file: Path, config: TableSource.Config, root: str) -> Index:
+    table = _READERS.get(file.suffix.lower(), _read_text)(file, config, root)
     if not len(table.paths):
         raise UserError(f"data: no images: {file} has no rows")
     names = [os.fsencode(path) for path in _checked(table, file)]
     arrays = arrays_of_paths(names)
-    header: dict[str, Any] = {"state": state, "first": _place(file, table, 0)}
+    header: dict[str, Any] = {"first": _place(file, table, 0)}
     if table.labels is not None:
         arrays["labels"] = number_labels(table.labels)
         header["classes"] = name_classes(table.labels)
@@ -305,31 +293,46 @@ def _read_text(file: Path, config: TableSource.Config, root: str) -> Table:
     names = rows[0][1]
     if _has_header(names, config, root):
         rows = rows[1:]
-    else:  # columns are named by their number; ``_chosen`` takes the second one as the label
+    else:  # columns are named by their number
         names = [str(number) for number in range(len(names))]
     if len(set(names)) < len(names):
         raise UserError(f"data: {file}: two columns have the same name: {', '.join(names)}")
     for number, row in rows:
         if len(row) != len(names):
             raise UserError(f"data: {file}:{number}: {len(row)} columns, expected {len(names)}")
-    return _chosen(rows, names, config, file)
-
-
-def _chosen(
-    rows: list[tuple[int, list[str]]], names: list[str], config: TableSource.Config, file: Path
-) -> Table:
     further = _extra_columns(config)
     if names[0] == "0" and config.column is None:  # no header: the second column is the label
         used = [column for _, column in further.values()]
         second = "1" if len(names) > 1 and "1" not in used else None
         label = second if config.label_column == _LABELS else config.label_column
         config = replace(config, column="0", label_column=label)
+
+    def cells(column: str) -> list[str]:
+        place = names.index(column)
+        return [row[place] for _, row in rows]
+
+    return _table(file, config, names, cells, [number for number, _ in rows])
+
+
+def _table(
+    file: Path,
+    config: TableSource.Config,
+    names: list[str],
+    cells: Callable[[str], list[Any]],
+    lines: list[int] | None = None,
+) -> Table:
+    """Return the columns that the config asks for.
+
+    Args:
+        file: The table.
+        config: Config of the source.
+        names: Names of all columns.
+        cells: Returns the cells of a column by its name.
+        lines: Line of each row, if the file has lines.
+    """
     column, label = _columns(config, names, file)
-    at = names.index(column)
-    labels = None if label is None else [row[names.index(label)] for _, row in rows]
-    places = {name: names.index(column) for name, (_, column) in further.items()}
-    extras = {name: [row[place] for _, row in rows] for name, place in places.items()}
-    return Table([row[at] for _, row in rows], labels, extras, [number for number, _ in rows])
+    extras = {name: cells(of) for name, (_, of) in _extra_columns(config).items()}
+    return Table(cells(column), None if label is None else cells(label), extras, lines)
 
 
 def _has_header(first: list[str], config: TableSource.Config, root: str) -> bool:
@@ -350,11 +353,8 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
     with no_traceback(f"data: {file} is not a parquet file, or is damaged"):
         dataset = parquet.ParquetDataset(file)
         names = [str(name) for name in dataset.schema.names]
-        column, label = _columns(config, names, file)
-        further = {name: wanted for name, (_, wanted) in _extra_columns(config).items()}
-        wanted = dict.fromkeys([column, *([] if label is None else [label]), *further.values()])
-        read = dataset.read(columns=[*wanted])
-    kind = read.schema.field(column).type
+        column, _ = _columns(config, names, file)
+    kind = dataset.schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind  # pandas' categories
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise UserError(
@@ -362,9 +362,7 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
             "inside of parquet files: open them with Hugging Face datasets and save_to_disk)"
         )
     with no_traceback(f"data: {file} is damaged"):
-        labels = None if label is None else read.column(label).to_pylist()
-        extras = {name: read.column(wanted).to_pylist() for name, wanted in further.items()}
-        return Table(read.column(column).to_pylist(), labels, extras, None)
+        return _table(file, config, names, lambda of: dataset.read([of]).column(of).to_pylist())
 
 
 def _read_json(file: Path, config: TableSource.Config, root: str) -> Table:
@@ -380,12 +378,8 @@ def _read_json(file: Path, config: TableSource.Config, root: str) -> Table:
     names = list(dict.fromkeys(str(name) for row in rows for name in row))
     if not names:
         raise UserError(f"data: no images: {file} has no rows")
-    column, label = _columns(config, names, file)
-    labels = None if label is None else [row.get(label) for row in rows]
-    further = {name: wanted for name, (_, wanted) in _extra_columns(config).items()}
-    extras = {name: [row.get(wanted) for row in rows] for name, wanted in further.items()}
     numbers = None if whole else [number for number, _ in lines]
-    return Table([row.get(column) for row in rows], labels, extras, numbers)
+    return _table(file, config, names, lambda of: [row.get(of) for row in rows], numbers)
 
 
 _READERS = {
