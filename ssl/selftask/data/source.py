@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -35,6 +35,7 @@ class Source(ABC):
     channels: int = 3  # of every image
     labels: Any = None  # (N,) int64 if known without reading an image, else None
     extras: Mapping[str, ExtraKind] = {}  # kind of each extra field, by name; never modified
+    _classes: Sequence[str] | None = None  # class names by number
 
     @abstractmethod
     def __len__(self) -> int:
@@ -96,7 +97,7 @@ class Source(ABC):
 
     def class_names(self) -> list[str] | None:
         """Return the class names by number, or None if labels are numbers or missing."""
-        return None
+        return None if self._classes is None else list(self._classes)
 
     def renumber(self, numbers: np.ndarray) -> None:
         """Renumber class c to ``numbers[c]``.
@@ -124,7 +125,39 @@ def extras_of(source: Source) -> Mapping[str, ExtraKind]:
     return getattr(source, "extras", Source.extras)
 
 
-class Wrapped(Source):
+class Delegating(Source):
+    """Base class of sources whose images are those of other sources."""
+
+    @abstractmethod
+    def origin(self, index: int) -> tuple[Source, int]:
+        """Return the source of an image, and the index of the image in it."""
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        source, row = self.origin(index)
+        return source[row]
+
+    def extra(self, index: int, name: str) -> Any:
+        source, row = self.origin(index)
+        return source.extra(row, name)
+
+    def cut(self, index: int, image: np.ndarray) -> np.ndarray:
+        source, row = self.origin(index)
+        return source.cut(row, image)
+
+    def path(self, index: int) -> str:
+        source, row = self.origin(index)
+        return source.path(row)
+
+    def stored_bytes(self, index: int) -> bytes | None:
+        source, row = self.origin(index)
+        return source.stored_bytes(row)
+
+    def extra_path(self, index: int, name: str) -> str:
+        source, row = self.origin(index)
+        return source.extra_path(row, name)
+
+
+class Wrapped(Delegating):
     """Base class of sources that wrap another one and delegate all that they do not override."""
 
     def __init__(self, source: Source) -> None:
@@ -155,30 +188,14 @@ class Wrapped(Source):
         """Number of classes of the wrapped source, including those without an image here."""
         return self.source.num_classes
 
+    def origin(self, index: int) -> tuple[Source, int]:
+        return self.source, index
+
     def class_names(self) -> list[str] | None:
-        """Return the class names of the wrapped source."""
         return self.source.class_names()
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return self.source[index]
-
-    def extra(self, index: int, name: str) -> Any:
-        return self.source.extra(index, name)
-
-    def cut(self, index: int, image: np.ndarray) -> np.ndarray:
-        return self.source.cut(index, image)
-
-    def path(self, index: int) -> str:
-        return self.source.path(index)
-
-    def stored_bytes(self, index: int) -> bytes | None:
-        return self.source.stored_bytes(index)
-
-    def extra_path(self, index: int, name: str) -> str:
-        return self.source.extra_path(index, name)
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
         self.source.hash_names(add)

@@ -50,28 +50,13 @@ class Subset(Wrapped):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return self.source[int(self.rows[index])]
-
-    def extra(self, index: int, name: str) -> Any:
-        return self.source.extra(int(self.rows[index]), name)
-
-    def extra_path(self, index: int, name: str) -> str:
-        return self.source.extra_path(int(self.rows[index]), name)
-
-    def cut(self, index: int, image: np.ndarray) -> np.ndarray:
-        return self.source.cut(int(self.rows[index]), image)
+    def origin(self, index: int) -> tuple[Source, int]:
+        return self.source, int(self.rows[index])
 
     def renumber(self, numbers: np.ndarray) -> None:
         """Renumber the classes here and in the whole source, which returns the labels."""
         super().renumber(numbers)
         self.source.renumber(numbers)
-
-    def path(self, index: int) -> str:
-        return self.source.path(int(self.rows[index]))
-
-    def stored_bytes(self, index: int) -> bytes | None:
-        return self.source.stored_bytes(int(self.rows[index]))
 
     def unreadable(self) -> dict[int, BadImage]:
         known = self.source.unreadable()

@@ -56,7 +56,6 @@ class ArrayFile(Source):
                 f"data: {self.file}: {len(self.images)} images but labels of shape {labels.shape}"
             )
         self.extras = {name: self._kind(name) for name in self._extras}
-        self._classes: list[str] | None = None
         if labels is not None:
             self.labels = _numbers(labels, self.file)
             if labels.dtype.kind in "US":
@@ -78,10 +77,6 @@ class ArrayFile(Source):
     def extra(self, index: int, name: str) -> Any:
         entry = self._extras[name][index]
         return str(entry) if self.extras[name] == "text" else entry
-
-    def class_names(self) -> list[str] | None:
-        """Return the class names if the labels are texts."""
-        return self._classes
 
     def __len__(self) -> int:
         return len(self.images)

@@ -13,13 +13,13 @@ from selftask.config.schema import Component
 from selftask.data.open_source import open_source
 from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage
-from selftask.data.source import Source, channels_of, extras_of
+from selftask.data.source import Delegating, Source, channels_of, extras_of
 from selftask.errors import UserError
 from selftask.registry import register_source
 
 
 @register_source("concat")
-class Concat(Source):
+class Concat(Delegating):
     """Concatenates sources; an epoch can show the images of a source several times.
 
     With weights [1, 3], an epoch has each image of the first source once and each image of the
@@ -75,8 +75,7 @@ class Concat(Source):
         joined = np.concatenate(parts)
         return joined if (joined >= 0).any() else None
 
-    def _at(self, index: int) -> tuple[Source, int]:
-        """Return the source of an image, and the index of the image in it."""
+    def origin(self, index: int) -> tuple[Source, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         number = int(self.ends.searchsorted(index, "right"))
@@ -88,32 +87,12 @@ class Concat(Source):
         return int(self.ends[-1])
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        source, row = self._at(index)
-        return source[row][0], self.label_of(index)
-
-    def extra(self, index: int, name: str) -> Any:
-        source, row = self._at(index)
-        return source.extra(row, name)
-
-    def extra_path(self, index: int, name: str) -> str:
-        source, row = self._at(index)
-        return source.extra_path(row, name)
-
-    def path(self, index: int) -> str:
-        source, row = self._at(index)
-        return source.path(row)
-
-    def stored_bytes(self, index: int) -> bytes | None:
-        source, row = self._at(index)
-        return source.stored_bytes(row)
+        return super().__getitem__(index)[0], self.label_of(index)
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
         for source, end in zip(self.sources, self.ends.tolist(), strict=True):
             add(b"%d\0" % end)
             source.hash_names(add)
-
-    def class_names(self) -> list[str] | None:
-        return self._classes
 
     def describe(self) -> str:
         """Return a line such as ``3000 images of 2 sources, 10 classes: ...``."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from selftask.data.reading.class_numbers import label_top_folders, name_top_folders
-from selftask.data.reading.files import BadImage, read_sample
-from selftask.data.reading.image import check_header, read_image
+from selftask.data.reading.files import BadImage, read_bytes, read_sample
+from selftask.data.reading.image import check_header, decode_image
 from selftask.data.reading.path_list import read_list
 from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.scan import scan_folder
@@ -41,11 +41,19 @@ class FileSource(Source):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        image = read_image(self.path(index), self.max_pixels)
-        return self.cut(index, image), self.label_of(index)
+        path = self.path(index)
+        return self.cut(index, self.decode(read_bytes(path), path)), self.label_of(index)
+
+    def decode(self, data: bytes, path: str) -> np.ndarray:
+        """Decode the content of one of the files; raises BadImage about ``path``."""
+        return decode_image(data, path, self.max_pixels)
 
     def path(self, index: int) -> str:
-        path = self.paths[index]
+        return self.path_of_row(index)
+
+    def path_of_row(self, row: int) -> str:
+        """Return an entry of ``paths`` as a path or address."""
+        path = self.paths[row]
         return path if is_remote(path) else os.path.join(self.root, path)
 
     def stored_bytes(self, index: int) -> bytes | None:
@@ -87,11 +95,18 @@ class FileSource(Source):
         return self._passed_over or {}
 
 
+class LabeledByFolder(FileSource):
+    """Base class of sources whose classes are the top folders below ``root``."""
+
+    def class_names(self) -> list[str] | None:
+        return name_top_folders(self.paths, self.labels)
+
+
 ARRAYS = (".npy", ".npz")  # read by the source ``bands``
 
 
 @register_source("folder")
-class Folder(FileSource):
+class Folder(LabeledByFolder):
     """Folder tree of images; top folders are used as labels if there are several."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -131,10 +146,6 @@ class Folder(FileSource):
         self.num_folders = len({os.path.dirname(name) for name in found})
         self.labels = label_top_folders(found) if labels else None
 
-    def class_names(self) -> list[str] | None:
-        """Return the names of the top folders, which are the classes."""
-        return name_top_folders(self.paths, self.labels)
-
 
 @register_source("list")
 class ListFile(FileSource):
@@ -160,10 +171,6 @@ class ListFile(FileSource):
         if not is_there(self.path(0)):
             line = found.header["first_line"]
             raise UserError(f"data: {file}:{line}: no such image: {self.path(0)}")
-
-    def class_names(self) -> list[str] | None:
-        """Return the class names if the labels are texts."""
-        return self._classes
 
 
 def folder_of(path: str) -> str:

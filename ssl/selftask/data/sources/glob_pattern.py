@@ -6,18 +6,18 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
-from selftask.data.reading.class_numbers import label_top_folders, name_top_folders
+from selftask.data.reading.class_numbers import label_top_folders
 from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.patterns import MAGIC, fixed_folder, is_no_folder, match_files
 from selftask.data.reading.skipped_files import EXTENSIONS, describe, kind_of
-from selftask.data.sources.files import FileSource
+from selftask.data.sources.files import LabeledByFolder
 from selftask.errors import UserError
 from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
 
 @register_source("glob")
-class Glob(FileSource):
+class Glob(LabeledByFolder):
     """Image files that match a pattern; folders at its first wildcard are used as labels."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,6 @@ class Glob(FileSource):
         self.paths = PathTable(found)
         self.num_folders = len({os.path.dirname(path) for path in found})
         self.labels = label_top_folders(found) if config.labels else None
-
-    def class_names(self) -> list[str] | None:
-        """Return the names of the folders that are used as labels."""
-        return name_top_folders(self.paths, self.labels)
 
 
 def _images(pattern: str, matches: list[str]) -> list[str]:

@@ -134,10 +134,6 @@ class TableSource(FileSource):
     def extra_path(self, index: int, name: str) -> str:
         return os.path.join(self.root, self._extras[name][index])
 
-    def class_names(self) -> list[str] | None:
-        """Return the class names if the labels are texts."""
-        return self._classes
-
 
 def _kinds(config: TableSource.Config) -> dict[str, ExtraKind]:
     """Return the names and kinds of the samples' further data."""
