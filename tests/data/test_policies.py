@@ -103,7 +103,7 @@ def test_each_operation(name: str, size: tuple[int, int]) -> None:
             difference = np.abs(ours.astype(int) - theirs.astype(int))
             if name in policy_tables.GEOMETRY:
                 assert np.mean(difference.max(axis=2) > 0) < 1 / 30, (name, level, sign)
-            elif name in policy_tables.COLOURS:
+            elif name in policy_tables.COLORS:
                 assert difference.max() <= 3 and difference.mean() < 1.1, (name, level, sign)
             else:
                 assert difference.max() == 0, (name, level)

@@ -101,11 +101,11 @@ class DataModule:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Fingerprint of the training images, with the tokenizer if there are texts."""
-        known = fingerprint(self.train_source)
-        known["contents"] = sample_contents(self.train_source)
+        prints = fingerprint(self.train_source)
+        prints["contents"] = sample_contents(self.train_source)
         if "text" in extras_of(self.train_source).values():
-            known["tokenizer"] = self.tokenizer.describe()
-        return known
+            prints["tokenizer"] = self.tokenizer.describe()
+        return prints
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -168,8 +168,8 @@ class DataModule:
         if data.cache in ("ram", "disk") and dataset.source is self.train_source:
             decoded = decode_once(self.train_source, data, self.batches.bad_files)
             for name in dataset.views.images:
-                further = ExtraImages(self.train_source, name)
-                decoded.images[name] = decode_once(further, data, self.batches.bad_files)
+                images = ExtraImages(self.train_source, name)
+                decoded.images[name] = decode_once(images, data, self.batches.bad_files)
             dataset.source = decoded
 
     def labelled_samples(self) -> Iterator[Batch]:

@@ -59,8 +59,8 @@ class Subset(Wrapped):
         self.source.renumber(numbers)
 
     def unreadable(self) -> dict[int, BadImage]:
-        known = self.source.unreadable()
-        return {i: known[row] for i, row in enumerate(self.rows.tolist()) if row in known}
+        bad = self.source.unreadable()
+        return {i: bad[row] for i, row in enumerate(self.rows.tolist()) if row in bad}
 
     def describe(self) -> str:
         """Describe the source and the subset in one line.
@@ -83,10 +83,10 @@ def _read(value: Any) -> Part:
         value = {"count": value}
     elif isinstance(value, float):
         value = {"fraction": value}
-    known = {field.name: field for field in fields(Part)}
+    names = [field.name for field in fields(Part)]
     for name in value:
-        if name not in known:
-            raise UserError(f"unknown key 'data.subset.{name}'; {nearest(str(name), known)}")
+        if name not in names:
+            raise UserError(f"unknown key 'data.subset.{name}'; {nearest(str(name), names)}")
     part = Part(**value)
     problem = _problem(part)
     if problem:

@@ -79,7 +79,7 @@ class Views:
         epoch: int,
         index: int,
         out: Sequence[np.ndarray] = (),
-        further: Sequence[np.ndarray] = (),
+        extra_images: Sequence[np.ndarray] = (),
         traces: list[Trace] | None = None,
     ) -> list[np.ndarray]:
         """Return the V shown views, uint8 (H, W, C), of an image (H', W', C).
@@ -95,14 +95,14 @@ class Views:
         """
         if self._draws is None or self._seed != seed:
             self._draws, self._seed = ViewDraws(seed), seed
-        given = (image, *further)
-        places = iter(out)
+        images = (image, *extra_images)
+        outputs = iter(out)
         made: list[np.ndarray] = []
         for number, view in enumerate(self.made):
-            source = given[view.image] if view.of is None else made[view.of]
-            place = next(places, None) if view.shown else None
+            source = images[view.image] if view.of is None else made[view.of]
+            output = next(outputs, None) if view.shown else None
             steps: list[Drawn] | None = None if traces is None else []
-            made.append(view.pipeline(source, self._draws.at(epoch, index, number), place, steps))
+            made.append(view.pipeline(source, self._draws.at(epoch, index, number), output, steps))
             if traces is not None and steps is not None:
                 height, width = made[-1].shape[:2]
                 traces.append(Trace(steps, (height, width)))

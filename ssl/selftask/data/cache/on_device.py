@@ -72,9 +72,9 @@ class Cache:
         """Read all images; raises UserError for too many bad ones or too little memory."""
         started = time.perf_counter()
         source = dataset.source
-        further = [ExtraImages(source, name) for name in dataset.views.images]
-        cache = Cache((1 + len(further), len(source)), device, channels_of(source))
-        for number, images in enumerate([source, *further]):
+        extra_images = [ExtraImages(source, name) for name in dataset.views.images]
+        cache = Cache((1 + len(extra_images), len(source)), device, channels_of(source))
+        for number, images in enumerate([source, *extra_images]):
             batches: Any = EvalBatches(
                 CacheDataset(images, dataset.max_side, None if number else dataset.extras),
                 batch_size=_READ_AT_ONCE,

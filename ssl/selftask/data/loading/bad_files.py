@@ -87,16 +87,16 @@ class BadFiles:
     def __len__(self) -> int:
         return len(self.reasons)
 
-    def refuse(self, known: Iterable[BadImage]) -> None:
+    def refuse(self, bad: Iterable[BadImage]) -> None:
         """Raise UserError before the first step if too many images are known to be unreadable.
 
         Otherwise they are recorded when they are read, like all others. The same holds for images
         whose storage failed, since the next read may succeed.
         """
-        known = [bad for bad in known if not bad.storage_failed]
-        if known and (self.on_error == "fail" or not self.limit.allows(len(known))):
-            found = self._record(known)
-            self._judge(found, found)  # the list may hold images that were fixed since
+        bad = [error for error in bad if not error.storage_failed]
+        if bad and (self.on_error == "fail" or not self.limit.allows(len(bad))):
+            entries = self._record(bad)
+            self._judge(entries, entries)  # the list may hold images that were fixed since
 
     def add(self, bad: Iterable[BadImage]) -> None:
         """Record unreadable images.
@@ -104,13 +104,13 @@ class BadFiles:
         Raises UserError if there is one and ``data.on_error`` is ``fail``, listed by an earlier
         attempt or not, or if they exceed ``data.max_unreadable``.
         """
-        known = len(self)
-        found = self._record(bad)
-        new = {path: why for path, why in found.items() if path not in self.counted}
+        number_before = len(self)
+        entries = self._record(bad)
+        new = {path: why for path, why in entries.items() if path not in self.counted}
         self.counted |= new
         self.unshared |= new
-        if len(self) > known or (found and self.on_error == "fail"):
-            self._judge(found, self.reasons)
+        if len(self) > number_before or (entries and self.on_error == "fail"):
+            self._judge(entries, self.reasons)
 
     def merge(self, others: dict[str, str]) -> None:
         """Count the unreadable images of other ranks; raises UserError if there are too many."""
@@ -149,17 +149,17 @@ class BadFiles:
 
     def _record(self, bad: Iterable[BadImage]) -> dict[str, str]:
         """Append new entries to the list file and return all entries, path -> reason."""
-        found = {_one_line(error.path): error.reason for error in bad}
-        new = {path: why for path, why in found.items() if path not in self.reasons}
+        entries = {_one_line(error.path): error.reason for error in bad}
+        new = {path: why for path, why in entries.items() if path not in self.reasons}
         if new:
             self._read()
             self._write({path: why for path, why in new.items() if path not in self.reasons})
             self.reasons |= new
-        return found
+        return entries
 
-    def _judge(self, found: dict[str, str], counted: dict[str, str]) -> None:
+    def _judge(self, entries: dict[str, str], counted: dict[str, str]) -> None:
         if self.on_error == "fail":
-            path, why = next(iter(found.items()))
+            path, why = next(iter(entries.items()))
             raise UserError(
                 f"cannot read {path}: {why}\n(data.on_error=skip replaces unreadable images)"
             )

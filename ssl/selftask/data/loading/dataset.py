@@ -167,18 +167,18 @@ class ViewDataset(Dataset):
     def read(self, index: int) -> tuple[list[np.ndarray], int, dict[str, np.ndarray] | None]:
         """Return all images of a sample, its label and its extras; raises BadImage, UserError."""
         image, target = read(self.source, index)
-        further = [read_extra_image(self.source, index, name) for name in self.views.images]
+        extra_images = [read_extra_image(self.source, index, name) for name in self.views.images]
         extras = None if self.extras is None else self.extras.read(self.source, index)
-        return [image, *further], target, extras
+        return [image, *extra_images], target, extras
 
     def make(
         self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], list[Trace]]:
         """Return the images to hand over, and the draws of all views if they are needed."""
-        image, *further = images
+        image, *extra_images = images
         traces: list[Trace] = []
         recorded = None if self.recorder is None else traces
-        return self.views(image, self.seed, epoch, index, out, further, recorded), traces
+        return self.views(image, self.seed, epoch, index, out, extra_images, recorded), traces
 
 
 class EvalDataset(Dataset):

@@ -150,7 +150,7 @@ class EvalBatches:
         self.num_workers = num_workers
         self.device = device or torch.device("cpu")
         self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
-        first, stop = (len(dataset) * place // world_size for place in (rank, rank + 1))
+        first, stop = (len(dataset) * part_number // world_size for part_number in (rank, rank + 1))
         part = range(first, stop)  # as many as on other ranks, or one more or less
         self.batches: Sequence[Sequence[int]] = in_batches(part, batch_size)  # image indices
 

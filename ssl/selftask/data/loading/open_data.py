@@ -104,13 +104,13 @@ def check_data(config: Config, source: Source) -> Sampler:
             the data does not have, or if an epoch has fewer batches than one optimizer step.
     """
     channels = channels_of(source)
-    found: list[Iterable[str]] = [
+    checks: list[Iterable[str]] = [
         list_problems(ts, ".".join(key), channels) for key, ts in config.pipelines.items()
     ]
     if "labels" in required(config.method.name):  # counting may read an image
-        found.append(of_labels(config, count_unlabelled(source), len(source)))
-    found.append(of_extras(config, extras_of(source)))
-    if problems := list(chain.from_iterable(found)):
+        checks.append(of_labels(config, count_unlabelled(source), len(source)))
+    checks.append(of_extras(config, extras_of(source)))
+    if problems := list(chain.from_iterable(checks)):
         raise ConfigError(problems)
     batch_size, accumulate = config.train.batch_size, config.train.accumulate
     sampler = build_sampler(config, source)
@@ -128,6 +128,6 @@ def check_data(config: Config, source: Source) -> Sampler:
 def check_val(config: Config, source: Source, key: str) -> None:
     """Raise ConfigError if a set has labels, the method needs them and some images have none."""
     if source.labels is not None:
-        found = of_labels(config, count_unlabelled(source), len(source), key)
-        if problems := list(found):
+        checks = of_labels(config, count_unlabelled(source), len(source), key)
+        if problems := list(checks):
             raise ConfigError(problems)

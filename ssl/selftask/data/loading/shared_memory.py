@@ -47,16 +47,16 @@ class SlotPool:
 
     def map(self, slot: int, size: int) -> mmap.mmap:
         """Map at least ``size`` bytes of a slot into this process; raises UserError if it fails."""
-        found = self._mapped.get(slot)
-        if found is None or len(found) < size:
+        mapped = self._mapped.get(slot)
+        if mapped is None or len(mapped) < size:
             try:
-                found = self._mapped[slot] = self._map(slot, 1 << (size - 1).bit_length())
+                mapped = self._mapped[slot] = self._map(slot, 1 << (size - 1).bit_length())
             except OSError as error:
                 raise UserError(
                     f"data: no memory to share a batch of {size / 2**20:.0f} MiB: "
                     f"{error.strerror}; use fewer data.num_workers or smaller batches"
                 ) from error
-        return found
+        return mapped
 
     def _map(self, slot: int, size: int) -> mmap.mmap:
         start, size = slot * _STRIDE, max(size, mmap.PAGESIZE)

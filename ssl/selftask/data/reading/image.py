@@ -231,8 +231,8 @@ def _to_8_bit(array: np.ndarray, *, deep: bool = False) -> np.ndarray:
     low, high = float(values.min()), float(values.max())
     is_float = np.issubdtype(array.dtype, np.floating)
     bytes_too = array.dtype.itemsize != 2 and not deep
-    known = (1.0, 255.0) if is_float else (255.0, 65535.0) if bytes_too else (65535.0,)
-    full = next((top for top in known if low >= 0 and high <= top), None)
+    tops = (1.0, 255.0) if is_float else (255.0, 65535.0) if bytes_too else (65535.0,)
+    full = next((top for top in tops if low >= 0 and high <= top), None)
     if full is None:  # no scale is declared: use the range of the values
         values, full = values - low, max(high - low, 1e-12)
     return np.rint(values * (255.0 / full)).astype(np.uint8)
@@ -262,11 +262,11 @@ def _count_marks(data: bytes) -> int:
 
 def _count_scans(data: bytes) -> int:
     """Count the scans of a JPEG up to its end marker, after which phones may append videos."""
-    scans, found = 0, _MARKER.search(data, 2)
-    while found is not None and found[0] != _END:
-        scans += found[0] == _SCAN
-        length = int.from_bytes(data[found.end() : found.end() + 2], "big")
-        found = _MARKER.search(data, found.end() + length)
+    scans, marker = 0, _MARKER.search(data, 2)
+    while marker is not None and marker[0] != _END:
+        scans += marker[0] == _SCAN
+        length = int.from_bytes(data[marker.end() : marker.end() + 2], "big")
+        marker = _MARKER.search(data, marker.end() + length)
     return scans
 
 

@@ -104,8 +104,8 @@ def cached(
             resolution of the clock are then not detected.
     """
     now = state()
-    if (known := _load_current(file, now)) is not None:
-        return known
+    if (current := _load_current(file, now)) is not None:
+        return current
     with contextlib.ExitStack() as stack:
         is_long = always or sum(size for size, *_ in now) > MIN_INDEXED
         alone = not is_long or stack.enter_context(only_one(file))

@@ -139,6 +139,6 @@ def _label_values(numbers: dict[bytes, int]) -> np.ndarray:
     labels = sorted(numbers)
     values = np.zeros(len(labels), dtype=np.int64)
     are_numbers = _are_numbers(labels)
-    for place, label in enumerate(labels):
-        values[numbers[label]] = int(label) if are_numbers else place
+    for rank, label in enumerate(labels):
+        values[numbers[label]] = int(label) if are_numbers else rank
     return values

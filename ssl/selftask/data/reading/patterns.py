@@ -30,15 +30,15 @@ def fixed_folder(pattern: str) -> str:
 
 def match_files(pattern: str) -> list[str]:
     """Return matching files, sorted. Names from braces without wildcards need not exist."""
-    found: set[str] = set()
+    matches: set[str] = set()
     for expanded in expand_braces(pattern):
         if MAGIC.search(expanded):
-            found.update(
+            matches.update(
                 path for path in glob.iglob(expanded, recursive=True) if is_no_folder(path)
             )
         else:
-            found.add(expanded)
-    return sorted(found)
+            matches.add(expanded)
+    return sorted(matches)
 
 
 def no_match(pattern: str) -> str:

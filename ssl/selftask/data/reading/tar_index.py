@@ -92,13 +92,13 @@ def _build(shards: list[FileStat], wanted: Wanted) -> Index:
 
 
 def _read_shard(shard: FileStat, wanted: Wanted) -> _Shard:
-    found = _Shard()
+    content = _Shard()
     sample, image, label = "", None, None
 
     def finish() -> None:
         if image is not None:
-            found.members.append(image)
-            found.labels.append(label)
+            content.members.append(image)
+            content.labels.append(label)
 
     try:
         with open_file(shard.path) as file:
@@ -112,16 +112,16 @@ def _read_shard(shard: FileStat, wanted: Wanted) -> _Shard:
                 if image is None and _is_image(extension, wanted):
                     image = member
                 elif wanted.label is not None and extension == wanted.label.partition(".")[0]:
-                    label = _read_label(file, member, wanted.label, found.seen)
+                    label = _read_label(file, member, wanted.label, content.seen)
                 elif kind := kind_of(member.name):
-                    found.passed_over[kind] += 1
-                found.seen.add(extension)
+                    content.passed_over[kind] += 1
+                content.seen.add(extension)
     except Damaged as damage:
-        found.damaged = damage.offset
+        content.damaged = damage.offset
     except OSError as error:
         raise UserError(f"data: {shard.path} cannot be read: {error}") from error
     finish()
-    return found
+    return content
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -151,7 +151,7 @@ def _read_label(file: BinaryIO, member: Member, wanted: str, seen: set[str]) -> 
     for name in path.split("."):
         if not isinstance(value, dict):
             return None
-        seen.update(f"json.{known}" for known in value)
+        seen.update(f"json.{key}" for key in value)
         value = value.get(name)
     return None if value is None or isinstance(value, dict | list) else str(value)
 
@@ -169,7 +169,7 @@ def _check_found(shards: list[FileStat], parts: list[_Shard], wanted: Wanted) ->
     if wanted.label in (None, "cls"):  # cls is the default and may be missing
         return
     if not any(label is not None for part in parts for label in part.labels):
-        known = [name for name in seen if name not in IMAGE_NAMES]
+        names = [name for name in seen if name not in IMAGE_NAMES]
         raise UserError(
-            f"data.labels: no sample has a label {wanted.label!r}; {nearest(wanted.label, known)}"
+            f"data.labels: no sample has a label {wanted.label!r}; {nearest(wanted.label, names)}"
         )

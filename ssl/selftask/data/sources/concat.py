@@ -64,12 +64,12 @@ class Concat(Delegating):
     def _labels(self, times: list[int], names: list[list[str] | None]) -> np.ndarray | None:
         """Return the labels of all indices, -1 for sources without labels; None if all are -1."""
         parts = []
-        for source, n, own in zip(self.sources, times, names, strict=True):
+        for source, n, class_names in zip(self.sources, times, names, strict=True):
             labels = source.labels
             if labels is None:
                 labels = np.full(len(source), NO_LABEL, dtype=np.int64)
-            elif self._classes is not None and own:
-                numbers = [self._classes.index(name) for name in own]
+            elif self._classes is not None and class_names:
+                numbers = [self._classes.index(name) for name in class_names]
                 labels = np.append(numbers, NO_LABEL)[labels]
             parts.append(np.tile(labels, n))
         joined = np.concatenate(parts)
@@ -102,12 +102,12 @@ class Concat(Delegating):
 
     def unreadable(self) -> dict[int, BadImage]:
         first = 0
-        found: dict[int, BadImage] = {}
+        result: dict[int, BadImage] = {}
         for source, end in zip(self.sources, self.ends.tolist(), strict=True):
             for row, bad in source.unreadable().items():
-                found |= dict.fromkeys(range(first + row, end, len(source)), bad)
+                result |= dict.fromkeys(range(first + row, end, len(source)), bad)
             first = end
-        return found
+        return result
 
 
 def _component(section: dict[str, Any]) -> Component:
@@ -116,5 +116,5 @@ def _component(section: dict[str, Any]) -> Component:
 
 def _union(names: list[list[str] | None]) -> list[str] | None:
     """Return all class names in order of appearance, or None if there are none."""
-    known = [own for own in names if own]
-    return list(dict.fromkeys(name for own in known for name in own)) or None
+    named = [class_names for class_names in names if class_names]
+    return list(dict.fromkeys(name for class_names in named for name in class_names)) or None

@@ -6,8 +6,6 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
-from selftask.data.reading.class_numbers import label_top_folders
-from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.patterns import MAGIC, fixed_folder, is_no_folder, match_files
 from selftask.data.reading.skipped_files import EXTENSIONS, describe, kind_of
 from selftask.data.sources.files import LabeledByFolder
@@ -34,14 +32,12 @@ class Glob(LabeledByFolder):
             raise UserError(f"data.pattern: {config.pattern}: there is no folder {self.root}")
         matches = match_files(pattern)
         images = _images(pattern, matches)
-        found = [os.path.relpath(path, self.root) for path in images]
+        relative = [os.path.relpath(path, self.root) for path in images]
         self._passed_over = Counter(filter(None, map(kind_of, set(matches).difference(images))))
-        if not found:
+        if not relative:
             others = f"; {describe(self._passed_over)}" if self._passed_over else ""
             raise UserError(f"data.pattern: no image matches {config.pattern}{others}")
-        self.paths = PathTable(found)
-        self.num_folders = len({os.path.dirname(path) for path in found})
-        self.labels = label_top_folders(found) if config.labels else None
+        self._take_names(relative, labels=config.labels)
 
 
 def _images(pattern: str, matches: list[str]) -> list[str]:

@@ -159,12 +159,12 @@ def _open_images(path: str, key: str) -> Any:
 def _dataset(file: Any, key: str, path: str, field: str) -> Any:
     import h5py
 
-    found = file.get(key)
-    if not isinstance(found, h5py.Dataset):
+    dataset = file.get(key)
+    if not isinstance(dataset, h5py.Dataset):
         hint = nearest(key, _keys(file))
         raise UserError(f"data.{field}: {path} has no data set {key!r}; {hint}")
-    _check_files(found, Path(path), f"data.{field}: {key!r} of {path}")
-    return found
+    _check_files(dataset, Path(path), f"data.{field}: {key!r} of {path}")
+    return dataset
 
 
 def _check_files(dataset: Any, path: Path, name: str) -> None:

@@ -48,8 +48,8 @@ class Lmdb(Source):
             raise UserError(f"data: no images in {self.file}")
         self.keys = PathTable(os.fsdecode(key) for key in keys)
         if config.labels and labels:
-            found = (labels.get(os.path.splitext(key)[0]) for key in keys)
-            texts = [None if text is None else os.fsdecode(text).strip() for text in found]
+            values = (labels.get(os.path.splitext(key)[0]) for key in keys)
+            texts = [None if text is None else os.fsdecode(text).strip() for text in values]
             self.labels = number_labels(texts)
 
     def __len__(self) -> int:

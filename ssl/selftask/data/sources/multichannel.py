@@ -10,9 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.reading.class_numbers import label_top_folders
 from selftask.data.reading.files import BadImage, read_bytes
-from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.patterns import fixed_folder, is_pattern, match_files
 from selftask.data.source import Source
 from selftask.data.sources.files import LabeledByFolder
@@ -49,11 +47,10 @@ class Bands(LabeledByFolder):
         if span is not None and (len(span) != 2 or not span[0] < span[1]):
             raise UserError(f"data.value_range={span}: [lowest, highest] is expected")
         self.value_range, self.key = span, config.key
-        self.root, found = _find(os.path.expanduser(config.path))
-        self.paths = PathTable(found)
-        self.labels = label_top_folders(found) if config.labels else None
+        self.root, names = _find(os.path.expanduser(config.path))
+        self._take_names(names, labels=config.labels)
         self._unreadable = {}  # found when files are read
-        if any(path.lower().endswith((".tif", ".tiff")) for path in found):
+        if any(path.lower().endswith((".tif", ".tiff")) for path in names):
             require("tifffile", "data", "TIFF files of many channels")
         self.bands = self._check_first(config.bands)
         self.takes_all = config.bands is None
@@ -145,10 +142,10 @@ def _find(path: str) -> tuple[str, list[str]]:
         root, pattern = fixed_folder(path), path
     if not is_folder(root):
         raise UserError(f"data.path: there is no folder {root}")
-    found = [name for name in match_files(pattern) if name.lower().endswith(EXTENSIONS)]
-    if not found:
+    names = [name for name in match_files(pattern) if name.lower().endswith(EXTENSIONS)]
+    if not names:
         raise UserError(f"data.path: no arrays (looked for {' '.join(EXTENSIONS)}) in {path}")
-    return root, [os.path.relpath(name, root) for name in found]
+    return root, [os.path.relpath(name, root) for name in names]
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:

@@ -77,9 +77,9 @@ class WebDataset(Source):
     def describe(self) -> str:
         """Return a line such as ``50000 images in 12 tar files, 10 classes``."""
         damage = f"; {self._describe_damage()}" if self._damaged else ""
-        found = f"{len(self)} images in {len(self.shards)} tar files"
+        text = f"{len(self)} images in {len(self.shards)} tar files"
         others = f"; {describe(self.passed_over())}" if self.passed_over() else ""
-        return f"{found}, {self.describe_labels()}{others}{damage}"
+        return f"{text}, {self.describe_labels()}{others}{damage}"
 
     def passed_over(self) -> dict[str, int]:
         return self.index.passed_over

@@ -84,17 +84,14 @@ class TableSource(FileSource):
         self.root = os.path.expanduser(config.root) if config.root else folder_of(config.path)
         if not (is_remote(self.root) or is_folder(self.root)):
             raise UserError(f"data.root: no such folder: {self.root}")
-        found = _indexed(file, config, self.root)
-        self.paths = found.paths
-        self.num_folders = found.num_folders
-        self.labels = found.labels
-        self._classes = found.header.get("classes")
+        index = _indexed(file, config, self.root)
+        self._take_index(index)
         self.extras = _kinds(config)
-        self._extras = {name: _extra_of(found, name) for name in self.extras}
-        self._box = [found.arrays[f"box/{side}/values"] for side in BOX if config.box]
+        self._extras = {name: _extra_of(index, name) for name in self.extras}
+        self._box = [index.arrays[f"box/{side}/values"] for side in BOX if config.box]
         if not is_there(self.path(0)):
             raise UserError(
-                f"data: {found.header['first']}: no such image: {self.path(0)}; data.root is the "
+                f"data: {index.header['first']}: no such image: {self.path(0)}; data.root is the "
                 f"folder that its paths start from, now {self.root}"
             )
 
@@ -218,8 +215,8 @@ def _numbers(
         try:
             yield float(value)
         except (TypeError, ValueError):
-            place = _place(file, table, number)
-            raise UserError(f"data.{key}: {place}: {name} is {value!r}, no number") from None
+            line = _place(file, table, number)
+            raise UserError(f"data.{key}: {line}: {name} is {value!r}, no number") from None
 
 
 def _check_boxes(
@@ -296,16 +293,16 @@ def _read_text(file: Path, config: TableSource.Config, root: str) -> Table:
     for number, row in rows:
         if len(row) != len(names):
             raise UserError(f"data: {file}:{number}: {len(row)} columns, expected {len(names)}")
-    further = _extra_columns(config)
+    extra_columns = _extra_columns(config)
     if names[0] == "0" and config.column is None:  # no header: the second column is the label
-        used = [column for _, column in further.values()]
+        used = [column for _, column in extra_columns.values()]
         second = "1" if len(names) > 1 and "1" not in used else None
         label = second if config.label_column == _LABELS else config.label_column
         config = replace(config, column="0", label_column=label)
 
     def cells(column: str) -> list[str]:
-        place = names.index(column)
-        return [row[place] for _, row in rows]
+        position = names.index(column)
+        return [row[position] for _, row in rows]
 
     return _table(file, config, names, cells, [number for number, _ in rows])
 

@@ -68,10 +68,10 @@ class LocalFiles(Wrapped):
         self.files = files  # the source, or the one that it is a subset of
         self.folder = folder
         with ThreadPoolExecutor(max_workers=THREADS) as pool:
-            found = list(pool.map(_stat, _paths(source)))
-        distinct = {file.path: file for file in found if file is not None}
+            stats = list(pool.map(_stat, _paths(source)))
+        distinct = {file.path: file for file in stats if file is not None}
         copy_files(list(distinct.values()), folder)
-        left_out = sum(file is None for file in found)
+        left_out = sum(file is None for file in stats)
         if left_out:
             say(f"{left_out} paths are not files: they cannot be copied, nor read")
 

@@ -43,9 +43,9 @@ def for_channels(transform: Any, channels: int) -> Any:
     asks = isinstance(getattr(type(transform), "channels", None), int)
     if not asks or "channels" in vars(transform) or transform.channels == channels:
         return transform
-    told = copy.copy(transform)
-    object.__setattr__(told, "channels", channels)  # most are frozen dataclasses
-    return told
+    copied = copy.copy(transform)
+    object.__setattr__(copied, "channels", channels)  # most are frozen dataclasses
+    return copied
 
 
 def channel_problems(transform: Any, channels: int) -> Iterator[str]:

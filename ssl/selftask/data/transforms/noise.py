@@ -154,8 +154,8 @@ class GaussianNoise(Transform):
             return None
         sigma = 255 * (self.sigma[0] + (self.sigma[1] - self.sigma[0]) * strength)
         table = np.rint(sigma * _NORMAL).astype(np.int16)
-        places = _bytes(rng, height, width, 1 if self.gray else self.channels)
-        noise: np.ndarray = cv2.LUT(places, table).reshape(places.shape)
+        indices = _bytes(rng, height, width, 1 if self.gray else self.channels)
+        noise: np.ndarray = cv2.LUT(indices, table).reshape(indices.shape)
         if not self.gray:
             return noise
         if self.channels == RGB:  # in an eighth of the time of np.repeat

@@ -143,8 +143,8 @@ class Normalizer:
         else:
             values = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
         scale, shift = self._for_rows(width, pixels.device)
-        for block, given in zip(values.split(together), pixels.split(together), strict=True):
-            block.copy_(given).view(-1, width * channels).mul_(scale).add_(shift)
+        for block, raw in zip(values.split(together), pixels.split(together), strict=True):
+            block.copy_(raw).view(-1, width * channels).mul_(scale).add_(shift)
         return values.permute(0, 3, 1, 2)
 
     def of_planes(self, values: Tensor) -> Tensor:

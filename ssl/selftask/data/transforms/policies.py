@@ -22,7 +22,7 @@ from selftask.data.transforms import color, tones
 from selftask.data.transforms.channels import needs_rgb
 from selftask.data.transforms.geometry import inverse_affine
 from selftask.data.transforms.policy_tables import (
-    COLOURS,
+    COLORS,
     GEOMETRY,
     MIX,
     NEUTRAL,
@@ -39,7 +39,7 @@ from selftask.data.transforms.transform import SCALARS, UNMOVED, Matrix, Resampl
 from selftask.registry import register_transform
 
 Operation = tuple[str, float]  # name and signed magnitude
-ALL = (*NEUTRAL, *GEOMETRY, *COLOURS, *TABLES)
+ALL = (*NEUTRAL, *GEOMETRY, *COLORS, *TABLES)
 POLICY_BINS = 10  # magnitude bins of AutoAugment
 INSTEAD = "use aug_mix with all_ops: false, or random_choice of others"
 MIX_BINS = 10  # magnitude bins of AugMix, most severe last
@@ -165,7 +165,7 @@ class AugMix(Resampled):
         return weights, [self._chain(rng, height, width) for _ in range(self.num_chains)]
 
     def _chain(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
-        names = (*GEOMETRY, *TABLES, *(COLOURS if self.all_ops else ()))
+        names = (*GEOMETRY, *TABLES, *(COLORS if self.all_ops else ()))
         depth = self.depth or 1 + int(3 * rng.random())
         chain = []
         for which, strength, sign in rng.random((depth, 3)).tolist():

@@ -141,10 +141,10 @@ class Jigsaw(Transform):
         size = self.grid * rows, self.grid * columns, image.shape[2]
         puzzle = np.empty(size, dtype=np.uint8)
         order = permutations(self.grid**2, self.num_permutations)[params.permutation]
-        for place, tile in enumerate(order.tolist()):
+        for position, tile in enumerate(order.tolist()):
             down, across = divmod(tile, self.grid)
             top, left = down * cell[0] + params.top[tile], across * cell[1] + params.left[tile]
-            down, across = divmod(place, self.grid)
+            down, across = divmod(position, self.grid)
             puzzle[down * rows : (down + 1) * rows, across * columns : (across + 1) * columns] = (
                 image[top : top + rows, left : left + columns]
             )
