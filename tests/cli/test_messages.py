@@ -58,6 +58,8 @@ def test_names_are_compared_without_their_folder(tmp_path: Path) -> None:
     assert nearest_path(tmp_path / "nope") == known
     assert nearest_path(tmp_path / "trian") == f"did you mean {str(tmp_path / 'train')!r}?"
     assert nearest_path(tmp_path / "nope.pt") == known
+    assert nearest_path(tmp_path / "no" / "nope") == f"{tmp_path / 'no'} does not exist"
+    assert nearest_path("/nope") == "/nope does not exist"
 
 
 def test_difference_in_the_method_comes_before_views() -> None:

@@ -116,6 +116,8 @@ def read_predictions(path: Path) -> Predictions:
         UserError: If there is no such file, or it has another content.
     """
     if not is_file(path):
+        if path.exists():
+            raise UserError(f"{path}: not a regular file")
         raise UserError(f"{path}: there is no such file; {nearest_path(path)}")
     if not path.stat().st_size:
         raise UserError(f"{path}: the file is empty")

@@ -22,6 +22,9 @@ from selftask.task import Task
 
 QUICK = ("moco",)
 STEP_OVERRIDES = {"accumulate": ["train.accumulate=2"]}
+BATCH_FORMS = (
+    "[{name: random_resized_crop, size: 32}, horizontal_flip, {name: normalize, stats: half}]"
+)
 ALL_HOOKS = [
     *("hooks.timing={}", "hooks.clip_gradients={max_norm: 1.0}", "hooks.empty_cache={every: 2}")
 ]
@@ -101,8 +104,11 @@ def test_train_steps(step: str, engine: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("cache", ["none", pytest.param("device", marks=pytest.mark.slow)])
 def test_device_engine(cache: str, tmp_path: Path) -> None:
     options = ["data.augment_on=device", f"data.cache={cache}", "train.precision=bfloat16"]
-    if cache == "device":
-        options += ["eval.evaluations={knn: {}, linear: {}}"]
+    if cache == "device":  # what stays on the device has no workers to rotate it
+        options += [
+            "eval.evaluations={knn: {}, linear: {}}",
+            f"views.main.transforms={BATCH_FORMS}",
+        ]
     assert in_process(trained, "simclr", tmp_path, *options, *ALL_HOOKS) == []
     assert in_process(emptied) > 0
 

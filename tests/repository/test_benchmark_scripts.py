@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 
-BENCH = Path(__file__).resolve().parents[1] / "tools/bench"
+BENCH = Path(__file__).resolve().parents[2] / "tools/bench"
 SMALLEST = {
     "augment": "cifar --rounds 1 --images 2",
     "bfloat16": "--rounds 1",

@@ -51,7 +51,7 @@ def test_a_digest_covers_the_method_its_recipe_and_the_engine() -> None:
     )
     every = {str(path.relative_to(tiny.ROOT)) for path in files("moco", "kills")}
     assert own < every
-    assert {f"{package}/task/task.py", "tests/test_kill_matrix.py"} <= every
+    assert {f"{package}/task/task.py", "tests/run/test_kill_matrix.py"} <= every
     assert {f"{package}/checkpoint/writer.py", f"{package}/train_steps/standard.py"} <= every
     assert f"{package}/methods/byol.py" not in every
     assert any(name.endswith(".c") for name in every), "the compiled kernel"

@@ -18,7 +18,7 @@ from PIL import Image
 import tiny
 from selftask.registry import METHODS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORT = ("train.max_steps=2", "train.batch_size=8", "train.threads=1", "data.num_workers=0")
 

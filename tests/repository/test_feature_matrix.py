@@ -12,7 +12,7 @@ from typing import Any
 
 from selftask.cli.main import COMMANDS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def _tool() -> Any:

@@ -15,7 +15,7 @@ from selftask.cli.main import COMMANDS
 from selftask.config.load import load_config
 from selftask.registry import METHODS, REGISTRIES
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {"from-vissl": 75, "from-solo-learn": 45, "from-lightly": 35, "from-dinov2": 40}
 RECIPES = (
     "swav/resnet18_cifar10",  # LARS
@@ -46,6 +46,7 @@ def keys() -> dict[str, Any]:
         words = ["data=no/such/folder", "eval.evaluations.linear={}", "launch.slurm.time=60"]
         words += ["launch.slurm.partition=gpu", "meters.accuracy={}"] * ("moco" not in recipe)
         words += [f"hooks.{hook}={{}}" for hook in HOOKS]
+        words += ["hooks.wandb.mode=offline"]  # no login is wanted here
         config = load_config(recipe, words).to_dict()
         _flatten(config, "", found)
     _flatten({"optimizer": {**load_config("simclr", ["optimizer=larc"]).optimizer.args}}, "", found)

@@ -20,7 +20,7 @@ from selftask.cli.main import main
 from selftask.errors import RunError, UserError
 from selftask.files import addresses
 
-HERE = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 OUT = "mem://bucket/runs/a"
 TIMES = tiny.TIMES
 
@@ -31,7 +31,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_names: None) -
     folder.mkdir()
     monkeypatch.setenv("MEM_STORE", str(folder))
     monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path / "machine_1"))
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
     monkeypatch.chdir(tmp_path)
     import mem_store  # noqa: F401 - registers its handler
 

@@ -16,7 +16,7 @@ from selftask.config.compose.recipes import shipped
 from selftask.config.load import load_config, to_yaml
 from selftask.registry import HOOKS, METHODS, REGISTRIES, TRAIN_STEPS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ssl" / "selftask"
 FILES = sorted(PACKAGE.rglob("*.py"))
 GRAPH = Graph()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from selftask.models.weights.layouts import LAYOUTS
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs/finetune.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs/finetune.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_layouts_is_that_of_the_code() -> None:

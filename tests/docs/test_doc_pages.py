@@ -14,7 +14,7 @@ from manual.reference_pages import pages
 from selftask.cli.main import COMMANDS
 from selftask.config.load import load_config
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 INDEX = ROOT / "docs" / "index.md"
 NAMES_PAGE = ROOT / "docs" / "names.md"

@@ -11,7 +11,7 @@ import pytest
 
 from selftask.config.schema import DEFAULT_HOOKS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TORCH = ("torch", "torchvision", "timm", "sklearn")
 
 
