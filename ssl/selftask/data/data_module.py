@@ -298,7 +298,13 @@ def val_key(name: str) -> str:
 def train_dataset(
     config: Config, source: Source, extras: ExtrasReader | None = None
 ) -> ViewDataset:
-    """Build the dataset for ``data.augment_on``; raises ConfigError for unsupported views."""
+    """Build the dataset for ``data.augment_on``; raises ConfigError for unsupported views.
+
+    Args:
+        config: Config of the run.
+        source: Source of the images.
+        extras: Reader of texts and arrays, if the source has any.
+    """
     views, seed = Views(config.views, channels_of(source)), config.train.seed
     recorder = _recorder(config, views)
     if config.data.augment_on == "cpu":

@@ -122,6 +122,11 @@ def choose(size: int, labels: np.ndarray | None, part: Part) -> np.ndarray:
     """Return the sorted rows (int64) of a subset of ``size`` images.
 
     Raises UserError if there are too few images, or no labels for ``per_class``.
+
+    Args:
+        size: Number of images.
+        labels: (N,) int64, or None.
+        part: The subset.
     """
     order = _shuffled(size, part.seed)
     if not part.per_class:

@@ -69,7 +69,14 @@ class Store:
         self._files: tuple[Path, Path] | None = None  # pixels and table, unless only in memory
 
     def put(self, file: IO[bytes], index: int, image: np.ndarray, label: int) -> None:
-        """Append one image; raises OSError."""
+        """Append one image; raises OSError.
+
+        Args:
+            file: File to append to.
+            index: Index of the image.
+            image: uint8 (H, W, C).
+            label: Its label.
+        """
         pixels = np.ascontiguousarray(image).data
         file.write(pixels)
         self.checksums[index] = zlib.crc32(pixels)
@@ -127,7 +134,13 @@ class Store:
 
     @staticmethod
     def open(pixels: Path, table: Path, channels: int) -> Store:
-        """Open a saved store; raises DamagedStore."""
+        """Open a saved store; raises DamagedStore.
+
+        Args:
+            pixels: File of the pixels.
+            table: File of everything else.
+            channels: Number of channels of each image.
+        """
         try:
             with np.load(table) as saved:
                 store = Store(len(saved["labels"]), channels)

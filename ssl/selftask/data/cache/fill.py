@@ -39,6 +39,11 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
     workers. With ``disk`` all processes of a machine share one file below ``$SELFTASK_CACHE``,
     which the next run finds.
 
+    Args:
+        source: Source of the images.
+        data: Config of the data.
+        bad_files: Record of unreadable images.
+
     Raises:
         UserError: If there are too many bad files or too little space.
     """

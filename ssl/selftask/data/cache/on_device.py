@@ -69,7 +69,14 @@ class Cache:
     def read(
         dataset: DeviceDataset, num_workers: int, device: torch.device, bad_files: BadFiles
     ) -> Cache:
-        """Read all images; raises UserError for too many bad ones or too little memory."""
+        """Read all images; raises UserError for too many bad ones or too little memory.
+
+        Args:
+            dataset: Dataset whose source is read.
+            num_workers: Number of worker processes.
+            device: Device that keeps the images.
+            bad_files: Record of unreadable images.
+        """
         started = time.perf_counter()
         source = dataset.source
         extra_images = [ExtraImages(source, name) for name in dataset.views.images]

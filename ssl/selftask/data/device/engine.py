@@ -103,7 +103,14 @@ class Engine:
     def draw(
         self, sizes: Sequence[tuple[int, int]], seed: int, epoch: int, index: int
     ) -> list[Trace]:
-        """Return the draws of ``prepare`` for images of these sizes, if no worker is needed."""
+        """Return the draws of ``prepare`` for images of these sizes, if no worker is needed.
+
+        Args:
+            sizes: Height and width of each image of the sample.
+            seed: Seed of the run.
+            epoch: First number of the sample's key.
+            index: Index of the sample.
+        """
         blank = [np.empty((*size, 0), dtype=np.uint8) for size in sizes]
         return self.prepare(blank, seed, epoch, index)[1]
 

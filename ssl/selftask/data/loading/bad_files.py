@@ -80,7 +80,14 @@ class BadFiles:
 
     @classmethod
     def of(cls, source: Source, data: DataConfig, path: Path | None, key: str = "") -> BadFiles:
-        """Return the record of a source, with ``data.on_error`` and ``data.max_unreadable``."""
+        """Return the record of a source, with ``data.on_error`` and ``data.max_unreadable``.
+
+        Args:
+            source: Source of the images.
+            data: Config of the data.
+            path: File of the record; None: kept in memory only.
+            key: As in ``BadFiles``.
+        """
         limit = data.max_unreadable
         return cls(path, len(source), on_error=data.on_error, max_unreadable=limit, key=key)
 

@@ -68,7 +68,14 @@ def workers_advice(num_workers: int, cores: Cores) -> str | None:
 
 
 def wait_advice(data_wait: float, num_workers: int, cores: Cores, recipe: str) -> str:
-    """Return the line for the log, with advice."""
+    """Return the line for the log, with advice.
+
+    Args:
+        data_wait: Share of time spent waiting.
+        num_workers: Number of worker processes.
+        cores: Cores of this machine.
+        recipe: Recipe of the run.
+    """
     change = workers_advice(num_workers, cores)
     if change is None:
         change = "the cores are all at work: cheaper or fewer views, or smaller images, would help"

@@ -66,7 +66,15 @@ class Dataset(ABC):
 
 
 def replacement(seed: int, epoch: int, index: int, attempt: int, num_images: int) -> int:
-    """Return the index of the image to try at this attempt, in place of an unreadable one."""
+    """Return the index of the image to try at this attempt, in place of an unreadable one.
+
+    Args:
+        seed: Seed of the run.
+        epoch: First number of the sample's key.
+        index: Index of the unreadable image.
+        attempt: Number of the attempt, from 0.
+        num_images: Number of images of the source.
+    """
     return hash_words(seed, _REPLACEMENT, epoch, index, attempt) % num_images
 
 

@@ -126,7 +126,13 @@ def check_data(config: Config, source: Source) -> Sampler:
 
 
 def check_val(config: Config, source: Source, key: str) -> None:
-    """Raise ConfigError if a set has labels, the method needs them and some images have none."""
+    """Raise ConfigError if a set has labels, the method needs them and some images have none.
+
+    Args:
+        config: Config of the run.
+        source: The validation set.
+        key: Its config key.
+    """
     if source.labels is not None:
         checks = of_labels(config, count_unlabelled(source), len(source), key)
         if problems := list(checks):

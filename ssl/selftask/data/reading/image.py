@@ -50,7 +50,13 @@ def read_image(path: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
 
 def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Do ``read_image`` for the bytes of a file; ``name`` is for BadImage."""
+    """Do ``read_image`` for the bytes of a file; ``name`` is for BadImage.
+
+    Args:
+        data: Content of the file.
+        name: Name of the image for messages.
+        max_pixels: As in ``read_image``.
+    """
     try:
         check_size(len(data))
         pixels = None
@@ -65,7 +71,13 @@ def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.nda
 
 
 def decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
-    """Decode an image or .npy file to uint8 (H, W, 3); raises BadImage about ``name``."""
+    """Decode an image or .npy file to uint8 (H, W, 3); raises BadImage about ``name``.
+
+    Args:
+        data: Encoded image, or content of a .npy file.
+        name: Name of the image for messages.
+        max_pixels: As in ``read_image``.
+    """
     if not data.startswith(_NPY):
         return decode_image(data, name, max_pixels)
     try:
@@ -75,7 +87,13 @@ def decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
 
 
 def image_of(array: np.ndarray, name: str, channels: int = 3) -> np.ndarray:
-    """Convert an array to an image, uint8 (H, W, C); raises BadImage about ``name``."""
+    """Convert an array to an image, uint8 (H, W, C); raises BadImage about ``name``.
+
+    Args:
+        array: As in ``from_array``.
+        name: Name of the image for messages.
+        channels: Number of channels of the result.
+    """
     try:
         return from_array(array, channels)
     except ValueError as error:

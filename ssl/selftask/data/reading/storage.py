@@ -59,7 +59,14 @@ def open_file(path: str) -> BinaryIO:
 
 
 def read_part(path: str, offset: int, size: int, name: str) -> bytes:
-    """Read ``size`` bytes of a file from ``offset`` on; raises BadImage about ``name``."""
+    """Read ``size`` bytes of a file from ``offset`` on; raises BadImage about ``name``.
+
+    Args:
+        path: Path or address of the file.
+        offset: First byte.
+        size: Number of bytes.
+        name: Name of the image for messages.
+    """
     now_reading(name)
 
     try:

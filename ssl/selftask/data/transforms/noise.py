@@ -51,7 +51,15 @@ class _WithHoles(Transform):
             yield from needs_number(what, len(self.fill), channels, "or give one gray level")
 
     def hole(self, rng: np.random.Generator, left: int, top: int, right: int, bottom: int) -> Hole:
-        """Return a rectangle with its fill, which may be drawn."""
+        """Return a rectangle with its fill, which may be drawn.
+
+        Args:
+            rng: Generator of the draws.
+            left: Left side, in pixels.
+            top: Upper side.
+            right: Right side.
+            bottom: Lower side.
+        """
         values: Any = self.fill
         if values == "noise":
             values = _bytes(rng, bottom - top, right - left, self.channels)

@@ -195,7 +195,14 @@ def _signed(
 def perform(
     image: np.ndarray, operations: tuple[Operation, ...], interpolation: str, fill: int
 ) -> np.ndarray:
-    """Apply operations in sequence to an image, uint8 (H, W, C)."""
+    """Apply operations in sequence to an image, uint8 (H, W, C).
+
+    Args:
+        image: uint8 (H, W, C).
+        operations: Names and magnitudes.
+        interpolation: How pixels are interpolated.
+        fill: Gray level of pixels from outside the image.
+    """
     for name, size in operations:
         if name in GEOMETRY:
             matrix = affine_of(name, size, *image.shape[:2])
@@ -209,6 +216,12 @@ def affine_of(name: str, size: float, height: int, width: int) -> tuple[float, .
     """Return the matrix (2x3, row by row) from output to input coordinates.
 
     Shear keeps the upper left corner in place.
+
+    Args:
+        name: Name of a geometric operation.
+        size: Its signed magnitude.
+        height: Height of the image, in pixels.
+        width: Width of the image, in pixels.
     """
     if name == "Rotate":
         return inverse_affine((width, height), -size, 1.0, (0.0, 0.0), SCALARS)

@@ -35,6 +35,13 @@ def magnitude(name: str, level: float, height: int, width: int, strengths: Stren
     The unit depends on the operation: tangent of the angle (shear), pixels (translate), degrees
     (rotate), distance of a factor from 1 (brightness, color, contrast, sharpness), bits (posterize)
     or gray levels (solarize).
+
+    Args:
+        name: Name of the operation.
+        level: From 0 for the first bin to 1 for the last.
+        height: Height of the image, in pixels.
+        width: Width of the image, in pixels.
+        strengths: Magnitudes of the last bin.
     """
     if name.startswith("Shear"):
         return strengths.shear * level

@@ -222,7 +222,15 @@ class Tile(Transform):
 def drawn_permutation(
     seed: int, epoch: int, index: int, view: int, num_permutations: int = 100
 ) -> int:
-    """Return the number of the permutation that ``jigsaw`` drew for a view."""
+    """Return the number of the permutation that ``jigsaw`` drew for a view.
+
+    Args:
+        seed: Seed of the run.
+        epoch: First number of the sample's ``key``.
+        index: Second number of the sample's ``key``.
+        view: Number of the view among all views of the sample, from 0.
+        num_permutations: ``num_permutations`` of the transform.
+    """
     return int(draw_at(draw_rng(seed, epoch, index, view), PERMUTATION) * num_permutations)
 
 
