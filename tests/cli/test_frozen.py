@@ -20,7 +20,7 @@ from selftask.cli.model.load_model import open_frozen
 from selftask.config.load import load_config
 from selftask.config.schema import Component, Config
 from selftask.data.loading.open_data import open_data
-from selftask.data.views import build_pipeline
+from selftask.data.transforms.pipeline import build_pipeline
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.weights import model_source

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from import_graph import LEVELS, Graph, circles, imports
+from import_graph import DATA_LEVELS, LEVELS, Graph, circles, imports
 from selftask.config.compose.recipes import shipped
 from selftask.config.load import load_config, to_yaml
 from selftask.registry import HOOKS, METHODS, REGISTRIES, TRAIN_STEPS
@@ -20,6 +20,7 @@ PACKAGE = ROOT / "ssl" / "selftask"
 FILES = sorted(PACKAGE.rglob("*.py"))
 GRAPH = Graph()
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
+DATA_LEVEL = {name: number for number, names in enumerate(DATA_LEVELS) for name in names}
 TORCH_FREE = (
     *("errors", "registry", "config", "cli"),
     *("data/sources", "data/loading/dataset", "data/loading/open_data"),
@@ -51,6 +52,20 @@ def test_imports_only_go_down() -> None:
                 continue
             beside = level(other) == level(module) == 0  # single files of the bottom
             if level(other) >= level(module) and not beside:
+                wrong.append(f"{module} imports {other}")
+    assert wrong == []
+
+
+def test_imports_within_data_only_go_down() -> None:
+    """Its sub-packages and modules have levels of their own; parts of one level stay apart."""
+    data = "selftask.data."
+    parts = {name.split(".")[2] for name in GRAPH.files if name.startswith(data)}
+    assert parts == set(DATA_LEVEL)
+    wrong = []
+    for module in [name for name in GRAPH.files if name.startswith(data)]:
+        for other in [name for name in GRAPH.edges[module] if name.startswith(data)]:
+            ours, theirs = module.split(".")[2], other.split(".")[2]
+            if ours != theirs and DATA_LEVEL[theirs] >= DATA_LEVEL[ours]:
                 wrong.append(f"{module} imports {other}")
     assert wrong == []
 

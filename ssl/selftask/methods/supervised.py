@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from selftask import classy
 from selftask.config.fields import setting
-from selftask.data.loading.data_module import val_key
+from selftask.data.data_module import val_key
 from selftask.errors import UserError, nearest
 from selftask.methods.families.classification import Classification
 from selftask.models.precision import in_full_precision

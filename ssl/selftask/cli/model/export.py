@@ -255,7 +255,7 @@ def _with_statistics(backbone: nn.Module, config: Config, *, trust: bool) -> nn.
     """Recompute the BatchNorm statistics of the averaged backbone if the run has ``precise_bn``."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from selftask.data.loading.data_module import DataModule
+    from selftask.data.data_module import DataModule
     from selftask.data.loading.open_data import open_received
     from selftask.distributed.device import pick_device
     from selftask.distributed.world import World

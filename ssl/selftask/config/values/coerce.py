@@ -92,6 +92,8 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
     if isinstance(value, list | tuple):
         for item in value:
             check_limits(item, metadata)
+        if metadata.get("rising") and list(value) != sorted(value):
+            raise ValueError("the first number must not be above the second")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     if "min" in metadata and value < metadata["min"]:

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from selftask.data.inspect.worker_pool import Lost, map_images
-from selftask.data.loading.dataset import BadLimit
+from selftask.data.loading.bad_files import BadLimit
 from selftask.data.reading.files import BadImage, now_reading, read_bytes
 from selftask.data.reading.skipped_files import describe
 from selftask.data.source import Source

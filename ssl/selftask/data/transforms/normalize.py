@@ -64,5 +64,5 @@ class Normalize:
     def scale_and_shift(self, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:
         """Return factors and offsets for pixels in 0..255, float32 (C,) each."""
         mean, std = self.moments(channels)
-        centre, width = np.array(mean, dtype=np.float64), np.array(std, dtype=np.float64)
-        return (1 / (255 * width)).astype(np.float32), (-centre / width).astype(np.float32)
+        center, width = np.array(mean, dtype=np.float64), np.array(std, dtype=np.float64)
+        return (1 / (255 * width)).astype(np.float32), (-center / width).astype(np.float32)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.config.schema import Config
 from selftask.data.inspect.contact_sheet import to_pixels
-from selftask.data.loading.dataset import BadFiles, EvalDataset
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.source import Source, channels_of
 from selftask.data.subset import subset_of
-from selftask.data.views import build_pipeline
+from selftask.data.transforms.pipeline import build_pipeline
 from selftask.evaluate.features import extract_features
 from selftask.report.images.gathered import Gathered
 from selftask.report.images.sprite import short_names, thumbnail
@@ -113,12 +114,12 @@ class _Watched:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         reported = time.monotonic()
         for batch in self.batches:
-            views = batch["views"][0].cpu()
+            views = batch.all_views[0].cpu()
             pixels = to_pixels(views, self.config.eval.transforms)
-            numbers = batch["index"].tolist()
+            numbers = batch.index.tolist()
             kept = [place for place, number in enumerate(numbers) if number in self.wanted]
             self.inputs.append(views[kept])
             self.pixels.append(pixels[kept])
