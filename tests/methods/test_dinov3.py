@@ -34,7 +34,7 @@ GRAM: dict[str, list[tuple[float, float]]] = {
         (0.04774957895278931, 0.011477300109011336),
     ],
 }
-# loss/koleo_loss.py, dino_clstoken_loss.py (both global views through one Sinkhorn-Knopp; means over
+# loss/koleo_loss.py, dino_clstoken_loss.py (both global views in one Sinkhorn-Knopp; means over
 # the pairs of global views and over those with a local one, and the gradient of their sum)
 KOLEO = [-0.19169760564639649, -0.14989721109373857]
 DINO = [
@@ -161,6 +161,25 @@ def test_a_given_gram_teacher_is_renewed_as_a_copy_is(tmp_path: Path) -> None:
         copies += [task.steps_done] * (not torch.equal(now, first))
         first = now
     assert copies == [4, 6, 8]
+
+
+def test_the_gram_stage_goes_on_from_a_run_without_one(tmp_path: Path) -> None:
+    """The first stage has no Gram teacher; in the second it is the teacher of the first."""
+    tiny.train("dinov3", tmp_path, "first", "train.epochs=1", "method.gram_start=100%")
+    first = tiny.last_state(tmp_path / "first")["method"]
+    assert not [key for key in first if key.startswith("gram_teacher")]
+    (checkpoint,) = (tmp_path / "first" / "checkpoints").glob("*.pt")
+    steps = tiny.STEPS_PER_EPOCH
+    task = tiny.train(
+        *("dinov3", tmp_path, "second", f"resume={checkpoint}", "train.epochs=2"),
+        *(f"method.gram_start={steps}", "method.gram_copy=0", "method.gram_renewals=0"),
+    )
+    second = tiny.last_state(tmp_path / "second")["method"]
+    copied = {key: item for key, item in second.items() if key.startswith("gram_teacher.")}
+    assert copied
+    for key, item in copied.items():
+        assert torch.equal(item, first[key.removeprefix("gram_")])
+    assert task.last_batch.terms["gram"] > 0
 
 
 def test_a_gram_teacher_of_another_architecture(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ class DINOv3(DINOv2):
             if self.gram_teacher is not None:
                 yield from FrozenModule.of(self.gram_teacher).problems("gram_teacher")
 
+    gram_teacher: Teacher | None
+
     def build_head(self, embed_dim: int) -> nn.Module:
         config = self.config
         return self._head(embed_dim, config.out_dim, config.hidden_dim, config.bottleneck)
@@ -110,7 +112,7 @@ class DINOv3(DINOv2):
         return head
 
     def setup(self, task: Task) -> None:
-        """Build the Gram teacher, and find out at which steps it is copied from the teacher.
+        """Build the Gram teacher, if the run is longer than ``gram_start``.
 
         Raises:
             UserError: If it is copied after the Gram term begins, or given with other weights.
@@ -119,11 +121,15 @@ class DINOv3(DINOv2):
         config, length = self.config, task.length
         self.gram_weight_at = build_schedule(config.gram_weight, length)
         self.gram_start = steps_in(config.gram_start, length)
+        self.gram_teacher, self.copy_steps = None, set[int]()
+        if self.gram_start >= length.total_steps:
+            return
         first, every = (steps_in(t, length) for t in (config.gram_copy, config.gram_renew_every))
-        self.gram_teacher = Teacher(FeatureExtractor(task.base_model.backbone), drop_path=False)  # type: ignore[arg-type]
+        backbone: nn.Module = task.base_model.backbone  # type: ignore[assignment]
+        self.gram_teacher = Teacher(FeatureExtractor(backbone), drop_path=False)
         self.copy_steps = {self.gram_start + n * every for n in range(1, config.gram_renewals + 1)}
         if config.gram_teacher is not None:
-            self._load_gram_teacher(task)
+            self._load_gram_teacher(self.gram_teacher.network.backbone, task)
         elif first > self.gram_start:
             raise UserError(
                 f"method.gram_copy={config.gram_copy}: the Gram teacher is copied at step {first}, "
@@ -132,8 +138,7 @@ class DINOv3(DINOv2):
         else:
             self.copy_steps.add(first)
 
-    def _load_gram_teacher(self, task: Task) -> None:
-        backbone = self.gram_teacher.network.backbone
+    def _load_gram_teacher(self, backbone: nn.Module, task: Task) -> None:
         if is_on_meta(backbone):
             return
         try:
@@ -143,6 +148,15 @@ class DINOv3(DINOv2):
                 "method.gram_teacher: it must be of the same architecture and image size as the "
                 f"backbone, since it is renewed: {str(error).splitlines()[-1].strip()}"
             ) from error
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Go on with a run that had no Gram teacher: it is the given one, or the teacher so far."""
+        ours = f"{prefix}gram_teacher."
+        if self.gram_teacher is not None and not any(key.startswith(ours) for key in state):
+            for name, value in self.gram_teacher.state_dict().items():
+                teachers = state.get(f"{prefix}teacher.{name}", value)
+                state[ours + name] = value if self.config.gram_teacher else teachers
+        super()._load_from_state_dict(state, prefix, *args)
 
     def student_views(self, batch: Batch) -> list[Tensor]:
         """Return all views; global ones are reduced from the size of the Gram teacher's."""
@@ -162,7 +176,7 @@ class DINOv3(DINOv2):
         batch = task.last_batch
         batch["gram_weight"] = self.gram_weight_at(task.where)
         batch["gram_patches"] = None
-        if task.steps_done >= self.gram_start:
+        if self.gram_teacher is not None and task.steps_done >= self.gram_start:
             views = torch.cat(batch.all_views[:NUM_GLOBAL])  # (2 * B, C, H, W)
             grid = self.grid_of(*batch.input.global_views[0].shape[-2:])
             patches = self.gram_teacher(views).tokens.map  # (2 * B, E, scale * h, scale * w)
@@ -183,7 +197,7 @@ class DINOv3(DINOv2):
     def on_update(self, task: Task) -> None:
         """Update the teacher and the centers; copy the teacher at its steps."""
         super().on_update(task)
-        if task.steps_done + 1 in self.copy_steps:
+        if self.gram_teacher is not None and task.steps_done + 1 in self.copy_steps:
             self.gram_teacher.update(self.teacher.network.backbone, momentum=0.0)
 
 
