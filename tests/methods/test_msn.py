@@ -252,7 +252,7 @@ def test_a_batch_in_chunks_is_the_whole_batch() -> None:
 # -- ranks and configs -----------------------------------------------------------------------------
 
 
-def test_world_size_is_invisible() -> None:
+def test_the_divergence_is_that_of_all_ranks() -> None:
     """The run, and the regulariser by itself with its gradient, averaged over ranks."""
     alone = _on_rank(0, 1)
     for one in run_ranks(_on_rank, 2, 2):

@@ -246,6 +246,7 @@ REQUIREMENTS = {
     "index": "the number of each image in the data set",
     "boxes": "the crop boxes of views",
     "captions": "captions",
+    "numbers": "the numbers named by `method.targets`",
 }
 """Values of ``Method.requires``, checked by ``config.checks.requirements``."""
 

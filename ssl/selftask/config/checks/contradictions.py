@@ -88,6 +88,10 @@ def _batch(config: Config) -> Iterator[Problem]:
             f"the {world} processes of launch; try {right}"
         )
         yield ("train", "batch_size"), text
+    least = METHODS.declared(config.method.name, "min_batch_size", 1)
+    if train.batch_size < least:
+        text = f"{config.method.name} compares the images of a batch, and needs at least {least}"
+        yield ("train", "batch_size"), f"train.batch_size={train.batch_size}: {text}"
     step = train.step.name
     ours = TRAIN_STEPS.address(step).module.startswith(TRAIN_STEPS.package)
     if train.accumulate > 1 and ours and step != "accumulate":

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from selftask.batch import Batch, Extras
+from selftask.config.checks.requirements import required
 from selftask.config.schema import num_views
 from selftask.data.cache.fill import decode_once
 from selftask.data.cache.on_device import CachedBatches
@@ -137,7 +138,10 @@ class DataModule:
 
     @property
     def has_test(self) -> bool:
-        """Whether there are labelled images to test on."""
+        """Whether there are images to test on, with labels or the numbers that the method needs."""
+        method, source = self.config.method, self.val_source
+        if source is not None and "numbers" in required(method.name):
+            return extras_of(source).keys() >= {*method.args["targets"]}
         return self._labelled.get("", False)
 
     @property

@@ -53,8 +53,11 @@ class Ahead:
         return sample, done
 
 
-def _tensors(sample: Sample) -> Iterator[Tensor]:
-    for value in sample.values():
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, Tensor) and accelerator.is_accelerator(one.device):
-                yield one
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors on an accelerator, at any depth of dicts and lists."""
+    if isinstance(value, Tensor):
+        if accelerator.is_accelerator(value.device):
+            yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
