@@ -146,18 +146,26 @@ class DINOv2(PrototypeHeads, EMATeacher):
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         head = self.build_head(embed_dim(backbone))
-        patch_head = head if self.config.tied_heads else self.build_head(embed_dim(backbone))
+        patch_head = head if self.config.tied_heads else self.build_patch_head(embed_dim(backbone))
         return DINOv2Network(backbone, head, patch_head)
 
     def build_head(self, embed_dim: int) -> nn.Module:
         return self.prototype_head(embed_dim, trained_length=not self.config.norm_last_layer)
 
+    def build_patch_head(self, embed_dim: int) -> nn.Module:
+        """Build the head of masked patches, if it is not that of the images."""
+        return self.build_head(embed_dim)
+
     def setup(self, task: Task) -> None:
         super().setup(task)
         self.grid_of = adapter_of(task.base_model.backbone).grid  # type: ignore[arg-type]
 
+    def student_views(self, batch: Batch) -> list[Tensor]:
+        """Return the views of the student, the global ones first: all views by default."""
+        return batch.all_views
+
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        views = batch.all_views
+        views = self.student_views(batch)
         grid = self.grid_of(*views[0].shape[-2:])
         batch["masks"] = self.draw_masks(task.config.train.seed, batch.key, grid, views[0].device)
         batch.input = Inputs(views[:NUM_GLOBAL], views[NUM_GLOBAL:], batch["masks"], True)
