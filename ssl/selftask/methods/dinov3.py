@@ -1,6 +1,4 @@
-"""DINOv3: DINOv2 with Gram anchoring, which keeps the similarities between patches.
-
-Siméoni et al., DINOv3, 2025, arXiv:2508.10104; section 4 is on Gram anchoring.
+"""DINOv3: DINOv2 with Gram anchoring (section 4), which keeps the similarities between patches.
 
 B: images per rank; N: patches of a global view of the student, a grid of (h, w); E: width of the
 backbone; K: prototypes.
@@ -40,8 +38,17 @@ Negatives = Literal["keep", "drop"]
 
 @register_method("dinov3")
 class DINOv3(DINOv2):
-    """DINOv3 (arXiv:2508.10104): DINOv2, later with patches as similar as they once were (Gram)."""
+    """DINOv3 (arXiv:2508.10104): DINOv2, later with patches as similar as they once were (Gram).
 
+    Differs from the authors' code:
+
+    * As DINOv2 does: masks, KoLeo, clipping.
+    * The Gram term is of images one by one; there also of a whole batch, as an option. KoLeo has the
+      nearest neighbor; there also several.
+    * RoPE: timm's models do not shift, jitter and rescale coordinates at random.
+    """
+
+    paper = "Siméoni et al., DINOv3, 2025"
     columns = {
         **DINOv2.columns,
         "gram": "Term of the loss: similarities between patches are those of an earlier teacher.",
@@ -107,8 +114,9 @@ class DINOv3(DINOv2):
             embed_dim, out_dim, hidden=hidden, bottleneck=bottleneck, num_layers=num_layers
         )
         if not self.config.norm_last_layer:
-            head.last_layer = nn.Linear(bottleneck, out_dim, bias=False)
-            nn.init.trunc_normal_(head.last_layer.weight, std=0.02)
+            last = nn.Linear(bottleneck, out_dim, bias=False)
+            nn.init.trunc_normal_(last.weight, std=0.02)
+            head.last_layer = last  # type: ignore[assignment]
         return head
 
     def setup(self, task: Task) -> None:
@@ -129,7 +137,7 @@ class DINOv3(DINOv2):
         self.gram_teacher = Teacher(FeatureExtractor(backbone), drop_path=False)
         self.copy_steps = {self.gram_start + n * every for n in range(1, config.gram_renewals + 1)}
         if config.gram_teacher is not None:
-            self._load_gram_teacher(self.gram_teacher.network.backbone, task)
+            self._load_gram_teacher(self.gram_teacher, task)
         elif first > self.gram_start:
             raise UserError(
                 f"method.gram_copy={config.gram_copy}: the Gram teacher is copied at step {first}, "
@@ -138,7 +146,8 @@ class DINOv3(DINOv2):
         else:
             self.copy_steps.add(first)
 
-    def _load_gram_teacher(self, backbone: nn.Module, task: Task) -> None:
+    def _load_gram_teacher(self, teacher: Teacher, task: Task) -> None:
+        backbone: nn.Module = teacher.network.backbone  # type: ignore[assignment]
         if is_on_meta(backbone):
             return
         try:
@@ -198,7 +207,8 @@ class DINOv3(DINOv2):
         """Update the teacher and the centers; copy the teacher at its steps."""
         super().on_update(task)
         if self.gram_teacher is not None and task.steps_done + 1 in self.copy_steps:
-            self.gram_teacher.update(self.teacher.network.backbone, momentum=0.0)
+            backbone: nn.Module = self.teacher.network.backbone  # type: ignore[assignment]
+            self.gram_teacher.update(backbone, momentum=0.0)
 
 
 @in_full_precision

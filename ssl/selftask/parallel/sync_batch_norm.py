@@ -156,9 +156,10 @@ class _Fused(torch.autograd.Function):
         )
         grad_x = None
         if needs[0]:
-            sums = all_reduce_sum(torch.cat([sum_grad, sum_grad_x]), ctx.group).chunk(2)
+            sums = all_reduce_sum(torch.cat([sum_grad, sum_grad_x]), ctx.group)
+            sum_grad, sum_grad_x = sums.chunk(2)
             grad_x = torch.batch_norm_backward_elemt(
-                grad, x, mean, inverse_std, weight, *sums, counts
+                grad, x, mean, inverse_std, weight, sum_grad, sum_grad_x, counts
             )
         return (
             grad_x,

@@ -187,7 +187,7 @@ def place(state: State, backbone: State) -> Placement:
     are resolved by the order of ``LAYOUTS``, then by the shorter prefix.
     """
     clean = with_statistics({_WRAPPERS.sub("", key): value for key, value in state.items()})
-    clean = with_masked_biases(clean, own)
+    clean = with_masked_biases(clean, backbone)
     forms: list[tuple[tuple[int, int], dict[str, str], list[str]]] = []
     for layout in (_PLAIN, *(row for row in LAYOUTS if row.renames)):
         names = {layout.rename(key): key for key in clean}
@@ -222,7 +222,7 @@ def with_statistics(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return complete
 
 
-def with_masked_biases(state: dict[str, Tensor], own: State) -> dict[str, Tensor]:
+def with_masked_biases(state: dict[str, Tensor], backbone: State) -> dict[str, Tensor]:
     """Return the state of a DINOv3 file with biases as timm has them: of q and v, or none.
 
     There a mask keeps the biases of k at 0; those of most released models are all 0. The periods of
@@ -231,7 +231,7 @@ def with_masked_biases(state: dict[str, Tensor], own: State) -> dict[str, Tensor
     masks = [key for key in state if key.endswith(".qkv.bias_mask")]
     if not masks:
         return state
-    has_biases = any(key.endswith(".q_bias") for key in own)
+    has_biases = any(key.endswith(".q_bias") for key in backbone)
     dropped = re.compile(r"(^|\.)(rope_embed|local_cls_norm)\.")
     complete = {key: value for key, value in state.items() if not dropped.search(key)}
     for key in masks:
