@@ -43,8 +43,8 @@ class DINOv3(DINOv2):
     Differs from the authors' code:
 
     * As DINOv2 does: masks, KoLeo, clipping.
-    * The Gram term is of images one by one; there also of a whole batch, as an option. KoLeo has the
-      nearest neighbor; there also several.
+    * The Gram term compares patches of one image; there also of a whole batch, as an option. KoLeo
+      has one neighbor; there also several.
     * RoPE: timm's models do not shift, jitter and rescale coordinates at random.
     """
 
