@@ -109,7 +109,7 @@ def test_every_checkpoint_once(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert tuple(rows) == STEPS and all(set(row) == {"knn_top1"} for row in rows.values())
     assert text.count(": knn\n") == 2
     kept = json.loads((run / "evaluations" / "step_1.jsonl").read_text())
-    assert kept.number == 1 and kept["evaluations"] == ["knn"] and kept["test_images"] == 40
+    assert kept["step"] == 1 and kept["evaluations"] == ["knn"] and kept["test_images"] == 40
     assert f"{kept['knn_top1']:.4f}" == rows[1]["knn_top1"]
 
     again = evaluated(capsys, run, "knn", "knn.k=[1]", "train.threads=1")
