@@ -86,7 +86,7 @@ def test_replay_of_a_missing_folder_names_that_folder(
         ("data.num_workers=al", "data.num_workers='al': expected a whole number"),
         ("eval.evaluations.knn.k=[5,0]", "eval.evaluations.knn.k=[5, 0]: must be at least 1"),
         ("train.accumulate=4", "train.accumulate=4 has no effect"),
-        ("train.grad_scaler.backoff_factor=1", "backoff_factor=1.0: must be below 1"),
+        ("train.grad_scaler.backoff_factor=1", "backoff_factor=1: must be below 1"),
     ],
 )
 def test_key_and_value_stand_once_in_a_message(

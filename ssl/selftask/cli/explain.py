@@ -53,7 +53,7 @@ def explanations(word: str, width: int = 100) -> Iterator[str]:
     yield from (_named(thing, width) for thing in things if thing.name == word)
     for name, facts, text in _records():
         if word in (name, name.rstrip("/")):
-            yield _text(word, facts, text, width)
+            yield _text(name, facts, text, width)
 
 
 def known_words() -> set[str]:

@@ -94,11 +94,12 @@ class Layers(list[Layer]):
     def located(self, key: Key, text: str) -> str:
         """Return the message of a problem with the value at ``key``, with its origin in front.
 
-        A message that begins with key and value does not repeat them for the command line.
+        Key and value stand once in a message that begins with them as on the command line.
         """
         place = self.place_or_around(key)
         name, _, value = (place or "").removeprefix("command line: ").partition("=")
-        if name == dotted(key) and text.startswith((f"{name}=", f"{name}: {value};")):
+        shown = (f"={value}", f"={value!r}", f"={value.replace(',', ', ')}", f": {value};")
+        if name == dotted(key) and text.startswith(tuple(name + form for form in shown)):
             place = "command line"
         return shorten(f"{place}: {text}" if place else text, MAX_MESSAGE)
 
