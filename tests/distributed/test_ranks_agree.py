@@ -15,11 +15,12 @@ from PIL import Image
 
 import tiny
 from ranks import run_ranks
+from selftask.checkpoint import store
 from selftask.config.load import load_config
 from selftask.config.schema import Component, Config
 from selftask.data import fingerprint
 from selftask.data.fingerprint import check_same_on_all_ranks, sample_contents, sampled
-from selftask.data.loading.open_data import open_source
+from selftask.data.open_source import open_source
 from selftask.errors import UserError
 from selftask.task.rank_agreement import check_same_on_ranks
 
@@ -184,3 +185,50 @@ def test_what_is_sampled(tmp_path: Path) -> None:
     assert now["contents"][2] is None and fingerprint.differences(before, now) == []
     older = {key: value for key, value in before.items() if key != "contents"}
     assert fingerprint.differences(older, before) == []
+
+
+def _state(step: int) -> dict[str, Any]:
+    names = ("model", "method", "optimizer", "scaler", "clock", "hooks", "scalars")
+    return {**{name: {} for name in names}, "meters": [], "rng": [], "metrics_bytes": step}
+
+
+def _find_checkpoints(rank: int, folder: Path, steps: list[tuple[list[int], ...]]) -> list[Any]:
+    """Save these steps in a folder of this rank, as if a disk showed different files to each."""
+    answers: list[Any] = []
+    for number, of_rank in enumerate(steps):
+        own = folder / f"{number}_{rank}"
+        own.mkdir()
+        for step in of_rank[rank]:
+            store.save(_state(abs(step)), own, max(step, 1), keep=9)
+        try:
+            found = store.find("auto", own)
+            answers.append(None if found is None else found[1].name)
+        except UserError as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:
+    """All ranks refuse in one line, whichever of them lags; equal ones resume as before."""
+    cases = [
+        ([1, 2], [1, 2]),
+        ([], []),
+        ([1, 2], [2]),
+        ([1, 2], [1]),
+        ([1], []),
+        ([], [1]),
+        ([1], [-9]),
+    ]
+    first, second = run_ranks(_find_checkpoints, 2, tmp_path, cases)
+    same, new, fewer, *others = first
+    assert (same, new, fewer) == ("step_000000002.pt", None, "step_000000002.pt")
+    assert second[:3] == first[:3]
+    lagging, missing, ahead, changed = others
+    assert f"is step_000000002.pt for rank 0 on {HOST}, and step_000000001.pt for rank 1" in lagging
+    assert f"is step_000000001.pt for rank 0 on {HOST}, and none for rank 1" in missing
+    assert f"is none for rank 0 on {HOST}, and step_000000001.pt for rank 1" in ahead
+    assert f"is step_000000001.pt for rank 0 on {HOST}, and another step_000000001.pt" in changed
+    assert all("\n" not in message for message in others)
+    assert [message.partition(" is ")[2] for message in second[3:]] == [
+        message.partition(" is ")[2] for message in others
+    ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selftask.data.loading.data_module import val_key
+from selftask.data.data_module import val_key
 from selftask.distributed.accelerator import forked_rng
 from selftask.distributed.collectives import all_reduce_mean, world_size
 from selftask.errors import UserError

@@ -63,9 +63,8 @@ class Mixup(Hook):
                 f"train.batch_size={task.config.train.batch_size}; an even number is needed"
             )
         self.seed = task.config.train.seed
-        self.num_classes = (
-            getattr(task.loss, "num_classes", None) if "labels" in task.loss.requires else None
-        )
+        has_labels = {"labels", "numbers"}.intersection(task.loss.requires)
+        self.num_classes = getattr(task.loss, "num_classes", None) if has_labels else None
 
     def wrap_batches(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:

@@ -19,7 +19,6 @@ from selftask.logs import LOGGER, add_line, log_result
 from selftask.logs.events import add_event
 from selftask.logs.unreadable import UNREADABLE
 from selftask.report.at_end import write_end_page
-from selftask.report.images.allowance import limit_at_end
 from selftask.run import slurm_job
 from selftask.run.failure import Failure
 from selftask.run.status import Status
@@ -59,7 +58,7 @@ class Ending:
         if self.task.clock.stopped is not None:
             line += f"; {self.task.clock.stopped}"
         self.task.event("finish", line)
-        self._write_page(images_s=limit_at_end(seconds))
+        self._write_page()
         log_result("; ".join([line, *self.unreadable]))
         return 0
 
@@ -139,11 +138,10 @@ class Ending:
                 add_line(self.task.out, line)
             print(line, file=sys.stderr, flush=True)
 
-    def _write_page(self, *, for_rank0: bool = False, images_s: float = 0.0) -> None:
-        """Write the report before the last line of the log, with images if ``images_s`` allows."""
+    def _write_page(self, *, for_rank0: bool = False) -> None:
+        """Write the report before the last line of the log."""
         if self.task.config.train.report and (self.first or for_rank0):
-            task = self.task if images_s else None
-            write_end_page(self.task.out, task=task, images_s=images_s)
+            write_end_page(self.task.out)
 
     def _write_error_for(self, failure: Failure) -> None:
         """Write the error file of a rank that was killed or hangs, if it did not write its own."""

@@ -119,11 +119,20 @@ class Submission:
 
 
 class Executor(SlurmExecutor):
-    """submitit's SLURM executor, extended to return its script without SLURM."""
+    """submitit's SLURM executor, extended to return its script without SLURM.
+
+    ``teardown`` are shell lines after srun, which submitit itself takes from version 1.5.4 on.
+    """
+
+    teardown: Sequence[str] = ()
 
     @classmethod
     def affinity(cls) -> int:
         return 2
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        text: str = super()._make_submission_file_text(command, uid)
+        return "\n".join([text, "# teardown", *self.teardown])
 
     def script(self, runs: int = 1) -> str:
         """Return the sbatch script for ``runs`` runs."""
@@ -161,13 +170,13 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
         nodes=launch.nodes,
         ntasks_per_node=launch.processes,
         setup=[*extra["setup"], *_before()],
-        teardown=[*_afterwards(folder.absolute()), *extra["teardown"], "exit $code"],
         srun_args=["--kill-on-bad-exit=1", *extra["srun_args"]],
         additional_parameters={
             key: value for key, value in options.items() if value not in (None, False)
         },
         **submitits,
     )
+    made.teardown = [*_afterwards(folder.absolute()), *extra["teardown"], "exit $code"]
     return made
 
 

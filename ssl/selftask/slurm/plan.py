@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from selftask.config.checks.grid import title
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
 from selftask.config.compose import recipes
-from selftask.config.compose.endings import is_recipe_file
+from selftask.config.compose.recipes import is_recipe_file
 from selftask.config.compose.sweep import Point, expand_sweep
 from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.config.values.auto_values import MAX_WORKERS
 from selftask.data.loading.open_data import check_data, open_data
-from selftask.errors import ConfigError, UserError
+from selftask.errors import ConfigError, UserError, plural
 from selftask.files.addresses import is_remote
 from selftask.run.status import Status
 from selftask.slurm import queue
@@ -189,7 +189,8 @@ def derived_options(
     workers, notes = config.data.num_workers, []
     if "cpus_per_task" not in chosen_options:
         derived["cpus_per_task"] = max(1, workers)
-        notes.append(f"{derived['cpus_per_task']} CPUs a rank; else launch.slurm.cpus_per_task=N")
+        cpus = derived["cpus_per_task"]
+        notes.append(f"{cpus} {plural('CPU', cpus)} a rank; else launch.slurm.cpus_per_task=N")
     elif config.place("data.num_workers").startswith("auto"):  # from this machine, not the nodes
         workers = min(int(chosen_options["cpus_per_task"]), MAX_WORKERS)
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")

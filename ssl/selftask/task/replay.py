@@ -16,7 +16,7 @@ from selftask.checkpoint import store
 from selftask.checkpoint.manifest import DamagedCheckpoint, read_file
 from selftask.config.load import load_config
 from selftask.config.trust import refuse_addresses
-from selftask.errors import UserError, join_some
+from selftask.errors import UserError, join_some, nearest_path
 from selftask.hooks.failures.dump import unpack
 from selftask.hooks.failures.non_finite import is_finite
 from selftask.random import process_state
@@ -105,6 +105,8 @@ def replay(folder: Path, overrides: list[str], *, trust: bool = False) -> Replay
 
 
 def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    if not folder.exists():
+        raise UserError(f"{folder}: there is no such folder; {nearest_path(folder)}")
     folder = folder if folder.is_dir() else folder.parent
     files = sorted(folder.glob("rank_*.pt"), key=lambda path: int(path.stem[5:]))
     states = sorted(folder.glob("step_*.pt"))

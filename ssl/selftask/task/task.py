@@ -20,7 +20,7 @@ from selftask.classy import ClassyTaskNames
 from selftask.config.load import to_yaml
 from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import Config
-from selftask.data.loading.data_module import DataModule
+from selftask.data.data_module import DataModule
 from selftask.data.loading.open_data import Sources
 from selftask.distributed import device, process_group
 from selftask.distributed.collectives import is_primary

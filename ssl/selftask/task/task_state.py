@@ -21,6 +21,7 @@ from selftask.config.values.budget import show_bytes
 from selftask.data.fingerprint import differences
 from selftask.distributed.collectives import barrier, gather_objects, is_primary
 from selftask.errors import UserError, plural
+from selftask.files.received import UnreadableFile
 from selftask.logs import get_logger
 from selftask.optim.build import lr_schedule
 from selftask.random import process_state
@@ -184,9 +185,10 @@ def open_writer(config: Config, out: Path) -> CheckpointWriter:
 def _read(task: Task, path: Path) -> dict[str, Any]:
     """Load a checkpoint, or this rank's part of a sharded one.
 
-    Raises DamagedCheckpoint on every rank if it is damaged on any.
+    Raises DamagedCheckpoint or OSError on every rank if it cannot be read on any.
     """
-    damage, state = "", {}
+    failure: Exception | None = None
+    state: dict[str, Any] = {}
     try:
         if path.is_dir():
             from selftask.checkpoint import sharded
@@ -199,11 +201,13 @@ def _read(task: Task, path: Path) -> dict[str, Any]:
             )
         else:
             state = store.load(path)
-    except manifest.DamagedCheckpoint as error:
-        damage = str(error)
-    damages = [text for text in gather_objects(damage) if text]
-    if damages:
-        raise manifest.DamagedCheckpoint(damages[0])
+    except (manifest.DamagedCheckpoint, UnreadableFile) as error:
+        failure = manifest.DamagedCheckpoint(str(error))
+    except OSError as error:
+        failure = error
+    for of_rank in gather_objects(failure):
+        if of_rank is not None:
+            raise of_rank
     return state
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from selftask.config.fields import setting
+from selftask.optim.field_arguments import FieldArguments
 from selftask.registry import register_optimizer
 
 
 @register_optimizer("adam")
 @dataclass(frozen=True, kw_only=True)
-class Adam:
+class Adam(FieldArguments):
     """torch.optim.Adam; weight decay is added to the gradient, unlike in AdamW."""
+
+    optimizer = torch.optim.Adam
+    options: ClassVar[dict[str, Any]] = {"fused": True}
 
     betas: tuple[float, float] = setting((0.9, 0.999), of="schedules", min=0, below=1)
     """Decay of the first and second moment."""
@@ -22,8 +26,3 @@ class Adam:
     """Term added to the denominator for numerical stability."""
     amsgrad: bool = False
     """Whether to divide by the maximum of the second moment so far (arXiv:1904.09237)."""
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(
-            groups, betas=self.betas, eps=self.eps, amsgrad=self.amsgrad, fused=True
-        )

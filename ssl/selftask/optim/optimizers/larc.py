@@ -12,32 +12,10 @@ import torch
 from torch import Tensor
 
 from selftask.config.fields import setting
+from selftask.optim.field_arguments import FieldArguments
+from selftask.optim.gradients import whole_norms
 from selftask.optim.optimizers.lars import LARS
 from selftask.registry import register_optimizer
-
-
-@register_optimizer("larc")
-@dataclass(frozen=True, kw_only=True)
-class LARCConfig:
-    """LARC without clipping: every parameter is adapted. Used by SwAV and DeepCluster v2.
-
-    These methods also decay every parameter: ``decay_1d: true``.
-    """
-
-    sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
-    """Momentum."""
-    trust_coefficient: float = setting(1e-3, above=0)
-    """Trust coefficient, eta in the paper."""
-    eps: float = setting(1e-8, above=0)
-    """Term added to the denominator, so that the rate is finite for a tiny gradient."""
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return LARC(
-            groups,
-            momentum=self.sgd_momentum,
-            trust_coefficient=self.trust_coefficient,
-            eps=self.eps,
-        )
 
 
 class LARC(LARS):
@@ -55,11 +33,32 @@ class LARC(LARS):
         self.eps = eps
         super().__init__(params, **defaults)
 
-    def _adapt(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        weight_norm, grad_norm, decay = weight.norm(), grad.norm(), group["weight_decay"]
-        rate = (
-            group["trust_coefficient"] * weight_norm / (grad_norm + decay * weight_norm + self.eps)
+    def _rates(
+        self, weights: list[Tensor], grads: list[Tensor], steps: list[Tensor], group: dict[str, Any]
+    ) -> Tensor:
+        of_weights, of_grads = whole_norms(weights), whole_norms(grads)
+        rates = (
+            group["trust_coefficient"]
+            * of_weights
+            / (of_grads + group["weight_decay"] * of_weights + self.eps)
         )
-        alive = (weight_norm > 0) & (grad_norm > 0)
-        rate = torch.where(alive, rate, torch.ones_like(rate))
-        return (grad + weight * (decay * alive.to(weight.dtype))) * rate
+        # a gradient of zero: no weight decay
+        return torch.where(of_weights > 0, rates, 1.0).where(of_grads > 0, 0.0)
+
+
+@register_optimizer("larc")
+@dataclass(frozen=True, kw_only=True)
+class LARCConfig(FieldArguments):
+    """LARC without clipping: every parameter is adapted. Used by SwAV and DeepCluster v2.
+
+    These methods also decay every parameter: ``decay_1d: true``.
+    """
+
+    optimizer = LARC
+
+    sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
+    """Momentum."""
+    trust_coefficient: float = setting(1e-3, above=0)
+    """Trust coefficient, eta in the paper."""
+    eps: float = setting(1e-8, above=0)
+    """Term added to the denominator, so that the rate is finite for a tiny gradient."""

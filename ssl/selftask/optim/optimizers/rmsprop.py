@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from selftask.config.fields import setting
+from selftask.optim.field_arguments import FieldArguments
 from selftask.registry import register_optimizer
 
 
 @register_optimizer("rmsprop")
 @dataclass(frozen=True, kw_only=True)
-class RMSprop:
+class RMSprop(FieldArguments):
     """torch.optim.RMSprop."""
+
+    optimizer = torch.optim.RMSprop
 
     alpha: float = setting(0.99, min=0, below=1)
     """Decay of the mean square of the gradient."""
@@ -23,13 +25,4 @@ class RMSprop:
     sgd_momentum: float = setting(0.0, of="schedules", min=0, below=1)
     """Momentum."""
     centered: bool = False
-    """Whether to normalise by the variance: the squared mean gradient is subtracted."""
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(
-            groups,
-            alpha=self.alpha,
-            eps=self.eps,
-            momentum=self.sgd_momentum,
-            centered=self.centered,
-        )
+    """Whether to normalize by the variance: the squared mean gradient is subtracted."""

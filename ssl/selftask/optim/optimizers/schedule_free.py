@@ -16,57 +16,12 @@ import torch
 from torch import Tensor
 
 from selftask.config.fields import setting
-from selftask.optim.per_parameter import PerParameter
+from selftask.optim.field_arguments import FieldArguments
+from selftask.optim.per_group import PerGroup
 from selftask.registry import register_optimizer
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Config:
-    interpolation: float = setting(0.9, above=0, max=1)
-    """Weight of the average x in the point y at which gradients are computed; beta1 of AdamW."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        """Yield a problem if the learning rate decays, or if a hook also averages weights."""
-        section = config["optimizer"]
-        name = section["name"]
-        key = "lr" if isinstance(section["lr"], dict) and "name" in section["lr"] else "schedule"
-        schedule = section[key]["name"] if isinstance(section[key], dict) else section[key]
-        if schedule != "constant":
-            yield (
-                f"optimizer.{key}={schedule!r}: {name} averages weights instead of lowering the "
-                "lr; set optimizer.schedule=constant (a warm-up is fine)"
-            )
-        for hook, args in config["hooks"].items():
-            if (args or {}).get("name", hook) in ("ema", "swa"):
-                yield f"hooks.{hook}: {name} averages weights itself; take one of them out"
-
-
-@register_optimizer("schedule_free_adamw")
-@dataclass(frozen=True, kw_only=True)
-class ScheduleFreeAdamWConfig(_Config):
-    """Schedule-free AdamW; needs ``schedule: constant`` and keeps three states per weight."""
-
-    beta2: float = setting(0.999, min=0, below=1)
-    """Decay of the second moment."""
-    eps: float = setting(1e-8, min=0)
-    """Term added to the denominator for numerical stability."""
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return ScheduleFreeAdamW(
-            groups, interpolation=self.interpolation, beta2=self.beta2, eps=self.eps
-        )
-
-
-@register_optimizer("schedule_free_sgd")
-@dataclass(frozen=True, kw_only=True)
-class ScheduleFreeSGDConfig(_Config):
-    """Schedule-free SGD; needs ``schedule: constant`` and keeps two states per weight."""
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return ScheduleFreeSGD(groups, interpolation=self.interpolation)
-
-
-class ScheduleFree(PerParameter):
+class ScheduleFree(PerGroup):
     """Base class: the update of y by a step's direction d and rate, algorithm 1 of the paper::
 
         z <- z - rate * d - rate * weight_decay * y
@@ -89,7 +44,11 @@ class ScheduleFree(PerParameter):
     ) -> tuple[Tensor, float]:
         """Return direction and rate of the step."""
 
-    def update(self, y: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def update_group(self, weights: list[Tensor], grads: list[Tensor], group: Any) -> None:
+        for y, grad in zip(weights, grads, strict=True):
+            self._update(y, grad, group)
+
+    def _update(self, y: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[y]
         if not state:
             state.update(z=y.clone(), x=y.clone(), rates=0.0)
@@ -150,3 +109,45 @@ class ScheduleFreeAdamW(ScheduleFree):
         square = state["square"].lerp_(grad.square(), 1 - beta2)
         rate = group["lr"] * (1 - beta2 ** state["step"]) ** 0.5
         return grad / square.sqrt().add_(group["eps"]), rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config(FieldArguments):
+    interpolation: float = setting(0.9, above=0, max=1)
+    """Weight of the average x in the point y at which gradients are computed; beta1 of AdamW."""
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        """Yield a problem if the learning rate decays, or if a hook also averages weights."""
+        section = config["optimizer"]
+        name = section["name"]
+        key = "lr" if isinstance(section["lr"], dict) and "name" in section["lr"] else "schedule"
+        schedule = section[key]["name"] if isinstance(section[key], dict) else section[key]
+        if schedule != "constant":
+            yield (
+                f"optimizer.{key}={schedule!r}: {name} averages weights instead of lowering the "
+                "lr; set optimizer.schedule=constant (a warm-up is fine)"
+            )
+        for hook, args in config["hooks"].items():
+            if (args or {}).get("name", hook) in ("ema", "swa"):
+                yield f"hooks.{hook}: {name} averages weights itself; take one of them out"
+
+
+@register_optimizer("schedule_free_adamw")
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFreeAdamWConfig(_Config):
+    """Schedule-free AdamW; needs ``schedule: constant`` and keeps three states per weight."""
+
+    optimizer = ScheduleFreeAdamW
+
+    beta2: float = setting(0.999, min=0, below=1)
+    """Decay of the second moment."""
+    eps: float = setting(1e-8, min=0)
+    """Term added to the denominator for numerical stability."""
+
+
+@register_optimizer("schedule_free_sgd")
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFreeSGDConfig(_Config):
+    """Schedule-free SGD; needs ``schedule: constant`` and keeps two states per weight."""
+
+    optimizer = ScheduleFreeSGD

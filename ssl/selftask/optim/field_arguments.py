@@ -1,0 +1,20 @@
+"""Base class of optimizer configs whose fields are the arguments of a torch optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, ClassVar
+
+
+class FieldArguments:
+    """Config of an optimizer: a dataclass whose fields are its arguments."""
+
+    optimizer: ClassVar[Any]
+    """Class of torch's interface, called with parameter groups and the fields."""
+    options: ClassVar[dict[str, Any]] = {}
+    """Arguments that are not fields."""
+
+    def build(self, groups: list[dict[str, Any]]) -> Any:
+        """Return the optimizer; a field ``sgd_momentum`` is its argument ``momentum``."""
+        arguments: Any = {f.name.removeprefix("sgd_"): getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return self.optimizer(groups, **self.options, **arguments)
