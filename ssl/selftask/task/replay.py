@@ -16,7 +16,7 @@ from selftask.checkpoint import store
 from selftask.checkpoint.manifest import DamagedCheckpoint, read_file
 from selftask.config.load import load_config
 from selftask.config.trust import refuse_addresses
-from selftask.errors import UserError, nearest_path
+from selftask.errors import UserError, join_some, nearest_path
 from selftask.hooks.failures.dump import unpack
 from selftask.hooks.failures.non_finite import is_finite
 from selftask.random import process_state
@@ -60,11 +60,11 @@ class Replay:
         for text in self.images:
             yield f"images that are not finite: {text}"
         if self.weights:
-            yield f"weights that are not finite before the step: {_listed(self.weights)}"
+            yield f"weights that are not finite before the step: {join_some(self.weights, 4)}"
         if self.module:
             yield f"first module whose output is not finite: {self.module}"
         if self.gradients:
-            yield f"gradients that are not finite, last layer first: {_listed(self.gradients)}"
+            yield f"gradients that are not finite, last layer first: {join_some(self.gradients, 4)}"
         problem = self.images or self.weights or self.module or self.gradients
         if not problem and math.isfinite(self.loss):
             yield (
@@ -200,8 +200,3 @@ def _bad_images(views: dict[str, list[Tensor]], index: Tensor) -> list[str]:
                     f"view {name}[{number}] of {int(bad.sum())} images (index {images})"
                 )
     return problems
-
-
-def _listed(names: list[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

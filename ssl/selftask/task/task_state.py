@@ -97,13 +97,12 @@ def restore(task: Task, state: dict[str, Any]) -> None:
     for meter, meter_state in zip(task.meters, state["meters"], strict=False):
         meter.set_classy_state(meter_state)
     task.scalars = dict(state["scalars"])
-    task.history.load_state_dict(state.get("history", {}))  # missing in older runs
-    if "unreadable" in state:  # missing in older runs, which keep their lists
-        task.data_module.restore_unreadable(state["unreadable"])
+    task.history.load_state_dict(state["history"])
+    task.data_module.restore_unreadable(state["unreadable"])
     if task.world.rank < len(state["rng"]):
         process_state.set_rng_state(state["rng"][task.world.rank])
     if task.device.type == "cpu":
-        _keep_threads(task, state.get("threads", []))  # missing in older runs
+        _keep_threads(task, state["threads"])
 
 
 def _restore_hooks(task: Task, states: dict[str, Any]) -> None:
@@ -260,8 +259,6 @@ def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
 
 def _log_new_length(task: Task, state: dict[str, Any]) -> None:
     """Warn if the length of the run has changed, since progress and schedules then jump."""
-    if "length" not in state:
-        return
     before, now = RunLength(**state["length"]), task.length
     if before.total_batches == now.total_batches:
         return
@@ -280,7 +277,7 @@ def _log_new_length(task: Task, state: dict[str, Any]) -> None:
 
 def _log_new_statistics(task: Task, state: dict[str, Any]) -> None:
     """Warn if BatchNorm now computes its statistics over another number of images."""
-    if task.config.parallel.sync_batch_norm == "all" or "length" not in state:
+    if task.config.parallel.sync_batch_norm == "all":
         return
     before, now = len(state["rng"]), task.world.size
     images = state["length"]["batch_size"] // before, task.length.batch_size // now
