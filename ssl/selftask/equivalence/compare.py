@@ -51,20 +51,16 @@ def merge(records: list[Record]) -> Record:
         )
     for losses in zip(*(r["loss"] for r in records), strict=True):
         merged.setdefault("loss", []).append({"": list(losses)})
-    for grads in zip(*(r["gradients"] for r in records), strict=True):
-        names = {name for grad in grads for name in grad}
-        merged.setdefault("gradients", []).append(
-            {name: [grad.get(name) for grad in grads] for name in names}
-        )
-    for states in zip(*(r["method"] for r in records), strict=True):
-        names = {name for state in states for name in state}
-        merged.setdefault("method", []).append(
-            {name: [state.get(name) for state in states] for name in names}
-        )
-    for part in _FINAL:
-        names = {name for record in records for name in record[part]}
-        merged[part] = {name: [record[part].get(name) for record in records] for name in names}
-    return merged
+    for quantity in ("gradients", "method"):
+        for of_ranks in zip(*(r[quantity] for r in records), strict=True):
+            merged.setdefault(quantity, []).append(_by_name(of_ranks))
+    return merged | {part: _by_name([record[part] for record in records]) for part in _FINAL}
+
+
+def _by_name(of_ranks: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of all ranks by name, with None for a rank that has no such value."""
+    names = {name for values in of_ranks for name in values}
+    return {name: [values.get(name) for values in of_ranks] for name in names}
 
 
 def compare(one: Record, records: list[Record], ranks: str) -> Iterator[Row]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
 import torch
@@ -35,6 +35,12 @@ class Features:
     features: Tensor  # (N, E) float32
     targets: Tensor  # (N,) int64; -1 for images without a label
     indices: Tensor  # index of the image in the data set
+
+    @classmethod
+    def joined(cls, parts: Sequence[Features]) -> Features:
+        """Return the rows of all parts, one part after another."""
+        columns = ([getattr(part, field.name) for part in parts] for field in fields(cls))
+        return cls(*map(torch.cat, columns))
 
     def __len__(self) -> int:
         return len(self.features)
@@ -110,11 +116,7 @@ def collect(batches: Iterable[Features]) -> Features:
     parts = list(batches)
     if not parts:
         raise UserError("there are no images to take features of")
-    whole = (
-        torch.cat([getattr(part, name) for part in parts])
-        for name in ("features", "targets", "indices")
-    )
-    features = Features(*whole)
+    features = Features.joined(parts)
     features.check_finite()
     return features
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from selftask.data.labels import is_labelled
@@ -175,10 +174,4 @@ def _of_all_ranks(part: Features) -> Features:
     """Return the features of all ranks in rank order, which is the order of the data set."""
     if world_size() == 1:
         return part
-    parts = gather_objects(part)
-    return Features(
-        *(
-            torch.cat([getattr(p, name) for p in parts])
-            for name in ("features", "targets", "indices")
-        )
-    )
+    return Features.joined(gather_objects(part))
