@@ -64,21 +64,21 @@ setup(
         "submitit>=1.5",
         "hydra-core>=1.3",
         "omegaconf>=2.3",
-        "timm>=1.0.31",
+        "timm>=1.0.31",  # before, a Swin has no dynamic_img_size
         "scikit-learn>=1.5",
         "scipy>=1.13",
         "safetensors>=0.5",
         "rich>=13.7",
         "numpy>=2.1",
         "pillow>=11.3",  # before, its wheels read no AVIF
-        "opencv-python-headless>=5.0.0.93",  # before, nearest neighbours were not Pillow's
+        "opencv-python-headless>=4.10.0.84",
         "simplejpeg>=1.8",
         "pyyaml>=6.0.1",
     ],
     extras_require={
         "data": [
             "pyarrow>=17",
-            "h5py>=3.12",
+            "h5py>=3.12.1",  # 3.12.0 is yanked
             "lmdb>=1.5.1",
             "fsspec[http]>=2024.6",
             "tifffile>=2024.8.10",
@@ -98,7 +98,7 @@ setup(
             ),
             *(
                 "pyarrow>=17",
-                "h5py>=3.12",
+                "h5py>=3.12.1",  # 3.12.0 is yanked
                 "lmdb>=1.5.1",
                 "fsspec[http]>=2024.6",
                 "tifffile>=2024.8.10",

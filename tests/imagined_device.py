@@ -6,7 +6,8 @@ be undone; tests use it in a process of their own (``in_process``).
 
 Inside ``ImaginedDevice`` tensors can be on the device. Their values are those of the CPU. As on a
 GPU, an operation on tensors of both devices raises an error, except for 0-d tensors of the CPU.
-Operations that would make the host wait for the device are collected in ``waits``.
+Operations that would make the host wait for the device are collected in ``waits``, and those that
+read what another stream may still write, or may free too early, in ``races``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from __future__ import annotations
 import linecache
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ class OnDevice(Tensor):
     """A tensor on the imagined device; ``values`` is the tensor on the CPU."""
 
     values: Tensor
+    stream: _Stream  # the stream that wrote it last
+    number: int  # of its operation on that stream
+    in_use: set[_Stream]  # streams that the allocator waits for before it reuses the memory
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -69,6 +73,8 @@ class OnDevice(Tensor):
             device=torch.device(NAME, 0),
         )
         made.values = values
+        made.in_use = {_streams[-1]}
+        made.written()
         return made  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -87,7 +93,12 @@ class OnDevice(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         raise MixedDevices(f"{_place()}: numpy() of a tensor that is not on the CPU")
 
-    def record_stream(self, stream: Any) -> None: ...
+    def written(self) -> None:
+        self.stream = _streams[-1]
+        self.number = self.stream.launch()
+
+    def record_stream(self, stream: Any) -> None:
+        self.in_use.add(stream)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
@@ -104,7 +115,9 @@ class OnDevice(Tensor):
 class ImaginedDevice(TorchDispatchMode):
     """Context in which tensors can be on the device.
 
-    ``waits`` lists where the host would have waited for it: ``file:line``, source and operation.
+    ``waits`` lists where the host would have waited for it: ``file:line``, source and operation;
+    ``races`` lists uses of a tensor on a stream that has not waited for the one that made it, or
+    without ``record_stream``.
     """
 
     entered: list[ImaginedDevice] = []
@@ -112,6 +125,7 @@ class ImaginedDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.races: list[str] = []
 
     def __enter__(self) -> ImaginedDevice:
         _register()
@@ -153,11 +167,16 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if not inside and (asked is None or asked.type != NAME):
         return func(*args, **kwargs)
     op = func.overloadpacket
+    _check_streams(func, tensors)
     if inside and op not in _COPIES:
         _check_devices(func, tensors)
     if _makes_host_wait(op, args, kwargs, tensors):
         _report_wait(func)
     out = func(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
+    if func._schema.is_mutable:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                tree_map(lambda x: x.written() if isinstance(x, OnDevice) else None, value)
     to_cpu = asked is not None and asked.type == "cpu"
     if op is aten.copy_ or to_cpu:
         return args[0] if op is aten.copy_ else out
@@ -211,8 +230,27 @@ def _indices(args: Any) -> list[Tensor]:
 
 
 def _report_wait(func: Any) -> None:
+    now = _streams[-1]
+    now.finished = now.launched
     for mode in ImaginedDevice.entered:
         mode.waits.append(f"{_place()}: {func}")
+
+
+def _check_streams(func: Any, tensors: list[Tensor]) -> None:
+    """Report tensors of a stream that the current one has not waited for.
+
+    Tensors of the default stream are not checked for ``record_stream``: they outlive side streams.
+    """
+    now = _streams[-1]
+    for x in tensors:
+        if not isinstance(x, OnDevice) or x.stream is now:
+            continue
+        is_made = x.number <= max(x.stream.finished, now.waited_for.get(x.stream, 0))
+        is_kept = not x.in_use.isdisjoint((now, _streams[0]))
+        problem = "" if is_made else "no wait_event"
+        problem = problem if problem or is_kept else "no record_stream"
+        for mode in ImaginedDevice.entered if problem else ():
+            mode.races.append(f"{_place()}: {func}: {problem}")
 
 
 def _place() -> str:
@@ -239,24 +277,54 @@ _libraries: list[Any] = []  # what a library registers ends with it
 
 class _Event:
     def __init__(self, enable_timing: bool = False) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
+
+    def record(self, stream: _Stream | None = None) -> None:
+        self.stream = stream or _streams[-1]
+        self.number = self.stream.launched
+
+    def wait(self, stream: _Stream | None = None) -> None:
+        (stream or _streams[-1]).wait_event(self)
+
+    def synchronize(self) -> None:
+        self.stream.finished = max(self.stream.finished, self.number)
+
     def elapsed_time(self, other: _Event) -> float:
         return 0.0
 
 
 class _Stream:
-    def __init__(self, device: Any = None) -> None: ...
-    def wait_event(self, event: _Event) -> None: ...
+    def __init__(self, device: Any = None) -> None:
+        self.launched = 0  # number of the last operation
+        self.finished = 0  # number of the last one that the host has waited for
+        self.waited_for: dict[_Stream, int] = {}
+
+    def launch(self) -> int:
+        self.launched += 1
+        return self.launched
+
+    def wait_event(self, event: _Event) -> None:
+        before = self.waited_for.get(event.stream, 0)
+        self.waited_for[event.stream] = max(before, event.number)
+
+
+_streams = [_Stream()]  # the default one, and the entered ones
+
+
+@contextmanager
+def _entered(stream: _Stream) -> Iterator[None]:
+    _streams.append(stream)
+    try:
+        yield
+    finally:
+        _streams.pop()
 
 
 class _Module:
     """``torch.imagined``."""
 
     Event, Stream = _Event, _Stream
-    current_stream = staticmethod(_Stream)
-    stream = staticmethod(nullcontext)
+    current_stream = staticmethod(lambda device=None: _streams[-1])
+    stream = staticmethod(_entered)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
     is_available = staticmethod(lambda: True)
@@ -293,6 +361,8 @@ class _Module:
 
     @staticmethod
     def synchronize(device: Any = None) -> None:
+        for stream in _streams:
+            stream.finished = stream.launched
         _report_wait("synchronize")
 
 

@@ -20,7 +20,7 @@ from selftask.config.load import load_config
 from selftask.config.schema import Component, Config
 from selftask.data import fingerprint
 from selftask.data.fingerprint import check_same_on_all_ranks, sample_contents, sampled
-from selftask.data.loading.open_data import open_source
+from selftask.data.open_source import open_source
 from selftask.errors import UserError
 from selftask.task.rank_agreement import check_same_on_ranks
 

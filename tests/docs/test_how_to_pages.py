@@ -56,6 +56,23 @@ def _dinov2_file(path: Path) -> None:
     torch.save({**model.state_dict(), "mask_token": torch.zeros(1, 384)}, path)
 
 
+def _dinov3_file(path: Path) -> None:
+    """Weights as Meta released them: names of its own, and biases of qkv that are 0."""
+    import timm
+
+    state = timm.create_model("vit_small_patch16_dinov3", pretrained=False).state_dict()
+    names = (("gamma_1", "ls1.gamma"), ("gamma_2", "ls2.gamma"), ("reg_token", "storage_tokens"))
+    released = {}
+    for key, value in state.items():
+        for theirs, metas in names:
+            key = key.replace(theirs, metas)
+        released[key] = value
+        if key.endswith("qkv.weight"):
+            bias = torch.zeros(len(value))
+            released |= {f"{key[:-6]}bias": bias, f"{key[:-6]}bias_mask": bias}
+    torch.save({**released, "mask_token": torch.zeros(1, 384)}, path)
+
+
 def _vissl_file(path: Path) -> None:
     """A checkpoint of VISSL: torchvision's weights under the name of its trunk."""
     import torchvision
@@ -71,6 +88,7 @@ def _vissl_file(path: Path) -> None:
 
 FILES = {
     "dinov2_vits14_pretrain.pth": _dinov2_file,
+    "dinov3_vits16_pretrain.pth": _dinov3_file,
     "model_final_checkpoint_phase199.torch": _vissl_file,
 }
 

@@ -1,4 +1,4 @@
-"""The files and commands of docs/methods.md work, as someone would type them in an empty folder."""
+"""The methods of the docs work, as someone would type files and commands in an empty folder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+PAGES = ("docs/methods.md", "docs/method-examples.md")
+PAGE = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
 FILES = {name: text for text, name in re.findall(r"```\w+\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)}
-METHODS = ("smallest", "nnclr", "slow", "painter", "gram", "tokens")
+METHODS = (
+    *("smallest", "nnclr", "slow", "painter", "gram", "tokens"),
+    *("lejepa", "steady", "rotation"),
+)
 LONGEST = 60  # lines of a method's file
 
 
@@ -30,11 +35,21 @@ def test_every_block_is_one_of_the_files_that_run() -> None:
     assert {name for name, text in FILES.items() if text.count("\n") > LONGEST} == set()
 
 
+def _write_clips(folder: Path) -> None:
+    """Write four clips of seven frames."""
+    for clip in range(4):
+        (folder / f"clips/{clip}").mkdir(parents=True)
+        for frame in range(7):
+            image = Image.new("RGB", (40, 40), (60 * clip, 30 * frame, 90))
+            image.save(folder / f"clips/{clip}/frame_{frame}.png")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_commands_of_the_page_run(method: str, tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    _write_clips(tmp_path)
     commands = _commands(method)
     assert any(" check " in command for command in commands)
     assert any(" train " in command for command in commands)

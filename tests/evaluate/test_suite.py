@@ -95,7 +95,7 @@ def nearest_accuracy(run: Path, step: int) -> float:
     with torch.no_grad():
         sets = []
         for batches in (task.data_module.labelled_samples(), task.data_module.test_samples("")):
-            parts = [(network(batch["views"][0]), batch["target"]) for batch in batches]
+            parts = [(network(batch.all_views[0]), batch.labels) for batch in batches]
             sets.append([torch.cat(column) for column in zip(*parts, strict=True)])
     task.close()
     (bank, labels), (queries, truth) = sets
@@ -109,7 +109,7 @@ def test_every_checkpoint_once(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert tuple(rows) == STEPS and all(set(row) == {"knn_top1"} for row in rows.values())
     assert text.count(": knn\n") == 2
     kept = json.loads((run / "evaluations" / "step_1.jsonl").read_text())
-    assert kept["step"] == 1 and kept["evaluations"] == ["knn"] and kept["test_images"] == 40
+    assert kept.number == 1 and kept["evaluations"] == ["knn"] and kept["test_images"] == 40
     assert f"{kept['knn_top1']:.4f}" == rows[1]["knn_top1"]
 
     again = evaluated(capsys, run, "knn", "knn.k=[1]", "train.threads=1")

@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from selftask.config.schema import Component
-from selftask.data.loading.data_module import DataModule
+from selftask.data.data_module import DataModule
 from selftask.data.loading.open_data import Sources
 from selftask.hooks.base import function_hook
 from selftask.task import Task

@@ -23,8 +23,8 @@ def test_the_opening_lines_name_what_is_trained() -> None:
     run, model = opening_lines(config, network, method, 3)
     assert run == "run: dino/vit_small_imagenet, out=runs/mine, seed 0"
     assert model == (
-        "model: dino on vit_small of 11.7 M parameters, 1.8 G multiply-adds per image of 224 x 224 "
-        "pixels; 13.7 M are trained, the head's included; "
+        "model: dino on vit_small of 11.7 M parameters, 1.81 G multiply-adds per image of "
+        "224 x 224 pixels; 13.7 M are trained, the head's included; "
         "views: 1 first of 224 x 224 pixels, 1 second of 224 x 224 pixels, 8 local of 96 x 96 "
         "pixels"
     )

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.optim.build import build_optimizer
+from selftask.optim.optimizers.lamb import LAMB
 from selftask.optim.optimizers.larc import LARC
 from selftask.optim.optimizers.lars import LARS
+from selftask.optim.optimizers.lion import Lion
 
 STEPS = 6
 MOMENTUM, DECAY, TRUST = 0.9, 0.1, 0.02
@@ -139,3 +142,28 @@ def test_larc_by_name_adapts_and_decays_norms_and_biases() -> None:
     expected, _ = larc([1.0] * 3, [1.0, 2.0, 3.0], [0.0] * 3, 1.0)
     optimizer.step(where=0.0)
     assert norm_layer.weight.tolist() == pytest.approx(expected, rel=1e-13)
+
+
+class Counter(TorchDispatchMode):
+    """Number of operations, of which one of torch's foreach functions is one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is not torch.ops.aten.detach.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [LARS, LARC, LAMB, Lion])
+def test_a_step_has_as_many_operations_for_any_number_of_parameters(kind: Any) -> None:
+    counts = []
+    for number in (3, 30):
+        parameters = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(number)]
+        for parameter in parameters:
+            parameter.grad = torch.ones(2, 3)
+        optimizer = kind(parameters, lr=0.1, weight_decay=0.1)
+        optimizer.step()  # makes the state
+        with Counter() as counter:
+            optimizer.step()
+        counts.append(counter.count)
+    assert counts[0] == counts[1] < 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from small_student import whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
 
 import selftask.parallel.build as parallel_build
 import selftask.task.build as task_build
@@ -22,6 +24,7 @@ from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.network import Network
 from selftask.parallel import rank_groups as groups_module
+from selftask.parallel import sync_batch_norm
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.parallel.blocks import find_blocks
 from selftask.parallel.build import build_reduction, save_activations, synchronize
@@ -222,19 +225,115 @@ def synchronized(rank: int) -> list[dict[str, Tensor]]:
     return results
 
 
+def assert_one_batch(parts: Sequence[dict[str, Tensor]], whole: dict[str, Tensor]) -> None:
+    """Results of ranks, joined or summed, are those of one rank with all rows."""
+    for key, expected in whole.items():
+        if key in ("y", "dx", "eval"):
+            joined = torch.cat([part[key] for part in parts])
+        elif key.startswith("d"):
+            joined = torch.stack([part[key] for part in parts]).sum(0)
+        else:
+            joined = parts[0][key]
+        torch.testing.assert_close(joined, expected, rtol=1e-9, atol=1e-12, msg=key)
+
+
+def reference_kernels() -> torch.library.Library:
+    """Define torch's CUDA kernels of SyncBatchNorm on the CPU, by their formulas."""
+
+    def dims(x: Tensor) -> list[int]:
+        return [dim for dim in range(x.dim()) if dim != 1]
+
+    def wide(values: Tensor, x: Tensor) -> Tensor:
+        return values.view(1, -1, *[1] * (x.dim() - 2))
+
+    def stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        variance, mean = torch.var_mean(x, dims(x), correction=0)
+        return mean, (variance + eps).rsqrt()
+
+    def gather(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        means, inverse_stds, running_mean, running_var, momentum, eps, counts = arguments
+        share = (counts / counts.sum())[:, None]
+        mean = (share * means).sum(0)
+        variance = (share * (inverse_stds**-2 - eps + (means - mean) ** 2)).sum(0)
+        if running_mean is not None:
+            running_mean.lerp_(mean, momentum)
+            running_var.lerp_(variance * counts.sum() / (counts.sum() - 1), momentum)
+        return mean, (variance + eps).rsqrt()
+
+    def elements(x: Tensor, weight: Any, bias: Any, *arguments: Any) -> Tensor:
+        mean, inverse_std, _ = arguments
+        y = (x - wide(mean, x)) * wide(inverse_std, x)
+        return y if weight is None else y * wide(weight, x) + wide(bias, x)
+
+    def reduce(grad: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        mean, inverse_std, *_ = arguments
+        sum_grad = grad.sum(dims(x))
+        sum_grad_x = (grad * (x - wide(mean, x))).sum(dims(x))
+        return sum_grad, sum_grad_x, sum_grad_x * inverse_std, sum_grad.clone()
+
+    def backward(grad: Tensor, x: Tensor, *arguments: Any) -> Tensor:
+        mean, inverse_std, weight, sum_grad, sum_grad_x, counts = arguments
+        rows = counts.sum()
+        scale = inverse_std if weight is None else inverse_std * weight
+        along = wide(inverse_std**2 * sum_grad_x / rows, x) * (x - wide(mean, x))
+        return (grad - wide(sum_grad / rows, x) - along) * wide(scale, x)
+
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    library.impl("batch_norm_stats", stats)
+    library.impl("batch_norm_gather_stats_with_counts", gather)
+    library.impl("batch_norm_elemt", elements)
+    library.impl("batch_norm_backward_reduce", reduce)
+    library.impl("batch_norm_backward_elemt", backward)
+    return library
+
+
+class OfTorch(nn.BatchNorm1d):
+    """What torch's SyncBatchNorm does with its kernels, on the CPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training or self.running_mean is None):
+            return super().forward(input)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        buffers = self.running_mean, self.running_var
+        of_ranks = torch.distributed.group.WORLD, world_size()
+        y: Tensor = SyncBatchNormFunction.apply(
+            input, self.weight, self.bias, *buffers, self.eps, self.momentum, *of_ranks
+        )
+        return y
+
+
+def by_kernels(rank: int) -> list[list[dict[str, Tensor]]]:
+    library = reference_kernels()
+    mine = batch()[slice(*SHARES[rank])]
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync_batch_norm, "_has_kernels", lambda x: True)
+        for more in KINDS:
+            ours = nn.BatchNorm1d(3, dtype=torch.float64, **more)
+            synchronize_batch_norm(ours, Ranks(None))
+            theirs = OfTorch(3, dtype=torch.float64, **more)
+            norms = [ours] if ours.momentum is None else [ours, theirs]
+            results.append([normalize(norm, mine) for norm in norms])
+    library._destroy()
+    return results
+
+
+def test_cuda_kernels_are_used_as_torch_uses_them() -> None:
+    """The kernels' formulas stand in for them; `tools/gpu/acceptance.py` runs the kernels."""
+    ranks = run_ranks(by_kernels, 2)
+    for number, more in enumerate(KINDS):
+        whole = normalize(nn.BatchNorm1d(3, dtype=torch.float64, **more), batch())
+        for norms in zip(*(rank[number] for rank in ranks), strict=True):
+            assert_one_batch(norms, whole)
+
+
 def test_two_ranks_are_one_batch(told: list[dict[str, Any]]) -> None:
     ranks = [of_rank["synchronized"] for of_rank in told]
     for number, more in enumerate(KINDS):
         whole = normalize(nn.BatchNorm1d(3, dtype=torch.float64, **more), batch())
         parts = [rank[number] for rank in ranks]
-        for key, expected in whole.items():
-            if key in ("y", "dx", "eval"):
-                found = torch.cat([part[key] for part in parts])
-            elif key.startswith("d"):
-                found = sum(part[key] for part in parts)
-            else:
-                found = parts[0][key]
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=f"{more} {key}")
+        assert_one_batch(parts, whole)
     for rank, share in zip(ranks, SHARES, strict=True):
         alone = normalize(nn.BatchNorm1d(3, dtype=torch.float64), batch()[slice(*share)])
         for key, expected in alone.items():

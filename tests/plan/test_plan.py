@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from selftask.cli.main import main
 from selftask.config.load import load_config
+from selftask.config.values.budget import show_bytes, show_count
 from selftask.distributed.collectives import (
     all_gather_cat,
     all_reduce_sum,
@@ -28,7 +29,7 @@ from selftask.plan.assumptions import Assumptions, take_assumptions
 from selftask.plan.checkpoints import daly, lost_share
 from selftask.plan.plan import Plan, make_plan
 from selftask.plan.step_tracker import StepTracker
-from selftask.plan.table import count, duration, lines, show_bytes
+from selftask.plan.table import duration, lines
 from selftask.random.keyed import LAYER_DRAWS
 
 
@@ -66,6 +67,21 @@ def test_fixed_memory_is_four_times_the_weights(two_ranks: Plan) -> None:
     assert of["gradients"] == trained
     assert of["weights"] == 4 * sum(part.trained + part.frozen for part in two_ranks.parts)
     assert of["optimizer"] == pytest.approx(2 * trained, rel=1e-3)
+
+
+def test_synchronized_batch_norm_keeps_as_much_as_batch_norm(two_ranks: Plan) -> None:
+    """As torch's kernels; statistics and counts of C channels go to the other rank, sums return."""
+    words = ("parallel.sync_batch_norm=all", "launch.processes=2")
+    synced = plan("simclr", *words)
+    assert synced.memory.of["activations"] == pytest.approx(
+        two_ranks.memory.of["activations"], rel=1e-3
+    )
+    network = build_backbone(load_config("simclr", []).backbone)
+    norms = [part for part in network.modules() if isinstance(part, nn.BatchNorm2d)]
+    widths = [*(norm.num_features for norm in norms), 128, 128]  # the last two in the head
+    sent = {key: synced.traffic.of[key] - two_ranks.traffic.of[key] for key in synced.traffic.of}
+    assert sent["loss and statistics (all-gather)"] == 4 * sum(2 * c + 1 for c in widths)
+    assert sent["loss and statistics (all-reduce)"] == 4 * 2 * sum(widths)
 
 
 @pytest.mark.slow
@@ -158,7 +174,10 @@ def test_words_of_the_plan() -> None:
 
 
 def test_numbers_are_short() -> None:
-    assert [count(n) for n in (12, 23.5e6, 4.1e9)] == ["12", "23.5 M", "4.1 G"]
+    counts = [0, 12, 999.6, 999.96, 1536, 23.5e6, 4.1e9, 2.3e21]
+    shown = ["0", "12", "999.6", "1 k", "1.536 k", "23.5 M", "4.1 G", "2.30e+21"]
+    assert [show_count(n) for n in counts] == shown
+    assert [show_count(n, 3) for n in (12, 342_123, 999_600)] == ["12", "342 k", "1 M"]
     assert [duration(s) for s in (0.02, 35, 600, 7200, 500_000)] == [
         *("0.02 s", "35 s", "10.0 min", "2.0 h", "5.8 days")
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from import_graph import LEVELS, Graph, circles, imports
+from import_graph import DATA_LEVELS, LEVELS, Graph, circles, imports
 from selftask.config.compose.recipes import shipped
 from selftask.config.load import load_config, to_yaml
 from selftask.registry import HOOKS, METHODS, REGISTRIES, TRAIN_STEPS
@@ -21,6 +20,7 @@ PACKAGE = ROOT / "ssl" / "selftask"
 FILES = sorted(PACKAGE.rglob("*.py"))
 GRAPH = Graph()
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
+DATA_LEVEL = {name: number for number, names in enumerate(DATA_LEVELS) for name in names}
 TORCH_FREE = (
     *("errors", "registry", "config", "cli"),
     *("data/sources", "data/loading/dataset", "data/loading/open_data"),
@@ -52,6 +52,20 @@ def test_imports_only_go_down() -> None:
                 continue
             beside = level(other) == level(module) == 0  # single files of the bottom
             if level(other) >= level(module) and not beside:
+                wrong.append(f"{module} imports {other}")
+    assert wrong == []
+
+
+def test_imports_within_data_only_go_down() -> None:
+    """Its sub-packages and modules have levels of their own; parts of one level stay apart."""
+    data = "selftask.data."
+    parts = {name.split(".")[2] for name in GRAPH.files if name.startswith(data)}
+    assert parts == set(DATA_LEVEL)
+    wrong = []
+    for module in [name for name in GRAPH.files if name.startswith(data)]:
+        for other in [name for name in GRAPH.edges[module] if name.startswith(data)]:
+            ours, theirs = module.split(".")[2], other.split(".")[2]
+            if ours != theirs and DATA_LEVEL[theirs] >= DATA_LEVEL[ours]:
                 wrong.append(f"{module} imports {other}")
     assert wrong == []
 
@@ -250,10 +264,3 @@ def test_training_a_resnet_imports_no_timm(tmp_path: Path) -> None:
     )
     done = tiny.run([sys.executable, "-c", code], ROOT)
     assert done.stdout.splitlines()[-1] == "False 0", done.stdout + done.stderr
-
-
-def test_nobody_writes_a_shortened_name() -> None:
-    """style.md, section 5: full words for what a config says."""
-    short = re.compile(r"^    (num_iter|bs|wd|nworkers|ckpt|cfg)\b", re.MULTILINE)
-    for path in FILES:
-        assert not short.search(path.read_text(encoding="utf-8")), path

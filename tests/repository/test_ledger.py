@@ -76,6 +76,10 @@ def test_a_change_of_code_changes_the_digest(tmp_path: Path, monkeypatch: Any) -
     assert len(set(digests[2:])) == 4
 
 
+def test_every_entry_is_of_a_method() -> None:
+    assert {path.stem for path in ledger.LEDGER.glob("*.json")} <= {*METHODS.names()}
+
+
 def test_every_method_has_every_proof() -> None:
     pairs = list(all_pairs(METHODS.names(), PROOFS))
     for method in METHODS.names():

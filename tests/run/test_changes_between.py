@@ -23,8 +23,8 @@ from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Component
 from selftask.data.fingerprint import differences, fingerprint
-from selftask.data.loading.open_data import open_source
-from selftask.data.source import PathTable, arrays_of_paths
+from selftask.data.open_source import open_source
+from selftask.data.reading.path_table import PathTable, arrays_of_paths
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import save_backbone
 from selftask.task import Task

@@ -17,7 +17,7 @@ from selftask.cli.main import main
 from selftask.cli.model import evaluate, export
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import Config
-from selftask.data.loading.data_module import DataModule
+from selftask.data.data_module import DataModule
 from selftask.data.loading.open_data import check_data, open_data
 from selftask.distributed.world import World
 from selftask.equivalence.tiny_recipe import images_for

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import imagined_device
 import tiny
-from imagined_device import NAME, ImaginedDevice, MixedDevices, in_process
+from imagined_device import NAME, ImaginedDevice, MixedDevices, OnDevice, in_process
 from selftask.batch import Batch
 from selftask.evaluate.online import evaluate_task
 from selftask.optim.gradients import clip_norm
@@ -34,7 +35,7 @@ def run(method: str, folder: Path, *more: str, plant: Any = None) -> tuple[list[
     """Train on the device, with logs at the first and last step only.
 
     Returns:
-        Where the host waited in the steps between, and the trained task.
+        Where the host waited in the steps between, and streams did not; and the trained task.
     """
     options = ["train.epochs=1", "train.log_every=1000", "hooks.progress=null"]
     waits = []
@@ -58,6 +59,7 @@ def run(method: str, folder: Path, *more: str, plant: Any = None) -> tuple[list[
             task.on_phase_end()
         task.on_end()
         task.close()
+        waits += device.races
     assert task.device.type == NAME
     assert next(task.base_model.parameters()).device == torch.device(NAME, 0)
     assert task.steps_done > 2
@@ -113,6 +115,12 @@ def test_device_engine(cache: str, tmp_path: Path) -> None:
     assert in_process(emptied) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["clip", "vicregl"])
+def test_captions_and_draws_made_ahead(method: str, tmp_path: Path) -> None:
+    assert in_process(trained, method, tmp_path, "data.augment_on=device") == []
+
+
 def emptied() -> int:
     """Return how often the cache was emptied in this process."""
     count: int = torch.get_device_module(NAME).emptied
@@ -161,6 +169,27 @@ def test_waits_are_found_with_their_line(plant: Any, line: str, tmp_path: Path) 
 def test_a_tensor_on_the_cpu_is_found_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(MixedDevices, match=r"test_imagined_device.py:\d+ in mixes_devices: .*ones"):
         in_process(planted, mixes_devices, tmp_path)
+
+
+FAULTS = {
+    "no wait_event": (imagined_device._Stream, "wait_event", lambda self, event: None),
+    "no record_stream": (OnDevice, "record_stream", lambda self, stream: None),
+}
+
+
+def made_ahead(fault: str, folder: Path) -> list[str]:
+    """Races in steps that read views, extras and draws that a side stream has made."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            patch.setattr(*FAULTS[fault])
+        return run("vicregl", folder, "data.augment_on=device", "train.max_steps=3")[0]
+
+
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_what_a_side_stream_made_is_waited_for_and_kept(fault: str, tmp_path: Path) -> None:
+    races = in_process(made_ahead, fault, tmp_path)
+    assert bool(races) == bool(fault)
+    assert all(race.endswith(fault) for race in races)
 
 
 def on_both(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[set[str]]]:

@@ -43,9 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(method: str, folder: Path, out: str, *more: str, evaluate: Any = evaluate_task) -> Task:
     """A tiny run with 40 images in ``data.val``."""
     val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}"
-    if "captions" in METHODS.declared(method, "requires", ()):
-        more = ("data.val.extras=[caption]", *more)
-    task = tiny.task(method, folder, out, val, *more)
+    task = tiny.task(method, folder, out, val, *tiny.extras("data.val", method), *more)
     task.evaluate = evaluate
     task.out.mkdir(exist_ok=True)
     (task.out / "config.yaml").write_text(to_yaml(task.config))

@@ -284,7 +284,7 @@ def test_deterministic_refuses_other_operations(tmp_path: Path) -> None:
         (["train.deterministic=true", "train.cudnn_benchmark=true"], "take one of them out"),
         (["train.compile=true"], "one of False, model, step"),
         (["train.compile=step"], "train.step=compiled"),
-        (["train.grad_scaler.backoff_factor=1.5"], "must be less than 1"),
+        (["train.grad_scaler.backoff_factor=1.5"], "must be below 1"),
         (["train.grad_scaler.growth=3"], "did you mean 'train.grad_scaler.growth_factor'"),
     ],
 )

@@ -92,8 +92,12 @@ def all_reduce_mean(x: Tensor) -> Tensor:
     return x if world_size() == 1 else all_reduce_sum(x) / world_size()
 
 
-def all_gather_cat(x: Tensor) -> Tensor:
+def all_gather_cat(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Concatenate ``x`` of all ranks in rank order, without gradient.
+
+    Args:
+        x: Tensor of the same shape on every rank.
+        group: Ranks to gather from; None means all ranks.
 
     Shape:
         (B, ...) on each of W ranks -> (B * W, ...).
@@ -102,10 +106,13 @@ def all_gather_cat(x: Tensor) -> Tensor:
         return x.detach()
     if SIMULATED.active:
         return SIMULATED.all_gather(x.detach())
-    parts = [torch.empty_like(x, requires_grad=False) for _ in range(world_size())]
+    rows = dist.get_world_size(group) * len(x)
+    every = x.new_empty(rows, *x.shape[1:])
+    # torch 2.14 renames all_gather_into_tensor
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with collective_activity("all_gather"):
-        dist.all_gather(parts, x.detach().contiguous())
-    return torch.cat(parts)
+        gather(every, x.detach().contiguous(), group=group)
+    return every
 
 
 def gather_cat_with_grad(x: Tensor) -> Tensor:

@@ -85,6 +85,8 @@ def images_for(config: Config) -> Images:
     }
     if "captions" in required(config.method.name):
         extras["caption"] = "text"
+    if "numbers" in required(config.method.name):
+        extras |= dict.fromkeys(config.method.args["targets"], "array")
     return Images(count, _channels(config), extras)
 
 
@@ -92,6 +94,7 @@ class Images(Source):
     """Noisy synthetic images of four classes; each image depends on its index only.
 
     Extra images of a sample are those of the following indices. Captions name class and index.
+    Numbers are -1, 0 or 1.
 
     Args:
         count: Number of images.
@@ -120,6 +123,8 @@ class Images(Source):
     def extra(self, index: int, name: str) -> Any:
         if self.extras[name] == "text":
             return f"kind {self.labels[index]}, number {index}"
+        if self.extras[name] == "array":
+            return np.float32((index + [*self.extras].index(name)) % 3 - 1)
         return self[(index + 1 + [*self.extras].index(name)) % len(self)][0]
 
     def path(self, index: int) -> str:

@@ -6,14 +6,14 @@ N images, E features.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.distributed.accelerator import forked_rng
 from selftask.errors import UserError
 from selftask.evaluate.chunks import InChunks
@@ -92,7 +92,7 @@ def check_targets(targets: Tensor, what: str) -> None:
 
 
 def extract_features(
-    backbone: nn.Module, batches: Iterable[Mapping[str, Any]], *, device: torch.device | str
+    backbone: nn.Module, batches: Iterable[Batch], *, device: torch.device | str
 ) -> Features:
     """Run the backbone over batches and collect its features on the CPU.
 
@@ -101,7 +101,7 @@ def extract_features(
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
-        batches: Dicts with ``views`` (the first one is used), ``target`` and ``index``.
+        batches: Batches, of which the first view is used.
         device: Device of the backbone.
 
     Raises:
@@ -123,7 +123,7 @@ def collect(batches: Iterable[Features]) -> Features:
 
 @torch.no_grad()
 def iterate_features(
-    backbone: nn.Module, batches: Iterable[Mapping[str, Any]], *, device: torch.device | str
+    backbone: nn.Module, batches: Iterable[Batch], *, device: torch.device | str
 ) -> Iterator[Features]:
     """Yield the features of each batch on the CPU; see ``extract_features``.
 
@@ -134,19 +134,19 @@ def iterate_features(
     is_first, begun, computed_s, count = True, time.monotonic(), 0.0, 0
     with in_eval_mode(backbone), forked_rng():
         for batch in log_speed(batches):
-            images = batch["views"][0].to(device, non_blocking=True)  # (B, C, H, W)
+            images = batch.all_views[0].to(device, non_blocking=True)  # (B, C, H, W)
             if is_first:
                 check_images(backbone, images)
                 is_first = False
             before = time.monotonic()
             (features,) = run(images)  # (B, E) on the CPU, so the device has finished
             computed_s, count = computed_s + time.monotonic() - before, count + len(features)
-            yield Features(features, batch["target"].cpu(), batch["index"].cpu())
+            yield Features(features, batch.labels.cpu(), batch.index.cpu())
     text = "features: %s images in %.1f s, of which the backbone computed %.1f s"
     log.log(DETAIL, text, f"{count:,}", time.monotonic() - begun, computed_s)
 
 
-def log_speed(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def log_speed(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield the batches; log images per second and the remaining time every 30 s.
 
     The first batches, in which workers and kernels start, do not count. The remaining time is known
@@ -160,7 +160,7 @@ def log_speed(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
         if number < _WARM_UP:
             started = now
             continue
-        images += len(batch["index"])
+        images += len(batch.index)
         if now - logged >= _LOG_EVERY_S:
             logged = now
             text = f"features: {images / (now - started):,.0f} images/s"

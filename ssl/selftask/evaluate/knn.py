@@ -12,13 +12,14 @@ features.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_objects, rank, world_size
 from selftask.distributed.heartbeat import track
 from selftask.evaluate.chunks import InChunks
@@ -38,9 +39,9 @@ class KNN:
 
     takes_parts: ClassVar[bool] = True  # each rank passes its own part of the features
 
-    k: list[int] = field(default_factory=lambda: [20])
+    k: list[int] = setting([20], min=1)
     """Numbers of neighbors that vote; one metric for each."""
-    temperature: float = 0.07
+    temperature: float = setting(0.07, above=0)
     """Temperature of the votes; a smaller one gives nearer neighbors more weight."""
     search: Literal["float32", "bfloat16"] = "float32"
     """Data type for finding candidates, which are then compared in float32; bfloat16 is faster on
@@ -50,10 +51,8 @@ class KNN:
     """Whether neighbors are restricted to classes of the test set."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not self.k or min(self.k) < 1:
-            yield f"k: {self.k}; numbers of neighbors are expected, each at least 1"
-        if not self.temperature > 0:
-            yield f"temperature: {self.temperature}; must be above 0"
+        if not self.k:
+            yield "k: []; one or more numbers of neighbors are expected"
 
     def label_problems(self, counts: LabelCounts) -> Iterator[str]:
         if self.only_test_classes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,11 @@ _RESOLUTION = 1e-9  # smaller decreases of the loss count as none
 class Linear:
     """Linear probe: linear_top1 with all labels, linear_10_labels_top1 with few labels."""
 
-    few_labels: list[int] = field(default_factory=list)
+    few_labels: list[int] = setting([], min=1)
     """Numbers of labels per class on which to train as well; one metric for each."""
     repeats: int = setting(5, min=1)
     """Number of random draws of few labels, over which results are averaged."""
-    weight_decay: list[float] = field(default_factory=lambda: [0.00001, 0.0001, 0.001, 0.01, 0.1])
+    weight_decay: list[float] = setting([0.00001, 0.0001, 0.001, 0.01, 0.1], min=0)
     """Weight decays to choose from, relative to the mean cross-entropy: 1 / (C * n) in
     scikit-learn.
     """
@@ -49,10 +49,8 @@ class Linear:
     """Seed of the random draws."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.few_labels and min(self.few_labels) < 1:
-            yield f"few_labels: {self.few_labels}; each must be at least 1 label a class"
-        if not self.weight_decay or min(self.weight_decay) < 0:
-            yield f"weight_decay: {self.weight_decay}; one or more are expected, each at least 0"
+        if not self.weight_decay:
+            yield "weight_decay: []; one or more are expected"
 
     def label_problems(self, counts: LabelCounts) -> Iterator[str]:
         yield from few_label_problems(self.few_labels, counts)

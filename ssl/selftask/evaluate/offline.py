@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from selftask.config.schema import Config
-from selftask.data.loading.data_module import val_key
-from selftask.data.loading.dataset import BadFiles, EvalDataset
+from selftask.data.data_module import val_key
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source, channels_of
-from selftask.data.views import build_pipeline
+from selftask.data.transforms.pipeline import build_pipeline
 from selftask.distributed.collectives import gather_objects
 from selftask.distributed.world import World
 from selftask.errors import UserError

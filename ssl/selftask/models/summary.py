@@ -21,6 +21,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from selftask.config.checks.grid import output_side
 from selftask.config.schema import num_views
+from selftask.config.values.budget import show_count
 from selftask.models.eval_mode import in_eval_mode
 
 if TYPE_CHECKING:
@@ -40,16 +41,17 @@ def opening_lines(
     """
     yield f"run: {config.recipe}, out={config.out}, seed {config.train.seed}"
     backbone: nn.Module = network.backbone  # type: ignore[assignment]
-    trained = _count(network, trained=True) + _count(method, trained=True)
+    num_trained = _count(network, trained=True) + _count(method, trained=True)
     views = ", ".join(
         _views(number, name, config.views[name])
         for name, number in num_views(config.views).items()
         if number
     )
+    size, trained = show_count(_count(backbone), 3), show_count(num_trained, 3)
     yield (
-        f"model: {config.method.name} on {_name(config.backbone)} of {_show(_count(backbone))} "
-        f"parameters{_show_cost(backbone, config, channels)}; {_show(trained)} are trained, the "
-        f"head's included; views: {views}"
+        f"model: {config.method.name} on {_name(config.backbone)} of {size} parameters"
+        f"{_show_cost(backbone, config, channels)}; {trained} are trained, the head's included; "
+        f"views: {views}"
     )
 
 
@@ -63,14 +65,6 @@ def _count(module: nn.Module, *, trained: bool = False) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
 
-def _show(count: int) -> str:
-    """Format a count: ``697 k``, ``23.5 M``, ``4.1 G``."""
-    for size, unit in ((1e9, "G"), (1e6, "M")):
-        if count >= 0.9995 * size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1e3:.0f} k"
-
-
 def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
     """Format the multiply-adds for an image of the first view's size, if they can be counted."""
     side = output_side(next(iter(config.views.values())).transforms)
@@ -81,9 +75,8 @@ def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
         flops, _ = _count_forward(backbone, side, channels)
     except Exception:  # noqa: BLE001 - a user's module may raise anything on the meta device
         return ""
-    return (
-        f", {_show(flops.get_total_flops() // 2)} multiply-adds per image of {side} x {side} pixels"
-    )
+    cost = show_count(flops.get_total_flops() // 2, 3)
+    return f", {cost} multiply-adds per image of {side} x {side} pixels"
 
 
 def _views(number: int, name: str, group: ViewConfig) -> str:

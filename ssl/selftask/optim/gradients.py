@@ -19,22 +19,30 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Any]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def whole_norms(tensors: list[Any], p: float = 2.0) -> Tensor:
+def whole_norms(
+    tensors: list[Any], p: float = 2.0, *, shards_of: list[Any] | None = None
+) -> Tensor:
     """Return the p-norm of each tensor, (T,); for a shard, that of the full tensor.
 
     Every rank must call this function if there are shards.
+
+    Args:
+        tensors: Tensors, or shards of them.
+        p: Order of the norm.
+        shards_of: Sharded tensors, if ``tensors`` are plain tensors with the values of such shards.
     """
-    parts = [part if part.numel() else part.new_zeros(1) for part in _local(tensors)]
+    shards_of = tensors if shards_of is None else shards_of
+    parts = [part if part.numel() else part.new_zeros(1) for part in local_parts(tensors)]
     by_index: dict[int, Tensor] = {}
     for indices in _places_by_device(parts):
-        by_index.update(
-            zip(indices, torch._foreach_norm([parts[i] for i in indices], p), strict=True)
-        )
+        norms_here = torch._foreach_norm([parts[i] for i in indices], p)
+        by_index.update(zip(indices, norms_here, strict=True))
     norms = torch.stack(to_one_device(by_index[i] for i in range(len(parts))))
-    sharded = [i for i, tensor in enumerate(tensors) if _is_sharded(tensor)]
+    sharded = [i for i, tensor in enumerate(shards_of) if _is_sharded(tensor)]
     if sharded:
-        local = norms[None, sharded].to(tensors[sharded[0]].device_mesh.device_type)
-        every = all_gather_cat(local)[ranks_of_shards(tensors[sharded[0]])]  # (ranks, S)
+        first = shards_of[sharded[0]]
+        mine = norms[None, sharded].to(first.device_mesh.device_type)
+        every = all_gather_cat(mine)[ranks_of_shards(first)]  # (ranks, S)
         norms[sharded] = torch.linalg.vector_norm(every, ord=p, dim=0).to(norms.device)
     return norms
 
@@ -70,12 +78,10 @@ def clip_norm(grads: list[Any], max_norm: float, *, p: float = 2.0, each: bool =
     norms = whole_norms(grads, p)
     norm = torch.linalg.vector_norm(norms, p)
     scale = (max_norm / ((norms if each else norm) + _EPS)).clamp(max=1.0)
-    local, scales = _local(grads), scale.unbind() if each else ()
-    for indices in _places_by_device(local):
-        mine = [local[i] for i in indices]
-        torch._foreach_mul_(
-            mine, [scales[i].to(mine[0].device) for i in indices] if each else scale
-        )
+    local, scales = local_parts(grads), scale.unbind() if each else ()
+    for places in _places_by_device(local):
+        mine = [local[i] for i in places]
+        torch._foreach_mul_(mine, [scales[i].to(mine[0].device) for i in places] if each else scale)
     return norm
 
 
@@ -83,10 +89,10 @@ def clip_norm(grads: list[Any], max_norm: float, *, p: float = 2.0, each: bool =
 def clip_value(grads: list[Any], max_value: float) -> None:
     """Clamp each element of the gradients in place to [-max_value, max_value]."""
     if grads:
-        local = _local(grads)
-        for indices in _places_by_device(local):
-            torch._foreach_clamp_min_([local[i] for i in indices], -max_value)
-            torch._foreach_clamp_max_([local[i] for i in indices], max_value)
+        local = local_parts(grads)
+        for places in _places_by_device(local):
+            torch._foreach_clamp_min_([local[i] for i in places], -max_value)
+            torch._foreach_clamp_max_([local[i] for i in places], max_value)
 
 
 @torch.no_grad()
@@ -104,28 +110,29 @@ def clip_adaptively(
         weight, grad = (_unit_norm(tensor) for tensor in (parameter.detach(), parameter.grad))
         limit = weight.clamp(min=eps) * max_ratio
         scale = torch.where(grad > limit, limit / grad.clamp(min=_EPS), 1.0)
-        _local([parameter.grad])[0].mul_(scale)
+        local_parts([parameter.grad])[0].mul_(scale)
 
 
 def _unit_norm(tensor: Any) -> Tensor:
     """Return the norm of each row (R, 1, ...), or of a whole vector; FSDP shards by rows."""
     if tensor.ndim <= 1:
         return whole_norms([tensor])[0]
-    rows: Tensor = _local([tensor])[0]
+    rows: Tensor = local_parts([tensor])[0]
     return torch.linalg.vector_norm(rows, dim=tuple(range(1, rows.ndim)), keepdim=True)
 
 
 def _places_by_device(tensors: list[Tensor]) -> list[list[int]]:
     """Return the indices of the tensors on each device; a foreach function takes one device."""
-    indices: dict[torch.device, list[int]] = {}
+    places: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        indices.setdefault(tensor.device, []).append(i)
-    return list(indices.values())
+        places.setdefault(tensor.device, []).append(i)
+    return list(places.values())
 
 
 def _is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def _local(tensors: list[Any]) -> list[Tensor]:
+def local_parts(tensors: list[Any]) -> list[Tensor]:
+    """Return this rank's shards of sharded tensors, and other tensors as they are."""
     return [tensor.to_local() if _is_sharded(tensor) else tensor for tensor in tensors]

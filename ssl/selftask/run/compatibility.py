@@ -44,9 +44,9 @@ def check_same_run(config: Config, out: Path) -> None:
     folder = out / "checkpoints"
     if not exists(saved) or not checkpoints(folder) or not uses_newest(config):
         return
-    found = list(changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
-    if found:
-        listed = "\n".join(f"  {shorten(change)}" for change in found[:8])
+    differences = list(changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
+    if differences:
+        listed = "\n".join(f"  {shorten(change)}" for change in differences[:8])
         raise UserError(
             f"out={out} holds another run than the one asked for; use another out=, resume=never "
             f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"

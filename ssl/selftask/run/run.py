@@ -171,9 +171,9 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
                 copy_plugins(config, task.out)
                 _log_origins(config)
                 status.write("running", world_size=world.size)
-                told = f"RUN started: {config.recipe}, world size {world.size}"
+                text = f"RUN started: {config.recipe}, world size {world.size}"
                 images = task.sources.train.describe() if task.sources else ""
-                add_event(task.out, "start", told, world_size=world.size, images=images)
+                add_event(task.out, "start", text, world_size=world.size, images=images)
                 task.added_hooks["unreadable_images"] = UnreadableImages(
                     lambda sentences: status.add(**{UNREADABLE: sentences})
                 )

@@ -119,11 +119,20 @@ class Submission:
 
 
 class Executor(SlurmExecutor):
-    """submitit's SLURM executor, extended to return its script without SLURM."""
+    """submitit's SLURM executor, extended to return its script without SLURM.
+
+    ``teardown`` are shell lines after srun, which submitit itself takes from version 1.5.4 on.
+    """
+
+    teardown: Sequence[str] = ()
 
     @classmethod
     def affinity(cls) -> int:
         return 2
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        text: str = super()._make_submission_file_text(command, uid)
+        return "\n".join([text, "# teardown", *self.teardown])
 
     def script(self, runs: int = 1) -> str:
         """Return the sbatch script for ``runs`` runs."""
@@ -143,14 +152,14 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
         name: Job name.
         **derived: Default sbatch options; those in ``launch.slurm`` take precedence.
     """
-    given = {**derived, **{option(key): value for key, value in launch.slurm.items()}}
-    _check_lines({"out": str(folder.absolute()), "the name of the job": name, **given})
-    limit = minutes(given.pop("time", None)) or DEFAULT_MINUTES
-    options = {key: value for key, value in given.items() if key not in SUBMITIT}
+    chosen = {**derived, **{option(key): value for key, value in launch.slurm.items()}}
+    _check_lines({"out": str(folder.absolute()), "the name of the job": name, **chosen})
+    limit = minutes(chosen.pop("time", None)) or DEFAULT_MINUTES
+    options = {key: value for key, value in chosen.items() if key not in SUBMITIT}
     options = {"job_name": name, "requeue": True, **options}
     if options.get("no_requeue"):
         del options["requeue"]
-    submitits = {key: value for key, value in given.items() if key in SUBMITIT}
+    submitits = {key: value for key, value in chosen.items() if key in SUBMITIT}
     submitits.setdefault("signal_delay_s", signal_delay_s(limit))
     # submitit's default is $SUBMITIT_PREEMPT_SIGNAL
     options = {"signal": f"{WARNING}@{submitits['signal_delay_s']}", **options}
@@ -161,13 +170,13 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
         nodes=launch.nodes,
         ntasks_per_node=launch.processes,
         setup=[*extra["setup"], *_before()],
-        teardown=[*_afterwards(folder.absolute()), *extra["teardown"], "exit $code"],
         srun_args=["--kill-on-bad-exit=1", *extra["srun_args"]],
         additional_parameters={
             key: value for key, value in options.items() if value not in (None, False)
         },
         **submitits,
     )
+    made.teardown = [*_afterwards(folder.absolute()), *extra["teardown"], "exit $code"]
     return made
 
 
@@ -238,7 +247,7 @@ def _outside_of_jobs() -> Iterator[None]:
     if "SLURM_JOB_ID" not in os.environ:
         yield
         return
-    place = {key: os.environ[key] for key in ("SLURM_CONF",) if key in os.environ}
+    kept = {key: os.environ[key] for key in ("SLURM_CONF",) if key in os.environ}
     with clean_env():
-        os.environ.update(place)
+        os.environ.update(kept)
         yield

@@ -217,30 +217,30 @@ def resume(task: Task) -> bool:
     _check_space(task)
     folder = task.out / "checkpoints"
     asked = task.resume_from or asked_checkpoint(task.config)
-    found = store.find(asked, folder, partial(_read, task))
-    if found is not None:
-        _check_data(task, *found)
+    checkpoint = store.find(asked, folder, partial(_read, task))
+    if checkpoint is not None:
+        _check_data(task, *checkpoint)
         try:
-            task.load_state_dict(found[0])
+            task.load_state_dict(checkpoint[0])
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{found[1]} does not fit: it is of another method, network or optimizer than the "
-                f"config; use another out=, or another resume=\n{error}"
+                f"{checkpoint[1]} does not fit: it is of another method, network or optimizer than "
+                f"the config; use another out=, or another resume=\n{error}"
             ) from error
     else:
         task.data_module.restore_unreadable({})  # of an earlier run in this folder
     barrier()  # all ranks have read the checkpoint
     if task.rows is not None:  # drop rows after the checkpoint, or all without one
-        rotation.archive(folder, task.steps_done if found else -1)
-        task.rows.cut(found[0]["metrics_bytes"] if found else 0)
-    if found is None:
+        rotation.archive(folder, task.steps_done if checkpoint else -1)
+        task.rows.cut(checkpoint[0]["metrics_bytes"] if checkpoint else 0)
+    if checkpoint is None:
         return False
     task.run_hooks("after_load")
-    log.info("resumed from %s: step %d, epoch %d", found[1], task.steps_done, task.clock.epoch)
+    log.info("resumed from %s: step %d, epoch %d", checkpoint[1], task.steps_done, task.clock.epoch)
     if not task.clock.done:  # a finished run may be loaded
-        task.event("resume", f"resumed from {found[1]}", epoch=task.clock.epoch)
-    _log_new_length(task, found[0])
-    _log_new_statistics(task, found[0])
+        task.event("resume", f"resumed from {checkpoint[1]}", epoch=task.clock.epoch)
+    _log_new_length(task, checkpoint[0])
+    _log_new_statistics(task, checkpoint[0])
     return True
 
 
@@ -313,4 +313,4 @@ def _check_space(task: Task) -> None:
 
 
 def _bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+    return value.nbytes if isinstance(value, Tensor) else 0

@@ -31,10 +31,25 @@ def resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np
     if size == (height, width):
         return np.ascontiguousarray(image)
     grows = height >= size[0] and width >= size[1]
-    if interpolation == "bicubic" or (interpolation == "bilinear" and not grows):
+    if interpolation == "nearest":
+        rows, columns = _nearest(size[0], height), _nearest(size[1], width)
+        return image.take(rows, axis=0).take(columns, axis=1)
+    if interpolation == "bicubic" or not grows:
         return by_groups(lambda part: _antialiased(part, height, width, interpolation), image)
-    mode = cv2.INTER_LINEAR if interpolation == "bilinear" else cv2.INTER_NEAREST_EXACT
-    return by_groups(lambda part: cv2.resize(part, (width, height), interpolation=mode), image)
+    return by_groups(
+        lambda part: cv2.resize(part, (width, height), interpolation=cv2.INTER_LINEAR), image
+    )
+
+
+def _nearest(size: int, resized: int) -> np.ndarray:
+    """Return the index of the nearest pixel for each pixel of a resized side.
+
+    As in Pillow, coordinates are running sums: their rounding decides between two neighbors at
+    equal distance. OpenCV does the same only from version 5 on.
+    """
+    steps = np.full(resized, size / resized)
+    steps[0] /= 2  # the center of the first pixel
+    return np.add.accumulate(steps).astype(np.intp)
 
 
 def _antialiased(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
@@ -63,12 +78,12 @@ def warp(
         fill: Gray level for pixels outside the image.
     """
     a, b, c, d, e, f = output_to_input
-    centred = ((a, b, c + (a + b - 1) / 2), (d, e, f + (d + e - 1) / 2))
+    centered = ((a, b, c + (a + b - 1) / 2), (d, e, f + (d + e - 1) / 2))
 
     def change(part: np.ndarray) -> np.ndarray:
         return cv2.warpAffine(
             part,
-            np.array(centred),
+            np.array(centered),
             (image.shape[1], image.shape[0]),
             flags=MODES[interpolation] | cv2.WARP_INVERSE_MAP,
             borderMode=cv2.BORDER_CONSTANT,

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.reading.class_numbers import NO_LABEL
+from selftask.data.source import Source
 from selftask.errors import UserError, nearest, nearest_path
 from selftask.evaluate.retrieval.buildings import Truth, read_truth
 from selftask.evaluate.retrieval.names import ImageNames

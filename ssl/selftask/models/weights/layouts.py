@@ -104,6 +104,11 @@ _CAFFE2: tuple[
     (r"(^|\.)(fc1000|pred)\.", r"\1fc."),
 )
 
+_DINOV3 = (  # Meta's vision transformer -> timm's
+    (r"\.ls([12])\.gamma$", r".gamma_\1"),
+    (r"(^|\.)storage_tokens$", r"\1reg_token"),
+)
+
 _VISSL = "classy_state_dict.base_model.model.trunk."
 
 LAYOUTS = (
@@ -111,6 +116,7 @@ LAYOUTS = (
     Layout("VISSL, vision transformer", _VISSL, "base_model"),
     Layout("VISSL, RegNet", f"{_VISSL}_feature_blocks.", "base_model", _CLASSY_REGNET),
     Layout("DINO, DINOv2", "teacher.backbone.", "teacher"),
+    Layout("DINOv3", "teacher.backbone.", "teacher", _DINOV3),
     Layout("MoCo", "state_dict.module.encoder_q.", "encoder_q"),
     Layout("MoCo v3", "state_dict.module.base_encoder.", "base_encoder"),
     Layout("BYOL", "online_encoder.net.", "online_encoder"),
@@ -181,6 +187,7 @@ def place(state: State, backbone: State) -> Placement:
     are resolved by the order of ``LAYOUTS``, then by the shorter prefix.
     """
     clean = with_statistics({_WRAPPERS.sub("", key): value for key, value in state.items()})
+    clean = with_masked_biases(clean, backbone)
     forms: list[tuple[tuple[int, int], dict[str, str], list[str]]] = []
     for layout in (_PLAIN, *(row for row in LAYOUTS if row.renames)):
         names = {layout.rename(key): key for key in clean}
@@ -212,6 +219,26 @@ def with_statistics(state: dict[str, Tensor]) -> dict[str, Tensor]:
         if not {f"{norm}_rm", f"{norm}_running_mean"} & complete.keys():
             complete[f"{norm}_rm"] = torch.zeros_like(scale)
             complete[f"{norm}_riv"] = torch.full_like(scale, 1 - 1e-5)  # BatchNorm adds 1e-5
+    return complete
+
+
+def with_masked_biases(state: dict[str, Tensor], backbone: State) -> dict[str, Tensor]:
+    """Return the state of a DINOv3 file with biases as timm has them: of q and v, or none.
+
+    There a mask keeps the biases of k at 0; those of most released models are all 0. The periods of
+    RoPE and the norm of local crops are dropped. Other files are returned unchanged.
+    """
+    masks = [key for key in state if key.endswith(".qkv.bias_mask")]
+    if not masks:
+        return state
+    has_biases = any(key.endswith(".q_bias") for key in backbone)
+    dropped = re.compile(r"(^|\.)(rope_embed|local_cls_norm)\.")
+    complete = {key: value for key, value in state.items() if not dropped.search(key)}
+    for key in masks:
+        mask, part = complete.pop(key).nan_to_num(), key.removesuffix("qkv.bias_mask")
+        bias = complete.pop(f"{part}qkv.bias") * mask
+        if has_biases or bias.any():
+            complete[f"{part}q_bias"], _, complete[f"{part}v_bias"] = bias.chunk(3)
     return complete
 
 

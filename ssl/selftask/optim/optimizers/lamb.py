@@ -10,11 +10,12 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.optim.field_arguments import FieldArguments
-from selftask.optim.per_parameter import PerParameter
+from selftask.optim.gradients import local_parts, whole_norms
+from selftask.optim.per_group import PerGroup
 from selftask.registry import register_optimizer
 
 
-class LAMB(PerParameter):
+class LAMB(PerGroup):
     """LAMB: the update of a parameter w with gradient g at its step t, algorithm 2 of the paper::
 
     m <- beta1 * m + (1 - beta1) * g
@@ -35,23 +36,35 @@ class LAMB(PerParameter):
         self.eps = eps
         super().__init__(params, defaults)
 
-    def update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[weight]
-        if not state:
-            state.update(step=0, mean=torch.zeros_like(weight), square=torch.zeros_like(weight))
-        state["step"] += 1
+    def update_group(self, weights: list[Tensor], grads: list[Tensor], group: Any) -> None:
         beta1, beta2 = group["betas"]
-        mean = state["mean"].lerp_(grad, 1 - beta1) / (1 - beta1 ** state["step"])
-        square = state["square"].lerp_(grad.square(), 1 - beta2) / (1 - beta2 ** state["step"])
-        update = mean.div_(square.sqrt_().add_(self.eps)).add_(weight, alpha=group["weight_decay"])
+        means = local_parts(self.states(weights, "mean"))
+        squares = local_parts(self.states(weights, "square"))
+        parts, grads = local_parts(weights), local_parts(grads)
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_lerp_(squares, torch._foreach_mul(grads, grads), 1 - beta2)
+        counts = [self._count(weight) for weight in weights]
+        updates = list(torch._foreach_div(means, [1 - beta1**count for count in counts]))
+        scales = torch._foreach_div(squares, [1 - beta2**count for count in counts])
+        torch._foreach_sqrt_(scales)
+        torch._foreach_add_(scales, self.eps)
+        torch._foreach_div_(updates, scales)
+        torch._foreach_add_(updates, parts, alpha=group["weight_decay"])
         if group["adapt"]:
-            update.mul_(_trust_ratio(weight.norm(), update.norm()))
-        weight.sub_(update, alpha=group["lr"])
+            ratios = _trust_ratios(whole_norms(weights), whole_norms(updates, shards_of=weights))
+            torch._foreach_mul_(updates, list(ratios.unbind()))
+        torch._foreach_add_(parts, updates, alpha=-group["lr"])
+
+    def _count(self, weight: Tensor) -> int:
+        """Count a step of the parameter, and return their number."""
+        count: int = self.state[weight].get("step", 0) + 1
+        self.state[weight]["step"] = count
+        return count
 
 
-def _trust_ratio(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
-    ratio = weight_norm / update_norm
-    return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
+def _trust_ratios(of_weights: Tensor, of_updates: Tensor) -> Tensor:
+    ratios = of_weights / of_updates
+    return torch.where((of_weights > 0) & (of_updates > 0), ratios, 1.0)
 
 
 @register_optimizer("lamb")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.optim.field_arguments import FieldArguments
+from selftask.optim.gradients import whole_norms
 from selftask.optim.optimizers.lars import LARS
 from selftask.registry import register_optimizer
 
@@ -32,14 +33,17 @@ class LARC(LARS):
         self.eps = eps
         super().__init__(params, **defaults)
 
-    def _adapt(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        weight_norm, grad_norm, decay = weight.norm(), grad.norm(), group["weight_decay"]
-        rate = (
-            group["trust_coefficient"] * weight_norm / (grad_norm + decay * weight_norm + self.eps)
+    def _rates(
+        self, weights: list[Tensor], grads: list[Tensor], steps: list[Tensor], group: dict[str, Any]
+    ) -> Tensor:
+        of_weights, of_grads = whole_norms(weights), whole_norms(grads)
+        rates = (
+            group["trust_coefficient"]
+            * of_weights
+            / (of_grads + group["weight_decay"] * of_weights + self.eps)
         )
-        alive = (weight_norm > 0) & (grad_norm > 0)
-        rate = torch.where(alive, rate, torch.ones_like(rate))
-        return (grad + weight * (decay * alive.to(weight.dtype))) * rate
+        # a gradient of zero: no weight decay
+        return torch.where(of_weights > 0, rates, 1.0).where(of_grads > 0, 0.0)
 
 
 @register_optimizer("larc")

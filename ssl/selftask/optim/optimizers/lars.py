@@ -10,11 +10,12 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.optim.field_arguments import FieldArguments
-from selftask.optim.per_parameter import PerParameter
+from selftask.optim.gradients import local_parts, whole_norms
+from selftask.optim.per_group import PerGroup
 from selftask.registry import register_optimizer
 
 
-class LARS(PerParameter):
+class LARS(PerGroup):
     """LARS: the update of a parameter w with gradient g, equation 6 and algorithm 1 of the paper::
 
         g <- g + weight_decay * w
@@ -51,32 +52,37 @@ class LARS(PerParameter):
         self.separate_norms = separate_norms
         super().__init__(params, defaults)
 
-    def update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        grad = self._adapt(weight, grad, group)
+    def update_group(self, weights: list[Tensor], grads: list[Tensor], group: Any) -> None:
+        velocities = local_parts(self.states(weights, "momentum"))
+        decay = group["weight_decay"]
+        steps = list(torch._foreach_add(local_parts(grads), local_parts(weights), alpha=decay))
+        if group["adapt"]:
+            rates = self._rates(weights, grads, steps, group)
+            torch._foreach_mul_(steps, list(rates.unbind()))
         inside, outside = (group["lr"], 1.0) if self.classic_momentum else (1.0, group["lr"])
-        state = self.state[weight]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(weight)
-        velocity = state["momentum"].mul_(group["momentum"]).add_(grad, alpha=inside)
-        weight.add_(velocity, alpha=-outside)
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, steps, alpha=inside)
+        torch._foreach_add_(local_parts(weights), velocities, alpha=-outside)
 
-    def _adapt(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return the gradient with weight decay, scaled by the layer's rate."""
-        decayed = grad.add(weight, alpha=group["weight_decay"])
-        if not group["adapt"]:
-            return decayed
+    def _rates(
+        self, weights: list[Tensor], grads: list[Tensor], steps: list[Tensor], group: dict[str, Any]
+    ) -> Tensor:
+        """Return the factor of each gradient with weight decay, (T,).
+
+        Args:
+            weights: Parameters.
+            grads: Their gradients.
+            steps: This rank's shards of the gradients with weight decay.
+            group: The parameter group.
+        """
+        of_weights = whole_norms(weights)
         if self.separate_norms:
-            norm = grad.norm() + group["weight_decay"] * weight.norm()
+            of_grads = whole_norms(grads) + group["weight_decay"] * of_weights
         else:
-            norm = decayed.norm()
-        return decayed * self._rate(weight.norm(), norm, group)
-
-    def _rate(self, weight_norm: Tensor, grad_norm: Tensor, group: dict[str, Any]) -> Tensor:
-        rate = group["trust_coefficient"] * weight_norm / grad_norm
-        rate = torch.where((weight_norm > 0) & (grad_norm > 0), rate, torch.ones_like(rate))
-        if group["clip_lr"]:
-            rate = (rate / max(group["lr"], 1e-12)).clamp(max=1.0)
-        return rate
+            of_grads = whole_norms(steps, shards_of=weights)
+        rates = group["trust_coefficient"] * of_weights / of_grads
+        rates = torch.where((of_weights > 0) & (of_grads > 0), rates, 1.0)
+        return (rates / max(group["lr"], 1e-12)).clamp(max=1.0) if group["clip_lr"] else rates
 
 
 @register_optimizer("lars")

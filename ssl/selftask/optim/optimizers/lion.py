@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,12 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.optim.field_arguments import FieldArguments
+from selftask.optim.gradients import local_parts
+from selftask.optim.per_group import PerGroup
 from selftask.registry import register_optimizer
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(PerGroup):
     """Lion: the update of a parameter w with gradient g, algorithm 2 of the paper::
 
     w <- w - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w)
@@ -30,33 +31,15 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient, group by group."""
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            weights = [p for p in group["params"] if p.grad is not None]
-            if weights:
-                self._update(weights, group)
-        return loss
-
-    def _update(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+    def update_group(self, weights: list[Tensor], grads: list[Tensor], group: Any) -> None:
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        grads: list[Any] = [weight.grad for weight in weights]
-        momenta = [self._momentum(weight) for weight in weights]
-        # One by one: in torch 2.12, sharded tensors lack _foreach_lerp and _foreach_sign_.
-        pairs = zip(momenta, grads, strict=True)
-        updates = [torch.lerp(momentum, grad, 1 - beta1).sign_() for momentum, grad in pairs]
+        momenta = local_parts(self.states(weights, "momentum"))
+        weights, grads = local_parts(weights), local_parts(grads)
+        updates = torch._foreach_lerp(momenta, grads, 1 - beta1)
+        torch._foreach_sign_(updates)
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, updates, alpha=-lr)
         torch._foreach_lerp_(momenta, grads, 1 - beta2)
-
-    def _momentum(self, weight: Tensor) -> Tensor:
-        state = self.state[weight]
-        if not state:
-            state["momentum"] = torch.zeros_like(weight)
-        momentum: Tensor = state["momentum"]
-        return momentum
 
 
 @register_optimizer("lion")

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.optim.field_arguments import FieldArguments
-from selftask.optim.per_parameter import PerParameter
+from selftask.optim.per_group import PerGroup
 from selftask.registry import register_optimizer
 
 
-class ScheduleFree(PerParameter):
+class ScheduleFree(PerGroup):
     """Base class: the update of y by a step's direction d and rate, algorithm 1 of the paper::
 
         z <- z - rate * d - rate * weight_decay * y
@@ -44,7 +44,11 @@ class ScheduleFree(PerParameter):
     ) -> tuple[Tensor, float]:
         """Return direction and rate of the step."""
 
-    def update(self, y: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def update_group(self, weights: list[Tensor], grads: list[Tensor], group: Any) -> None:
+        for y, grad in zip(weights, grads, strict=True):
+            self._update(y, grad, group)
+
+    def _update(self, y: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[y]
         if not state:
             state.update(z=y.clone(), x=y.clone(), rates=0.0)

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from selftask.batch import Batch, Extras
-from selftask.config.schema import num_views
+from selftask.batch import Batch
+from selftask.config.checks.requirements import required
 from selftask.data.cache.fill import decode_once
 from selftask.data.cache.on_device import CachedBatches
+from selftask.data.device.batches import DeviceDataset
+from selftask.data.device.engine import Engine
+from selftask.data.draw_recorder import DrawRecorder
 from selftask.data.extras import ExtraImages, ExtrasReader
 from selftask.data.fingerprint import fingerprint, sample_contents
 from selftask.data.labels import is_labelled
-from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches, in_batches, in_equal_numbers
 from selftask.data.loading.open_data import Sources, check_data, check_val
-from selftask.data.loading.train_dataset import train_dataset
 from selftask.data.source import channels_of, extras_of
-from selftask.data.views import build_pipeline
+from selftask.data.transforms.pipeline import build_pipeline
+from selftask.data.views import Views
 from selftask.distributed.collectives import gather_objects, is_primary
 from selftask.logs import DETAIL, get_logger
 from selftask.registry import TOKENIZERS
@@ -98,11 +101,11 @@ class DataModule:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Fingerprint of the training images, with the tokenizer if there are texts."""
-        known = fingerprint(self.train_source)
-        known["contents"] = sample_contents(self.train_source)
+        prints = fingerprint(self.train_source)
+        prints["contents"] = sample_contents(self.train_source)
         if "text" in extras_of(self.train_source).values():
-            known["tokenizer"] = self.tokenizer.describe()
-        return known
+            prints["tokenizer"] = self.tokenizer.describe()
+        return prints
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -137,7 +140,10 @@ class DataModule:
 
     @property
     def has_test(self) -> bool:
-        """Whether there are labelled images to test on."""
+        """Whether there are images to test on, with labels or the numbers that the method needs."""
+        method, source = self.config.method, self.val_source
+        if source is not None and "numbers" in required(method.name):
+            return extras_of(source).keys() >= {*method.args["targets"]}
         return self._labelled.get("", False)
 
     @property
@@ -149,19 +155,7 @@ class DataModule:
         """Yield the training batches from global batch number ``first`` on, without end."""
         self._decode_once()
         self.batches.start(first)
-        return (self._make_batch(sample) for sample in self.batches)
-
-    def _make_batch(self, sample: dict[str, Any]) -> Batch:
-        batch = make_batch(sample, self._views_per_group)
-        recorder = self.batches.dataset.recorder
-        if recorder is not None:
-            batch.draws = recorder.unpack(batch.extras.pop(recorder.name))
-        return batch
-
-    @cached_property
-    def _views_per_group(self) -> dict[str, int]:
-        numbers = num_views(self.config.views)
-        return {name: number for name, number in numbers.items() if number}
+        return iter(self.batches)
 
     def iterate_all(self) -> Iterator[Batch]:
         """Yield batches of this rank's training images, once and in order, with epoch 0's views.
@@ -169,8 +163,7 @@ class DataModule:
         For methods that need the whole data set before the first step; no image is dropped.
         """
         self._decode_once()
-        for sample in self._pass(self.batches.dataset, self.batches.bad_files):
-            yield self._make_batch(sample)
+        yield from self._pass(self.batches.dataset, self.batches.bad_files)
 
     def _decode_once(self) -> None:
         """Decode all images and read from that cache, if ``data.cache`` is ``ram`` or ``disk``."""
@@ -178,19 +171,19 @@ class DataModule:
         if data.cache in ("ram", "disk") and dataset.source is self.train_source:
             decoded = decode_once(self.train_source, data, self.batches.bad_files)
             for name in dataset.views.images:
-                further = ExtraImages(self.train_source, name)
-                decoded.images[name] = decode_once(further, data, self.batches.bad_files)
+                images = ExtraImages(self.train_source, name)
+                decoded.images[name] = decode_once(images, data, self.batches.bad_files)
             dataset.source = decoded
 
-    def labelled_samples(self) -> Iterator[dict[str, Any]]:
+    def labelled_samples(self) -> Iterator[Batch]:
         """Yield this rank's part of the training images once, with the evaluation transforms."""
         yield from self._eval_batches(self.train_source, self.batches.bad_files)
 
-    def test_samples(self, name: str = "") -> Iterator[dict[str, Any]]:
+    def test_samples(self, name: str = "") -> Iterator[Batch]:
         """Yield this rank's part of a validation set once, with the evaluation transforms."""
         yield from self._eval_batches(self.val_sources[name], self.val_bad_files[name])
 
-    def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[dict[str, Any]]:
+    def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[Batch]:
         """Yield the given training images in batches, with the evaluation transforms."""
         batches = self._eval_batches(self.train_source, self.batches.bad_files)
         batches.batches = in_batches(indices.tolist(), batch_size)
@@ -209,8 +202,7 @@ class DataModule:
         batches = self._pass(dataset, self.val_bad_files[name])
         parts = np.arange(len(source) // size * size).reshape(-1, ranks, size // ranks)
         batches.batches = parts[:, self.world.rank].tolist()
-        for sample in batches:
-            yield self._make_batch(sample)
+        yield from batches
 
     def _val_list(self, name: str) -> Path:
         """Return the file with the unreadable images of a validation set."""
@@ -226,7 +218,7 @@ class DataModule:
         assert source is not None
         samples = self._eval_batches(source, self.val_bad_files[""], self._extras_of(source))
         samples.batches = self._test_parts()
-        return (make_batch(sample, {"eval": 1}) for sample in samples)
+        return iter(samples)
 
     def _test_parts(self) -> list[Sequence[int]]:
         """Return the indices of the images in each of this rank's test batches."""
@@ -306,15 +298,26 @@ def val_key(name: str) -> str:
     return f"data.val_sets.{name}" if name else "data.val"
 
 
-def make_batch(sample: dict[str, Any], views_per_group: Mapping[str, int]) -> Batch:
-    """Convert a sample dict of the loader to the batch of a train step, with views by group."""
-    views = iter(sample["views"])
-    return Batch(
-        views={name: list(islice(views, count)) for name, count in views_per_group.items()},
-        labels=sample["target"],
-        index=sample["index"],
-        key=sample["key"],
-        extras=Extras(sample["extras"]),
-        number=sample.get("step", 0),
-        epoch=sample.get("epoch", 0),
-    )
+def train_dataset(
+    config: Config, source: Source, extras: ExtrasReader | None = None
+) -> ViewDataset:
+    """Build the dataset for ``data.augment_on``; raises ConfigError for unsupported views.
+
+    Args:
+        config: Config of the run.
+        source: Source of the images.
+        extras: Reader of texts and arrays, if the source has any.
+    """
+    views, seed = Views(config.views, channels_of(source)), config.train.seed
+    recorder = _recorder(config, views)
+    if config.data.augment_on == "cpu":
+        return ViewDataset(source, views, seed, extras, recorder)
+    engine = Engine(views, config.views)
+    return DeviceDataset(source, views, seed, engine, config.data.max_side, extras, recorder)
+
+
+def _recorder(config: Config, views: Views) -> DrawRecorder | None:
+    """Return a recorder of the groups whose draws the recipe or method requests, or None."""
+    boxes = "boxes" in required(config.method.name)
+    asked = [name for name, group in config.views.items() if group.draws or boxes]
+    return DrawRecorder(views, config.views, asked) if asked else None

@@ -1,0 +1,89 @@
+"""`tools/gpu/acceptance.py` on the imagined device: it passes, and sees planted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import imagined_device
+from gpu import acceptance
+from imagined_device import NAME, ImaginedDevice, in_process
+from selftask.registry import METHODS
+
+CHECKS = ["waits", "losses", "resume", "optimizers", "batch_norm", "ranks"]
+
+
+def accepted(folder: Path, checks: list[str], plant: Any) -> list[Any]:
+    """Rows of the checks with SimCLR; ``plant`` patches something."""
+    with ImaginedDevice() as device, pytest.MonkeyPatch.context() as patch:
+
+        @contextmanager
+        def without_waits() -> Iterator[None]:
+            device.waits.clear()
+            yield
+            if device.waits:
+                raise RuntimeError(device.waits[0])
+
+        if plant is not None:
+            plant(patch)
+        setting = acceptance.Setting(NAME, ["simclr"], folder, without_waits)
+        return acceptance.run(setting, checks)
+
+
+@pytest.mark.slow
+def test_all_checks_pass(tmp_path: Path) -> None:
+    results = in_process(accepted, tmp_path, CHECKS, None)
+    assert [result.check for result in results if result.passed is False] == []
+    assert {result.check for result in results if result.passed} == {*CHECKS} - {"ranks"}
+    page = acceptance.page(results)
+    assert "0 checks failed" in page and "| pass | losses | simclr, float32 |" in page
+
+
+def waiting_loss(patch: pytest.MonkeyPatch) -> None:
+    original = METHODS["simclr"].forward
+
+    def forward(self: Any, output: Any, batch: Any) -> Any:
+        assert output.sum().item() < 1e9
+        return original(self, output, batch)
+
+    patch.setattr(METHODS["simclr"], "forward", forward)
+
+
+def wrong_kernel(patch: pytest.MonkeyPatch) -> None:
+    """Products on the device are wrong in the fourth digit."""
+    original = imagined_device._run
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        out = original(func, args, kwargs)
+        on_device = isinstance(out, imagined_device.OnDevice)
+        if on_device and func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.convolution):
+            out.values.mul_(1.001)
+        return out
+
+    patch.setattr(imagined_device, "_run", run)
+
+
+def failing(patch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any, **more: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+    patch.setattr(torch, "rsqrt", stop)
+
+
+@pytest.mark.parametrize(
+    ("plant", "check", "figure"),
+    [
+        (waiting_loss, "waits", "output.sum().item()"),
+        pytest.param(wrong_kernel, "losses", "e-0", marks=pytest.mark.slow),
+        (failing, "batch_norm", "RuntimeError: CUDA error: an illegal memory access"),
+    ],
+)
+def test_faults_are_seen(plant: Any, check: str, figure: str, tmp_path: Path) -> None:
+    results = in_process(accepted, tmp_path, [check], plant)
+    failed = [result for result in results if result.passed is False]
+    assert failed and all(figure in result.figure for result in failed)
