@@ -286,6 +286,8 @@ def test_a_small_file_is_written_though_no_other_can_be_created(
         return real(file, mode, *args, **more)
 
     monkeypatch.setattr(io, "open", full)
+    # Python 3.10 keeps the function that io.open was when it imported pathlib
+    monkeypatch.setattr(Path, "open", full)
     write_json(path, {"state": "failed"})
     assert read_json(path) == {"state": "failed"}
     with pytest.raises(OSError, match=os.strerror(reason)):  # more than its blocks hold
