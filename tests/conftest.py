@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import selftask
+from received_runs import asked, pwned, received  # noqa: F401 - fixtures
 from selftask.registry import REGISTRIES
 
 PACKAGE = Path(selftask.__file__).resolve().parent

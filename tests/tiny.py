@@ -23,6 +23,7 @@ from selftask.config.checks.requirements import required
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
+from selftask.data.sources.digits import NUMBERS
 from selftask.equivalence.tiny_recipe import make_tiny
 from selftask.logs import read_metrics
 from selftask.logs.rows import MEASURED
@@ -46,15 +47,22 @@ def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: in
         images = np.kron(digits.images[start:stop], np.ones((1, 4, 4))) * 15.9
         labels = digits.target[start:stop]
         captions = [f"{label} in writing {row}" for row, label in enumerate(labels)]
-        np.savez(path, images=images.astype(np.uint8), labels=labels, caption=captions)
+        numbers = {n: np.isin(labels, kinds).astype(np.float32) for n, kinds in NUMBERS.items()}
+        np.savez(path, images=images.astype(np.uint8), labels=labels, caption=captions, **numbers)
     return path
+
+
+def extras(key: str, method: str) -> list[str]:
+    """Return the override that adds to ``key`` the arrays of ``digits_file`` that it requires."""
+    names = {"captions": "caption", "numbers": ", ".join(NUMBERS)}
+    return [f"{key}.extras=[{names[word]}]" for word in names if word in required(method)]
 
 
 def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) -> list[str]:
     """Return the overrides that make the digits recipe of ``method`` tiny, then ``more``."""
     return [
         f"data={digits_file(folder)}",
-        *(["data.extras=[caption]"] if "captions" in required(method) else []),
+        *extras("data", method),
         "data.val=null",
         "data.num_workers=0",
         *_tiny_parts(method),

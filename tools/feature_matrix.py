@@ -5,7 +5,8 @@
 The table has one line for each feature of the frameworks that selftask replaces: id, whether it is
 essential, feature, status (works, in part, missing, left out), the file that implements it, its
 proof (a test as ``tests/file.py::test_name``, or a command), and a note on what is missing, or why
-it is left out. ``tests/test_feature_matrix.py`` checks that files, tests and commands exist.
+it is left out. ``tests/repository/test_feature_matrix.py`` checks that files, tests and commands
+exist.
 """
 
 from __future__ import annotations

@@ -30,6 +30,20 @@ LEVELS = [
     {"__main__"},
 ]
 """Packages and modules of selftask by level; each may import those above it in this list."""
+DATA_LEVELS = [
+    {"kernel", "reading", "tokenizers"},
+    {"source"},
+    {"extras", "fingerprint", "labels", "relabelled", "sampling", "subset", "transforms"},
+    {"open_source", "views"},
+    {"draw_recorder", "sources"},
+    {"staging"},
+    {"loading"},
+    {"device"},
+    {"cache"},
+    {"data_module"},
+    {"inspect"},
+]
+"""Packages and modules of selftask.data by level, in the same way."""
 
 
 class Import(NamedTuple):

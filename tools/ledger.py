@@ -48,7 +48,7 @@ PROOFS = {
         Proof(
             "kills",
             TRAIN,
-            ("tests/test_kill_matrix.py", "tests/tiny.py"),
+            ("tests/run/test_kill_matrix.py", "tests/tiny.py"),
             "test_five_kills_leave_no_trace",
         ),
         Proof(

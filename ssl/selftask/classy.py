@@ -117,8 +117,8 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
         if not self.has_test_phases or self.phase_begun < self.phases_to_test:
             return self.phase_begun
         trained = int(self.config.eval.test_every)  # phases before each test phase
-        cycles, place = divmod(self.phase_begun + self._skipped_tests, trained + 1)
-        return int(cycles * trained + min(place, trained - 1))
+        cycles, position = divmod(self.phase_begun + self._skipped_tests, trained + 1)
+        return int(cycles * trained + min(position, trained - 1))
 
     @property
     def eval_phase_idx(self) -> int:
@@ -154,6 +154,11 @@ class ClassyTaskNames(ClassyTask):  # type: ignore[misc]  # classy-vision ships 
         return int(self.length.batch_size // self.world.size)
 
     def get_classy_state(self, deep_copy: bool = False) -> dict[str, Any]:
+        """Return ``state_dict()``, under the name that Classy's hooks and trainers call.
+
+        Args:
+            deep_copy: Whether to copy the tensors, which otherwise change as training goes on.
+        """
         state: dict[str, Any] = self.state_dict()
         return copy.deepcopy(state) if deep_copy else state
 
@@ -239,9 +244,9 @@ def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -
         UserError: If the name is unknown or the config is invalid.
     """
     bare = name.removeprefix("classy:")
-    known = _registry(kind)
-    if bare not in known:
-        raise UserError(f"Classy Vision has no {kind} named {bare!r}; {nearest(bare, known)}")
+    registered = _registry(kind)
+    if bare not in registered:
+        raise UserError(f"Classy Vision has no {kind} named {bare!r}; {nearest(bare, registered)}")
     config = {**args, "name": bare}
     if kind == "hook":
         config = {**_hook_defaults(bare, out or Path()), **args}
@@ -249,7 +254,7 @@ def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -
     try:
         if kind == "hook" and "folder" in config:
             Path(config["folder"]).mkdir(parents=True, exist_ok=True)
-        return known[bare].from_config(config)
+        return registered[bare].from_config(config)
     except (AssertionError, KeyError, OSError, TypeError, ValueError) as error:  # raised by Classy
         raise UserError(
             f"Classy Vision's {kind} {bare!r} cannot be made of {args}: "

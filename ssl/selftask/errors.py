@@ -120,7 +120,7 @@ def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """Return a hint for a missing path from the names in its deepest existing folder."""
+    """Return a hint for a missing path: a name that is close, its neighbors, or what is missing."""
     missing = Path(path)
     while not os.path.isdir(missing.parent):
         missing = missing.parent
@@ -132,5 +132,7 @@ def nearest_path(path: str | Path) -> str:
     close = get_close_matches(missing.name, beside, n=1, cutoff=0.7)
     if close:
         return f"did you mean {str(missing.parent / close[0])!r}?"
+    if missing != Path(path) or missing.parent == Path("/"):  # its neighbors would say nothing
+        return f"{missing} does not exist"
     listed = ", ".join(str(missing.parent / name) for name in beside[:6])
     return f"known: {listed}{', ...' * bool(beside[6:])}" if beside else "there are none"

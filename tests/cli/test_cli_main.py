@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_does_not_import_torch(arguments: tuple[str, ...]) -> None:
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("selftask ")
+    assert capsys.readouterr().out == f"selftask {version('selftask')}\n"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from selftask.cli.model.load_model import open_frozen
 from selftask.config.load import load_config
 from selftask.config.schema import Component, Config
 from selftask.data.loading.open_data import open_data
-from selftask.data.views import build_pipeline
+from selftask.data.transforms.pipeline import build_pipeline
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.weights import model_source
@@ -205,9 +205,9 @@ def test_what_features_refuses(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["knn", "k=[]"], "k: []; numbers of neighbours are expected, each at least 1"),
-        (["knn", "k=[5, 0]"], "k: [5, 0]; numbers of neighbours"),
-        (["knn", "temperature=0"], "temperature: 0.0; must be above 0"),
+        (["knn", "k=[]"], "k: []; one or more numbers of neighbors are expected"),
+        (["knn", "k=[5, 0]"], "eval.evaluations.knn.k=[5, 0]: must be at least 1"),
+        (["knn", "temperature=0"], "eval.evaluations.knn.temperature=0: must be above 0"),
         (
             ["knn", "temprature=1"],
             "there is no 'temprature'; did you mean 'temperature'?",
@@ -216,7 +216,7 @@ def test_what_features_refuses(
         (["knn", "weights=none"], "weights=none: is for timm:NAME and torchvision:NAME"),
         (["linear", "lr=0.1"], "eval linear: there is no 'lr'; known: data, eval, few_labels"),
         (["linear", "optimizer.lr=1"], "eval linear: there is no 'optimizer.lr'; known: data"),
-        (["linear", "few_labels=[0]"], "few_labels: [0]; each must be at least 1"),
+        (["linear", "few_labels=[0]"], "few_labels=[0]: must be at least 1"),
         (["linear", "weight_decay=[]"], "weight_decay: []; one or more are expected"),
         (["linear", "repeats=0"], "repeats=0: must be at least 1"),
     ],

@@ -58,6 +58,8 @@ def test_names_are_compared_without_their_folder(tmp_path: Path) -> None:
     assert nearest_path(tmp_path / "nope") == known
     assert nearest_path(tmp_path / "trian") == f"did you mean {str(tmp_path / 'train')!r}?"
     assert nearest_path(tmp_path / "nope.pt") == known
+    assert nearest_path(tmp_path / "no" / "nope") == f"{tmp_path / 'no'} does not exist"
+    assert nearest_path("/nope") == "/nope does not exist"
 
 
 def test_difference_in_the_method_comes_before_views() -> None:
@@ -68,3 +70,29 @@ def test_difference_in_the_method_comes_before_views() -> None:
     first_view = next(i for i, key in enumerate(keys) if key.startswith("views."))
     others = [i for i, key in enumerate(keys) if key.startswith(("data.", "backbone", "optimizer"))]
     assert others and max(others) < first_view
+
+
+def test_replay_of_a_missing_folder_names_that_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "error: step_3: there is no such folder" in error_of(["replay", "step_3"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("method.temperature=0", "method.temperature=0: must be above 0"),
+        ("data.num_workers=al", "data.num_workers='al': expected a whole number"),
+        ("eval.evaluations.knn.k=[5,0]", "eval.evaluations.knn.k=[5, 0]: must be at least 1"),
+        ("train.accumulate=4", "train.accumulate=4 has no effect"),
+        ("train.grad_scaler.backoff_factor=1", "backoff_factor=1: must be below 1"),
+    ],
+)
+def test_key_and_value_stand_once_in_a_message(
+    word: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = word.partition("=")[0]
+    (line,) = error_of(["config", "simclr", word], capsys).splitlines()
+    assert line.startswith(f"error: command line: {key}") and message in line
+    assert line.partition("; ")[0].count(key) == 1

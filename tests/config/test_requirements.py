@@ -19,6 +19,28 @@ def test_the_source_says_what_the_class_says(method: str) -> None:
     assert required(method) == {*METHODS[method].requires}
 
 
+def test_a_batch_too_small_to_compare_images_is_refused() -> None:
+    compare = [name for name in METHODS if METHODS.declared(name, "min_batch_size", 1) > 1]
+    assert {"barlow", "clip", "dinov2", "simclr", "vicreg", "vicregl"} <= {*compare}
+    for name in compare:
+        assert METHODS[name].min_batch_size == 2
+        with pytest.raises(ConfigError, match=rf"train\.batch_size=1: {name} .* at least 2"):
+            load_config(name, ["train.batch_size=1"])
+    load_config("mae", ["train.batch_size=1"])
+
+
+def test_numbers_outside_their_limits_are_refused() -> None:
+    cases = {
+        "simclr": "temperature=0.0",
+        "deepcluster": "temperature=0.0",
+        "mae": "mask_ratio=1.0",
+        "ijepa": "max_context=0.0",
+    }
+    for name, setting in cases.items():
+        with pytest.raises(ConfigError, match=f"method.{setting}.* must be"):
+            load_config(name, [f"method.{setting}"])
+
+
 @pytest.mark.parametrize("backbone", BACKBONES.names())
 def test_offers_of_a_backbone_are_read_without_importing_it(backbone: str) -> None:
     built = getattr(BACKBONES[backbone], "offers", None)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from selftask.batch import Batch
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.loader import Batches
@@ -46,17 +47,17 @@ def dataset(source: Any, seed: int = 0) -> ViewDataset:
     return ViewDataset(source, views, seed)
 
 
-def read(batches: Batches, count: int, start: int = 0) -> list[dict[str, Any]]:
+def read(batches: Batches, count: int, start: int = 0) -> list[Batch]:
     batches.start(start)
     samples = list(itertools.islice(batches, count))
     batches.close()
     return samples
 
 
-def assert_same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
+def assert_same(a: list[Batch], b: list[Batch]) -> None:
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
-        assert (x["epoch"], x["step"]) == (y["epoch"], y["step"])
-        assert torch.equal(x["index"], y["index"])
-        assert torch.equal(x["target"], y["target"])
-        assert all(torch.equal(v, w) for v, w in zip(x["views"], y["views"], strict=True))
+        assert (x.epoch, x.number) == (y.epoch, y.number)
+        assert torch.equal(x.index, y.index)
+        assert torch.equal(x.labels, y.labels)
+        assert all(torch.equal(v, w) for v, w in zip(x.all_views, y.all_views, strict=True))

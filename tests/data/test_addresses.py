@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.config.compose.data_forms import expand_source
+from selftask.config.compose.short_forms import expand_source
 from selftask.config.load import load_config
 from selftask.config.schema import Component
-from selftask.data.loading.open_data import open_data, open_source
+from selftask.data.loading.open_data import open_data
+from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.staging.staged_source import copied

@@ -14,7 +14,8 @@ from selftask.data import kernel
 from selftask.data.loading.collate import BatchBuffer
 from selftask.data.loading.dataset import Dataset, EvalDataset, ViewDataset
 from selftask.data.loading.workers import BatchReader
-from selftask.data.views import Views, build_pipeline
+from selftask.data.transforms.pipeline import build_pipeline
+from selftask.data.views import Views
 
 JITTER = Component(name="color_jitter", args={"brightness": 0.5, "hue": 0.1})
 NOISE = Component(name="gaussian_noise", args={"p": 1.0})

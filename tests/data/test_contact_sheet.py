@@ -14,8 +14,8 @@ from PIL import Image
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Config
+from selftask.data.data_module import DataModule
 from selftask.data.inspect.contact_sheet import Row, draw, rows_of, view_names
-from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.world import World
 

@@ -14,7 +14,8 @@ from torchvision.transforms import RandomAffine
 
 from selftask.config.load import load_config
 from selftask.config.schema import Component, ViewConfig
-from selftask.data.views import Views, build_pipeline
+from selftask.data.transforms.pipeline import build_pipeline
+from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
 from selftask.random.views import draw_rng
 

@@ -14,9 +14,9 @@ import pytest
 from odd_files import encoded
 
 from selftask.cli.main import guarded
-from selftask.config.compose.data_forms import expand_source
+from selftask.config.compose.short_forms import expand_source
 from selftask.config.schema import Component
-from selftask.data.loading.open_data import open_source
+from selftask.data.open_source import open_source
 from selftask.data.reading import guards
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source

@@ -13,8 +13,8 @@ from PIL import Image
 
 from selftask.config.schema import Component, DataConfig
 from selftask.data.cache.fill import decode_once
-from selftask.data.loading.dataset import BadFiles
-from selftask.data.loading.open_data import open_source
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError

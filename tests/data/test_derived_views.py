@@ -11,7 +11,7 @@ from both_engines import by_cpu, by_device
 
 from selftask.config.load import load_config
 from selftask.config.schema import Component, Config, ViewConfig, num_views
-from selftask.data.loading.data_module import DataModule
+from selftask.data.data_module import DataModule
 from selftask.data.loading.open_data import open_data
 from selftask.data.views import Views
 from selftask.distributed.world import World

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from selftask.batch import Batch
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.cache.on_device import CachedBatches, free_bytes
 from selftask.data.device.batches import DeviceDataset, shrunk
 from selftask.data.device.engine import Engine
-from selftask.data.loading.dataset import BadFiles, ViewDataset
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches
-from selftask.data.loading.prefetch import Ahead
+from selftask.data.loading.prefetch import Prefetcher
 from selftask.data.reading.files import BadImage
 from selftask.data.views import Views
 from selftask.errors import UserError
@@ -72,23 +75,21 @@ def dataset(
     return DeviceDataset(source, views, 3, Engine(views, config(transforms)), max_side)
 
 
-def read(batches: Batches, count: int, start: int = 0) -> list[dict[str, Any]]:
+def read(batches: Batches, count: int, start: int = 0) -> list[Batch]:
     batches.start(start)
     samples = list(itertools.islice(batches, count))
     batches.close()
     return samples
 
 
-def assert_same(
-    a: list[dict[str, Any]], b: list[dict[str, Any]], levels: float | None = None
-) -> None:
+def assert_same(a: list[Batch], b: list[Batch], levels: float | None = None) -> None:
     """Equal, or the views within a mean of so many grey levels."""
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
-        assert (x["epoch"], x["step"]) == (y["epoch"], y["step"])
-        assert torch.equal(x["index"], y["index"])
-        assert torch.equal(x["target"], y["target"])
-        for one, other in zip(x["views"], y["views"], strict=True):
+        assert (x.epoch, x.number) == (y.epoch, y.number)
+        assert torch.equal(x.index, y.index)
+        assert torch.equal(x.labels, y.labels)
+        for one, other in zip(x.all_views, y.all_views, strict=True):
             difference = (one - other).abs()
             assert one.shape == other.shape
             assert difference.mean() <= (levels or 0) * LEVEL
@@ -111,9 +112,9 @@ def test_samples_do_not_depend_on_stops_or_ranks() -> None:
     assert_same(read(make(), 3, start=4), whole[4:])
     halves = [read(make(rank=rank, world_size=2), 7) for rank in (0, 1)]
     for sample, first, second in zip(whole, *halves, strict=True):
-        assert torch.equal(sample["index"], torch.cat([first["index"], second["index"]]))
-        for view, pair in enumerate(zip(first["views"], second["views"], strict=True)):
-            torch.testing.assert_close(sample["views"][view], torch.cat(pair), rtol=0, atol=1e-5)
+        assert torch.equal(sample.index, torch.cat([first.index, second.index]))
+        for view, pair in enumerate(zip(first.all_views, second.all_views, strict=True)):
+            torch.testing.assert_close(sample.all_views[view], torch.cat(pair), rtol=0, atol=1e-5)
 
 
 def test_bad_files_are_replaced_as_by_the_cpu_engine() -> None:
@@ -137,8 +138,8 @@ def test_a_pass_over_all_images() -> None:
     """The last batch is smaller; an image that cannot be read is replaced, as in a sweep."""
     data = dataset(Photos(21, bad=(5,)))
     found = list(EvalBatches(data, batch_size=8, bad_files=BadFiles(None, 21, max_unreadable=1)))
-    assert [len(sample["index"]) for sample in found] == [8, 8, 5]
-    assert all(len(view) == len(sample["index"]) for sample in found for view in sample["views"])
+    assert [len(sample.index) for sample in found] == [8, 8, 5]
+    assert all(len(view) == len(sample.index) for sample in found for view in sample.all_views)
 
 
 def test_shrunk_pictures() -> None:
@@ -150,22 +151,23 @@ def test_shrunk_pictures() -> None:
     assert abs(small.mean() - picture.mean()) < 3
     batches = Batches(dataset(Photos(), max_side=12), batch_size=8, seed=3)
     (sample,) = read(batches, 1)
-    assert sample["views"][0].shape == (8, 3, 12, 12)
+    assert sample.all_views[0].shape == (8, 3, 12, 12)
 
 
 def test_one_ahead_gives_each_sample_once_and_errors_in_their_place() -> None:
     made: list[int] = []
 
-    def make() -> dict[str, Any]:
+    def make() -> Batch:
         if len(made) == 3:
             raise UserError("no more")
         made.append(len(made))
-        return {"step": made[-1]}
+        none = torch.zeros(0)
+        return Batch(views={}, labels=none, index=none, key=none, number=made[-1])
 
-    ahead = Ahead(make, torch.device("cpu"))
-    assert ahead.next() == {"step": 0}
+    ahead = Prefetcher(make, torch.device("cpu"))
+    assert ahead.next().number == 0
     assert made == [0, 1]
-    assert [ahead.next()["step"], ahead.next()["step"]] == [1, 2]
+    assert [ahead.next().number, ahead.next().number] == [1, 2]
     for _ in range(2):
         with pytest.raises(UserError, match="no more"):
             ahead.next()
@@ -196,9 +198,9 @@ def test_cached_samples_are_the_same(source: Photos, transforms: list[Component]
     assert_same(read(cached(source, transforms), 3, start=4), whole[4:])
     halves = [read(cached(source, transforms, rank=rank, world_size=2), 7) for rank in (0, 1)]
     for sample, first, second in zip(whole, *halves, strict=True):
-        assert torch.equal(sample["index"], torch.cat([first["index"], second["index"]]))
-        for view, pair in enumerate(zip(first["views"], second["views"], strict=True)):
-            torch.testing.assert_close(sample["views"][view], torch.cat(pair), rtol=0, atol=1e-5)
+        assert torch.equal(sample.index, torch.cat([first.index, second.index]))
+        for view, pair in enumerate(zip(first.all_views, second.all_views, strict=True)):
+            torch.testing.assert_close(sample.all_views[view], torch.cat(pair), rtol=0, atol=1e-5)
 
 
 class Counted(Photos):
@@ -255,12 +257,12 @@ def test_on_a_gpu_the_same_views_without_a_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
         batches.close()
     on_host = [
-        {
-            **sample,
-            "views": [view.cpu() for view in sample["views"]],
-            "index": sample["index"].cpu(),
-            "target": sample["target"].cpu(),
-        }
-        for sample in found
+        replace(
+            batch,
+            views={name: [view.cpu() for view in views] for name, views in batch.views.items()},
+            index=batch.index.cpu(),
+            labels=batch.labels.cpu(),
+        )
+        for batch in found
     ]
     assert_same(on_host, expected, levels=0.5)

@@ -19,7 +19,7 @@ from PIL import Image
 
 from selftask.config.load import load_config
 from selftask.config.schema import Config
-from selftask.data.loading.data_module import DataModule
+from selftask.data.data_module import DataModule
 from selftask.data.loading.open_data import Sources, open_data
 from selftask.data.reading import files
 from selftask.data.reading.files import BadImage, Policy, read_bytes

@@ -12,8 +12,8 @@ import torch
 from selftask.batch import Batch, Draws
 from selftask.config.load import load_config
 from selftask.config.schema import Component, ViewConfig
+from selftask.data.data_module import DataModule
 from selftask.data.draw_recorder import DrawRecorder
-from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import open_data
 from selftask.data.transforms.transform import Trace, Transform
 from selftask.data.views import Views

@@ -11,8 +11,8 @@ from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.data.cache.decoded import Decoded
 from selftask.data.cache.on_device import CachedBatches
+from selftask.data.data_module import DataModule
 from selftask.data.device.batches import DeviceDataset
-from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.world import World
 from selftask.errors import ConfigError

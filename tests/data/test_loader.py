@@ -14,13 +14,16 @@ from selftask.config.schema import Component, DataConfig, ViewConfig
 from selftask.data.cache.on_device import CachedBatches
 from selftask.data.device.batches import DeviceDataset
 from selftask.data.device.engine import Engine
-from selftask.data.loading.dataset import BadFiles, EvalDataset, ViewDataset
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches, in_equal_numbers
-from selftask.data.loading.open_data import check_data, open_data, open_source
+from selftask.data.loading.open_data import check_data, open_data
+from selftask.data.open_source import open_source
 from selftask.data.sampling.repeated import Repeated
 from selftask.data.sampling.sampler import Pool
+from selftask.data.transforms.pipeline import build_pipeline
 from selftask.data.transforms.pretext import drawn_rotation
-from selftask.data.views import Views, build_pipeline
+from selftask.data.views import Views
 from selftask.errors import ConfigError
 from selftask.random.views import draw_rng
 
@@ -39,12 +42,12 @@ def test_samples_do_not_depend_on_workers_or_stops(digits: ViewDataset) -> None:
     make = lambda workers: Batches(digits, batch_size=20, seed=3, num_workers=workers)  # noqa: E731
     whole = read(make(0), 7)
     sample = whole[0]
-    assert [view.shape for view in sample["views"]] == [(20, 3, 32, 32)] * 2
-    assert sample["target"].dtype == sample["index"].dtype == torch.int64
-    assert np.array_equal(sample["target"], digits.source.labels[sample["index"]])
-    assert [s["epoch"] for s in whole] == [0, 0, 0, 1, 1, 1, 2]
-    assert [s["step"] for s in whole] == list(range(7))
-    assert not torch.equal(whole[0]["index"], whole[3]["index"])
+    assert [view.shape for view in sample.all_views] == [(20, 3, 32, 32)] * 2
+    assert sample.labels.dtype == sample.index.dtype == torch.int64
+    assert np.array_equal(sample.labels, digits.source.labels[sample.index])
+    assert [s.epoch for s in whole] == [0, 0, 0, 1, 1, 1, 2]
+    assert [s.number for s in whole] == list(range(7))
+    assert not torch.equal(whole[0].index, whole[3].index)
     for workers in (1, 3):
         assert_same(read(make(workers), 7), whole)
         assert_same(read(make(workers), 3, start=4), whole[4:])
@@ -64,16 +67,16 @@ def test_ranks_share_the_batches() -> None:
         read(Batches(data, batch_size=12, seed=0, rank=rank, world_size=2), 9) for rank in (0, 1)
     ]
     for sample, *shares in zip(whole, *parts, strict=True):
-        assert torch.equal(sample["index"], torch.cat([part["index"] for part in shares]))
+        assert torch.equal(sample.index, torch.cat([part.index for part in shares]))
         for view in range(2):
-            joined = torch.cat([part["views"][view] for part in shares])
-            assert torch.equal(sample["views"][view], joined)
-    epochs = [torch.cat([sample["index"] for sample in whole[at : at + 4]]) for at in (0, 4)]
+            joined = torch.cat([part.all_views[view] for part in shares])
+            assert torch.equal(sample.all_views[view], joined)
+    epochs = [torch.cat([sample.index for sample in whole[at : at + 4]]) for at in (0, 4)]
     for order in epochs:
         assert len(order.unique()) == 48 and not torch.equal(order, order.sort().values)
     assert not torch.equal(*epochs)
     other = read(Batches(data, batch_size=12, seed=1), 1)
-    assert not torch.equal(other[0]["index"], whole[0]["index"])
+    assert not torch.equal(other[0].index, whole[0].index)
 
 
 def test_reading_does_not_touch_the_global_generator() -> None:
@@ -92,7 +95,7 @@ def test_start_again_keeps_the_workers_if_it_is_the_next_step() -> None:
     batches.start(1)
     assert batches._reader is reader
     batches.start(9)
-    assert next(batches)["step"] == 9
+    assert next(batches).number == 9
     assert batches.data_wait_s > 0
     batches.close()
 
@@ -114,10 +117,10 @@ def test_evaluation_reads_everything_once_in_order(workers: int) -> None:
         )
         assert len(batches) == 3
         for sample in batches:
-            indices += sample["index"].tolist()
-            targets += sample["target"].tolist()
-            assert sample["input"].shape == (len(sample["index"]), 3, 8, 8)
-            assert (sample["input"][:, 0, 0, 0] * 255).round().tolist() == sample["index"].tolist()
+            indices += sample.index.tolist()
+            targets += sample.labels.tolist()
+            assert sample.input.shape == (len(sample.index), 3, 8, 8)
+            assert (sample.input[:, 0, 0, 0] * 255).round().tolist() == sample.index.tolist()
     assert indices == [i for i in range(23) if i != 5]
     assert targets == [i % 3 for i in indices]
     parts = [EvalBatches(data, batch_size=4, rank=r, world_size=10).batches for r in range(10)]
@@ -195,15 +198,13 @@ def test_the_key_of_a_sample_names_its_draws(
     )
     wrong = 0
     for sample in read(batches, 3, start=1):
-        assert sample["key"].shape == (12, 2)
-        assert sample["key"].dtype == torch.int64
-        keys = sample["key"].tolist()
-        for number, view in enumerate(sample["views"]):
+        assert sample.key.shape == (12, 2)
+        assert sample.key.dtype == torch.int64
+        keys = sample.key.tolist()
+        for number, view in enumerate(sample.all_views):
             found = turned(view)
             assert found == [drawn(3, *key, number) for key in keys]
-            by_image = [
-                drawn(3, sample["epoch"], index, number) for index in sample["index"].tolist()
-            ]
+            by_image = [drawn(3, sample.epoch, index, number) for index in sample.index.tolist()]
             wrong += found != by_image
     assert wrong >= 3  # index and epoch do not name them
 

@@ -12,9 +12,10 @@ from numbered import Numbers, assert_same, dataset, read
 from PIL import Image
 
 from selftask.config.schema import Component, ViewConfig
-from selftask.data.loading.dataset import BadFiles, ViewDataset
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.loader import Batches
-from selftask.data.loading.open_data import open_source
+from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.views import Views
 from selftask.errors import UserError
@@ -35,10 +36,10 @@ def test_bad_files_are_replaced_listed_once_and_read_back(tmp_path: Path, worker
     lines = sorted(listed.read_text().splitlines())
     assert lines == ["images/10\tbroken", "images/3\tbroken", "images/44\tbroken"]
     for sample in samples:
-        assert len(sample["index"]) == 20
-        assert not set(sample["index"].tolist()) & {3, 10, 44}
-        shown = (sample["views"][0][:, 0, 0, 0] * 255).round().long()
-        assert torch.equal(shown, sample["index"])  # the index is that of the image shown
+        assert len(sample.index) == 20
+        assert not set(sample.index.tolist()) & {3, 10, 44}
+        shown = (sample.all_views[0][:, 0, 0, 0] * 255).round().long()
+        assert torch.equal(shown, sample.index)  # the index is that of the image shown
     assert_same(read(batches(), 3, start=3), samples[3:])
     assert sorted(listed.read_text().splitlines()) == lines
 

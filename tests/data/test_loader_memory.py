@@ -17,7 +17,7 @@ from numbered import Numbers, assert_same, dataset, read
 
 from selftask.data.cache.on_device import CacheDataset
 from selftask.data.loading import shared_memory
-from selftask.data.loading.collate import Batch, broken
+from selftask.data.loading.collate import RawBatch, broken
 from selftask.data.loading.loader import Batches, EvalBatches
 from selftask.data.loading.shared_memory import SlotPool, SlotRef, SlotWriter
 from selftask.data.loading.workers import PREFETCH
@@ -25,15 +25,15 @@ from selftask.data.reading.files import BadImage
 from selftask.errors import UserError
 
 
-def batch_of(new: Any, value: int, shape: tuple[int, ...] = (2, 3, 3, 3)) -> Batch:
+def batch_of(new: Any, value: int, shape: tuple[int, ...] = (2, 3, 3, 3)) -> RawBatch:
     """A batch of two views full of a number, in arrays of ``new``."""
     views = [torch.from_numpy(new(shape, np.uint8)).fill_(value + k) for k in range(2)]
     index = torch.tensor([value, 8], dtype=torch.int64)
     key = torch.tensor([[1, value], [2, 8]])
-    return Batch(views, index - 1, index, key, 4, [BadImage("a/b", "broken")], 3)
+    return RawBatch(views, index - 1, index, key, 4, [BadImage("a/b", "broken")], 3)
 
 
-def opened(sent: Batch | SlotRef) -> Batch:
+def opened(sent: RawBatch | SlotRef) -> RawBatch:
     assert isinstance(sent, SlotRef)
     return sent.open()
 
@@ -49,7 +49,7 @@ def test_a_batch_arrives_as_it_was(memory: SlotPool) -> None:
     expected = batch_of(np.empty, 5)
     for one, other in zip(arrived.views, expected.views, strict=True):
         assert torch.equal(one, other)
-    for name in ("target", "index", "key"):
+    for name in ("labels", "index", "key"):
         assert torch.equal(getattr(arrived, name), getattr(expected, name))
     assert [str(bad) for bad in arrived.bad] == ["a/b: broken"]
     assert (arrived.epoch, arrived.num_left_out, arrived.problem) == (4, 3, "")
@@ -212,13 +212,13 @@ class Sizes(Numbers):
 
 
 def test_canvases_of_other_sizes_hold_nothing_of_earlier_ones() -> None:
-    def read_all(workers: int) -> list[dict[str, Any]]:
+    def read_all(workers: int) -> list[Any]:
         pictures: Any = CacheDataset(Sizes(60), None)
-        return list(EvalBatches(pictures, batch_size=3, num_workers=workers))
+        return list(EvalBatches(pictures, batch_size=3, num_workers=workers).read())
 
     for one, other in zip(read_all(2), read_all(0), strict=True):
-        assert torch.equal(one["input"], other["input"])
-        assert np.array_equal(one["sizes"], other["sizes"])
+        assert torch.equal(one.views[0], other.views[0])
+        assert torch.equal(one.sizes, other.sizes)
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -21,7 +21,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(selftask.__file__).parents[1
 START_WORKERS = """
 from selftask.config.schema import Component, ViewConfig
 from selftask.data.loading.dataset import ViewDataset
-from selftask.data.loading.open_data import open_source
+from selftask.data.open_source import open_source
 from selftask.data.loading.loader import Batches
 from selftask.data.views import Views
 data = ViewDataset(open_source(Component(name="digits")), Views({"a": ViewConfig()}), 0)
@@ -44,7 +44,7 @@ def test_workers_leave_signals_to_the_main_process() -> None:
     for worker in batches._reader._workers:  # type: ignore[union-attr]
         for number in STOP_SIGNALS:
             os.kill(worker.pid, number)  # type: ignore[arg-type]
-    assert [next(batches)["step"] for _ in range(20)] == list(range(1, 21))
+    assert [next(batches).number for _ in range(20)] == list(range(1, 21))
     batches.close()
 
 

@@ -184,18 +184,3 @@ def test_p_is_the_share_of_changed_pictures(name: str) -> None:
         share = np.mean([transform(image, draws) is not image for _ in range(400)])
         assert abs(share - p) <= 5 * math.sqrt(p * (1 - p) / 400)
     assert np.array_equal(image, PICTURES["waves"][:12, :12])
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "key"),
-    [
-        ("sharpness", {"factor": (1.0, 0.5)}, "factor"),
-        ("random_shear", {"x": 90.0}, "x"),
-        ("elastic", {"sigma": 0.0}, "sigma"),
-    ],
-)
-def test_problems_name_the_key(name: str, args: dict[str, Any], key: str) -> None:
-    problems = list(build(name, **args).problems({}))
-    assert len(problems) == 1
-    assert problems[0].startswith(f"{key}: ")
-    assert list(build(name).problems({})) == []

@@ -29,7 +29,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 def test_random_erasing_draws_like_torchvision() -> None:
     """Mean place and size of 2000 rectangles each; 5 standard errors."""
     transform, draws = build("random_erasing", p=1.0), rng()
-    holes = [hole for hole in (transform.draw(draws, 40, 60) for _ in range(2000)) if hole]
+    holes = [hole for _ in range(2000) for hole in transform.draw(draws, 40, 60) or ()]
     ours = np.array([(h.top, h.left, h.bottom - h.top, h.right - h.left) for h in holes])
     torch.manual_seed(0)
     blank = torch.zeros(3, 40, 60)
@@ -47,7 +47,7 @@ def test_random_erasing_draws_like_torchvision() -> None:
 def test_random_erasing_overwrites_the_drawn_rectangle() -> None:
     for fill in (7, [1, 2, 3], "noise"):
         transform = build("random_erasing", p=1.0, fill=fill)
-        hole = transform.draw(rng(4), 40, 60)
+        (hole,) = transform.draw(rng(4), 40, 60)
         out = transform(IMAGE, rng(4))
         expected = IMAGE.copy()
         inside = np.s_[hole.top : hole.bottom, hole.left : hole.right]
@@ -137,24 +137,6 @@ def test_p_is_the_share_of_changed_pictures(name: str, args: dict[str, Any]) -> 
         share = np.mean([transform(IMAGE, draws) is not IMAGE for _ in range(400)])
         assert abs(share - p) <= 5 * math.sqrt(p * (1 - p) / 400)
     assert (IMAGE == 128).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "key"),
-    [
-        ("random_erasing", {"scale": (0.5, 0.1)}, "scale"),
-        ("random_erasing", {"ratio": (0.0, 1.0)}, "ratio"),
-        ("random_erasing", {"fill": 256}, "fill"),
-        ("cutout", {"fill": [1, 2, 300]}, "fill"),
-        ("gaussian_noise", {"sigma": (0.2, 0.1)}, "sigma"),
-        ("salt_and_pepper", {"amount": (0.0, 2.0)}, "amount"),
-    ],
-)
-def test_problems_name_the_key(name: str, args: dict[str, Any], key: str) -> None:
-    problems = list(build(name, **args).problems({}))
-    assert len(problems) == 1
-    assert problems[0].startswith(f"{key}: ")
-    assert list(build(name).problems({})) == []
 
 
 def test_fill_may_be_a_level_a_colour_or_a_word() -> None:

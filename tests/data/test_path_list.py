@@ -13,7 +13,7 @@ from indexed import LONG_AGO, paths_of
 from selftask.data.reading import index as store
 from selftask.data.reading import path_list
 from selftask.data.reading.path_list import read_list
-from selftask.data.source import PathTable
+from selftask.data.reading.path_table import PathTable
 from selftask.errors import UserError
 
 

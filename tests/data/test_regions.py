@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.config.compose.data_forms import expand_source
+from selftask.config.compose.short_forms import expand_source
 from selftask.config.schema import Component
 from selftask.data.fingerprint import differences, fingerprint
-from selftask.data.loading.open_data import open_source
+from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.staging.staged_source import copied

@@ -263,7 +263,7 @@ def test_batches_of_a_few_classes(per_batch: int) -> None:
 
 
 def test_batches_of_too_many_classes() -> None:
-    with pytest.raises(UserError, match="classes_per_batch=7: there are 6 classes"):
+    with pytest.raises(UserError, match="classes_per_batch=7: must be at most 6"):
         make("few_classes", classes_per_batch=7)
     with pytest.raises(UserError, match=r"classes_per_batch=5: train\.batch_size=12 cannot"):
         make("few_classes", classes_per_batch=5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from selftask.config.compose.data_forms import expand_source
+from selftask.config.compose.short_forms import expand_source
 from selftask.config.load import load_config
 from selftask.errors import UserError
 

@@ -18,7 +18,8 @@ import pytest
 from PIL import Image
 
 from selftask.config.schema import Component
-from selftask.data.loading.open_data import Sources, copy_data, open_source
+from selftask.data.loading.open_data import Sources, copy_data
+from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.staging import copies

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.config.compose.data_forms import expand_source
+from selftask.config.compose.short_forms import expand_source
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import open_data
 from selftask.data.reading.files import BadImage
+from selftask.data.reading.patterns import expand_braces, match_files
 from selftask.data.source import Source
-from selftask.data.sources.glob_pattern import expand_braces, match_files
 from selftask.errors import UserError
 from selftask.registry import SOURCES
 

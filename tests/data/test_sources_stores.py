@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from selftask.config.compose.data_forms import expand_source
+from selftask.config.compose.short_forms import expand_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.errors import UserError

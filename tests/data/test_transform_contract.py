@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from selftask.data.views import Compose
+from selftask.data.transforms.pipeline import Compose
 from selftask.random.views import draw_rng
 from selftask.registry import TRANSFORMS, Registry
 

@@ -18,11 +18,13 @@ from PIL import Image
 
 from selftask.config.load import load_config
 from selftask.data import kernel
+from selftask.data.transforms.pipeline import Compose
 from selftask.data.transforms.resampling import resize
-from selftask.data.views import Compose
 from selftask.errors import ConfigError
 from selftask.random.views import ViewDraws
 from selftask.registry import TRANSFORMS
+
+FALLING = "the first number must not be above the second"
 
 
 def build(name: str, **args: Any) -> Any:
@@ -328,9 +330,7 @@ def test_contrast_noise(photo: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("name", "args", "key"),
     [
-        ("random_resized_crop", {"size": 8, "scale": (0.5, 0.2)}, "scale"),
-        ("gaussian_blur", {"sigma": (2.0, 1.0)}, "sigma"),
-        ("random_affine", {"scale": (0.0, 1.0)}, "scale"),
+        ("rand_augment", {"magnitude": 31}, "magnitude"),
         ("normalize", {"mean": [0.5, 0.5, 0.5]}, "mean"),
     ],
 )
@@ -362,8 +362,26 @@ def test_problems_name_the_key(name: str, args: dict[str, Any], key: str) -> Non
         ("jigsaw", "grid", 1, "must be at least 2"),
         ("jigsaw", "tile", 0, "must be at least 1"),
         ("channel_drop", "fill", -1, "must be at least 0"),
+        ("random_resized_crop", "scale", [0.5, 0.2], FALLING),
+        ("random_resized_crop", "scale", [0.0, 0.2], "must be more than 0"),
+        ("random_resized_crop", "scale", [0.5, 1.2], "must be at most 1"),
+        ("random_resized_crop", "ratio", [0.0, 1.0], "must be more than 0"),
+        ("gaussian_blur", "sigma", [2.0, 1.0], FALLING),
+        ("contrast_noise", "contrast", [1.0, 0.5], FALLING),
+        ("contrast_noise", "offset", [0.5, -0.5], FALLING),
+        ("random_affine", "scale", [0.0, 1.0], "must be more than 0"),
+        ("random_erasing", "scale", [0.5, 0.1], FALLING),
+        ("random_erasing", "ratio", [0.0, 1.0], "must be more than 0"),
+        ("random_erasing", "fill", 256, "must be at most 255"),
+        ("cutout", "fill", [1, 2, 300], "must be at most 255"),
+        ("gaussian_noise", "sigma", [0.2, 0.1], FALLING),
+        ("salt_and_pepper", "amount", [0.0, 2.0], "must be at most 1"),
+        ("aug_mix", "alpha", 0.0, "must be more than 0"),
+        ("sharpness", "factor", [1.0, 0.5], FALLING),
+        ("random_shear", "x", 90.0, "must be less than 90"),
+        ("elastic", "sigma", 0.0, "must be more than 0"),
     ],
 )
-def test_limits_name_the_key(name: str, key: str, value: float | str, message: str) -> None:
+def test_limits_name_the_key(name: str, key: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"transforms\.0\.{key}=.*: {message}"):
         load_config("simclr", [f"views.main.transforms=[{{name: {name}, {key}: {value}}}]"])

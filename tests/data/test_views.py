@@ -10,9 +10,9 @@ import torch
 import torchvision.transforms.functional as F
 
 from selftask.config.schema import Component, ViewConfig
-from selftask.data import views as views_module
 from selftask.data.transforms.normalize import STATISTICS
-from selftask.data.views import Normalizer, Views, build_pipeline
+from selftask.data.transforms.pipeline import Normalizer, build_pipeline
+from selftask.data.views import Views
 from selftask.errors import ConfigError
 
 CROP = Component(name="random_resized_crop", args={"size": 8})
@@ -71,7 +71,7 @@ def test_a_view_does_not_depend_on_the_others(image: np.ndarray) -> None:
 def test_floats_are_those_of_numpy_to_the_last_bit(
     shape: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(views_module, "BLOCK", block)
+    monkeypatch.setattr("selftask.data.transforms.pipeline.BLOCK", block)
     rng = np.random.default_rng(0)
     scale, shift = rng.normal(0, 0.02, (2, shape[-1])).astype(np.float32)
     pixels = rng.integers(0, 256, shape, dtype=np.uint8)

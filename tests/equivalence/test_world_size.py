@@ -92,7 +92,7 @@ class QueueOrder(MoCo):
     class Config(MoCo.Config): ...
 
     def on_update(self, task):
-        self.pending[-1] = self.pending[-1].flip(1)  # in another order than the global batch's
+        self.pending[-1] = tuple(rows.flip(0) for rows in self.pending[-1])  # another order
         super().on_update(task)
 """,
         "method with 2 ranks, step 1: queue",

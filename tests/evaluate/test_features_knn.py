@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
+from selftask.batch import Batch
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.evaluate import chunks, knn
@@ -31,13 +32,17 @@ def _set(num: int, seed: int, *, classes: int = 5, dim: int = 8) -> Features:
     return Features(features, targets, torch.arange(num))
 
 
-def _batches(num: int) -> list[dict]:
+def _batch(images: torch.Tensor, labels: torch.Tensor, index: torch.Tensor) -> Batch:
+    return Batch(views={"eval": [images]}, labels=labels, index=index, key=index)
+
+
+def _batches(num: int) -> list[Batch]:
     return [
-        {
-            "views": [torch.full((2, 3, 4, 4), float(i))],
-            "target": torch.tensor([i, i + 1]),
-            "index": torch.tensor([2 * i, 2 * i + 1]),
-        }
+        _batch(
+            torch.full((2, 3, 4, 4), float(i)),
+            torch.tensor([i, i + 1]),
+            torch.tensor([2 * i, 2 * i + 1]),
+        )
         for i in range(num)
     ]
 
@@ -144,7 +149,7 @@ def test_only_test_classes() -> None:
 
 def test_more_neighbours_than_there_are_is_refused() -> None:
     data = _set(10, 0)
-    with pytest.raises(UserError, match="k: 11 neighbours are asked for, and there are 10 images"):
+    with pytest.raises(UserError, match="k: 11 neighbors are asked for, and there are 10 images"):
         KNN(k=[5, 11])(data, _set(5, 1))
     with pytest.raises(UserError, match="use at most 9"):
         KNN(k=[10])(data, data)
@@ -215,7 +220,7 @@ def test_a_long_pass_logs_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features_module, "time", clock)
     monkeypatch.setattr(features_module, "log", logger)
     monkeypatch.setattr(features_module, "_LOG_EVERY_S", 16.0)
-    batches = [{"index": torch.arange(10)}] * 20  # 2 s each
+    batches = [_batch(torch.zeros(10), torch.zeros(10), torch.arange(10))] * 20  # 2 s each
     assert list(features_module.log_speed(batches)) == batches
     assert lines == [
         "features: 5 images/s, eta 0:00:24",
@@ -265,7 +270,7 @@ def test_half_the_rows_if_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> Non
     draws = torch.Generator().manual_seed(0)
     images = torch.randn(2, 11, 3, 4, 4, generator=draws)
     number = torch.arange(11)
-    batches = [{"views": [x], "target": number, "index": number} for x in images]
+    batches = [_batch(x, number, number) for x in images]
     whole = extract_features(backbone, batches, device="cpu")
     backbone.forward = full = Full(backbone.forward, 3)
     emptied: list[torch.device] = []

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 import tiny
 from ranks import run_ranks
 from selftask.cli.main import main
-from selftask.data.loading.dataset import BadFiles, EvalDataset
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
-from selftask.data.views import build_pipeline
+from selftask.data.transforms.pipeline import build_pipeline
 from selftask.distributed.world import World
 from selftask.errors import RunError, UserError
 from selftask.evaluate.on_ranks import iterate_in_order, take_share

@@ -55,7 +55,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["linear", "few_labels=[6,7,100]"],
             "few_labels: [7, 100]: class 'dog' has 6 training images; use at most 6",
         ),
-        (["knn", "k=[3,15]"], "k: 15 neighbours are asked for, and there are 14 images"),
+        (["knn", "k=[3,15]"], "k: 15 neighbors are asked for, and there are 14 images"),
         (["knn", "k=[14]", "data.val=null"], "there are 13 images to choose from; use at most 13"),
         (
             ["knn", "k=[1]", "data={root}", "data.val=null"],
@@ -84,7 +84,7 @@ def test_refused_before_features_are_computed(
 def test_a_run_is_refused_before_it_begins(tmp_path: Path) -> None:
     val = f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 430)}"
     config = tiny.config("simclr", tmp_path, "run", val, "eval.evaluations={knn: {k: [81]}}")
-    with pytest.raises(UserError, match=r"eval\.evaluations\.knn\.k: 81 neighbours .* 80 images"):
+    with pytest.raises(UserError, match=r"eval\.evaluations\.knn\.k: 81 neighbors .* 80 images"):
         run(config, open_data(config.data))
     assert not (tmp_path / "run").exists()
 

@@ -51,7 +51,7 @@ def test_finds_the_minimum_that_scikit_learn_finds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(linear, "_ROWS", rows)
-    train, test = linear._standardised(*digits)
+    train, test = linear._standardized(*digits)
     problem = linear._Problem(train, 500)
     weights = problem.fit(weight_decay, start=problem.fit(0.1, tolerance=1e-2), tolerance=1e-6)
     model = LogisticRegression(C=1 / (weight_decay * len(train)), max_iter=5000, tol=1e-8)
@@ -71,7 +71,7 @@ def test_only_test_classes(digits: tuple[Features, Features]) -> None:
     train, test = digits
     train = train[torch.arange(150)]
     test = test[torch.isin(test.targets, torch.tensor([1, 8]))]
-    x, x_test = (part.features.double().numpy() for part in linear._standardised(train, test))
+    x, x_test = (part.features.double().numpy() for part in linear._standardized(train, test))
     model = LogisticRegression(C=1 / (0.01 * len(train)), max_iter=5000, tol=1e-8)
     model.fit(x, train.targets.numpy())
     scores = model.decision_function(x_test)[:, [1, 8]]
@@ -103,7 +103,7 @@ def test_few_labels_are_the_mean_of_scikit_learns_draws(
     draw = Features.draw
     monkeypatch.setattr(Features, "draw", lambda *args: draws.append(draw(*args)) or draws[-1])
     found = Linear(few_labels=[1], repeats=3, weight_decay=[0.01])(*digits)
-    test = linear._standardised(*digits)[1]
+    test = linear._standardized(*digits)[1]
     expected = []
     for few in draws:
         assert few.targets.bincount().tolist() == [1] * 10

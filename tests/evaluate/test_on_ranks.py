@@ -52,7 +52,7 @@ def draw_features(num: int, seed: int) -> Features:
 
 
 def knn_of_parts() -> list[dict[str, float]]:
-    """k-NN of uneven parts: one rank holds fewer images than the neighbours that are asked for."""
+    """k-NN of uneven parts: one rank holds fewer images than the neighbors that are asked for."""
     train, test = draw_features(100, 0), draw_features(70, 1)
     first = rank() == 0
     own = torch.arange(12) if first else torch.arange(12, 100)
@@ -106,7 +106,7 @@ def test_after_a_save_every_rank_has_what_was_saved(runs: tuple[Path, list[Any]]
     assert [alike for alike, *_ in runs[1]] == [[True] * len(METHODS)] * 2
 
 
-def test_neighbours_of_parts_are_those_of_the_whole(runs: tuple[Path, list[Any]]) -> None:
+def test_neighbors_of_parts_are_those_of_the_whole(runs: tuple[Path, list[Any]]) -> None:
     train, test = draw_features(100, 0), draw_features(70, 1)
     expected = [KNN(k=[20, 5])(train, test), KNN(k=[20, 5])(train, train)]
     assert [figures for _, figures, _ in runs[1]] == [expected] * 2

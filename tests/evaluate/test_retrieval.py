@@ -267,7 +267,7 @@ def test_unreadable_images_are_left_out(
         (["data=PAIRS"], "needs a run or model before any key=value"),
         (["MODEL", "data=PAIRS", "pol=gem"], "there is no 'pol'; did you mean 'pool'?"),
         (["MODEL", "data=PAIRS", "pool=gme"], "pool=gme: did you mean 'gem'?"),
-        (["MODEL", "data=PAIRS", "p=0"], "p=0: must be more than 0"),
+        (["MODEL", "data=PAIRS", "p=0"], "p=0: must be above 0"),
         (["MODEL", "data=PAIRS", "scales=[]"], "at least one size is needed"),
         (["MODEL", "data=PAIRS", "whiten_dim=3"], "whiten_dim: without whiten=DIR"),
         (["MODEL", "data=PAIRS", "whiten=PAIRS", "whiten_dim=99"], "use at most 15"),

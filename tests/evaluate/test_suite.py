@@ -95,7 +95,7 @@ def nearest_accuracy(run: Path, step: int) -> float:
     with torch.no_grad():
         sets = []
         for batches in (task.data_module.labelled_samples(), task.data_module.test_samples("")):
-            parts = [(network(batch["views"][0]), batch["target"]) for batch in batches]
+            parts = [(network(batch.all_views[0]), batch.labels) for batch in batches]
             sets.append([torch.cat(column) for column in zip(*parts, strict=True)])
     task.close()
     (bank, labels), (queries, truth) = sets

@@ -9,21 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minitask import MiniTask, largest_difference, loss_of
-from ranks import run_ranks
-from selftask.config.config_class import config_class
+from minitask import MiniTask, loss_of
 from selftask.methods.barlow import BarlowTwins, cross_correlation
-from selftask.models.heads import mlp
-from selftask.registry import METHODS
 
 SMALL: dict[str, Any] = {"out_dim": 5, "hidden_dim": 7, "redundancy_weight": 0.02}
-
-
-class PlainBarlow(BarlowTwins):
-    """Without BatchNorm in the projector, whose statistics are those of one rank."""
-
-    def build_head(self, embed_dim: int) -> nn.Module:
-        return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim, norm=False)
 
 
 def _random(*shape: int) -> Tensor:
@@ -119,21 +108,3 @@ def test_the_loss_is_not_rounded_under_autocast() -> None:
     expected = loss_of(_method(), output)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(loss_of(_method(), output), expected)
-
-
-def test_world_size_is_invisible() -> None:
-    """The statistics are those of the global batch, and gradients flow through them."""
-    alone = _four_updates(0)
-    for one in run_ranks(_four_updates, 2):
-        assert largest_difference(one, alone) < 1e-9
-
-
-def _four_updates(rank: int) -> dict[str, Any]:
-    return MiniTask(PlainBarlow, SMALL, lr=0.02).run(4).state()
-
-
-def test_impossible_configs_are_told() -> None:
-    schema: Any = config_class(METHODS, "barlow")
-    (problem,) = schema().problems({"train": {"batch_size": 1}})
-    assert problem.startswith("train.batch_size:")
-    assert not list(schema().problems({"train": {"batch_size": 2}}))

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitask import MiniTask, largest_difference
-from ranks import run_ranks
+from minitask import MiniTask
 from selftask.methods.byol import BYOL, regression_loss
 from selftask.models.heads import ProjectorPredictor, mlp
 
@@ -124,20 +123,3 @@ def test_teacher_stands_still_in_the_end() -> None:
     for where in (0.0, 0.25, 0.5, 0.9):
         expected = 1 - (1 - 0.996) * (math.cos(math.pi * where) + 1) / 2
         assert momentum(where) == pytest.approx(expected, abs=1e-12)
-
-
-def test_resumed_is_never_stopped() -> None:
-    whole = MiniTask("byol", SMALL).run(5)
-    half = MiniTask("byol", SMALL).run(2)
-    rest = MiniTask("byol", SMALL).resume(half.state()).run(3)
-    assert half.losses + rest.losses == whole.losses
-
-
-def test_world_size_is_invisible() -> None:
-    alone = _four_updates(0)
-    for one in run_ranks(_four_updates, 2):
-        assert largest_difference(one, alone) < 1e-9
-
-
-def _four_updates(rank: int) -> dict[str, Any]:
-    return MiniTask(PlainBYOL, SMALL).run(4).state()

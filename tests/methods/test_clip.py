@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranks import run_ranks
-from selftask.distributed.collectives import all_reduce_mean
 from selftask.methods.clip import CLIP, match_pairs
 from selftask.models.text import TextTransformer
 
@@ -36,30 +34,6 @@ def test_loss_is_that_of_the_paper() -> None:
         total -= math.log(math.exp(similarity(i, i)) / of_caption)
     loss = match_pairs(images, captions, torch.tensor(-math.log(tau), dtype=torch.float64))
     assert loss.item() == pytest.approx(total / (2 * num), rel=1e-12)
-
-
-def _shared(rank: int, world: int) -> tuple[float, Tensor, Tensor]:
-    """Loss and gradients of 8 pairs that ``world`` ranks share."""
-    rows = slice(rank * 8 // world, (rank + 1) * 8 // world)
-    pairs = [_random(8, 4, seed=seed)[rows].requires_grad_() for seed in (0, 1)]
-    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
-    loss = match_pairs(*pairs, scale)
-    loss.backward()
-    assert pairs[0].grad is not None and scale.grad is not None
-    return all_reduce_mean(loss.detach()).item(), pairs[0].grad / world, all_reduce_mean(scale.grad)
-
-
-def _on_two(rank: int) -> tuple[float, Tensor, Tensor]:
-    return _shared(rank, 2)
-
-
-def test_world_size_is_invisible() -> None:
-    loss, gradient, of_scale = _shared(0, 1)
-    shared = run_ranks(_on_two, 2)
-    for one in shared:
-        assert one[0] == pytest.approx(loss, rel=1e-12)
-        torch.testing.assert_close(one[2], of_scale)
-    torch.testing.assert_close(torch.cat([one[1] for one in shared]), gradient)
 
 
 def test_the_scale_of_logits_stays_below_100() -> None:

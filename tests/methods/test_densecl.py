@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitask import MiniTask, largest_difference
-from ranks import run_ranks
+from minitask import MiniTask
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
 from selftask.methods.densecl import DenseCL, Keys, corresponding, dense_info_nce
@@ -137,28 +136,11 @@ def test_chance_is_the_loss_of_equal_similarities() -> None:
     assert DenseCL(DenseCL.Config(**SMALL)).chance_loss == pytest.approx(loss.item())
 
 
-def test_resumed_is_never_stopped() -> None:
-    whole, half = _task().run(5), _task().run(2)
-    rest = _task().resume(half.state()).run(3)
-    assert half.losses + rest.losses == whole.losses
-    assert torch.equal(rest.loss.dense_queue.rows, whole.loss.dense_queue.rows)
-
-
-def test_world_size_is_invisible() -> None:
-    alone = _four_updates(0)
-    for one in run_ranks(_four_updates, 2):
-        assert largest_difference(one, alone) < 1e-9
-
-
-def _four_updates(rank: int) -> dict[str, Any]:
-    return _task().run(4).state()
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("method.queue_size=60", "queue_size: 60 is less than the 64 keys of one step"),
-        ("method.temperature=0", "must be more than 0"),
+        ("method.temperature=0", "must be above 0"),
         ("method.dense_weight=2", "must be at most 1"),
     ],
 )

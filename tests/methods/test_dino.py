@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
 from minitask import MiniTask, TinyTokens, largest_difference, loss_of
-from ranks import run_ranks
-from selftask.config.load import load_config
-from selftask.errors import ConfigError
 from selftask.methods.dino import DINO
 from selftask.models.clustering import swapped_cross_entropy
 from selftask.registry import OPTIMIZERS
@@ -216,29 +213,7 @@ def test_a_test_phase_leaves_no_trace() -> None:
     assert not task.loss.center.any()
 
 
-def test_resumed_is_never_stopped() -> None:
-    straight = MiniTask("dino", SMALL).run(7).state()
-    resumed = MiniTask("dino", SMALL).resume(MiniTask("dino", SMALL).run(4).state()).run(3).state()
-    for part in ("network", "method", "clock"):
-        assert largest_difference(straight[part], resumed[part]) == 0.0
-
-
-def _train(rank: int) -> dict[str, Any]:
-    return MiniTask("dino", SMALL, sizes=(8, 8, 5)).run(5).state()
-
-
-def test_two_ranks_are_one() -> None:
-    alone = _train(0)
-    for state in run_ranks(_train, 2):
-        assert largest_difference(alone, state) < 1e-9
-
-
 def test_the_teachers_backbone_is_kept() -> None:
     task = MiniTask("dino", SMALL).run(1)
     kept = task.loss.export_backbone(task.base_model)
     assert kept is task.loss.teacher.network.backbone
-
-
-def test_one_view_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dino needs 2 views or more of an image, got 1"):
-        load_config("dino", ["views.main.count=1"])

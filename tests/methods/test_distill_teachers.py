@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from torch import Tensor, nn
 
 import tiny
 from selftask.api.learner import Learner
+from selftask.checkpoint import store
 from selftask.config.load import load_config
 from selftask.config.schema import Component, FrozenModule
 from selftask.data.loading.open_data import open_data
@@ -85,6 +89,47 @@ def test_scores_are_those_of_the_run(method: str, runs: Path, tmp_path: Path) ->
         assert torch.equal(scores.center, task.loss.center)
         assert scores.temperature == pytest.approx(task.loss.teacher_temperature_at(1 - 1e-9))
     task.close()
+
+
+def _config(change: Callable[[Any], object]) -> Callable[[str], str]:
+    """Return a function that changes the values of a config's text."""
+
+    def text(before: str) -> str:
+        values = yaml.safe_load(before)
+        change(values)
+        return yaml.safe_dump(values)
+
+    return text
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda text: "[" * 100_000,
+        lambda text: "a: &a [1, 1]\n" + "b: [*a, *a]\n",
+        lambda text: "hello",
+        lambda text: "\x00",
+        lambda text: "a: [",
+        _config(lambda values: values.update(method="dino")),
+        _config(lambda values: values["method"].pop("name")),
+        _config(lambda values: values["method"].update(name=["dino"])),
+        _config(lambda values: values["method"].update(name="dinosaur")),
+        _config(lambda values: values["method"].update(no_such_key=1)),
+        _config(lambda values: values["method"].update(hidden="wide")),
+        _config(lambda values: values["method"].update(hidden=-1)),
+        _config(lambda values: values["backbone"].update(name={"a": 1})),
+        _config(lambda values: values["eval"].update(transforms=7)),
+    ],
+)
+def test_forged_config_of_a_teacher_is_refused_in_one_line(
+    forge: Callable[[str], str], runs: Path, tmp_path: Path
+) -> None:
+    state, _ = store.load_newest(runs / "dino" / "checkpoints") or ({}, None)
+    path = tmp_path / "teacher.pt"
+    torch.save({**state, "config": forge(state["config"])}, path)
+    with pytest.raises(UserError) as refusal:
+        open_scores(FrozenModule(model=str(path)))
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_plan_builds_a_teacher_without_its_weights(runs: Path) -> None:

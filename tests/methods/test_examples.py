@@ -1,4 +1,4 @@
-"""The methods of docs/methods.md that extend a family or another method, against loops."""
+"""The methods of docs/methods.md and docs/method-examples.md, against loops and closed forms."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from minitask import MiniTask, TinyTokens, loss_of
+from selftask.batch import Batch
 from selftask.registry import HOOKS, METHODS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/methods.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = "\n".join((DOCS / f"{n}.md").read_text("utf-8") for n in ("methods", "method-examples"))
+NONE = torch.zeros(0, dtype=torch.int64)
 SMALL = {"out_dim": 5, "hidden_dim": 7, "bottleneck": 4, "momentum": 0.9, "mask_probability": 1.0}
 
 
@@ -30,7 +33,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
             monkeypatch.setattr(registry, attribute, dict(getattr(registry, attribute)))
 
     def load(name: str) -> ModuleType:
-        text = re.search(rf"```python\n(# {name}\.py\n.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+        text = re.search(rf"```python\n(# {name}\.py\n.*?)```", PAGE, re.DOTALL)
         assert text is not None
         (tmp_path / f"{name}.py").write_text(text[1], encoding="utf-8")
         spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
@@ -116,3 +119,74 @@ def test_a_teacher_of_a_family_follows(example: Callable[[str], ModuleType]) -> 
         assert torch.allclose(now, 0.9 * old + 0.1 * student, rtol=0, atol=1e-12)
     exported = task.loss.export_backbone(task.base_model)
     assert exported is task.loss.teacher.network.backbone
+
+
+def _epps_pulley(x: list[float]) -> float:
+    """The statistic with the weight exp(-t^2 / 2), whose integral over all t has a closed form."""
+    pairs = sum(math.exp(-((a - b) ** 2) / 2) for a in x for b in x)
+    crossed = sum(math.exp(-(a**2) / 4) for a in x)
+    root = math.sqrt(math.pi)
+    return (
+        math.sqrt(2) * root * pairs / len(x) - 2 * root * crossed + len(x) * root * math.sqrt(2 / 3)
+    )
+
+
+def test_lejepa_is_its_closed_form(example: Callable[[str], ModuleType]) -> None:
+    """Prediction and SIGReg in double precision; the integral's points from 0 to 5 suffice."""
+    module = example("lejepa")
+    x = torch.randn(9, 4, dtype=torch.float64) * torch.tensor([1.0, 0.3, 2.0, 1.0]) + 0.2
+    expected = sum(_epps_pulley(column.tolist()) for column in x.T) / 4
+    exact = module.epps_pulley(x, 200, limit=12.0)
+    assert float(exact) == pytest.approx(expected, rel=1e-12)
+    assert float(module.epps_pulley(x, 17)) == pytest.approx(expected, rel=1e-3)
+
+    task = MiniTask(module.LeJEPA, {"out_dim": 3, "num_slices": 5, "num_points": 60, "weight": 0.3})
+    task.run(1)
+    output, slices = task.last_batch.output.detach(), task.last_batch["slices"].double()
+    assert torch.allclose(slices.norm(dim=0), torch.ones(5).double(), rtol=0, atol=1e-6)
+    center = output.mean(dim=0)
+    distance = sum(float((view - center).square().sum()) for view in output) / output.numel()
+    columns = [(view @ slices[:, m]).tolist() for view in output for m in range(5)]
+    terms = task.last_batch.terms
+    assert float(terms["prediction"]) == pytest.approx(0.7 * distance, rel=1e-9)
+    sigreg = 0.3 * sum(map(_epps_pulley, columns)) / len(columns)
+    assert float(terms["sigreg"]) == pytest.approx(sigreg, rel=1e-5)
+    first = task.last_batch["slices"].clone()
+    task.run(1)
+    assert not torch.allclose(first, task.last_batch["slices"]), "the same slices at each step"
+
+
+def test_clips_are_slow_and_steady(example: Callable[[str], ModuleType]) -> None:
+    """First and second differences over time, as loops; a uniform motion is steady."""
+    kind = example("steady").Steady
+    method = kind(kind.Config(steady_weight=2.0, spread_weight=0.5))
+    output = torch.randn(4, 5, 3, dtype=torch.float64)
+    x = output.tolist()
+    rows = [(b, d) for b in range(5) for d in range(3)]
+    slow = sum((x[t + 1][b][d] - x[t][b][d]) ** 2 for t in range(3) for b, d in rows) / 45
+    steady = sum(
+        (x[t + 2][b][d] - 2 * x[t + 1][b][d] + x[t][b][d]) ** 2 for t in range(2) for b, d in rows
+    )
+    terms = method(output, Batch(views={}, labels=NONE, index=NONE, key=NONE, output=output))
+    assert float(terms["slow"]) == pytest.approx(slow, rel=1e-12)
+    assert float(terms["steady"]) == pytest.approx(2.0 * steady / 30, rel=1e-12)
+    hinges = [
+        max(0.0, 1 - math.sqrt(float(f.var(dim=0)[d]) + 1e-4)) for f in output for d in (0, 1, 2)
+    ]
+    assert float(terms["variance"]) == pytest.approx(0.5 * sum(hinges) / 12, rel=1e-9)
+    uniform = output[0] + torch.arange(4.0)[:, None, None] * output[1]
+    moving = Batch(views={}, labels=NONE, index=NONE, key=NONE, output=uniform)
+    assert float(method(uniform, moving)["steady"]) == pytest.approx(0, abs=1e-20)
+
+
+def test_rotations_are_classes(example: Callable[[str], ModuleType]) -> None:
+    task = MiniTask(example("rotation").Rotation, {}, sizes=(8,))
+    task.run(1)
+    images = task.views[0][:8]
+    for turns, view in enumerate(task.last_batch.input):
+        assert torch.equal(view, torch.rot90(images, turns, (2, 3)))
+    scores, classes = task.loss.meter_input(task.last_batch.output, task.last_batch)
+    assert classes.tolist() == [turns for turns in range(4) for _ in range(8)]
+    rows = zip(scores.detach(), classes, strict=True)
+    losses = [float(torch.logsumexp(row, 0) - row[turns]) for row, turns in rows]
+    assert task.losses[0] == pytest.approx(sum(losses) / 32, rel=1e-9)

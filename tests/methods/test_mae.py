@@ -11,8 +11,7 @@ import torch
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
-from minitask import MiniTask, largest_difference, predicted
-from ranks import run_ranks
+from minitask import MiniTask, predicted
 from selftask.batch import Batch
 from selftask.config.config_class import config_class
 from selftask.errors import UserError
@@ -215,31 +214,18 @@ def test_backbone_is_exported_under_timms_names() -> None:
     assert task.base_model.embedding.shape == (2, 12)
 
 
-def test_it_learns_and_resumes_exactly() -> None:
-    whole = _task().run(8)
-    assert whole.losses[-1] < 0.98 * whole.losses[0]
-    half = _task().run(3)
-    rest = _task().resume(half.state()).run(5)
-    assert half.losses + rest.losses == whole.losses
-
-
-def test_world_size_is_invisible() -> None:
-    alone = _four_updates(0)
-    for one in run_ranks(_four_updates, 2):
-        assert largest_difference(one, alone) < 1e-9
-
-
-def _four_updates(rank: int) -> dict[str, Any]:
-    return _task().run(4).state()
+def test_it_learns() -> None:
+    losses = _task().run(8).losses
+    assert losses[-1] < 0.98 * losses[0]
 
 
 def test_impossible_configs_are_told() -> None:
     schema: Any = config_class(METHODS, "mae")
     vit = {"name": "vit_tiny", "patch_size": 16}
-    wrong = schema(mask_ratio=1.0, decoder_dim=30, decoder_heads=4)
+    wrong = schema(decoder_dim=30, decoder_heads=4)
     whole = {"backbone": vit}
     keys = [problem.partition(":")[0] for problem in wrong.problems(whole)]
-    assert keys == ["mask_ratio", "decoder_dim"]
+    assert keys == ["decoder_dim"]
     right = {"backbone": vit}
     assert not list(schema().problems(right))
     assert not list(schema().problems({**right, "backbone": {"name": "timm", "model": "x"}}))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import tiny
-from selftask.data.loading.data_module import DataModule
+from selftask.data.data_module import DataModule
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.world import World
 from selftask.task import Task

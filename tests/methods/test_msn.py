@@ -252,7 +252,7 @@ def test_a_batch_in_chunks_is_the_whole_batch() -> None:
 # -- ranks and configs -----------------------------------------------------------------------------
 
 
-def test_world_size_is_invisible() -> None:
+def test_the_divergence_is_that_of_all_ranks() -> None:
     """The run, and the regulariser by itself with its gradient, averaged over ranks."""
     alone = _on_rank(0, 1)
     for one in run_ranks(_on_rank, 2, 2):
@@ -276,8 +276,8 @@ def _on_rank(rank: int, size: int) -> dict[str, Any]:
     ("override", "message"),
     [
         ("method.masked_views=4", "with the teacher's view these are 5 views, and `views` makes"),
-        ("method.mask_ratio=1", "must be less than 1"),
-        ("method.sharpening=0", "must be more than 0"),
+        ("method.mask_ratio=1", "must be below 1"),
+        ("method.sharpening=0", "must be above 0"),
         ("backbone={name: small_resnet, width: 8}", "msn needs"),
     ],
 )

@@ -15,10 +15,10 @@ from sklearn.metrics import average_precision_score
 import tiny
 from minitask import TinyBackbone, loss_of
 from selftask.config.load import load_config
-from selftask.data.loading.open_data import open_data
-from selftask.errors import UserError
+from selftask.data.loading.open_data import check_data, open_data
+from selftask.errors import ConfigError, UserError
 from selftask.meters.mean_average_precision import MeanAveragePrecision
-from selftask.methods.supervised import Supervised, known_cross_entropy
+from selftask.methods.multilabel import Multilabel, known_cross_entropy
 from selftask.task import Task
 from selftask.task.loop import train_loop
 
@@ -37,12 +37,14 @@ def test_loss_of_known_labels() -> None:
         known = [(s, y) for s, y in zip(row, row_labels, strict=True) if y >= 0]
         terms = [math.log1p(math.exp(-s if y else s)) for s, y in known]
         losses.append(sum(terms) / max(len(terms), 1))
-    assert float(known_cross_entropy(scores, labels)) == pytest.approx(np.mean(losses), rel=1e-5)
-    method = Supervised(Supervised.Config(targets=["up", "down", "left", "right"]))
+    assert float(known_cross_entropy(scores, labels)) == pytest.approx(np.mean(losses), rel=1e-9)
+    method = Multilabel(Multilabel.Config(targets=["up", "down", "left", "right"]))
     task: Any = None  # the number of classes is that of the targets
     assert method.build_network(TinyBackbone(), task).head.out_features == 4
-    found = loss_of(method, scores, labels=labels)
-    assert found.item() == pytest.approx(np.mean(losses), rel=1e-5)
+    loss = loss_of(method, scores, labels=labels)
+    assert loss.item() == pytest.approx(np.mean(losses), rel=1e-9)
+    even = loss_of(method, torch.zeros(4, 4), labels=labels[:4].clamp(min=0))
+    assert method.chance_loss == pytest.approx(even.item())
 
 
 def test_mean_average_precision_is_that_of_sklearn() -> None:
@@ -77,26 +79,28 @@ def test_mean_average_precision_of_one_label_an_image() -> None:
 
 def table(folder: Path) -> Path:
     """Images that are bright above or below, or both; the first has an unknown label."""
-    rows = ["path,label,up,down"]
+    rows = ["path,up,down"]
     for number in range(32):
         up, down = number % 2, number // 2 % 2
         pixels = np.zeros((32, 32, 3), np.uint8)
         pixels[:16] = 255 * up
         pixels[16:] = 255 * down
         Image.fromarray(pixels).save(folder / f"{number}.png")
-        rows.append(f"{number}.png,{up},{up},{down if number else -1}")
+        rows.append(f"{number}.png,{up},{down if number else -1}")
     (folder / "list.csv").write_text("\n".join(rows) + "\n")
     return folder / "list.csv"
 
 
 def words(folder: Path, *more: str) -> list[str]:
     data = f"{{name: table, path: {table(folder)}, numbers: [up, down]}}"
-    given = [word for word in tiny.overrides("supervised", folder) if word[:5] != "data="]
+    small = [
+        word for word in tiny.overrides("multilabel", folder) if word[:5] not in ("data=", "data.")
+    ]
     return [
-        *[word for word in given if not word.startswith(("data.val", "method="))],
+        *[word for word in small if not word.startswith(("data.val", "method="))],
         f"data={data}",
         f"data.val={data}",
-        "method={targets: [up, down]}",
+        "method.targets=[up,down]",
         "views.main.transforms=[{name: normalize, stats: half}]",
         "train.epochs=8",
         "optimizer.lr=0.02",
@@ -105,8 +109,7 @@ def words(folder: Path, *more: str) -> list[str]:
 
 
 def test_training_from_a_table(tmp_path: Path) -> None:
-    meters = ("meters.accuracy=null", "meters.mean_average_precision={}")
-    config = load_config("supervised/digits", words(tmp_path, *meters))
+    config = load_config("multilabel/digits", words(tmp_path))
     task = Task(config, sources=open_data(config.data))
     train_loop(task)
     assert task.last_batch.labels.shape[1] == 2
@@ -119,7 +122,20 @@ def test_training_from_a_table(tmp_path: Path) -> None:
 
 
 def test_accuracy_is_refused(tmp_path: Path) -> None:
-    config = load_config("supervised/digits", words(tmp_path, "meters={accuracy: {topk: [1]}}"))
+    config = load_config("multilabel/digits", words(tmp_path, "meters={accuracy: {topk: [1]}}"))
     task = Task(config, sources=open_data(config.data))
     with pytest.raises(UserError, match=r"meters.accuracy: scores \(B, C\) and labels \(B,\)"):
         train_loop(task)
+
+
+def test_missing_numbers_are_refused_with_the_data(tmp_path: Path) -> None:
+    config = load_config("multilabel/digits", words(tmp_path, "method.targets=[up,left]"))
+    message = "method.targets: the data has no numbers 'left'; it has up, down"
+    with pytest.raises(ConfigError, match=message):
+        check_data(config, open_data(config.data).train)
+
+
+def test_mixup_is_refused(tmp_path: Path) -> None:
+    """Labels that are unknown cannot be mixed."""
+    with pytest.raises(UserError, match=r"hooks\.mixup: labels with unknown entries"):
+        tiny.train("multilabel", tmp_path, "run", "hooks.mixup={}")

@@ -214,15 +214,7 @@ def test_the_memory_follows_the_image_half_way() -> None:
     assert torch.equal(task.loss.memory.rows[others], before[others])
 
 
-def test_resumed_is_never_stopped_and_keeps_z() -> None:
-    whole, half = _task().run(4), _task().run(2)
-    rest = _task().resume(half.state()).run(2)
-    assert half.losses + rest.losses == whole.losses
-    assert torch.equal(rest.loss.normalizer.value, whole.loss.normalizer.value)
-    assert torch.equal(rest.loss.memory.rows, whole.loss.memory.rows)
-
-
-def test_world_size_is_invisible() -> None:
+def test_the_proximal_term_on_two_ranks() -> None:
     """Z is the mean over ranks, and negatives are drawn for each image."""
     alone = _four_updates(0)
     for one in run_ranks(_four_updates, 2):
@@ -244,7 +236,7 @@ def test_the_head_is_linear_or_an_mlp() -> None:
     [
         ("method.loss=ce", "did you mean .nce."),
         ("method.num_negatives=0", "must be at least 1"),
-        ("method.temperature=0", "must be more than 0"),
+        ("method.temperature=0", "must be above 0"),
         ("views.main.count=2", "npid needs 1 view"),
     ],
 )

@@ -11,18 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from minitask import MiniTask, TinyBackbone, largest_difference, loss_of
-from ranks import run_ranks
+from minitask import TinyBackbone, loss_of
 from selftask.errors import UserError
 from selftask.methods.supervised import Supervised
 from selftask.models.classifier.classifier import Classifier
+from selftask.optim.param_groups import freeze_for_good
 
 
 def _labelled(*labels: int) -> SimpleNamespace:
     return SimpleNamespace(labels=np.array(labels), num_classes=max(labels) + 1)
 
 
-def _build(train: Any, val: Any = None, **config: Any) -> tuple[Supervised, nn.Module]:
+def _build(
+    train: Any, val: Any = None, backbone: nn.Module | None = None, **config: Any
+) -> tuple[Supervised, nn.Module]:
     data_module = SimpleNamespace(
         train_source=train,
         val_sources={} if val is None else {"": val},
@@ -30,7 +32,7 @@ def _build(train: Any, val: Any = None, **config: Any) -> tuple[Supervised, nn.M
     )
     method = Supervised(Supervised.Config(**config))
     task: Any = SimpleNamespace(data_module=data_module)
-    return method, method.build_network(TinyBackbone(), task)
+    return method, method.build_network(backbone or TinyBackbone(), task)
 
 
 def test_loss_is_cross_entropy_and_chance_its_value_for_equal_scores() -> None:
@@ -63,7 +65,9 @@ def test_any_loss_of_torch_or_classy_by_name() -> None:
 def test_a_frozen_backbone_changes_nothing_but_the_classifier() -> None:
     backbone = nn.Sequential(TinyBackbone(), nn.BatchNorm1d(6), nn.Dropout(0.5))
     backbone.embed_dim = 6
-    probe = Classifier(backbone, 3, frozen=True).train()
+    method, probe = _build(_labelled(0, 1, 2), backbone=backbone, freeze_backbone=True)
+    freeze_for_good([("network", probe), ("loss", method)], [], method.group_rules())
+    probe.train()
     before = {name: tensor.clone() for name, tensor in probe.backbone.state_dict().items()}
     images = torch.randn(8, 3, 8, 8)
     assert torch.equal(probe(images), probe(images))  # no dropout, no batch statistics
@@ -106,31 +110,3 @@ def test_labels_nobody_knows_yet_are_believed() -> None:
     method, network = _build(SimpleNamespace(labels=None), num_classes=7)
     assert method.num_classes == 7
     assert network(torch.randn(2, 3, 8, 8)).shape == (2, 7)
-
-
-class FourKinds(MiniTask):
-    """The kinds of the images are their labels."""
-
-    def labels(self, index: torch.Tensor) -> torch.Tensor:
-        return index % 4
-
-
-def test_world_size_is_invisible() -> None:
-    alone = _six_updates(0)
-    assert alone["losses"][-1] < alone["losses"][0]
-    for one in run_ranks(_six_updates, 2):
-        assert largest_difference(one, alone) < 1e-9
-
-
-def _six_updates(rank: int) -> dict[str, Any]:
-    return FourKinds(FourClasses, {}, sizes=(8,)).run(6).state()
-
-
-class FourClasses(Supervised):
-    """Builds its network without asking a data module."""
-
-    def build_network(self, backbone: nn.Module, task: Any) -> nn.Module:
-        source = _labelled(0, 1, 2, 3)
-        data_module = SimpleNamespace(train_source=source, val_sources={}, num_classes=4)
-        stand_in: Any = SimpleNamespace(data_module=data_module)
-        return super().build_network(backbone, stand_in)

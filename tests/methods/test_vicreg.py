@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ranks import run_ranks
-from selftask.distributed.collectives import rank, world_size
 from selftask.methods.vicreg import VICReg
 from selftask.models.losses.variance_covariance import variance_covariance
 
@@ -64,30 +62,6 @@ def test_terms_are_those_of_the_paper() -> None:
     doubled = variance_covariance(2 * x)
     for one, first, second in zip(stacked, found, doubled, strict=True):
         assert one.item() == pytest.approx((first + second).item() / 2, rel=1e-12)
-
-
-def test_ranks_compute_the_loss_and_gradients_of_one() -> None:
-    alone = _loss_and_gradients(0)
-    for one in run_ranks(_loss_and_gradients, 2):
-        assert one["loss"] == pytest.approx(alone["loss"], rel=1e-12)
-        assert torch.allclose(one["gradients"], alone["gradients"], atol=1e-12)
-
-
-def _loss_and_gradients(_: int) -> dict[str, Any]:
-    """Mean over ranks of the loss, and of the gradients of a layer before it."""
-    import torch.distributed as dist
-
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(24, 24, bias=False, dtype=torch.float64)
-    share = 16 // world_size()
-    rows = slice(rank() * share, (rank() + 1) * share)
-    loss = sum(method()(layer(official_inputs())[:, rows], None).values())
-    loss.backward()
-    results = torch.cat([loss.detach().view(1), layer.weight.grad.flatten()])
-    if world_size() > 1:
-        dist.all_reduce(results)
-        results /= world_size()
-    return {"loss": results[0].item(), "gradients": results[1:]}
 
 
 def test_a_collapsed_output_costs_the_whole_variance_term() -> None:

@@ -14,7 +14,6 @@ import tiny
 from minitask import predicted
 from selftask.batch import total
 from selftask.config.load import load_config
-from selftask.errors import ConfigError
 from selftask.methods.vicregl import (
     VICRegL,
     global_terms,
@@ -158,11 +157,6 @@ def test_terms_are_weighted() -> None:
     expected = [0.9 * w * v for w, v in zip(weights, whole, strict=True)]
     expected += [0.1 * w * v for w, v in zip(weights, local, strict=True)]
     assert [term.item() for term in terms.values()] == pytest.approx([e.item() for e in expected])
-
-
-def test_one_view_is_refused() -> None:
-    with pytest.raises(ConfigError, match="vicregl needs 2 views or more of an image, got 1"):
-        load_config("vicregl", ["views.main.count=1"])
 
 
 def test_the_convnext_recipe_has_no_layer_scale_and_layer_norm_in_its_heads() -> None:

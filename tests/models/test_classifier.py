@@ -20,7 +20,7 @@ from selftask.cli.main import main
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import Component, FrozenModule
 from selftask.errors import ConfigError, UserError
-from selftask.methods.supervised import Supervised
+from selftask.methods.multilabel import Multilabel
 from selftask.models.build import build_backbone
 from selftask.models.classifier.classifier import Classifier, build_chain
 from selftask.models.features.extract import extract
@@ -295,12 +295,12 @@ def test_mistakes_in_the_config(words: list[str], message: str) -> None:
 
 
 def test_a_backbone_without_patches_is_told() -> None:
-    config = Supervised.Config(
+    config = Multilabel.Config(
         targets=["a", "b"], head=[{"name": "pooled_tokens"}, {"name": "linear"}]
     )
     task: Any = None
     with pytest.raises(UserError, match="pooled_tokens needs patch tokens"):
-        Supervised(config).build_network(_backbone(), task)
+        Multilabel(config).build_network(_backbone(), task)
 
 
 def test_every_block_is_tried_here() -> None:

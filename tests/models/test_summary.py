@@ -11,7 +11,7 @@ from torch import nn
 
 from selftask.cli.main import main
 from selftask.config.load import load_config
-from selftask.models.summary import forward_cost, module_costs, opening_lines
+from selftask.models.summary import module_costs, opening_lines
 
 
 def test_the_opening_lines_name_what_is_trained() -> None:
@@ -23,8 +23,8 @@ def test_the_opening_lines_name_what_is_trained() -> None:
     run, model = opening_lines(config, network, method, 3)
     assert run == "run: dino/vit_small_imagenet, out=runs/mine, seed 0"
     assert model == (
-        "model: dino on vit_small of 11.7 M parameters, 1.8 G multiply-adds per image of 224 x 224 "
-        "pixels; 13.7 M are trained, the head's included; "
+        "model: dino on vit_small of 11.7 M parameters, 1.81 G multiply-adds per image of "
+        "224 x 224 pixels; 13.7 M are trained, the head's included; "
         "views: 1 first of 224 x 224 pixels, 1 second of 224 x 224 pixels, 8 local of 96 x 96 "
         "pixels"
     )
@@ -37,7 +37,7 @@ def test_as_fvcore_counts() -> None:
         *(nn.Flatten(), nn.Linear(16 * 12 * 12, 10, bias=False)),
     )
     image = torch.randn(1, 3, 32, 32)
-    cost = forward_cost(network, 32)
+    cost = module_costs(network, 32)[0]
     assert cost.macs == FlopCountAnalysis(network, image).total()
     assert cost.activations == ActivationCountAnalysis(network, image).total()
     assert all(parameter.device.type == "cpu" for parameter in network.parameters())
@@ -45,7 +45,7 @@ def test_as_fvcore_counts() -> None:
 
 
 def test_published_figures() -> None:
-    resnet = forward_cost(torchvision.models.resnet50(), 224)
+    resnet = module_costs(torchvision.models.resnet50(), 224)[0]
     assert resnet.macs / 1e9 == pytest.approx(4.09, abs=0.01)  # torchvision's table, GFLOPS
     assert resnet.activations / 1e6 == pytest.approx(11.1, abs=0.05)  # timm's benchmarks
 
@@ -59,7 +59,7 @@ def test_vision_transformer() -> None:
     attention = 2 * tokens * width  # q k^T and its product with v, a token
     patches = 16 * 3 * patch**2 * width
     torch.manual_seed(3)
-    assert forward_cost(vit, 32).macs == patches + depth * tokens * (linear + attention)
+    assert module_costs(vit, 32)[0].macs == patches + depth * tokens * (linear + attention)
     after = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(after, torch.rand(1))
@@ -71,7 +71,7 @@ def test_what_depends_on_values_raises() -> None:
             return x if x.mean() > 0 else -x
 
     with pytest.raises(RuntimeError):
-        forward_cost(Chooses(), 4)
+        module_costs(Chooses(), 4)
 
 
 def test_the_parts_against_fvcore_and_autograd() -> None:

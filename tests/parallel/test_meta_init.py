@@ -68,9 +68,9 @@ def run(method: str, folder: Path, *words: str, **options: Any) -> dict[str, Any
     seen: dict[str, Any] = {}
     make_optimizer, shard = build.optimizer, FSDPReduction.shard
 
-    def optimizer(task: Task) -> None:
+    def optimizer(task: Task) -> Any:
         seen["generators"] = process_state.rng_state()
-        make_optimizer(task)
+        return make_optimizer(task)
 
     def watched(self: FSDPReduction, networks: Any, initial: InitialWeights) -> None:
         networks = list(networks)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from selftask.cli.main import main
 from selftask.config.load import load_config
+from selftask.config.values.budget import show_bytes, show_count
 from selftask.distributed.collectives import (
     all_gather_cat,
     all_reduce_sum,
@@ -28,7 +29,7 @@ from selftask.plan.assumptions import Assumptions, take_assumptions
 from selftask.plan.checkpoints import daly, lost_share
 from selftask.plan.plan import Plan, make_plan
 from selftask.plan.step_tracker import StepTracker
-from selftask.plan.table import count, duration, lines, show_bytes
+from selftask.plan.table import duration, lines
 from selftask.random.keyed import LAYER_DRAWS
 
 
@@ -173,7 +174,10 @@ def test_words_of_the_plan() -> None:
 
 
 def test_numbers_are_short() -> None:
-    assert [count(n) for n in (12, 23.5e6, 4.1e9)] == ["12", "23.5 M", "4.1 G"]
+    counts = [0, 12, 999.6, 999.96, 1536, 23.5e6, 4.1e9, 2.3e21]
+    shown = ["0", "12", "999.6", "1 k", "1.536 k", "23.5 M", "4.1 G", "2.30e+21"]
+    assert [show_count(n) for n in counts] == shown
+    assert [show_count(n, 3) for n in (12, 342_123, 999_600)] == ["12", "342 k", "1 M"]
     assert [duration(s) for s in (0.02, 35, 600, 7200, 500_000)] == [
         *("0.02 s", "35 s", "10.0 min", "2.0 h", "5.8 days")
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -12,9 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Config
-from selftask.plan import simulation
 from selftask.plan.assumptions import Assumptions, take_assumptions
-from selftask.plan.data import plan_data
 from selftask.plan.plan import make_plan
 from selftask.plan.remedies import remedies
 from selftask.registry import METHODS
@@ -39,7 +38,12 @@ def config_of(out: Path, recipe: str, *words: str) -> Config:
 
 
 def train_and_measure(config: Config, trace: Path) -> int:
-    """Train; return the greatest sum, in a step, of what torch's allocator has out on loan."""
+    """Train; return the greatest sum, in a step, of what torch's allocator has out on loan.
+
+    Memory that an earlier profile has seen counts below zero when it is freed during this one, so
+    the tasks of the tests before are freed first.
+    """
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         task = Task(config)
         step = task.train_step_function
@@ -69,26 +73,6 @@ def test_memory_and_checkpoint_are_those_of_a_run(name: str, tmp_path: Path) -> 
     assert plan.memory.total == pytest.approx(measured, rel=0.1)
     (file,) = sorted((tmp_path / "run" / "checkpoints").glob("*.pt"))[-1:]
     assert plan.checkpoints.size == pytest.approx(file.stat().st_size, rel=0.02)
-
-
-def test_few_blocks_stand_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ViT of 16 equal blocks, simulated by 1 and 2 of them and as a whole."""
-    for words in (
-        ("parallel.activation_checkpointing=blocks", "train.batch_size=64"),
-        ("launch.processes=2", "train.precision=bfloat16", "train.batch_size=64"),
-    ):
-        config = load_config("dino/digits", [*VIT, "backbone.depth=16", *words])
-        data, images = plan_data(config, Assumptions()).fake, 64 // config.launch.world_size
-        with simulation.fake_task(config, data) as task:
-            assert simulation.repeated_blocks(task) is not None
-            few = simulation.simulate(task, images)
-        with monkeypatch.context() as patch, simulation.fake_task(config, data) as task:
-            patch.setattr(simulation, "repeated_blocks", lambda task: None)
-            whole = simulation.simulate(task, images)
-        assert few.flops == pytest.approx(whole.flops)
-        assert few.peak == pytest.approx(whole.peak, rel=0.05)
-        assert few.activations == pytest.approx(whole.activations, rel=0.05)
-        assert few.sent == whole.sent
 
 
 OTHERS = ("dinov2/vitg14_imagenet", "simmim/swin_base_imagenet", "vicregl/convnext_small_imagenet")

@@ -13,9 +13,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from test_wheel import SOURCES
 
 import tiny
-from test_wheel import SOURCES
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from selftask.report.images.gathered import Gathered
 CLASSES = ("cat", "dog </script><script>alert(1)</script>", "eel")
 
 
-def gathered(count: int = 60, *, labelled: bool = True, side: int = 40) -> Gathered:
+def gathered(count: int = 60, *, labeled: bool = True, side: int = 40) -> Gathered:
     """Images of random pixels whose features lie around the mean of their class."""
     draws = np.random.default_rng(0)
-    labels = np.arange(count) % len(CLASSES) if labelled else np.full(count, -1)
+    labels = np.arange(count) % len(CLASSES) if labeled else np.full(count, -1)
     centers = draws.normal(size=(len(CLASSES), 8)) * 2
     features = centers[labels] + draws.normal(size=(count, 8))
     thumbnails = [
@@ -24,5 +24,5 @@ def gathered(count: int = 60, *, labelled: bool = True, side: int = 40) -> Gathe
         labels=labels.astype(np.int64),
         features=features.astype(np.float32),
         thumbnails=thumbnails,
-        classes=CLASSES if labelled else (),
+        classes=CLASSES if labeled else (),
     )

@@ -21,7 +21,6 @@ from selftask.report.overview.table import columns_of, text_table
 from selftask.report.record import RunRecord
 from selftask.report.run_report import write_run_report
 from selftask.report.watch import pages
-from selftask.report.watch.live_run import changes, live_state
 
 ODD = (
     *("lots", 10**26, -1, 1e308, 5e-324, float("nan"), float("inf"), True, [], {}, [[1], {}]),
@@ -89,10 +88,8 @@ def show(folder: Path) -> str:
     lines = lines_of([folder])
     named = {line.folder.name: line for line in lines}
     shown = ["\n".join(text_table(lines, columns_of(lines)))]
-    shown += [pages.overview_page("runs", named), json.dumps(pages.table_changes(named))]
-    record = RunRecord.read(folder / "bad")
-    shown.append(pages.run_page("bad", record))
-    shown.append(json.dumps(changes(record, 0, live_state(record)["shape"]), allow_nan=False))
+    shown.append(pages.overview_page("runs", named))
+    shown.append(pages.run_page("bad", RunRecord.read(folder / "bad")))
     shown.append(pages.comparison_page({name: folder / name for name in named}))
     return "".join(shown)
 

@@ -16,7 +16,6 @@ from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
 from selftask.data.source import channels_of
 from selftask.models.build import build_backbone
-from selftask.report.images.allowance import Allowance
 from selftask.report.images.embedding_map import Projection, map_section
 from selftask.report.images.gather import gather
 from selftask.report.images.neighbors import neighbors_section
@@ -85,7 +84,6 @@ def test_images_of_any_kind(kind: str, tmp_path: Path) -> None:
         what="training images",
         count=100,
         device=torch.device("cpu"),
-        allowance=Allowance(),
         tell=told.append,
     )
     images = found.images
@@ -98,7 +96,7 @@ def test_images_of_any_kind(kind: str, tmp_path: Path) -> None:
     projections = {"pca": Projection("PCA", pca(images.features, 2)[0])}
     for section in (neighbors_section(images, found.shown), map_section(images, projections)):
         assert "data:image" in section.html
-        assert ("✓" in section.html) == (kind == "gray" and section.id == "neighbours")
+        assert ("✓" in section.html) == (kind == "gray" and section.id == "neighbors")
 
 
 def test_captions_are_beside_their_images(tmp_path: Path) -> None:

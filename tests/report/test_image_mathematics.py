@@ -18,7 +18,7 @@ from selftask.report.images.patch_maps import patch_colors
 from selftask.report.images.projections import pca
 
 
-def test_neighbours_are_those_of_float64() -> None:
+def test_neighbors_are_those_of_float64() -> None:
     features = np.random.default_rng(1).normal(size=(200, 16)).astype(np.float32)
     queries = [3, 50, 199]
     found = nearest_neighbors(torch.from_numpy(features), queries, 5)
@@ -29,7 +29,7 @@ def test_neighbours_are_those_of_float64() -> None:
         assert np.allclose(1 - cosines, np.sort(distances[query])[:5], atol=1e-6)
 
 
-def test_few_images_have_few_neighbours() -> None:
+def test_few_images_have_few_neighbors() -> None:
     found = nearest_neighbors(torch.eye(3), [0], 8)
     assert sorted(found.rows[0].tolist()) == [1, 2]
 
@@ -56,7 +56,7 @@ def test_pca_without_enough_directions() -> None:
 def test_classes_are_predicted_as_the_knn_evaluation_does() -> None:
     images = gathered(90)
     labels = images.labels.copy()
-    labels[::10] = -1  # without a label: not in the table, no neighbour of others
+    labels[::10] = -1  # without a label: not in the table, no neighbor of others
     found = by_class(images.features, labels)
     known = labels >= 0
     train = Features(
@@ -76,13 +76,13 @@ def test_confusion_by_hand() -> None:
     labels[0] = 2
     found = by_class(directions, labels.astype(np.int64))
     expected = labels.copy()
-    expected[0] = 0  # all of its neighbours are of class 0
+    expected[0] = 0  # all of its neighbors are of class 0
     assert np.array_equal(found.confusion, confusion_matrix(labels, expected))
     assert found.mistakes(2) == [(0, 1)] and found.mistakes(1) == []
     assert found.classes[0] == 2, "the worst class first"
 
 
-def test_colours_of_patches_are_their_components() -> None:
+def test_colors_of_patches_are_their_components() -> None:
     tokens = np.random.default_rng(3).normal(size=(4, 5, 6, 10)).astype(np.float32)
     colors = patch_colors(tokens)
     assert colors.shape == (4, 5, 6, 3) and colors.dtype == np.uint8
@@ -93,4 +93,4 @@ def test_colours_of_patches_are_their_components() -> None:
     assert np.ptp(colors, axis=(0, 1, 2)).min() == 255, "the whole range is used"
     twice = np.concatenate([tokens, tokens])
     again = patch_colors(twice)
-    assert np.array_equal(again[:4], again[4:]), "equal tokens have equal colours in any image"
+    assert np.array_equal(again[:4], again[4:]), "equal tokens have equal colors in any image"

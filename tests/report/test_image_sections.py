@@ -15,16 +15,13 @@ from selftask.config.load import to_yaml
 from selftask.data.inspect.contact_sheet import to_pixels
 from selftask.methods.mae import unpatchify
 from selftask.models.network import PatchOutput
-from selftask.report.at_end import write_end_page
 from selftask.report.images import sections as made
-from selftask.report.images.allowance import Allowance, TooExpensive, limit_at_end
 from selftask.report.images.reconstructions import visualize
 from selftask.report.images.sections import ImageSections
 from selftask.report.page import Section
 from selftask.task import Task
 
-ALL = {"views", "neighbours", "map-of-embeddings", "classes", "patch-tokens", "reconstructions"}
-HURRIED = 600.0  # seconds: enough for everything but t-SNE and UMAP
+ALL = {"views", "neighbors", "map-of-embeddings", "classes", "patch-tokens", "reconstructions"}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +41,7 @@ def run(trained: Task, tmp_path: Path) -> Path:
 
 
 def sections(run: Path, **options: object) -> dict[str, Section]:
-    options = {"limit_s": HURRIED, "images": 24, **options}
+    options = {"tell": lambda text: None, "images": 24, **options}
     return {section.id: section for section in ImageSections(run=run, **options).make()}
 
 
@@ -65,15 +62,14 @@ def test_a_run_shows_all_kinds_of_images(run: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(made, "reconstructions_of", refuse)
     again = sections(run)
     assert {key: again[key] for key in ALL} == found
-    assert sections(run, limit_s=0.0).keys() == ALL
 
 
 def test_other_weights_are_looked_at_again(run: Path) -> None:
-    before = sections(run)["neighbours"]
+    before = sections(run)["neighbors"]
     backbone = run / "export" / "backbone.pt"
     state = torch.load(backbone)
     torch.save({key: torch.randn_like(value) for key, value in state.items()}, backbone)
-    after = sections(run)["neighbours"]
+    after = sections(run)["neighbors"]
     assert after.html != before.html
 
 
@@ -82,22 +78,8 @@ def test_a_newer_checkpoint_counts_more_than_the_export(run: Path) -> None:
     content = json.loads(facts.read_text())
     facts.write_text(json.dumps({**content, "step": content["step"] - 1}))
     told: list[str] = []
-    assert "neighbours" in sections(run, tell=told.append)
+    assert "neighbors" in sections(run, tell=told.append)
     assert any("step_" in line for line in told)
-
-
-def test_nothing_is_computed_without_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(made, "gather", refuse)
-    assert sections(run, limit_s=0.0) == {}
-    hints = sections(run, limit_s=0.5)
-    assert "selftask report" in hints["features"].html and "views" in hints
-
-
-def test_the_time_of_all_images_is_estimated_by_the_first() -> None:
-    Allowance(None).check(1e9)
-    Allowance(10).check(5)
-    with pytest.raises(TooExpensive, match="12 s"):
-        Allowance(10).check(12)
 
 
 def test_data_that_is_gone_or_changed_is_told(run: Path, trained: Task) -> None:
@@ -166,17 +148,6 @@ def test_simmim_shows_the_prediction_where_it_was_masked() -> None:
     assert (shown["reconstruction"][:, :, 4:, 8:] == -1).all()
     assert torch.equal(shown["reconstruction"][:, :, :4, 4:], images[:, :, :4, 4:])
     assert (shown["masked"] == 0).float().mean() == pytest.approx(1 / 3, abs=0.01)
-
-
-def test_the_end_of_a_run_shows_images_if_there_is_time(trained: Task) -> None:
-    page = trained.out / "report.html"
-    write_end_page(trained.out, task=trained, images_s=0.0)
-    assert "Nearest neighbours" not in page.read_text()
-    write_end_page(trained.out, task=trained, images_s=HURRIED)
-    text = page.read_text()
-    assert all(f'<section id="{name}">' in text for name in ALL)
-    assert "UMAP" not in text and "t-SNE" not in text
-    assert limit_at_end(2.0) == 0.0 and limit_at_end(30.0) == 3.0 and limit_at_end(200.0) == 10.0
 
 
 @pytest.mark.parametrize("method", ["simmim", "data2vec", "ijepa"])

@@ -52,7 +52,7 @@ def test_more_than_the_budget_is_an_error() -> None:
 
 
 def test_a_tile_shows_its_image() -> None:
-    """Each in one colour: no tile bleeds into another, and equal ones share one."""
+    """Each in one color: no tile bleeds into another, and equal ones share one."""
     draws = np.random.default_rng(1)
     colors = draws.integers(0, 256, (70, 3)).astype(np.uint8)
     sheet = Sprite("tile", 48, 500_000)

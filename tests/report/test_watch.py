@@ -89,7 +89,7 @@ def test_overview_and_pages_of_runs(server: Server) -> None:
     assert "2 runs: 1 running, 1 finished" in overview.text
     assert 'href="/run/a%20b/"' in overview.text and 'href="/run/sweep/lr_0.1/"' in overview.text
     page = Answer(server, "/run/sweep/lr_0.1/")
-    assert page.code == 200 and "live-state" in page.text
+    assert page.code == 200 and "live-status" in page.text
     moved = Answer(server, "/run/sweep/lr_0.1")
     assert (moved.code, moved.headers["Location"]) == (303, "/run/sweep/lr_0.1/")
     both = Answer(server, "/compare?run=a%20b&run=sweep/lr_0.1&sort=loss")
@@ -99,35 +99,19 @@ def test_overview_and_pages_of_runs(server: Server) -> None:
     assert Answer(server, "/compare?sort=los").code == 404
 
 
-def test_only_new_rows_are_sent(server: Server, root: Path) -> None:
-    page = Answer(server, "/run/a%20b/").text
-    found = re.search(r'id="live-state">(.*?)</script>', page)
-    assert found is not None
-    state = json.loads(found[1])
-    assert state["step"] == 8
-    address = f"/run/a%20b/live.json?shape={state['shape']}&step="
-    with (root / "a b/metrics.jsonl").open("a") as file:
-        file.write(json.dumps(row(9, 1.0)) + "\n" + json.dumps(row(10, 0.5)) + "\n")
+@pytest.mark.parametrize("path", ["/run/sweep/lr_0.1/", "/compare"])
+def test_a_page_is_sent_again_when_it_has_changed(server: Server, root: Path, path: str) -> None:
+    page = Answer(server, path)
+    same = Answer(server, path, headers={"If-None-Match": page.headers["ETag"]})
+    assert (same.code, same.body) == (304, b"")
+    with (root / "sweep/lr_0.1/metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row(21, 0.0625)) + "\n")
     deadline = time.monotonic() + 10
-    while (news := json.loads(Answer(server, f"{address}8").text))["step"] < 10:
+    asked = {"If-None-Match": page.headers["ETag"]}
+    while (news := Answer(server, path, headers=asked)).code == 304:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert news["curves"][0] == [{"x": [8, 9, 10], "y": [2.0, 1.0, 0.5]}]
-    assert "head" in news
-    assert json.loads(Answer(server, f"{address}11").text) == {"reload": True}, "a resume cut rows"
-    assert json.loads(Answer(server, "/run/a%20b/live.json?shape=other&step=8").text)["reload"]
-    assert Answer(server, "/run/a%20b/live.json?step=-1").code == 404
-
-
-def test_the_table_is_sent_when_it_changes(server: Server, root: Path) -> None:
-    page = Answer(server, "/").text
-    write_run(root / "new")
-    deadline = time.monotonic() + 10
-    while "new" not in (news := json.loads(Answer(server, "/runs.json?tag=old").text))["body"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert news["told"].startswith("3 runs") and "new/" not in page
-    assert Answer(server, f"/runs.json?tag={news['tag']}").code in (200, 204)  # ages go on
+    assert news.code == 200 and "0.0625" in news.text and "0.0625" not in page.text
 
 
 def test_files_of_a_run(server: Server) -> None:
@@ -191,9 +175,7 @@ def test_get_only(server: Server, method: str) -> None:
     assert not any(name.startswith("Access-Control") for name in answer.headers)
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/runs.json", "/run/a%20b/", "/nowhere", "/run/a%20b/log.txt"]
-)
+@pytest.mark.parametrize("path", ["/", "/compare", "/run/a%20b/", "/nowhere", "/run/a%20b/log.txt"])
 def test_headers_of_every_answer(server: Server, path: str) -> None:
     headers = Answer(server, path, headers={"Origin": "https://elsewhere.example"}).headers
     assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
@@ -220,13 +202,13 @@ def test_headers_of_every_answer(server: Server, path: str) -> None:
 )
 def test_names_of_other_sites_are_refused(server: Server, host: str, code: int) -> None:
     """Else a page of another site, whose name is pointed here, reads everything."""
-    assert Answer(server, "/runs.json?tag=x", headers={"Host": host}).code == code
+    assert Answer(server, "/", headers={"Host": host}).code == code
 
 
 def test_the_token_becomes_a_cookie(root: Path) -> None:
     access = Access("0.0.0.0", "correct")
     server = started(open_server(Site(root, lambda: lines_of([root])), access, 0))
-    for path in ("/", "/runs.json", "/run/a%20b/log.txt", "/nowhere"):
+    for path in ("/", "/compare", "/run/a%20b/log.txt", "/nowhere"):
         refused = Answer(server, path)
         assert refused.code == 403 and "RUN" not in refused.text
     assert Answer(server, "/?token=wrong").code == 403
@@ -265,7 +247,7 @@ def test_many_readers_share_one_reading(root: Path) -> None:
     server = started(open_server(Site(root, read), Access("127.0.0.1"), 0))  # type: ignore[arg-type]
     begun = time.monotonic()
     with ThreadPoolExecutor(16) as pool:
-        codes = list(pool.map(lambda n: Answer(server, f"/runs.json?tag={n}").code, range(200)))
+        codes = list(pool.map(lambda n: Answer(server, f"/?n={n}").code, range(200)))
     seconds = time.monotonic() - begun
     assert codes == [200] * 200
     assert len(readings) <= 2 + seconds  # once a second, however many ask
@@ -279,7 +261,7 @@ def test_idle_connections_do_not_keep_others_out(
     idle = [socket.create_connection(("127.0.0.1", server.server_address[1])) for _ in range(40)]
     for connection in idle:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: local")
-    assert Answer(server, "/runs.json").code == 200
+    assert Answer(server, "/").code == 200
     for connection in idle:
         connection.close()
 

@@ -16,7 +16,7 @@ from in_process import last_line
 import tiny
 from data.odd_files import encoded, make_photographs
 from selftask.cli.main import main
-from selftask.data.loading.dataset import BadFiles
+from selftask.data.loading.bad_files import BadFiles
 from selftask.data.reading.files import BadImage
 from selftask.errors import UserError
 from selftask.report.overview.run_line import read_line

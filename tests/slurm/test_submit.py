@@ -191,6 +191,11 @@ def test_loader_workers_are_those_of_the_nodes(tmp_path: Path) -> None:
     assert plan("simclr/digits", given).submissions[0].config["data"]["num_workers"] == 5
 
 
+def test_one_cpu_is_singular(tmp_path: Path) -> None:
+    lines = plan("simclr/digits", words(tmp_path, "run")).describe()
+    assert "1 CPU a rank; else launch.slurm.cpus_per_task=N" in lines
+
+
 def test_from_inside_of_a_job(tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """sbatch would take the settings of the job around it for those of the new one."""
     around = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "3", "SBATCH_PARTITION": "x", "SRUN_DEBUG": "3"}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from spy import CALLS, labelled, points
 
 import tiny
+from selftask.batch import Batch
 from selftask.hooks.base import Hook
 from selftask.hooks.checkpoint import SaveCheckpoints
 from selftask.hooks.watching.print_hooks import describe_hooks
@@ -96,3 +100,63 @@ def test_the_order_is_printed_on_request(tmp_path: Path, caplog: pytest.LogCaptu
     assert "on_update: BYOL, Health (60)" in lines
     assert any(line.startswith("on_step: EvaluateBackbone (65), ") for line in lines)
     assert all(line in caplog.messages for line in lines)
+
+
+class Wrapper(Hook):
+    """Notes when batches pass and gradients are reduced."""
+
+    def __init__(self, name: str, priority: int, notes: list[str]) -> None:
+        super().__init__()
+        self.name, self.notes = name, notes
+        self.priority = priority  # type: ignore[misc]
+
+    def wrap_batches(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.notes.append(f"batch {self.name}")
+            yield batch
+
+    def wrap_reduction(self, task: Task, reduce: Callable[[], None]) -> Callable[[], None]:
+        def noted() -> None:
+            reduce()
+            self.notes.append(f"reduced {self.name}")
+
+        return noted
+
+
+def test_hooks_wrap_batches_and_reduction_in_their_order(tmp_path: Path) -> None:
+    """Once a step, also after the parts were built again, as after a NaN."""
+    notes: list[str] = []
+    task = tiny.task("simclr", tmp_path, "run", "hooks.timing={}")
+    for name, priority in (("outer", 60), ("inner", 10)):
+        task.add_hook(Wrapper(name, priority, notes), name)
+    for _ in range(2):
+        notes.clear()
+        task.prepare()
+        task.on_start()
+        task.on_phase_start()
+        task.step()
+        assert notes == ["batch inner", "batch outer", "reduced inner", "reduced outer"]
+        task.close()
+
+
+def test_what_is_logged_in_a_separate_pass_is_in_no_row_of_training(tmp_path: Path) -> None:
+    task = tiny.task("simclr", tmp_path)
+    task.log("before", 1.0)
+    with task.separate_scalars():
+        task.log("inside", 2.0)
+        task.log("before", 3.0)
+    assert task.pop_scalars() == {"before": 1.0}
+
+
+def test_the_public_attributes_of_a_task_exist(tmp_path: Path) -> None:
+    page = (tiny.ROOT / "docs" / "how-to-own-hook.md").read_text(encoding="utf-8")
+    table = page.partition("**Public attributes")[2].partition("A hook may")[0]
+    names = re.findall(r"`(\w+)`", table)
+    task: Any = tiny.task("simclr", tmp_path)
+    task.prepare()
+    task.on_start()
+    task.on_phase_start()
+    task.step()
+    assert len(names) > 40
+    assert [name for name in names if not hasattr(task, name)] == []
+    task.close()

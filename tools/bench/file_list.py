@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 from selftask.data.reading import index as store
 from selftask.data.reading.path_list import read_list
 from selftask.data.reading.scan import scan_folder
-from selftask.data.sources.files import EXTENSIONS
+from selftask.data.reading.skipped_files import EXTENSIONS
 
 try:
     import pyarrow

@@ -38,8 +38,9 @@ from torch.utils.data import DataLoader, Dataset
 from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.loader import Batches
 from selftask.data.loading.sample import Sample
+from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.image import decode_image
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.source import Source
 from selftask.data.views import Views
 from selftask.distributed.device import keep_freed_memory
 

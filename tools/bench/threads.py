@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from augment import arrays, jpegs
 from PIL import Image
 
+from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import open_data
 from selftask.hooks.base import Hook
@@ -50,21 +50,18 @@ class CpuTime(Hook):
         self.reading: list[float] = []
         self.ends = [time.process_time()]
 
-    def on_phase_start(self, task: Task) -> None:
-        if task.train:
-            task.batches = self._timed(task.batches)
-
     def on_step(self, task: Task) -> None:
         self.ends.append(time.process_time())
 
-    def _timed(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def wrap_batches(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             start = time.process_time()
-            sample = next(samples, None)
-            if sample is None:
+            batch = next(batches, None)
+            if batch is None:
                 return
-            self.reading.append(time.process_time() - start)
-            yield sample
+            if task.train:
+                self.reading.append(time.process_time() - start)
+            yield batch
 
 
 def measure(recipe: str, images: Path, steps: int, folder: Path) -> tuple[float, float]:

@@ -124,6 +124,8 @@ def named_section(thing: NamedEntry) -> Iterator[str]:
     """Yield heading, docstring, file and keys of a name."""
     yield f"## {thing.name}"
     yield markdown(re.split(r"^(?:Args|Returns|Raises|Shape):", thing.text, flags=re.M)[0].strip())
+    if paper := REGISTRIES[thing.kind].declared(thing.name, "paper", ""):
+        yield markdown(f"Paper: {paper}.")
     path = Path(os.path.relpath(thing.address.path, ROOT / "docs" / FOLDER)).as_posix()
     yield f"[{thing.address.path.name}]({path})"
     if thing.keys:
@@ -205,7 +207,7 @@ def markdown(text: str) -> str:
     parts = re.split(r"(`+[^`]+`+)", text)
     for place, part in enumerate(parts):
         code = place % 2 == 1
-        parts[place] = f"`{part.strip('`')}`" if code else re.sub(r"([*<\[])", r"\\\1", part)
+        parts[place] = f"`{part.strip('`')}`" if code else re.sub(r"(\*(?! )|[<\[])", r"\\\1", part)
     return "".join(parts)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.reading.class_numbers import NO_LABEL
+from selftask.data.source import Source
 from selftask.distributed.collectives import rank, world_size
 from selftask.distributed.world import read_world
 from selftask.errors import UserError

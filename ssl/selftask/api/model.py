@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from selftask.config.schema import Component
 from selftask.data.reading.image import as_pixels, read_image
-from selftask.data.views import build_pipeline
+from selftask.data.transforms.pipeline import build_pipeline
 from selftask.models.weights.address import PRETRAINED
 from selftask.models.weights.model_source import open_model
 from selftask.random.views import draw_rng

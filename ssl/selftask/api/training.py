@@ -111,8 +111,8 @@ def create_task(
         recipe = str(recipes.folder() / _BASE)
     if isinstance(hooks, Mapping):
         settings["hooks"], hooks = hooks, ()
-    given = settings.get("backbone")
-    backbone = given if isinstance(given, nn.Module) else None
+    module = settings.get("backbone")
+    backbone = module if isinstance(module, nn.Module) else None
     task: Task
     if batches is None:
         config = load_config(recipe, overrides(settings))

@@ -258,11 +258,11 @@ def _is_here(address: str, folder: Path, name: str) -> bool:
     manifest, path = _manifest_of(name), folder / name
     if manifest in ("", name) or not path.exists() or not (folder / manifest).exists():
         return False
-    known = (folder / manifest).read_bytes()
-    if known != addresses.read_bytes(f"{address}/{manifest}"):
+    content = (folder / manifest).read_bytes()
+    if content != addresses.read_bytes(f"{address}/{manifest}"):
         return False
-    content = json.loads(known)
-    entry = content.get("files", {path.name: content})[path.name]
+    entries = json.loads(content)
+    entry = entries.get("files", {path.name: entries})[path.name]
     return bool(path.stat().st_size == entry["bytes"])
 
 

@@ -48,8 +48,8 @@ def discard(path: Path) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, newest first: files, and folders of sharded ones."""
-    found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    paths = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:

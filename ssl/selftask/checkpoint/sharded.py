@@ -92,26 +92,26 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
     call this function.
     """
     shards: dict[str, DTensor] = {}
-    places: dict[str, list[Any]] = {}
+    paths: dict[str, list[Any]] = {}
 
-    def cut(value: Any, place: list[Any]) -> Any:
+    def cut(value: Any, path: list[Any]) -> Any:
         if isinstance(value, DTensor) and not _is_split_by_rows(value):
             return full_tensor(value)
         if isinstance(value, DTensor):
-            name = ".".join(map(str, place))
+            name = ".".join(map(str, path))
             assert name not in shards, name
-            shards[name], places[name] = value, place
+            shards[name], paths[name] = value, path
             return None
         if isinstance(value, dict):
             fresh = copy.copy(value)
             for key, item in value.items():
-                fresh[key] = cut(item, [*place, key])
+                fresh[key] = cut(item, [*path, key])
             return fresh
         if isinstance(value, list | tuple):
-            return type(value)(cut(item, [*place, n]) for n, item in enumerate(value))
+            return type(value)(cut(item, [*path, n]) for n, item in enumerate(value))
         return value
 
-    return {"state": cut(state, []), "places": places}, shards
+    return {"state": cut(state, []), "places": paths}, shards
 
 
 def _is_split_by_rows(shards: DTensor) -> bool:
@@ -140,14 +140,14 @@ def load(
     try:
         _verify(path, checker, num_checkers, shards=wanted is None)
         rest = manifest.read_file(path / REST, mmap=wanted is not None)
-        places = {
-            name: place
-            for name, place in rest["places"].items()
+        paths = {
+            name: keys
+            for name, keys in rest["places"].items()
             if wanted is None or wanted(rest["state"], name)
         }
-        tensors = _read_shards(path, places, empty, verify=wanted is not None)
-        for name, place in places.items():
-            _put(rest["state"], place, tensors[name])
+        tensors = _read_shards(path, paths, empty, verify=wanted is not None)
+        for name, keys in paths.items():
+            _put(rest["state"], keys, tensors[name])
     except DamagedCheckpoint:
         raise
     except Exception as error:  # DCP and pickle raise many kinds for other files
@@ -237,8 +237,8 @@ def _verify_pieces(path: Path, pieces: Iterable[tuple[str, int, int]]) -> None:
                 raise DamagedCheckpoint(f"{name}: {damage}") from damage
 
 
-def _put(state: Any, place: list[Any], tensor: Tensor) -> None:
+def _put(state: Any, keys: list[Any], tensor: Tensor) -> None:
     """Set the item at the end of a chain of keys of nested dicts."""
-    for key in place[:-1]:
+    for key in keys[:-1]:
         state = state[key]
-    state[place[-1]] = tensor
+    state[keys[-1]] = tensor

@@ -121,12 +121,12 @@ class ShardedWriter(CheckpointWriter):
             result = work()
         except Exception as raised:  # noqa: BLE001 - raised below
             error = _of_rank(rank(), raised)
-        told: list[Any] = [None] * world_size()
-        dist.all_gather_object(told, (result, error), group=self._group)
-        for _, failure in told:
+        answers: list[Any] = [None] * world_size()
+        dist.all_gather_object(answers, (result, error), group=self._group)
+        for _, failure in answers:
             if failure is not None:
                 raise failure
-        return [given for given, _ in told]
+        return [answer for answer, _ in answers]
 
 
 def _entries(files: Any) -> dict[str, dict[str, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,9 +30,11 @@ from selftask.checkpoint.manifest import (
 )
 from selftask.checkpoint.mirror import local_run
 from selftask.checkpoint.rotation import MANIFEST, NAME, checkpoints, clear
+from selftask.distributed.collectives import gather_objects, world_size
 from selftask.errors import UserError
 from selftask.files.addresses import fetch
-from selftask.files.received import UnreadableFile, check_regular
+from selftask.files.paths import is_file
+from selftask.files.received import UnreadableFile, check_regular, read_bytes
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
@@ -99,16 +102,19 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
     ``auto`` selects the newest intact checkpoint in ``folder``, and ``never`` none. A file in
     ``folder`` selects that file. A file elsewhere is used to start a run only: once ``folder`` has
     a checkpoint, the newest one there is used, so that the same command resumes the run. ``read``
-    is ``load`` or a function like it. Raises UserError for a damaged file.
+    is ``load`` or a function like it. Every rank must call this function; rank 0 decides. Raises
+    UserError for a damaged file, and on every rank if another rank sees another checkpoint.
     """
     if resume == "never":
         return None
     path = fetch(local_run(resume)) if resume != "auto" else folder
     read = partial(load_with, _ENTRIES, read=read)
-    if resume == "auto" or (checkpoints(folder) and path.resolve().parent != folder.resolve()):
-        return load_newest(folder, read)
+    saved = _seen_by_all(checkpoints(folder), folder)
+    if resume == "auto" or (saved and path.resolve().parent != folder.resolve()):
+        return load_newest(folder, read, saved if world_size() > 1 else None)
     if path.is_dir() and not (path / MANIFEST).exists():
         raise UserError(f"resume={resume}: {_instead_of_folder(path)}")
+    _seen_by_all([path], path.parent)
     try:
         return read(path), path
     except NoCheckpoint as error:
@@ -137,8 +143,8 @@ def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None)
         )
     for name, kind in entries.items():
         if not isinstance(state.get(name), kind):
-            found = f"is {type(state[name]).__name__}" if name in state else "is missing"
-            raise DamagedCheckpoint(f"its entry {name!r} {found}")
+            problem = f"is {type(state[name]).__name__}" if name in state else "is missing"
+            raise DamagedCheckpoint(f"its entry {name!r} {problem}")
     return state
 
 
@@ -149,25 +155,61 @@ def _instead_of_folder(path: Path) -> str:
     return f"is a folder and not a checkpoint; {hint}"
 
 
-def load_newest(folder: Path, read: Read | None = None) -> tuple[dict[str, Any], Path] | None:
+def _seen_by_all(paths: Sequence[Path], folder: Path) -> list[Path]:
+    """Return the checkpoints in ``folder`` as rank 0 sees them, the newest first.
+
+    Raises UserError on every rank unless the newest one is the same on all ranks.
+    """
+    newest = _identity(paths[0]) if paths else ("none", b"")
+    ranks = gather_objects((socket.gethostname(), newest, [path.name for path in paths]))
+    first_host, first, names = ranks[0]
+    for rank, (host, other, _) in enumerate(ranks):
+        if other != first:
+            seen = other[0] if other[0] != first[0] else f"another {other[0]}"
+            raise UserError(
+                f"the newest checkpoint in {folder} is {first[0]} for rank 0 on {first_host}, and "
+                f"{seen} for rank {rank} on {host}; every rank must see the same files: start "
+                "again once the disk shows them to all, or give an out= that all nodes share"
+            )
+    return [folder / name for name in names]
+
+
+def _identity(path: Path) -> tuple[str, bytes]:
+    """Return the name and the manifest of a checkpoint, or its length if it has none."""
+    manifest = path / MANIFEST if path.is_dir() else path.with_suffix(".json")
+    if is_file(manifest):
+        return path.name, read_bytes(manifest)
+    return (path.name, b"%d" % path.stat().st_size) if is_file(path) else ("none", b"")
+
+
+def load_newest(
+    folder: Path, read: Read | None = None, paths: Sequence[Path] | None = None
+) -> tuple[dict[str, Any], Path] | None:
     """Return the newest intact checkpoint and its path; None if there are no checkpoints.
 
     Damaged files are logged and skipped. If a file is removed while it is read, because a running
-    training has replaced it, the newest one is read instead. Raises UserError if all are damaged,
-    since a new start would discard the run.
+    training has replaced it, the newest one is read instead.
+
+    Args:
+        folder: Folder of the checkpoints.
+        read: ``load``, or a function like it.
+        paths: Checkpoints to try in this order; None for those in the folder.
+
+    Raises:
+        UserError: If all are damaged, since a new start would discard the run.
     """
-    damaged: set[Path] = set()
-    while left := [path for path in checkpoints(folder) if path not in damaged]:
-        path = left[0]
+    damaged = 0
+    for path in checkpoints(folder) if paths is None else paths:
         try:
             return (read or load)(path), path
         except (DamagedCheckpoint, FileNotFoundError) as damage:
-            if os.path.lexists(path):
-                damaged.add(path)
-                log.warning("%s is damaged (%s); trying the one before it", path.name, damage)
+            if paths is None and not os.path.lexists(path):
+                return load_newest(folder, read)
+            damaged += 1
+            log.warning("%s is damaged (%s); trying the one before it", path.name, damage)
     if damaged:
         raise UserError(
-            f"none of the {len(damaged)} checkpoints in {folder} can be read; "
+            f"none of the {damaged} checkpoints in {folder} can be read; "
             "use resume=never (and another out=) to start anew"
         )
     return None

@@ -139,7 +139,7 @@ class CheckpointWriter:
         """Raise OSError before writing a file that does not fit on the disk."""
         needed = 0
 
-        def count(tensor: Tensor, place: str) -> Tensor:
+        def count(tensor: Tensor, path: str) -> Tensor:
             nonlocal needed
             needed += tensor.numel() * tensor.element_size()
             return tensor
@@ -182,7 +182,7 @@ class HostBuffers:
         copies: dict[Any, Tensor] = {}  # tied tensors are copied and stored once
         devices: set[torch.device] = set()
 
-        def copied(tensor: Tensor, place: str) -> Tensor:
+        def copied(tensor: Tensor, path: str) -> Tensor:
             if tensor.layout != torch.strided:
                 return tensor.detach().to("cpu", copy=True)
             pinned = pins_memory(tensor.device)
@@ -190,13 +190,13 @@ class HostBuffers:
             same = (tensor.data_ptr(), kind)
             buffer = copies.get(same)
             if buffer is None:
-                fits, buffer = before.get(place, (None, tensor))
+                fits, buffer = before.get(path, (None, tensor))
                 if fits != kind:
                     buffer = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
                 if pinned:
                     devices.add(tensor.device)
                 buffer.copy_(tensor, non_blocking=pinned)  # the other copies are not pinned
-                self._buffers[place], copies[same] = (kind, buffer), buffer
+                self._buffers[path], copies[same] = (kind, buffer), buffer
             return buffer
 
         with torch.no_grad():
@@ -206,20 +206,20 @@ class HostBuffers:
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with every tensor on the CPU, so that it loads without a GPU."""
-    host: dict[str, Any] = _map_tensors(lambda tensor, place: tensor.detach().cpu(), state)
+    host: dict[str, Any] = _map_tensors(lambda tensor, path: tensor.detach().cpu(), state)
     return host
 
 
-def _map_tensors(change: Callable[[Tensor, str], Tensor], value: Any, place: str = "") -> Any:
+def _map_tensors(change: Callable[[Tensor, str], Tensor], value: Any, path: str = "") -> Any:
     """Return new nested containers with ``change(tensor, place)`` for each tensor."""
     if isinstance(value, Tensor):
-        return change(value, place)
+        return change(value, path)
     if isinstance(value, dict):
         fresh = copy.copy(value)  # keeps the attributes of a module's OrderedDict
         for name, item in value.items():
-            fresh[name] = _map_tensors(change, item, f"{place}.{name!r}")
+            fresh[name] = _map_tensors(change, item, f"{path}.{name!r}")
         return fresh
     if isinstance(value, list | tuple):
         items = enumerate(value)
-        return type(value)(_map_tensors(change, item, f"{place}[{n}]") for n, item in items)
+        return type(value)(_map_tensors(change, item, f"{path}[{n}]") for n, item in items)
     return value

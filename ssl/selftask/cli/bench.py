@@ -24,9 +24,6 @@ BENCHMARKS = ("data",)
 
 def main(argv: list[str]) -> int:
     """Measure, print the results and return the exit code."""
-    if not argv:
-        print(USAGE)
-        return 0
     words, options = take_options(argv, OPTIONS)
     if not words or words[0] not in BENCHMARKS:
         wrong = words[0] if words else ""
@@ -52,15 +49,15 @@ def main(argv: list[str]) -> int:
     device = pick_device(config.train.device, World())
     keep_freed_memory(device)
     threads = num_threads(config, config.launch.processes)
-    found = measure(config, sources, device, seconds, threads)
+    profile = measure(config, sources, device, seconds, threads)
     if options.get("--json"):
-        print(json.dumps({"recipe": words[1], **as_json(found)}))
+        print(json.dumps({"recipe": words[1], **as_json(profile)}))
         return 0
     print(f"{words[1]}: {len(sources.train):,} images")
-    for line in table(found):
+    for line in table(profile):
         print(line)
-    for sentence in advice(found):
+    for sentence in advice(profile):
         print(f"advice: {sentence}")
-    rate, workers = found.loader_images_per_s, found.num_workers
+    rate, workers = profile.loader_images_per_s, profile.num_workers
     print(f"BENCH data: {rate:,.0f} images/s with data.num_workers={workers}")
     return 0

@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from selftask.cli.options import take_options
+from selftask.cli.options import columns, take_options
 from selftask.errors import ConfigError, RunError, UserError
 from selftask.registry import METHODS, REDUCTIONS
 
@@ -26,7 +26,7 @@ to 1e-9. Durations of method, optimizer and hooks (warm-ups, frozen layers, term
 start later) become one step, unless set here; what these steps do not reach is
 named. Your own method needs import=[mine], or a recipe that has it. Exit code 1: different.
 
-BatchNorm is replaced by a norm of one sample; parallel.sync_batch_norm=all checks synchronised
+BatchNorm is replaced by a norm of one sample; parallel.sync_batch_norm=all checks synchronized
 BatchNorm instead.
 Try also parallel.reduce=ddp or fsdp, train.accumulate=2 train.step=accumulate, optimizer=lars."""
 
@@ -37,9 +37,6 @@ OPTIONS = {"--ranks": str, "--steps": int, "--all": bool}
 
 def main(argv: list[str]) -> int:
     """Check one method or all; return 1 if one depends on the number of ranks."""
-    if not argv:
-        print(USAGE)
-        return 0
     words, options = take_options(argv, OPTIONS)
     ranks, steps = _ranks(options.get("--ranks", "1,2,4")), options.get("--steps", 3)
     if steps == 0:
@@ -109,13 +106,13 @@ def load(name: str, settings: list[str]) -> Config:
     Its data are the digits, which are never read.
     """
     from selftask.config.compose import recipes
-    from selftask.config.compose.endings import is_recipe_file
+    from selftask.config.compose.recipes import is_recipe_file
     from selftask.config.load import load_config
 
     settings = ["data={name: digits}", *settings]
     names = set(recipes.available())
-    known = {name.partition("/")[0] for name in names} | names
-    if name in known or is_recipe_file(name):
+    recipe_names = {name.partition("/")[0] for name in names} | names
+    if name in recipe_names or is_recipe_file(name):
         return load_config(name, settings)
     base = recipes.folder() / "base/digits.yaml"
     return load_config(str(base), [*settings, f"method.name={name}"])
@@ -140,11 +137,7 @@ def _table(report: Report) -> str:
     for row in report.rows:
         verdict = "ok" if row.ok else "DIFFERENT"
         cells.append((row.quantity, row.ranks, f"{row.difference:.1e}", verdict, row.place))
-    widths = [max(len(line[column]) for line in cells) for column in range(4)]
-    return "\n".join(
-        "  " + "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[4]])
-        for line in cells
-    )
+    return "\n".join(f"  {line}" for line in columns(cells))
 
 
 def _verdict(small: Config, report: Report, ranks: list[int]) -> str:

@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from selftask.cli.options import columns
 from selftask.errors import UserError, printable_line
 
 if TYPE_CHECKING:
@@ -37,10 +38,8 @@ def main(argv: list[str]) -> int:
     if not paths:
         raise UserError(f"{run}: has no checkpoint yet")
     rows = _rows(run, paths)
-    widths = [max(len(row[n]) for row in (HEADS, *rows)) for n in range(len(HEADS))]
-    for row in (HEADS, *rows):
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        print(printable_line("  ".join(cells).rstrip()))
+    for line in columns([HEADS, *rows]):
+        print(printable_line(line))
     return int(any(row[-1] != "good" for row in rows))
 
 

@@ -70,8 +70,8 @@ def _version(distribution: str) -> str | None:
 def _devices(torch: Any) -> Iterator[tuple[str, str]]:
     cuda = torch.cuda.is_available()
     for index in range(torch.cuda.device_count() if cuda else 0):
-        found = torch.cuda.get_device_properties(index)
-        yield f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
+        device = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
     if not cuda:
         built = (
             f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"

@@ -34,55 +34,54 @@ def main(argv: list[str]) -> int:
     import_entry_points()
     width = shutil.get_terminal_size((100, 24)).columns
     for number, word in enumerate(argv):
-        found = list(explanations(word, width))
-        if not found:
+        texts = list(explanations(word, width))
+        if not texts:
             raise UserError(f"nothing is called {word!r}; {nearest(word, known_words())}")
-        print(("\n" if number else "") + "\n\n".join(found))
+        print(("\n" if number else "") + "\n\n".join(texts))
     return 0
 
 
 def explanations(word: str, width: int = 100) -> Iterator[str]:
     """Yield a text for each key, registered name, column, event or file called ``word``."""
-    from selftask.config.reference import all_named, config_keys
-    from selftask.logs.columns import columns
-    from selftask.logs.events import EVENTS
-    from selftask.logs.run_files import RUN_FILES
-
-    things = list(all_named())
-    keys = [*config_keys(), *(key for thing in things for key in thing.keys)]
+    things, keys = _things_and_keys()
     exact = [key for key in keys if key.key == word]
     inside = [key for key in keys if key.key.startswith(f"{word}.")] if exact else []
     for entry, owners in _distinct(exact or [key for key in keys if _is_called(key, word)]):
         yield _key(entry, width, owners)
     if inside:
         yield "\n".join(_key(entry, width, owners) for entry, owners in _distinct(inside))
-    for thing in things:
-        if thing.name == word:
-            yield _named(thing, width)
-    for column in columns():
-        if column.name == word:
-            unit = f", {column.unit}" if column.unit else ""
-            about = f"column of metrics.jsonl{unit}; {column.written_by}"
-            yield _text(word, about, column.text, width)
-    if word in EVENTS:
-        yield _text(word, "event in events.jsonl", EVENTS[word], width)
-    for name, text in RUN_FILES.items():
+    yield from (_named(thing, width) for thing in things if thing.name == word)
+    for name, facts, text in _records():
         if word in (name, name.rstrip("/")):
-            yield _text(name, "in the run folder", text, width)
+            yield _text(name, facts, text, width)
 
 
 def known_words() -> set[str]:
     """Return all words that have an explanation."""
+    things, keys = _things_and_keys()
+    words = {name for key in keys for name in (key.key, key.key.rpartition(".")[2], *key.also)}
+    return words | {thing.name for thing in things} | {name for name, _, _ in _records()}
+
+
+def _things_and_keys() -> tuple[list[NamedEntry], list[KeyEntry]]:
+    """Return all registered names, and all keys of a config."""
     from selftask.config.reference import all_named, config_keys
+
+    things = list(all_named())
+    return things, [*config_keys(), *(key for thing in things for key in thing.keys)]
+
+
+def _records() -> Iterator[tuple[str, str, str]]:
+    """Yield name, facts and text of the columns, events and files of a run."""
     from selftask.logs.columns import columns
     from selftask.logs.events import EVENTS
     from selftask.logs.run_files import RUN_FILES
 
-    things = list(all_named())
-    keys = [*config_keys(), *(key for thing in things for key in thing.keys)]
-    words = {name for key in keys for name in (key.key, key.key.rpartition(".")[2], *key.also)}
-    words |= {thing.name for thing in things} | {column.name for column in columns()}
-    return words | set(EVENTS) | set(RUN_FILES)
+    for column in columns():
+        unit = f", {column.unit}" if column.unit else ""
+        yield column.name, f"column of metrics.jsonl{unit}; {column.written_by}", column.text
+    yield from ((name, "event in events.jsonl", text) for name, text in EVENTS.items())
+    yield from ((name, "in the run folder", text) for name, text in RUN_FILES.items())
 
 
 def _is_called(key: KeyEntry, word: str) -> bool:

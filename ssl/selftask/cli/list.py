@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     for kind in kinds:
         if kind not in KINDS:
             raise UserError(f"there is no kind {kind!r}; {nearest(kind, KINDS)}")
-    from selftask.config.compose.compose import import_plugins
+    from selftask.config.compose.overrides import import_plugins
 
     import_plugins(imports)
     if not kinds:

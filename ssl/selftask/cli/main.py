@@ -36,7 +36,7 @@ COMMANDS = {
     "finetune": (
         "selftask.cli.model.finetune",
         "RUN_OR_MODEL data=...",
-        "fine-tune on labelled images",
+        "fine-tune on labeled images",
     ),
     "features": (
         "selftask.cli.model.features",
@@ -77,6 +77,9 @@ GROUPS = {
 
 ALONE = ("test", "export", "report", "replay", "check", "bench", "submit")
 """Commands that do or write something and cannot share it among ranks."""
+
+WITHOUT_DEFAULT = ("bench", "check", "export", "features", "finetune")
+"""Commands that print their usage if they are called without arguments."""
 
 ABOUT = """\
 RECIPE is a method (simclr), a shipped recipe (simclr/digits) or a yaml or json file.
@@ -127,10 +130,10 @@ def guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        told = paths.explain(error)
-        if told is None:
+        message = paths.explain(error)
+        if message is None:
             raise
-        _print_error(told)
+        _print_error(message)
         return UserError.exit_code
     except KeyboardInterrupt:  # Ctrl-C before a run has begun, which would report it itself
         return _interrupted()
@@ -185,7 +188,8 @@ def _run(name: str, argv: list[str]) -> int:
     if name in ALONE:
         refuse_ranks(name)
     command = importlib.import_module(COMMANDS[name][0])
-    if asks_for_help(argv) and not hasattr(command, "COMMANDS"):  # subcommands print their own
+    wants_usage = asks_for_help(argv) or (not argv and name in WITHOUT_DEFAULT)
+    if wants_usage and not hasattr(command, "COMMANDS"):  # subcommands print their own
         print(command.USAGE)
         return 0
     if name not in TALKATIVE:

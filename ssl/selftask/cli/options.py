@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from selftask.distributed.world import read_world
@@ -52,6 +52,22 @@ def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str],
             raise UserError(f"{name} {text}: expected a number, such as 4")
         options[name] = known[name](text)
     return words, options
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """Return rows of cells as lines with aligned columns; the last cell is not padded.
+
+    Args:
+        rows: Rows of equal length.
+        right: Columns that are aligned at their right side.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [">" if column in right else "<" for column in range(len(widths))]
+    lines = [
+        [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)]
+        for row in rows
+    ]
+    return ["  ".join(line).rstrip() for line in lines]
 
 
 def refuse_ranks(command: str) -> None:

@@ -32,22 +32,23 @@ def main(argv: list[str]) -> int:
     from selftask.config.load import load_config
     from selftask.plan.assumptions import take_assumptions
 
-    overrides, given = take_assumptions(words[1:])
+    overrides, assumptions = take_assumptions(words[1:])
     config = load_config(words[0], overrides)
     from selftask.plan.plan import make_plan
     from selftask.plan.remedies import remedies
     from selftask.plan.table import lines, remedy_lines
 
-    plan = make_plan(config, given, measured=bool(options.get("--measure")))
-    fits = given.memory is None or plan.memory.fits(given.memory)
-    found = remedies(plan, given)
+    plan = make_plan(config, assumptions, measured=bool(options.get("--measure")))
+    fits = assumptions.memory is None or plan.memory.fits(assumptions.memory)
+    changes = remedies(plan, assumptions)
     if options.get("--json"):
-        changes = [
-            {"change": one.words, "effect": one.effect, "memory": one.memory.total} for one in found
+        rows = [
+            {"change": one.words, "effect": one.effect, "memory": one.memory.total}
+            for one in changes
         ]
-        print(json.dumps({**plan.to_dict(), "remedies": changes}, indent=2))
+        print(json.dumps({**plan.to_dict(), "remedies": rows}, indent=2))
         return 0
     print("\n".join(lines(plan)))
     if not fits:
-        print("\n".join(remedy_lines(found)))
+        print("\n".join(remedy_lines(changes)))
     return 0

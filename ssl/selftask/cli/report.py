@@ -24,7 +24,7 @@ usage: selftask report RUN [out=FILE] [images=1000]
 
 Writes one HTML page with what ran, a verdict, curves, events and config: report.html in the run
 folder, or FILE. It needs no network and also works while the run goes on.
-It also shows the training views and, computed with the newest weights: nearest neighbours, a map
+It also shows the training views and, computed with the newest weights: nearest neighbors, a map
 of the embeddings, accuracy by class, patch tokens of vision transformers, reconstructions.
 They are kept in RUN/report, so that a second report of the same weights takes a second.
 images=N      the number of images that features are computed of; images=false leaves them out

@@ -29,8 +29,8 @@ def main(argv: list[str]) -> int:
 
     run = Path(words[0])
     there = read_environment(run)
-    found = differences(run, typed, trust=trust)
-    for topic, lines in found.items():
+    topics = differences(run, typed, trust=trust)
+    for topic, lines in topics.items():
         print(f"{topic}: {'the same' if not lines else ''}".rstrip())
         for line in lines[:SHOWN]:
             print(f"  {printable_line(line)}")
@@ -39,4 +39,4 @@ def main(argv: list[str]) -> int:
     print("to repeat it:")
     for line in command(run, there):
         print(f"  {printable_line(line)}")
-    return 1 if any(found.values()) else 0
+    return 1 if any(topics.values()) else 0

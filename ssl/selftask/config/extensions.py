@@ -19,17 +19,19 @@ GROUP = "selftask"  # entry point group; entries NAME = package.module are impor
 _LOOKED = "the current folder, the recipe's folder and the installed packages"
 
 
-def import_extensions(modules: Iterable[str], folders: Iterable[Path], place: str) -> None:
+def import_extensions(modules: Any, folders: Iterable[Path], place: str) -> None:
     """Import the user's modules from ``folders`` or Python's search path.
 
     Args:
-        modules: Names of the modules.
+        modules: A list of names of modules.
         folders: Folders to put first on the search path.
         place: Origin of ``import:`` in the config, for messages.
 
     Raises:
         ConfigError: If an import fails, with the line that failed.
     """
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise ConfigError([f"{place}: import={modules!r}: expected a list of module names"])
     for folder in reversed([str(folder) for folder in folders]):
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -41,8 +43,8 @@ def import_extensions(modules: Iterable[str], folders: Iterable[Path], place: st
 @cache
 def import_entry_points() -> None:
     """Import the entry points of installed packages; raise ConfigError if one fails."""
-    found = importlib.metadata.entry_points(group=GROUP)
-    problems = [p for e in found if (p := _import(e.module, f"entry point {e.name!r}"))]
+    points = importlib.metadata.entry_points(group=GROUP)
+    problems = [p for e in points if (p := _import(e.module, f"entry point {e.name!r}"))]
     if problems:
         raise ConfigError(problems)
 
@@ -60,11 +62,11 @@ def import_object(address: str, key: str) -> Any:
         sys.path.insert(0, os.getcwd())
     if problem := _import(module, key, "the current folder and the installed packages"):
         raise UserError(problem)
-    found = sys.modules[module]
-    if not hasattr(found, name):
-        known = [word for word in vars(found) if not word.startswith("_")]
-        raise UserError(f"{key}: {module} has no {name!r}; {nearest(name, known)}")
-    return getattr(found, name)
+    loaded = sys.modules[module]
+    if not hasattr(loaded, name):
+        names = [word for word in vars(loaded) if not word.startswith("_")]
+        raise UserError(f"{key}: {module} has no {name!r}; {nearest(name, names)}")
+    return getattr(loaded, name)
 
 
 def _import(name: str, place: str, looked: str = _LOOKED) -> str | None:

@@ -15,13 +15,13 @@ NAME = "_field_docs"  # attribute of classes that `config_class` builds from par
 
 def docs_in(node: ast.ClassDef) -> dict[str, str]:
     """Return field -> description, as one line, of a class in a syntax tree."""
-    found = {}
+    docs = {}
     for member, below in zip(node.body, node.body[1:], strict=False):
         if not isinstance(member, ast.AnnAssign) or not isinstance(below, ast.Expr):
             continue
         if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-            found[ast.unparse(member.target)] = " ".join(below.value.value.split())
-    return found
+            docs[ast.unparse(member.target)] = " ".join(below.value.value.split())
+    return docs
 
 
 def field_docs(config: type) -> dict[str, str]:

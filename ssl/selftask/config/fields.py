@@ -19,6 +19,7 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     max: float | None = None,
+    rising: bool = False,
     duration: bool = False,
     path: bool = False,
     of: str | None = None,
@@ -38,6 +39,7 @@ def setting(
         above: Exclusive lower limit.
         below: Exclusive upper limit.
         max: Largest allowed value.
+        rising: Whether the value is a range, whose first number must not be above the second.
         duration: Whether the value is a length of training, such as ``10 epochs``.
         path: Whether the value is a path, so that ``~`` is expanded.
         of: Registry of the component or components that the value is, such as ``transforms``.
@@ -50,7 +52,7 @@ def setting(
     """
     limits = {"min": min, "above": above, "below": below, "max": max}
     metadata: dict[str, Any] = {k: limit for k, limit in limits.items() if limit is not None}
-    metadata |= {"duration": duration, "path": path, "flat": flat}
+    metadata |= {"duration": duration, "path": path, "flat": flat, "rising": rising}
     metadata |= {"also": tuple(also), "shared": tuple(shared)}
     optional = {"of": of, "missing": missing, "tiny": tiny}
     metadata |= {k: value for k, value in optional.items() if value is not None}

@@ -9,16 +9,16 @@ import ast
 import dataclasses
 import json
 import re
-import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from selftask.config.config_class import config_class
 from selftask.config.field_docs import field_docs
 from selftask.config.fields import default_of, has_default
 from selftask.config.schema import Component, Config
+from selftask.config.sections import Shorthand
 from selftask.config.values.coerce import describe
 from selftask.errors import UserError
 from selftask.registry import REGISTRIES, Address
@@ -42,7 +42,6 @@ PLACES = {
 """Prefix of a component's keys in a config, by kind of component."""
 
 REQUIRED, FROM_RECIPE = NO_DEFAULT = ("required", "set by the recipe")
-IMAGE_SIZE = "Height and width of views, evaluated images and a vision transformer, in pixels."
 _UNITS = "pixels|seconds|bytes|MiB|images|samples|keys|patches|degrees|epochs|steps"
 _COUNTED = "Images|Samples|Steps|Epochs|Rows|Blocks|Channels|Tokens|Processes|Threads|Evaluations"
 
@@ -61,7 +60,7 @@ class KeyEntry:
 
     @property
     def unit(self) -> str:
-        """Unit of the value, taken from its text; empty for other values and plain numbers."""
+        """Unit that the description names (``... in seconds``); empty if it names none."""
         if "duration" in self.type:
             return "steps, epochs or %"
         found = re.search(rf"\bin (?:optimizer )?({_UNITS})\b", self.text)
@@ -90,9 +89,12 @@ def config_keys() -> list[KeyEntry]:
         replace(key, default=FROM_RECIPE) if "." not in key.key and key.default == REQUIRED else key
         for key in _keys_of(Config, "", without=hidden)
     ]
-    size = KeyEntry("image_size", describe(int | None), "null", "at least 1", IMAGE_SIZE, ())
     text = field_docs(Config)["imports"]
-    return [KeyEntry("import", "a list, each text", "[]", "", text, ()), size, *entries]
+    return [
+        KeyEntry("import", "a list, each text", "[]", "", text, ()),
+        *_keys_of(Shorthand, ""),
+        *entries,
+    ]
 
 
 def named(kind: str, name: str) -> NamedEntry:
@@ -145,7 +147,7 @@ def _entry(key: str, field: dataclasses.Field[Any], kind: Any, text: str) -> Key
     return KeyEntry(key, _type(field, kind), default, ", ".join(limits), text, also)
 
 
-_LIMITS = {"min": "at least", "above": "more than", "below": "less than", "max": "at most"}
+_LIMITS = {"min": "at least", "above": "above", "below": "below", "max": "at most"}
 
 
 def _type(field: dataclasses.Field[Any], kind: Any) -> str:
@@ -166,24 +168,7 @@ def _type(field: dataclasses.Field[Any], kind: Any) -> str:
     if field.metadata.get("duration"):
         forms = "a duration (500 steps, 10 epochs, 5%)"
         return f"{forms}{', or true' if bool in typing.get_args(kind) else ''}{optional}"
-    return _words(kind)
-
-
-def _words(kind: Any) -> str:
-    if dataclasses.is_dataclass(kind):
-        return "a section"
-    inner = typing.get_args(kind)
-    if any(dataclasses.is_dataclass(option) for option in inner):
-        if typing.get_origin(kind) is dict:
-            return "sections by name"
-        if typing.get_origin(kind) is list:
-            return "a list of sections"
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        options = [option for option in inner if not (option is int and float in inner)]
-        return " or ".join(_words(option) for option in options)
-    if typing.get_origin(kind) is Literal:
-        return " or ".join(_show(choice) for choice in inner)
-    return describe(kind)
+    return describe(kind, _show)
 
 
 def _sections(kind: Any, key: str) -> Iterator[tuple[type, str]]:

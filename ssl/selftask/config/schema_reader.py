@@ -17,11 +17,10 @@ from selftask.config.keys import Key, dotted
 from selftask.config.schema import Component, FrozenModule
 from selftask.config.torch_names import is_torch_name
 from selftask.config.values.coerce import Mismatch, check_limits, convert, describe
-from selftask.errors import UserError, nearest, shorten
+from selftask.errors import UserError, nearest
 from selftask.registry import REGISTRIES, SCHEDULES, Registry
 
 MISSING = "???"  # OmegaConf's mark for a required value
-MAX_MESSAGE = 800  # characters
 _WRONG = object()  # returned for an invalid value
 
 T = TypeVar("T")
@@ -53,6 +52,11 @@ class Schema:
                 f"the Config of {owner}: {error}; its fields may use builtins and typing only"
             ) from error
 
+    def __or__(self, other: Schema) -> Schema:
+        """Return the fields of both."""
+        fields, types = {**self.fields, **other.fields}, {**self.types, **other.types}
+        return Schema(fields, types, self.owner)
+
 
 class Reader:
     """Reader of sections; collects ``problems``, and the origin of each value in ``places``."""
@@ -64,8 +68,7 @@ class Reader:
 
     def problem(self, key: Key, text: str) -> None:
         """Add a problem with the value at ``key``."""
-        place = self.layers.place_or_around(key)
-        self.problems.append(shorten(f"{place}: {text}" if place else text, MAX_MESSAGE))
+        self.problems.append(self.layers.located(key, text))
 
     def mapping(self, value: Any, key: Key) -> dict[str, Any]:
         """Return ``value`` if it is a section, else an empty one; add a problem unless null."""
@@ -82,9 +85,9 @@ class Reader:
             self.note_place((*key, "model"))
         flat = next((f for f in schema.fields.values() if f.metadata.get("flat")), None)
         if flat is None:
-            given = self.mapping(value, key)
-            self.unknown_keys(given, key, schema)
-            read = self.fields(given, schema, key)
+            values = self.mapping(value, key)
+            self.unknown_keys(values, key, schema)
+            read = self.fields(values, schema, key)
             return kind(**read) if len(read) == len(schema.fields) else None
         ours = Schema.of(kind, without=[flat.name, "args"])
         component, read = self.component(value, REGISTRIES[flat.metadata["of"]], key, ours=ours)
@@ -101,17 +104,17 @@ class Reader:
         result: dict[str, Any] = {}
         for name, field in schema.fields.items():
             inner, kind = (*key, name), schema.types[name]
-            given = values.get(name, MISSING) != MISSING
-            value = values[name] if given else None
+            is_set = values.get(name, MISSING) != MISSING
+            value = values[name] if is_set else None
             default = default_of(field) if has_default(field) else None
             if isinstance(default, Component) and isinstance(value, dict | None):
                 value = {"name": default.name, **(value or {})}
-            elif not given and has_default(field):
+            elif not is_set and has_default(field):
                 result[name] = default
                 owner = f"default of {schema.owner}" if schema.owner else "default"
                 self.places[dotted(inner)] = owner
                 continue
-            elif value is None and ("missing" in field.metadata or not (given or _holds(kind))):
+            elif value is None and ("missing" in field.metadata or not (is_set or _holds(kind))):
                 wanted = field.metadata.get("missing") or _wanted(field, kind)
                 self.problem(inner, f"{dotted(inner)} is missing: {wanted}")
                 continue
@@ -155,11 +158,11 @@ class Reader:
         groups = {str(name): section for name, section in self.mapping(value, key).items()}
         below = [layer.value(key) for layer in self.layers]
         sections = [section for section in below if isinstance(section, dict)]
-        given = {str(name) for section in sections for name, v in section.items() if v is not None}
+        names = {str(name) for section in sections for name, v in section.items() if v is not None}
         for name in [name for name, section in groups.items() if section is None]:
-            if name not in given:
+            if name not in names:
                 inner = (*key, name)
-                self.problem(inner, f"unknown key {dotted(inner)!r}; {nearest(name, given)}")
+                self.problem(inner, f"unknown key {dotted(inner)!r}; {nearest(name, names)}")
             del groups[name]
         made = {name: self.section(kind, v, (*key, name)) for name, v in groups.items()}
         return _WRONG if None in made.values() else made
@@ -197,8 +200,8 @@ class Reader:
         )
         if component is None:
             return _WRONG
-        given = {name: item for name, item in ours.items() if item is not None}
-        return dataclasses.replace(component, args={**component.args, **given})
+        shared_args = {name: item for name, item in ours.items() if item is not None}
+        return dataclasses.replace(component, args={**component.args, **shared_args})
 
     def _scheduled(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
         """Read a number, or a schedule as a name or a section; keep only the keys that it sets.
@@ -218,8 +221,8 @@ class Reader:
             if "name" not in value and other is not None:
                 section = self.section(other, value, key)  # type: ignore[arg-type]
                 return _WRONG if section is None else section
-            own = default if isinstance(default, dict) and "name" not in value else {}
-            return self._schedule({**own, **value}, field, key)
+            inherited = default if isinstance(default, dict) and "name" not in value else {}
+            return self._schedule({**inherited, **value}, field, key)
         if value is None and type(None) in options:
             return None
         if isinstance(value, str) and str in options:
@@ -231,22 +234,22 @@ class Reader:
         component, _ = self.component(value, SCHEDULES, key)
         if component is None:
             return _WRONG
-        given = {name: item for name, item in component.args.items() if name in value}
+        args = {name: item for name, item in component.args.items() if name in value}
         for name in ("start", "end", "warmup_start"):
             try:
-                check_limits(given.get(name), field.metadata)
+                check_limits(args.get(name), field.metadata)
             except ValueError as error:
-                self.problem((*key, name), f"{dotted((*key, name))}={given[name]}: {error}")
-        return {"name": component.name, **given}
+                self.problem((*key, name), f"{dotted((*key, name))}={args[name]}: {error}")
+        return {"name": component.name, **args}
 
     def unknown_keys(self, values: dict[str, Any], key: Key, *schemas: Schema) -> None:
         """Add a problem for each key that is in none of the schemas."""
-        known = {name: field for schema in schemas for name, field in schema.fields.items()}
+        valid = {name: field for schema in schemas for name, field in schema.fields.items()}
         owner = next((f" of {schema.owner}" for schema in reversed(schemas) if schema.owner), "")
         for name in values:
-            if name not in known:
+            if name not in valid:
                 wrong = dotted((*key, str(name)))
-                hint = hint_for(str(name), known, key)
+                hint = hint_for(str(name), valid, key)
                 self.problem((*key, str(name)), f"unknown key {wrong!r}{owner}; {hint}")
 
     def component(
@@ -267,12 +270,12 @@ class Reader:
             self.problem((*key, "name"), f"{dotted(key)} needs the name of a {registry.kind}")
             return None, fixed
         self.note_place((*key, "name"))
-        own = {k: v for k, v in value.items() if k != "name" and k not in ours.fields}
+        args = {k: v for k, v in value.items() if k != "name" and k not in ours.fields}
         if name not in registry:
-            return self._of_others(Component(name=name, args=own), registry, key), fixed
+            return self._of_others(Component(name=name, args=args), registry, key), fixed
         schema = schema_of(registry, name)
-        self.unknown_keys(own, key, ours, schema)
-        return Component(name=name, args=self.fields(own, schema, key)), fixed
+        self.unknown_keys(args, key, ours, schema)
+        return Component(name=name, args=self.fields(args, schema, key)), fixed
 
     def _of_others(self, component: Component, registry: Registry, key: Key) -> Component | None:
         """Return a component of Classy Vision or torch.optim, or add a problem and return None."""
@@ -298,7 +301,7 @@ class Reader:
 
         An entry that is null is removed. ``kind`` is Component or a subclass with further fields.
         """
-        found = {}
+        made = {}
         ours = Schema.of(kind, without=["name", "args"])
         for name, entry in self.mapping(value, key).items():
             inner = (*key, str(name))
@@ -311,8 +314,8 @@ class Reader:
             named = {"name": name, **entry} if isinstance(entry, dict) else entry
             component, more = self.component(named, registry, inner, ours=ours)
             if component is not None:
-                found[str(name)] = kind(name=component.name, args=component.args, **more)
-        return found
+                made[str(name)] = kind(name=component.name, args=component.args, **more)
+        return made
 
     def _removes(self, key: Key, registry: Registry) -> bool:
         """Return whether null at ``key`` is valid: for a known name or an entry of any layer."""

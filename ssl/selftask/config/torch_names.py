@@ -67,14 +67,14 @@ def problems(whole: Config) -> Iterator[tuple[Key, str]]:
     if config.weight_decay and "weight_decay" not in arguments:
         text = f"optimizer.weight_decay={config.weight_decay}: {owner} has no weight decay"
         yield ("optimizer", "weight_decay"), f"{text}; set it to 0"
-    known = [word for word in arguments if word not in _OURS]
+    names = [word for word in arguments if word not in _OURS]
     for word, value in config.args.items():
-        if word not in known:
+        if word not in names:
             text = f"unknown key 'optimizer.{word}': {owner} has no such argument"
-            yield ("optimizer", word), f"{text}; {nearest(word, known)}"
+            yield ("optimizer", word), f"{text}; {nearest(word, names)}"
         elif isinstance(arguments[word].default, bool) and not isinstance(value, bool):
             yield ("optimizer", word), f"optimizer.{word}={value!r}: expected true or false"
-    if set(config.args) <= set(known):
+    if set(config.args) <= set(names):
         yield from _refused_values(config, owner)
 
 

@@ -25,11 +25,11 @@ _ADDRESSES = ("model", "dataset", "transform")
 
 def take_trust(words: list[str]) -> tuple[list[str], bool]:
     """Return the words without ``trust=``, and whether it was ``true``."""
-    given = [word.partition("=")[2] for word in words if word.startswith("trust=")]
-    for value in given:
+    values = [word.partition("=")[2] for word in words if word.startswith("trust=")]
+    for value in values:
         if value not in ("true", "false"):
             raise UserError(f"trust={value}: expected true or false")
-    return [word for word in words if not word.startswith("trust=")], given[-1:] == ["true"]
+    return [word for word in words if not word.startswith("trust=")], values[-1:] == ["true"]
 
 
 def code_in(values: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:

@@ -87,7 +87,7 @@ class DrawRecorder:
 
     def unpack(self, rows: Tensor) -> dict[str, list[Draws]]:
         """Return the draws of a batch by group, from its rows (B, N)."""
-        found: dict[str, list[Draws]] = {}
+        groups: dict[str, list[Draws]] = {}
         at = 0
         for one in self.recorded:
             size, at = rows[:, at : at + 2], at + 2
@@ -97,8 +97,8 @@ class DrawRecorder:
                 length = _length(transform)
                 params[name], at = rows[:, at : at + length], at + length
             draws = Draws(matrix=matrix, image_size=size, params=params)
-            found.setdefault(self.made[one.number].group, []).append(draws)
-        return found
+            groups.setdefault(self.made[one.number].group, []).append(draws)
+        return groups
 
 
 def _transforms(view: View, components: list[Component]) -> dict[str, Transform]:

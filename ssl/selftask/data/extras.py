@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage
-from selftask.data.source import NO_LABEL, ExtraKind, Source, Wrapped, channels_of
+from selftask.data.source import ExtraKind, Source, Wrapped, channels_of
 from selftask.errors import UserError
 
 _NUMBERS = {"f": np.float32, "i": np.int64}  # dtype of values that are not arrays, by NumPy kind
@@ -57,6 +58,12 @@ def as_array(value: Any, source: Source, index: int, name: str) -> np.ndarray:
     """Return a number or array of a source as an array; raises UserError for other values.
 
     Python floats become float32.
+
+    Args:
+        value: Value of the field.
+        source: Its source, for messages.
+        index: Index of the sample.
+        name: Name of the field.
     """
     array = np.asarray(value)
     if array.dtype.kind not in "buif":
@@ -71,6 +78,11 @@ def as_array(value: Any, source: Source, index: int, name: str) -> np.ndarray:
 
 def read_extra_image(source: Source, index: int, name: str) -> np.ndarray:
     """Return a further image of a sample, uint8 (H, W, C).
+
+    Args:
+        source: Source of the sample.
+        index: Index of the sample.
+        name: Name of the further image.
 
     Raises:
         BadImage: If it cannot be read.

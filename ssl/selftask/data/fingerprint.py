@@ -90,7 +90,7 @@ def differences(
     if before["labels"] != now["labels"] and not classes:
         return ["other labels", *_contents(before, now, path)]
     if before.get("tokenizer") != now.get("tokenizer"):
-        words = (known.get("tokenizer") or "none" for known in (before, now))
+        words = (each.get("tokenizer") or "none" for each in (before, now))
         classes.append("tokens: {} before, {} now".format(*words))
     return [*classes, *_contents(before, now, path)]
 
@@ -111,7 +111,7 @@ def _contents(
 
 
 def _classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    old, new = (list(found["classes"] or ()) for found in (before, now))
+    old, new = (list(each["classes"] or ()) for each in (before, now))
     for word, names in (("gone", set(old) - set(new)), ("new", set(new) - set(old))):
         if names:
             shown = ", ".join(map(repr, sorted(names)[:_SHOWN]))

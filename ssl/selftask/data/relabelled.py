@@ -18,9 +18,7 @@ class Relabelled(Wrapped):
         self.labels = {"index": rows, "zero": np.zeros_like(rows), "none": None}[kind]
         self.kind = kind
 
-    @property
-    def num_classes(self) -> int:
-        return 0 if self.labels is None else int(self.labels.max(initial=-1)) + 1
+    num_classes = Source.num_classes
 
     def class_names(self) -> None:
         """Return None: the classes have no names."""

@@ -50,32 +50,17 @@ class Subset(Wrapped):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return self.source[int(self.rows[index])]
-
-    def extra(self, index: int, name: str) -> Any:
-        return self.source.extra(int(self.rows[index]), name)
-
-    def extra_path(self, index: int, name: str) -> str:
-        return self.source.extra_path(int(self.rows[index]), name)
-
-    def cut(self, index: int, image: np.ndarray) -> np.ndarray:
-        return self.source.cut(int(self.rows[index]), image)
+    def origin(self, index: int) -> tuple[Source, int]:
+        return self.source, int(self.rows[index])
 
     def renumber(self, numbers: np.ndarray) -> None:
         """Renumber the classes here and in the whole source, which returns the labels."""
         super().renumber(numbers)
         self.source.renumber(numbers)
 
-    def path(self, index: int) -> str:
-        return self.source.path(int(self.rows[index]))
-
-    def stored_bytes(self, index: int) -> bytes | None:
-        return self.source.stored_bytes(int(self.rows[index]))
-
     def unreadable(self) -> dict[int, BadImage]:
-        known = self.source.unreadable()
-        return {i: known[row] for i, row in enumerate(self.rows.tolist()) if row in known}
+        bad = self.source.unreadable()
+        return {i: bad[row] for i, row in enumerate(self.rows.tolist()) if row in bad}
 
     def describe(self) -> str:
         """Describe the source and the subset in one line.
@@ -98,10 +83,10 @@ def _read(value: Any) -> Part:
         value = {"count": value}
     elif isinstance(value, float):
         value = {"fraction": value}
-    known = {field.name: field for field in fields(Part)}
+    names = [field.name for field in fields(Part)]
     for name in value:
-        if name not in known:
-            raise UserError(f"unknown key 'data.subset.{name}'; {nearest(str(name), known)}")
+        if name not in names:
+            raise UserError(f"unknown key 'data.subset.{name}'; {nearest(str(name), names)}")
     part = Part(**value)
     problem = _problem(part)
     if problem:
@@ -137,6 +122,11 @@ def choose(size: int, labels: np.ndarray | None, part: Part) -> np.ndarray:
     """Return the sorted rows (int64) of a subset of ``size`` images.
 
     Raises UserError if there are too few images, or no labels for ``per_class``.
+
+    Args:
+        size: Number of images.
+        labels: (N,) int64, or None.
+        part: The subset.
     """
     order = _shuffled(size, part.seed)
     if not part.per_class:

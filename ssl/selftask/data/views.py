@@ -2,178 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from selftask.data import kernel
-from selftask.data.transforms.channels import RGB, for_channels, list_problems
-from selftask.data.transforms.normalize import Normalize
-from selftask.data.transforms.transform import Drawn, Nested, Trace, Transform
+from selftask.data.transforms.channels import RGB
+from selftask.data.transforms.pipeline import Compose, Normalizer, build_pipeline
+from selftask.data.transforms.transform import Drawn, Trace
 from selftask.errors import ConfigError
 from selftask.random.views import ViewDraws
-from selftask.registry import TRANSFORMS
 
 if TYPE_CHECKING:
-    from selftask.config.schema import Component, ViewConfig
-
-UNIT = np.float32(1 / 255)  # scale without ``normalize``: values in [0, 1]
-BLOCK = 1 << 17  # values per thread that stay in a CPU's cache: 512 KiB of floats
-
-
-class Compose:
-    """Transforms applied in sequence to one 8-bit image.
-
-    ``pipeline(image, rng)`` takes and returns uint8 (H, W, C). ``pipeline.to_float`` converts a
-    batch to floats once it is on its device. For images of three channels, consecutive transforms
-    that the compiled kernel supports run in one call of the kernel. If such a call comes last and
-    ``out`` has the result's shape, the result is written to ``out``, which is returned.
-    """
-
-    compiled = kernel.available()
-
-    def __init__(self, transforms: Iterable[Any], channels: int = RGB) -> None:
-        self.transforms = [for_channels(transform, channels) for transform in transforms]
-        last = self.transforms[-1] if self.transforms else None
-        if isinstance(last, Normalize):
-            self.transforms.pop()
-            self.to_float = Normalizer(*last.scale_and_shift(channels))
-        else:
-            self.to_float = Normalizer(
-                np.full(channels, UNIT), np.zeros(channels, dtype=np.float32)
-            )
-
-    def for_view(self, number: int) -> Compose:
-        """Return the pipeline for view ``number`` of its group, from 0.
-
-        The number is assigned to the attribute ``view_number`` (int) of copies of the transforms
-        that have it. If none has it, the pipeline itself is returned.
-        """
-        if not any(hasattr(transform, "view_number") for transform in self.transforms):
-            return self
-        pipeline = copy.copy(self)
-        pipeline.transforms = [_with_view_number(each, number) for each in self.transforms]
-        return pipeline
-
-    def first(self, number: int) -> Compose:
-        """Return the pipeline of the first ``number`` transforms."""
-        pipeline = copy.copy(self)
-        pipeline.transforms = self.transforms[:number]
-        return pipeline
-
-    def __call__(
-        self,
-        image: np.ndarray,
-        rng: np.random.Generator,
-        out: np.ndarray | None = None,
-        steps: list[Drawn] | None = None,
-    ) -> np.ndarray:
-        """Return the changed image; append the draws of each transform to ``steps``."""
-        program: list[float] = []  # pending operations of the kernel
-        height, width, channels = image.shape
-        compiled = self.compiled and channels == RGB and kernel.fits(height, width)
-        for transform in self.transforms:
-            if not isinstance(transform, Transform):
-                image = _run(program, image, height, width)
-                nested = isinstance(transform, Nested)
-                image = transform(image, rng, steps) if nested else transform(image, rng)
-                program, (height, width) = [], image.shape[:2]
-                continue
-            drawn = transform.draw(rng, height, width)
-            if steps is not None:
-                steps.append(Drawn(transform, drawn, (height, width)))
-            if drawn is None:
-                continue
-            instructions = transform.program(drawn) if compiled else None
-            if instructions is None:
-                image = transform.apply(_run(program, image, height, width), drawn)
-                program, (height, width) = [], image.shape[:2]
-                continue
-            program += instructions
-            if instructions and instructions[0] == kernel.Op.CROP_RESIZE:
-                height, width = int(instructions[5]), int(instructions[6])
-        return _run(program, image, height, width, out)
-
-
-def _with_view_number(transform: Any, number: int) -> Any:
-    if not hasattr(transform, "view_number"):
-        return transform
-    numbered = copy.copy(transform)
-    object.__setattr__(numbered, "view_number", number)  # most are frozen dataclasses
-    return numbered
-
-
-def _run(
-    program: list[float],
-    image: np.ndarray,
-    height: int,
-    width: int,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
-    """Run a kernel program whose result has this size; into ``out`` if its shape fits."""
-    if not program:
-        return image
-    if out is None or out.shape != (height, width, RGB):
-        out = np.empty((height, width, RGB), dtype=np.uint8)
-    kernel.run(image, program, out)
-    return out
-
-
-class Normalizer:
-    """Conversion of uint8 (B, H, W, C) to float32 (B, C, H, W), on any device: x * scale + shift.
-
-    The result keeps the memory order of the pixels (``torch.channels_last``). So nothing is
-    transposed, and convolutions on a CPU are faster.
-    """
-
-    def __init__(self, scale: np.ndarray, shift: np.ndarray) -> None:
-        self._constants = [torch.from_numpy(np.asarray(c)) for c in (scale, shift)]
-        self._rows: dict[tuple[int, torch.device], list[Tensor]] = {}
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        count, height, width, channels = pixels.shape
-        together = max(1, count)  # images converted at once
-        if pixels.device.type == "cpu":  # values stay in the cache between the three operations
-            together = max(1, torch.get_num_threads() * BLOCK // (height * width * channels))
-            values = _aligned_floats(pixels.shape)
-        else:
-            values = torch.empty(pixels.shape, dtype=torch.float32, device=pixels.device)
-        scale, shift = self._for_rows(width, pixels.device)
-        for block, given in zip(values.split(together), pixels.split(together), strict=True):
-            block.copy_(given).view(-1, width * channels).mul_(scale).add_(shift)
-        return values.permute(0, 3, 1, 2)
-
-    def of_planes(self, values: Tensor) -> Tensor:
-        """Normalize float32 (B, C, H, W) in 0..255, out of place; can be compiled."""
-        scale, shift = (c[:, None, None] for c in self._for_rows(1, values.device))
-        pixels = torch.empty_like(values, memory_format=torch.channels_last)
-        return torch.mul(values, scale, out=pixels).add_(shift)
-
-    def _for_rows(self, width: int, device: torch.device) -> list[Tensor]:
-        """Return the constants for a row of pixels: three channels are too few to vectorize."""
-        key = width, device
-        if key not in self._rows:
-            self._rows[key] = [c.repeat(width).to(device) for c in self._constants]
-        return self._rows[key]
-
-
-def _aligned_floats(shape: tuple[int, ...]) -> Tensor:
-    """Return an uninitialized float32 tensor on the host, aligned to 64 bytes as torch's own are.
-
-    torch requests this alignment from glibc. If small objects are allocated in between, glibc does
-    not reuse the memory of an earlier batch: a process grew by one batch each time. NumPy requests
-    memory without alignment, and huge pages.
-    """
-    size = math.prod(shape)
-    room = np.empty(size + 16, dtype=np.float32)
-    start = -room.ctypes.data % 64 // 4
-    return torch.from_numpy(room[start : start + size].reshape(shape))
+    from selftask.config.schema import ViewConfig
 
 
 @dataclass(frozen=True)
@@ -214,6 +57,7 @@ class Views:
         self.shown = [number for number, view in enumerate(self.made) if view.shown]
         if not self.shown:
             raise ConfigError(["views: there is none; at least one group of views is needed"])
+        self.groups = Counter(self.made[number].group for number in self.shown)
         self._draws: ViewDraws | None = None
         self._seed: int | None = None
 
@@ -235,7 +79,7 @@ class Views:
         epoch: int,
         index: int,
         out: Sequence[np.ndarray] = (),
-        further: Sequence[np.ndarray] = (),
+        extra_images: Sequence[np.ndarray] = (),
         traces: list[Trace] | None = None,
     ) -> list[np.ndarray]:
         """Return the V shown views, uint8 (H, W, C), of an image (H', W', C).
@@ -251,14 +95,14 @@ class Views:
         """
         if self._draws is None or self._seed != seed:
             self._draws, self._seed = ViewDraws(seed), seed
-        given = (image, *further)
-        places = iter(out)
+        images = (image, *extra_images)
+        outputs = iter(out)
         made: list[np.ndarray] = []
         for number, view in enumerate(self.made):
-            source = given[view.image] if view.of is None else made[view.of]
-            place = next(places, None) if view.shown else None
+            source = images[view.image] if view.of is None else made[view.of]
+            output = next(outputs, None) if view.shown else None
             steps: list[Drawn] | None = None if traces is None else []
-            made.append(view.pipeline(source, self._draws.at(epoch, index, number), place, steps))
+            made.append(view.pipeline(source, self._draws.at(epoch, index, number), output, steps))
             if traces is not None and steps is not None:
                 height, width = made[-1].shape[:2]
                 traces.append(Trace(steps, (height, width)))
@@ -266,32 +110,3 @@ class Views:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_draws": None}
-
-
-def build_pipeline(
-    transforms: Sequence[Component], key: str = "transforms", channels: int = RGB
-) -> Compose:
-    """Build the pipeline of a config's list of transforms.
-
-    Args:
-        transforms: Transforms in order.
-        key: Config key of the list, for error messages.
-        channels: Number of channels of the images.
-
-    Raises:
-        ConfigError: If a transform comes after ``normalize``, has invalid arguments, or does not
-            support this number of channels.
-    """
-    problems = list(list_problems(transforms, key, channels))
-    if problems:
-        raise ConfigError(problems)
-    built: list[Any] = []
-    for position, component in enumerate(transforms):
-        if built and isinstance(built[-1], Normalize):
-            problem = (
-                f"{key}[{position}]: {component.name} works on 8-bit images and cannot come after "
-                "normalize; put it before"
-            )
-            raise ConfigError([problem])
-        built.append(TRANSFORMS[component.name](**component.args))
-    return Compose(built, channels)

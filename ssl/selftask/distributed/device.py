@@ -42,9 +42,12 @@ def pick_device(name: str, world: World) -> torch.device:
     if name == "cpu" or (name == "auto" and seen is None):
         return torch.device("cpu")
     if seen is None or name not in ("auto", seen.type):
-        found, others = ("no accelerator", "") if seen is None else (seen.type, f", {seen.type}")
+        accelerator, others = (
+            ("no accelerator", "") if seen is None else (seen.type, f", {seen.type}")
+        )
         raise UserError(
-            f"train.device={name}: torch sees {found} here; use train.device=auto{others} or cpu"
+            f"train.device={name}: torch sees {accelerator} here; use "
+            f"train.device=auto{others} or cpu"
         )
     _check_gpus(seen.type, world)
     index = world.local_rank % torch.accelerator.device_count()  # a SLURM task may see only one
@@ -93,8 +96,10 @@ def bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    found = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
-    return next((name for name in _BFLOAT16 if name in found), None)
+    instructions = next(
+        (line for line in lines if line.startswith(("flags", "Features"))), ""
+    ).split()
+    return next((name for name in _BFLOAT16 if name in instructions), None)
 
 
 def keep_freed_memory(device: torch.device) -> None:

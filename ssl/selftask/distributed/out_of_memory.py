@@ -58,11 +58,11 @@ def _files_of_group() -> Iterator[Path]:
     with suppress(OSError):
         for line in _MINE.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
-            for place in (path.strip("/"), ""):
+            for folder in (path.strip("/"), ""):
                 if not controllers:
-                    yield _GROUPS / place / "memory.events"
+                    yield _GROUPS / folder / "memory.events"
                 elif "memory" in controllers.split(","):
-                    yield _GROUPS / "memory" / place / "memory.oom_control"
+                    yield _GROUPS / "memory" / folder / "memory.oom_control"
 
 
 def _count(path: Path) -> int | None:

@@ -41,18 +41,14 @@ class SimulatedRanks:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Count a ring all-reduce: each rank sends 2 (W - 1) / W of the tensor."""
-        self.bytes_of["all_reduce"] += 2 * (self.size - 1) * _bytes(x) // self.size
+        self.bytes_of["all_reduce"] += 2 * (self.size - 1) * x.nbytes // self.size
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Count a ring all-gather: each rank sends W - 1 parts. Return shape (W * len(x), ...)."""
-        self.bytes_of["all_gather"] += (self.size - 1) * _bytes(x)
+        self.bytes_of["all_gather"] += (self.size - 1) * x.nbytes
         parts = x.new_empty(self.size, *x.shape)
         return parts.flatten(0, 1).clone()  # like ``torch.cat`` of the received parts
 
 
 SIMULATED = SimulatedRanks()
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()

@@ -92,10 +92,10 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
 
 def _asked(records: Sequence[Record], steps: int, length: RunLength) -> list[str]:
     """Return the later steps that comparisons with ``task.steps_done`` wait for."""
-    asked = {place: step for record in records for place, step in record["asked"].items()}
+    asked = {line: step for record in records for line, step in record["asked"].items()}
     return [
-        f"step {step}, which {place} compares with (--steps {step + 1})"
-        for place, step in asked.items()
+        f"step {step}, which {line} compares with (--steps {step + 1})"
+        for line, step in asked.items()
         if step >= steps and step != length.total_steps
     ]
 
@@ -155,8 +155,8 @@ def _wait(processes: Sequence[Any]) -> list[int | None]:
     """Wait for all processes, at most ``_GRACE_S`` after a failure; return their exit codes."""
     running, until = list(processes), math.inf
     while running and time.monotonic() < until:
-        left = None if until == math.inf else until - time.monotonic()
-        wait([process.sentinel for process in running], left)
+        remaining = None if until == math.inf else until - time.monotonic()
+        wait([process.sentinel for process in running], remaining)
         if any(process.exitcode for process in running):
             until = min(until, time.monotonic() + _GRACE_S)
         running = [process for process in running if process.exitcode is None]
@@ -165,9 +165,9 @@ def _wait(processes: Sequence[Any]) -> list[int | None]:
 
 def _failure(folder: Path, rank: int, code: int) -> dict[str, Any]:
     """Return the failure that a rank has written, or one made from its exit code."""
-    told = folder / f"failure.{rank}.json"
-    if told.exists():
-        content: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
+    file = folder / f"failure.{rank}.json"
+    if file.exists():
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return content
     return {"time": 0.0, "rank": rank, "size": 0, "message": describe_exit(code), "frame": ""}
 

@@ -51,20 +51,16 @@ def merge(records: list[Record]) -> Record:
         )
     for losses in zip(*(r["loss"] for r in records), strict=True):
         merged.setdefault("loss", []).append({"": list(losses)})
-    for grads in zip(*(r["gradients"] for r in records), strict=True):
-        names = {name for grad in grads for name in grad}
-        merged.setdefault("gradients", []).append(
-            {name: [grad.get(name) for grad in grads] for name in names}
-        )
-    for states in zip(*(r["method"] for r in records), strict=True):
-        names = {name for state in states for name in state}
-        merged.setdefault("method", []).append(
-            {name: [state.get(name) for state in states] for name in names}
-        )
-    for part in _FINAL:
-        names = {name for record in records for name in record[part]}
-        merged[part] = {name: [record[part].get(name) for record in records] for name in names}
-    return merged
+    for quantity in ("gradients", "method"):
+        for of_ranks in zip(*(r[quantity] for r in records), strict=True):
+            merged.setdefault(quantity, []).append(_by_name(of_ranks))
+    return merged | {part: _by_name([record[part] for record in records]) for part in _FINAL}
+
+
+def _by_name(of_ranks: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of all ranks by name, with None for a rank that has no such value."""
+    names = {name for values in of_ranks for name in values}
+    return {name: [values.get(name) for values in of_ranks] for name in names}
 
 
 def compare(one: Record, records: list[Record], ranks: str) -> Iterator[Row]:
@@ -85,14 +81,14 @@ def compare(one: Record, records: list[Record], ranks: str) -> Iterator[Row]:
 def _compare_steps(quantity: str, one: Sequence[Any], many: Sequence[Any], ranks: str) -> Row:
     """Return the row of the first step above the tolerance, or of the largest difference."""
     if len(one) != len(many):
-        place = f"{len(one)} steps on one rank, here {len(many)}"
-        return Row(quantity, ranks, math.inf, place, min(len(one), len(many)) + 1)
+        location = f"{len(one)} steps on one rank, here {len(many)}"
+        return Row(quantity, ranks, math.inf, location, min(len(one), len(many)) + 1)
     worst = Row(quantity, ranks, 0.0, "")
     for step, (a, b) in enumerate(zip(one, many, strict=True), start=1):
-        difference, place = _largest(a, b)
+        difference, location = _largest(a, b)
         if difference > worst.difference:
-            place = f"step {step}: {place}".rstrip(": ")
-            worst = Row(quantity, ranks, difference, place, step)
+            location = f"step {step}: {location}".rstrip(": ")
+            worst = Row(quantity, ranks, difference, location, step)
         if not worst.ok:
             break
     return worst
@@ -120,16 +116,16 @@ def _largest(one: dict[str, Any], many: dict[str, Any]) -> tuple[float, str]:
     Both arguments map names to one value per rank; the first rank of ``one`` is the reference.
     """
     kinds = _largest_of_kind(values[0] for values in one.values())
-    worst, place = 0.0, ""
+    worst, location = 0.0, ""
     for name in sorted({*one, *many}):
         reference = one.get(name, [None])[0]
         for rank, value in enumerate(many.get(name, [None])):
             difference = relative_difference(reference, value, kinds)
             if difference > worst:
-                worst, place = difference, name
+                worst, location = difference, name
                 if rank and len(many[name]) > 1:
-                    place = f"{name} (rank {rank})".lstrip()
-    return worst, place
+                    location = f"{name} (rank {rank})".lstrip()
+    return worst, location
 
 
 def _largest_of_kind(tensors: Iterable[Any]) -> float:

@@ -29,8 +29,8 @@ class WatchedSteps(int):
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "methods"):
             return
-        place = f"{show_path(path)}:{frame.f_lineno}"
-        self.asked[place] = max(other, self.asked.get(place, 0))
+        line = f"{show_path(path)}:{frame.f_lineno}"
+        self.asked[line] = max(other, self.asked.get(line, 0))
 
     def __lt__(self, other: Any) -> bool:
         self._note(other)

@@ -85,6 +85,8 @@ def images_for(config: Config) -> Images:
     }
     if "captions" in required(config.method.name):
         extras["caption"] = "text"
+    if "numbers" in required(config.method.name):
+        extras |= dict.fromkeys(config.method.args["targets"], "array")
     return Images(count, _channels(config), extras)
 
 
@@ -92,6 +94,7 @@ class Images(Source):
     """Noisy synthetic images of four classes; each image depends on its index only.
 
     Extra images of a sample are those of the following indices. Captions name class and index.
+    Numbers are -1, 0 or 1.
 
     Args:
         count: Number of images.
@@ -120,6 +123,8 @@ class Images(Source):
     def extra(self, index: int, name: str) -> Any:
         if self.extras[name] == "text":
             return f"kind {self.labels[index]}, number {index}"
+        if self.extras[name] == "array":
+            return np.float32((index + [*self.extras].index(name)) % 3 - 1)
         return self[(index + 1 + [*self.extras].index(name)) % len(self)][0]
 
     def path(self, index: int) -> str:
@@ -144,17 +149,17 @@ def _given(config: Config, key: str) -> bool:
 
 def _small_backbone(config: Config) -> Component:
     """Return the backbone's tiny version, unless the command line sets the backbone."""
-    given = {k: v for k, v in config.backbone.args.items() if _given(config, f"backbone.{k}")}
+    typed = {k: v for k, v in config.backbone.args.items() if _given(config, f"backbone.{k}")}
     backbone = BACKBONES[config.backbone.name](**config.backbone.args)
     if _given(config, "backbone.name") or not hasattr(backbone, "tiny"):
         return config.backbone
     args = backbone.tiny()
     name = args.pop("name")
     schema = config_class(BACKBONES, name)
-    known = {field.name for field in fields(schema)} if schema else set()
-    if not given.keys() <= known:
+    names = {field.name for field in fields(schema)} if schema else set()
+    if not typed.keys() <= names:
         return config.backbone
-    return Component(name=name, args={**args, **given})
+    return Component(name=name, args={**args, **typed})
 
 
 def _calm_optimizer(config: Config) -> OptimizerConfig:

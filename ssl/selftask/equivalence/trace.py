@@ -222,8 +222,8 @@ class _InDouble:
     def iterate_all(self) -> Iterator[Batch]:
         return map(_in_double, self._feed.iterate_all())
 
-    def labelled_samples(self) -> Iterator[dict[str, Any]]:
-        return map(_doubles, self._feed.labelled_samples())
+    def labelled_samples(self) -> Iterator[Batch]:
+        return map(_in_double, self._feed.labelled_samples())
 
 
 def _in_double(batch: Batch) -> Batch:

@@ -68,8 +68,8 @@ def work(process: int, legs: list[Leg], config: Config, folder: Path) -> None:
                     record = _run(leg, config, folder)
                 torch.save(record, folder / f"{leg.name}.{process}.pt")
     except BaseException as error:  # noqa: BLE001 - reported to the parent process
-        told = {"time": time.time(), "rank": process, "size": leg.size, **_describe(error)}
-        (folder / f"failure.{process}.json").write_text(json.dumps(told), encoding="utf-8")
+        failure = {"time": time.time(), "rank": process, "size": leg.size, **_describe(error)}
+        (folder / f"failure.{process}.json").write_text(json.dumps(failure), encoding="utf-8")
         os._exit(1)  # immediately, so that collectives of the other ranks fail
 
 
@@ -78,8 +78,8 @@ def _describe(error: BaseException) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(__file__).resolve().parents[1])
     installed = ("site-packages", "dist-packages", str(Path(traceback.__file__).parent), "<frozen")
-    own = [f for f in frames if not any(part in f.filename for part in (ours, *installed))]
-    last = (own or list(frames))[-1]
+    user_frames = [f for f in frames if not any(part in f.filename for part in (ours, *installed))]
+    last = (user_frames or list(frames))[-1]
     message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     return {
         "message": message,

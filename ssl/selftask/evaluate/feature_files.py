@@ -81,20 +81,20 @@ def write_table(path: Path, images: Path, labels: Iterable[int]) -> None:
     Relative paths become absolute, since paths in a table are relative to its folder.
     """
     with (
-        images.open(encoding="utf-8", errors="surrogateescape", newline="") as given,
+        images.open(encoding="utf-8", errors="surrogateescape", newline="") as listed,
         path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file,
     ):
         rows = csv.writer(file)
         rows.writerow(("path", "label"))
-        for row, label in zip(csv.DictReader(given), labels, strict=True):
+        for row, label in zip(csv.DictReader(listed), labels, strict=True):
             name = row["path"]
             rows.writerow((name if is_remote(name) else os.path.abspath(name), label))
 
 
 def write_ranking(path: Path, images: Path, cosines: Sequence[float]) -> None:
     """Write path and cosine of the images of ``images.csv``, smallest cosine first."""
-    with images.open(encoding="utf-8", errors="surrogateescape", newline="") as given:
-        named = zip(cosines, (row["path"] for row in csv.DictReader(given)), strict=True)
+    with images.open(encoding="utf-8", errors="surrogateescape", newline="") as listed:
+        named = zip(cosines, (row["path"] for row in csv.DictReader(listed)), strict=True)
         ranked = sorted(named)
     with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
         rows = csv.writer(file)

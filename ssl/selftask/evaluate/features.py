@@ -6,14 +6,14 @@ N images, E features.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.distributed.accelerator import forked_rng
 from selftask.errors import UserError
 from selftask.evaluate.chunks import InChunks
@@ -35,6 +35,12 @@ class Features:
     features: Tensor  # (N, E) float32
     targets: Tensor  # (N,) int64; -1 for images without a label
     indices: Tensor  # index of the image in the data set
+
+    @classmethod
+    def joined(cls, parts: Sequence[Features]) -> Features:
+        """Return the rows of all parts, one part after another."""
+        columns = ([getattr(part, field.name) for part in parts] for field in fields(cls))
+        return cls(*map(torch.cat, columns))
 
     def __len__(self) -> int:
         return len(self.features)
@@ -86,7 +92,7 @@ def check_targets(targets: Tensor, what: str) -> None:
 
 
 def extract_features(
-    backbone: nn.Module, batches: Iterable[Mapping[str, Any]], *, device: torch.device | str
+    backbone: nn.Module, batches: Iterable[Batch], *, device: torch.device | str
 ) -> Features:
     """Run the backbone over batches and collect its features on the CPU.
 
@@ -95,7 +101,7 @@ def extract_features(
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
-        batches: Dicts with ``views`` (the first one is used), ``target`` and ``index``.
+        batches: Batches, of which the first view is used.
         device: Device of the backbone.
 
     Raises:
@@ -110,18 +116,14 @@ def collect(batches: Iterable[Features]) -> Features:
     parts = list(batches)
     if not parts:
         raise UserError("there are no images to take features of")
-    whole = (
-        torch.cat([getattr(part, name) for part in parts])
-        for name in ("features", "targets", "indices")
-    )
-    found = Features(*whole)
-    found.check_finite()
-    return found
+    features = Features.joined(parts)
+    features.check_finite()
+    return features
 
 
 @torch.no_grad()
 def iterate_features(
-    backbone: nn.Module, batches: Iterable[Mapping[str, Any]], *, device: torch.device | str
+    backbone: nn.Module, batches: Iterable[Batch], *, device: torch.device | str
 ) -> Iterator[Features]:
     """Yield the features of each batch on the CPU; see ``extract_features``.
 
@@ -132,25 +134,25 @@ def iterate_features(
     is_first, begun, computed_s, count = True, time.monotonic(), 0.0, 0
     with in_eval_mode(backbone), forked_rng():
         for batch in log_speed(batches):
-            images = batch["views"][0].to(device, non_blocking=True)  # (B, C, H, W)
+            images = batch.all_views[0].to(device, non_blocking=True)  # (B, C, H, W)
             if is_first:
                 check_images(backbone, images)
                 is_first = False
             before = time.monotonic()
             (features,) = run(images)  # (B, E) on the CPU, so the device has finished
             computed_s, count = computed_s + time.monotonic() - before, count + len(features)
-            yield Features(features, batch["target"].cpu(), batch["index"].cpu())
+            yield Features(features, batch.labels.cpu(), batch.index.cpu())
     text = "features: %s images in %.1f s, of which the backbone computed %.1f s"
     log.log(DETAIL, text, f"{count:,}", time.monotonic() - begun, computed_s)
 
 
-def log_speed(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def log_speed(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield the batches; log images per second and the remaining time every 30 s.
 
     The first batches, in which workers and kernels start, do not count. The remaining time is known
     if ``batches`` has a length.
     """
-    images, said = 0, time.monotonic()
+    images, logged = 0, time.monotonic()
     total = len(batches) if isinstance(batches, Sized) else None
     for number, batch in enumerate(staged("features", batches, total)):
         yield batch
@@ -158,11 +160,11 @@ def log_speed(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
         if number < _WARM_UP:
             started = now
             continue
-        images += len(batch["index"])
-        if now - said >= _LOG_EVERY_S:
-            said = now
+        images += len(batch.index)
+        if now - logged >= _LOG_EVERY_S:
+            logged = now
             text = f"features: {images / (now - started):,.0f} images/s"
             if total is not None:
-                left = (total - number - 1) * (now - started) / (number + 1 - _WARM_UP)
-                text += f", eta {timedelta(seconds=round(left))}"
+                remaining = (total - number - 1) * (now - started) / (number + 1 - _WARM_UP)
+                text += f", eta {timedelta(seconds=round(remaining))}"
             log.info("%s", text)

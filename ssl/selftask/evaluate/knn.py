@@ -1,4 +1,4 @@
-"""Weighted k nearest neighbours on frozen features.
+"""Weighted k nearest neighbors on frozen features.
 
 Wu et al. (arXiv:1805.01978), section 3.4, as reported by DINO and most other papers: the k training
 images with the largest cosine s vote for their class with weight exp(s / temperature).
@@ -12,13 +12,14 @@ features.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_objects, rank, world_size
 from selftask.distributed.heartbeat import track
 from selftask.evaluate.chunks import InChunks
@@ -28,19 +29,19 @@ from selftask.registry import register_evaluation
 
 _TEST_ROWS = 512
 _TRAIN_ROWS = 8192  # in float32, one block of similarities has 16 MiB; larger blocks are slower
-_SPARE = 2  # bfloat16 candidates per float32 neighbour
+_SPARE = 2  # bfloat16 candidates per float32 neighbor
 
 
 @register_evaluation("knn")
 @dataclass(frozen=True, kw_only=True)
 class KNN:
-    """Weighted nearest neighbours: top-1 as knn_top1 for the first k, knn_top1_k200 for others."""
+    """Weighted nearest neighbors: top-1 as knn_top1 for the first k, knn_top1_k200 for others."""
 
     takes_parts: ClassVar[bool] = True  # each rank passes its own part of the features
 
-    k: list[int] = field(default_factory=lambda: [20])
+    k: list[int] = setting([20], min=1)
     """Numbers of neighbors that vote; one metric for each."""
-    temperature: float = 0.07
+    temperature: float = setting(0.07, above=0)
     """Temperature of the votes; a smaller one gives nearer neighbors more weight."""
     search: Literal["float32", "bfloat16"] = "float32"
     """Data type for finding candidates, which are then compared in float32; bfloat16 is faster on
@@ -50,28 +51,26 @@ class KNN:
     """Whether neighbors are restricted to classes of the test set."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not self.k or min(self.k) < 1:
-            yield f"k: {self.k}; numbers of neighbours are expected, each at least 1"
-        if not self.temperature > 0:
-            yield f"temperature: {self.temperature}; must be above 0"
+        if not self.k:
+            yield "k: []; one or more numbers of neighbors are expected"
 
     def label_problems(self, counts: LabelCounts) -> Iterator[str]:
         if self.only_test_classes:
             counts = counts.among_test_classes()
         if max(self.k) > counts.num_neighbors:
             yield (
-                f"k: {max(self.k)} neighbours are asked for, and there are {counts.num_neighbors} "
+                f"k: {max(self.k)} neighbors are asked for, and there are {counts.num_neighbors} "
                 f"images to choose from; use at most {counts.num_neighbors}"
             )
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return the fraction of test images that are classified correctly, by metric name.
 
-        With ``test is train`` no image is its own neighbour. With several ranks, every rank must
+        With ``test is train`` no image is its own neighbor. With several ranks, every rank must
         call this with its own part of the features; all ranks get the result for all features.
 
         Raises:
-            UserError: If images have no labels, or there are fewer than k neighbours.
+            UserError: If images have no labels, or there are fewer than k neighbors.
         """
         targets = [torch.cat(gather_objects(part.targets)) for part in (train, test)]
         check_targets(targets[0], "k-NN, training set")
@@ -84,15 +83,15 @@ class KNN:
         num_classes = int(max(part.max() for part in targets)) + 1
 
         correct = torch.zeros(len(self.k), dtype=torch.int64, device=targets[1].device)
-        for expected, similarity, neighbour in self._neighbors(train, test):
-            of_neighbour = targets[0][neighbour]
-            for place, count in enumerate(self.k):
+        for expected, similarity, neighbor in self._neighbors(train, test):
+            of_neighbor = targets[0][neighbor]
+            for number, count in enumerate(self.k):
                 votes = class_votes(
-                    similarity[:, :count], of_neighbour[:, :count], num_classes, self.temperature
+                    similarity[:, :count], of_neighbor[:, :count], num_classes, self.temperature
                 )
-                correct[place] += (votes.argmax(dim=1) == expected).sum()
+                correct[number] += (votes.argmax(dim=1) == expected).sum()
         names = [
-            f"knn_top1_k{count}" if place else "knn_top1" for place, count in enumerate(self.k)
+            f"knn_top1_k{count}" if number else "knn_top1" for number, count in enumerate(self.k)
         ]
         return dict(zip(names, (correct.double() / len(targets[1])).tolist(), strict=True))
 
@@ -104,9 +103,9 @@ class KNN:
         bank = Bank(train.features, search=self.search)
         nearest = InChunks(lambda rows, out: bank.nearest(rows, max(self.k), out), "test images")
         queries = F.normalize(test.features, dim=1)
-        own = torch.arange(len(test), device=queries.device)  # rows to exclude
+        excluded = torch.arange(len(test), device=queries.device)  # rows to exclude
         if test is not train:
-            own = torch.full_like(own, -1)
+            excluded = torch.full_like(excluded, -1)
         sizes = gather_objects((len(train), len(test)))
         first_row = sum(num_train for num_train, _ in sizes[: rank()])
         rows = max(1, _TEST_ROWS // world_size())
@@ -114,21 +113,21 @@ class KNN:
             chunk = slice(start, start + rows)  # cloned: pickle copies the whole storage of a view
             parts = gather_objects((queries[chunk].clone(), test.targets[chunk].clone()))
             left_out = [torch.full_like(targets, -1) for _, targets in parts]
-            left_out[rank()] = own[chunk]
+            left_out[rank()] = excluded[chunk]
             every = torch.cat([part for part, _ in parts])  # (B, E)
             cosine, row = nearest(every, torch.cat(left_out))
             of_ranks = gather_objects((cosine, row + first_row))
-            cosine, row = (torch.cat(found, dim=1) for found in zip(*of_ranks, strict=True))
+            cosine, row = (torch.cat(blocks, dim=1) for blocks in zip(*of_ranks, strict=True))
             cosine, order = cosine.topk(max(self.k), dim=1)
             yield torch.cat([targets for _, targets in parts]), cosine, row.gather(1, order)
 
 
 def class_votes(cosine: Tensor, labels: Tensor, num_classes: int, temperature: float) -> Tensor:
-    """Return the weight of each class among the neighbours of each image: (B, C).
+    """Return the weight of each class among the neighbors of each image: (B, C).
 
     Args:
         cosine: (B, k), nearest first.
-        labels: (B, k), labels of the neighbours.
+        labels: (B, k), labels of the neighbors.
         num_classes: Number of classes, C.
         temperature: Temperature of the weights exp(cosine / temperature).
     """
@@ -138,7 +137,7 @@ def class_votes(cosine: Tensor, labels: Tensor, num_classes: int, temperature: f
 
 
 class Bank:
-    """Nearest-neighbour search by cosine in a set of features.
+    """Nearest-neighbor search by cosine in a set of features.
 
     Args:
         features: (N, E).
@@ -158,8 +157,8 @@ class Bank:
         """Return cosines and rows of the k nearest, nearest first: (B, k), or (B, N) if N < k.
 
         Args:
-            queries: (B, E), normalised.
-            k: Number of neighbours.
+            queries: (B, E), normalized.
+            k: Number of neighbors.
             left_out: (B,) row that is excluded for each query, -1 for none.
         """
         k = min(k, len(self._rows))
@@ -175,8 +174,8 @@ class Bank:
 
     def nearest_others(self) -> Tensor:
         """Return the cosine of each row to the nearest other row: (N,)."""
-        own = torch.arange(len(self._rows), device=self._rows.device).split(_TEST_ROWS)
-        return torch.cat([self.nearest(self._rows[rows], 1, rows)[0][:, 0] for rows in own])
+        blocks = torch.arange(len(self._rows), device=self._rows.device).split(_TEST_ROWS)
+        return torch.cat([self.nearest(self._rows[rows], 1, rows)[0][:, 0] for rows in blocks])
 
 
 def _top(queries: Tensor, bank: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:

@@ -64,8 +64,8 @@ class LabelCounts:
     @property
     def chance(self) -> float:
         """Expected accuracy of a uniform guess among the classes of the training images."""
-        known = self.test[self.classes].sum() / max(1, self.test.sum())
-        return float(known / max(1, len(self.classes)))
+        share = self.test[self.classes].sum() / max(1, self.test.sum())
+        return float(share / max(1, len(self.classes)))
 
     @property
     def num_neighbors(self) -> int:
@@ -115,13 +115,13 @@ class LabelCounts:
 
 def check_label_counts(evaluations: Mapping[str, Component], counts: LabelCounts) -> None:
     """Raise ConfigError unless the labels are sufficient for every evaluation."""
-    found = list(counts.problems())
+    problems = list(counts.problems())
     for key, component in evaluations.items():
         evaluation = EVALUATIONS[component.name](**component.args)
         if hasattr(evaluation, "label_problems"):
-            found += [f"eval.evaluations.{key}.{p}" for p in evaluation.label_problems(counts)]
-    if found:
-        raise ConfigError(found)
+            problems += [f"eval.evaluations.{key}.{p}" for p in evaluation.label_problems(counts)]
+    if problems:
+        raise ConfigError(problems)
 
 
 def few_label_problems(few_labels: Sequence[int], counts: LabelCounts) -> Iterator[str]:
@@ -140,9 +140,9 @@ def few_label_problems(few_labels: Sequence[int], counts: LabelCounts) -> Iterat
 
 def require_labels(evaluation: Any, counts: LabelCounts) -> None:
     """Raise UserError unless the labels are sufficient for this evaluation."""
-    found = list(evaluation.label_problems(counts))
-    if found:
-        raise UserError("\n".join(found))
+    problems = list(evaluation.label_problems(counts))
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def count_shared_images(train: Features, test: Features) -> int:
@@ -152,10 +152,10 @@ def count_shared_images(train: Features, test: Features) -> int:
     """
     draw = np.random.default_rng(0)
     factors = draw.integers(1, 2**62, size=train.features.shape[1], dtype=np.int64) | 1
-    known, tested = (_hash_rows(part, factors) for part in (train, test))
-    if 2 * len(np.unique(known)) <= len(known):
+    seen, tested = (_hash_rows(part, factors) for part in (train, test))
+    if 2 * len(np.unique(seen)) <= len(seen):
         return 0
-    return int(np.isin(tested, known).sum())
+    return int(np.isin(tested, seen).sum())
 
 
 def _hash_rows(part: Features, factors: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,11 @@ _RESOLUTION = 1e-9  # smaller decreases of the loss count as none
 class Linear:
     """Linear probe: linear_top1 with all labels, linear_10_labels_top1 with few labels."""
 
-    few_labels: list[int] = field(default_factory=list)
+    few_labels: list[int] = setting([], min=1)
     """Numbers of labels per class on which to train as well; one metric for each."""
     repeats: int = setting(5, min=1)
     """Number of random draws of few labels, over which results are averaged."""
-    weight_decay: list[float] = field(default_factory=lambda: [0.00001, 0.0001, 0.001, 0.01, 0.1])
+    weight_decay: list[float] = setting([0.00001, 0.0001, 0.001, 0.01, 0.1], min=0)
     """Weight decays to choose from, relative to the mean cross-entropy: 1 / (C * n) in
     scikit-learn.
     """
@@ -49,10 +49,8 @@ class Linear:
     """Seed of the random draws."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.few_labels and min(self.few_labels) < 1:
-            yield f"few_labels: {self.few_labels}; each must be at least 1 label a class"
-        if not self.weight_decay or min(self.weight_decay) < 0:
-            yield f"weight_decay: {self.weight_decay}; one or more are expected, each at least 0"
+        if not self.weight_decay:
+            yield "weight_decay: []; one or more are expected"
 
     def label_problems(self, counts: LabelCounts) -> Iterator[str]:
         yield from few_label_problems(self.few_labels, counts)
@@ -62,7 +60,7 @@ class Linear:
         train.check_labels("linear probe, training set")
         test.check_labels("linear probe, test set")
         require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
-        train, test = _standardised(train, test)
+        train, test = _standardized(train, test)
         generator = torch.Generator().manual_seed(self.seed)
         result = {"linear_top1": self._accuracy([train], test, generator)}
         for count in self.few_labels:
@@ -75,8 +73,8 @@ class Linear:
         problems = [_Problem(draw, self.iterations) for draw in draws]
         grids = [self._grid(problem, generator) for problem in problems]
         ranking = [
-            (-sum(fit.accuracy for fit in fits), sum(fit.loss for fit in fits), place)
-            for place, fits in enumerate(zip(*grids, strict=True))
+            (-sum(fit.accuracy for fit in fits), sum(fit.loss for fit in fits), number)
+            for number, fits in enumerate(zip(*grids, strict=True))
         ]
         best = min(ranking)[2]
         hits = []
@@ -93,12 +91,12 @@ class Linear:
         num_held = max(1, round(self.held_out * num_images))
         held, kept = order[:num_held], order[num_held:]
         part = problem.subset(kept if len(kept) else held)
-        found: dict[float, _HeldOut] = {}
+        results: dict[float, _HeldOut] = {}
         weights: Tensor | None = None
         for decay in sorted(set(self.weight_decay), reverse=True):  # from the easiest to fit
             weights = part.fit(decay, start=weights, tolerance=_ROUGH)
-            found[decay] = part.held_out(weights, problem.z[held], problem.target[held])
-        return [found[decay] for decay in self.weight_decay]
+            results[decay] = part.held_out(weights, problem.z[held], problem.target[held])
+        return [results[decay] for decay in self.weight_decay]
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class _Problem:
         return part
 
     def fit(self, decay: float, *, start: Tensor | None = None, tolerance: float = _FINE) -> Tensor:
-        """Minimise mean cross-entropy + decay / 2 * |W|^2; the bias is not decayed.
+        """Minimize mean cross-entropy + decay / 2 * |W|^2; the bias is not decayed.
 
         Args:
             decay: Weight decay.
@@ -162,10 +160,10 @@ class _Problem:
 
         first = scale.new_zeros(shape) if start is None else start / scale
         limits = {"maxiter": self.iterations, "gtol": tolerance, "ftol": _RESOLUTION}
-        found = minimize(
+        optimum = minimize(
             evaluate, first.double().flatten().cpu(), jac=True, method="L-BFGS-B", options=limits
         )
-        return torch.from_numpy(found.x).view(shape).to(scale) * scale
+        return torch.from_numpy(optimum.x).view(shape).to(scale) * scale
 
     def _loss_and_gradient(self, weights: Tensor) -> tuple[float, Tensor]:
         """Return the mean cross-entropy and its gradient; (C, rows) products suit few classes."""
@@ -188,10 +186,10 @@ class _Problem:
         for x, wanted in zip(z.split(_ROWS), target.split(_ROWS), strict=True):
             logits = _logits(x, weights)
             hits += (logits.argmax(dim=0) == wanted).sum()
-            known = seen[wanted]
-            loss += F.cross_entropy(logits.T[known], wanted[known], reduction="sum")
-        num_known = max(1, int(seen[target].sum()))
-        return _HeldOut(weights, float(hits) / len(z), float(loss) / num_known, bool(seen.all()))
+            is_seen = seen[wanted]
+            loss += F.cross_entropy(logits.T[is_seen], wanted[is_seen], reduction="sum")
+        num_seen = max(1, int(seen[target].sum()))
+        return _HeldOut(weights, float(hits) / len(z), float(loss) / num_seen, bool(seen.all()))
 
     def accuracy(self, weights: Tensor, test: Features, *, only_its_classes: bool = False) -> float:
         """Return the test accuracy. Images of classes without training images count as wrong.
@@ -217,7 +215,7 @@ def _logits(z: Tensor, weights: Tensor) -> Tensor:
 
 
 def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return centred rows along their principal axes (n, R), the axes (E, R) and variances (R,).
+    """Return centered rows along their principal axes (n, R), the axes (E, R) and variances (R,).
 
     R = min(n, E). If there are fewer images than features (raw pixels, few labels), the axes are
     computed from products of images, which is the smaller problem; the optimal weights are in their
@@ -235,8 +233,8 @@ def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x @ basis.float(), basis.float(), variance
 
 
-def _standardised(train: Features, test: Features) -> tuple[Features, Features]:
-    """Standardise both sets with training statistics; constant features are not scaled."""
+def _standardized(train: Features, test: Features) -> tuple[Features, Features]:
+    """Standardize both sets with training statistics; constant features are not scaled."""
     mean, deviation = train.features.mean(dim=0), train.features.std(dim=0, correction=0)
     idle = deviation < 1e-6 * deviation.max().clamp_min(1e-30)
     deviation = deviation.masked_fill(idle, 1.0)

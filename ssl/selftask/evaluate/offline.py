@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from selftask.config.schema import Config
-from selftask.data.loading.data_module import val_key
-from selftask.data.loading.dataset import BadFiles, EvalDataset
+from selftask.data.data_module import val_key
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source, channels_of
-from selftask.data.views import build_pipeline
+from selftask.data.transforms.pipeline import build_pipeline
 from selftask.distributed.collectives import gather_objects
 from selftask.distributed.world import World
 from selftask.errors import UserError
@@ -43,7 +44,7 @@ def evaluate_backbone(
     """Evaluate a frozen backbone on labelled images with ``eval.evaluations``.
 
     Without a validation set the training images are also the test images; k-NN then excludes each
-    image from its own neighbours. Metrics on ``data.val_sets`` are called ``NAME/knn_top1``.
+    image from its own neighbors. Metrics on ``data.val_sets`` are called ``NAME/knn_top1``.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -67,18 +68,20 @@ def evaluate_backbone(
     tests: dict[str, Source | None] = {**main, **sources.val_sets}  # None: the training images
     if None in tests.values() and set(evaluations) != {"knn"}:
         raise UserError("data.val is missing: give the labelled images to test on, data.val=DIR")
-    known = {name: LabelCounts.of_sources(Sources(sources.train, s)) for name, s in tests.items()}
-    for counts in known.values():
+    counts_of = {
+        name: LabelCounts.of_sources(Sources(sources.train, s)) for name, s in tests.items()
+    }
+    for counts in counts_of.values():
         if counts is not None:
             check_label_counts(evaluations, counts)
     backbone = with_layers(backbone, config.eval).to(device)
     world = world or World()
-    given = {"data": sources.train}
-    given |= {val_key(name): source for name, source in tests.items() if source is not None}
+    read = {"data": sources.train}
+    read |= {val_key(name): source for name, source in tests.items() if source is not None}
     with connected(world):  # the evaluations themselves run on rank 0 only
         parts = [
             iterate_source(backbone, config, s, device=device, world=world, key=key, tell=tell)
-            for key, s in given.items()
+            for key, s in read.items()
         ]
         if world.rank:
             deque(chain.from_iterable(parts), maxlen=0)
@@ -92,7 +95,7 @@ def evaluate_backbone(
             tell(f"warning: {shared} of {len(test)} test images are also training images")
         with stage("evaluate", at_once=True):
             figures = evaluate_features(backbone, evaluations, train, test)
-        before = known[name]
+        before = counts_of[name]
         counts = LabelCounts.of_targets(  # readable images only
             train.targets,
             test.targets,

@@ -99,8 +99,8 @@ def _send(parts: Iterable[Features], batches: Sequence[Sequence[int]]) -> Iterat
             yield _Sent(part)
             part = next(waiting, None)
     except Exception as error:  # noqa: BLE001 - raised by the caller, on every rank
-        known = isinstance(error, UserError | RunError)
-        text = str(error) if known else f"{type(error).__name__}: {error}"
+        is_explained = isinstance(error, UserError | RunError)
+        text = str(error) if is_explained else f"{type(error).__name__}: {error}"
         yield _Sent(error=text, is_mistake=isinstance(error, UserError))
     while True:
         yield _Sent(is_end=True)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from selftask.data.labels import is_labelled
@@ -62,22 +61,22 @@ def check_evaluations(config: Config, sources: Sources) -> str | None:
     Raises ConfigError if the labels are insufficient.
     """
     evaluations = config.eval.evaluations
-    told = []
+    descriptions = []
     for name, source in {"": sources.val, **sources.val_sets}.items():
         if source is None:
             continue
         counts = LabelCounts.of_sources(Sources(sources.train, source))
         if counts is None and evaluations and is_labelled(sources.train) and is_labelled(source):
-            told.append(f"{name or 'labels'}: as the images are read")
+            descriptions.append(f"{name or 'labels'}: as the images are read")
         if counts is None or not (evaluations and len(counts.classes)):
             continue
         check_label_counts(evaluations, counts)
-        told.append(f"{name}: {counts.describe()}" if name else counts.describe())
-    if not told:
+        descriptions.append(f"{name}: {counts.describe()}" if name else counts.describe())
+    if not descriptions:
         return None
     if config.data.val == config.data.source:
-        told.append("warning: data.val is data, these are training images")
-    return f"{', '.join(evaluations)}: {'; '.join(told)}"
+        descriptions.append("warning: data.val is data, these are training images")
+    return f"{', '.join(evaluations)}: {'; '.join(descriptions)}"
 
 
 def with_layers(backbone: nn.Module, config: EvalConfig) -> nn.Module:
@@ -98,9 +97,9 @@ def evaluate_features(
     row: dict[str, float] = {}
     columns = zip(train.split(backbone.widths), test.split(backbone.widths), strict=True)
     for number, (of_train, of_test) in zip(backbone.numbers, columns, strict=True):
-        same = test is train  # k-NN excludes each image from its own neighbours
-        found = run_evaluations(components, of_train, of_train if same else of_test)
-        row |= {f"{name}_layer{number}": value for name, value in found.items()}
+        same = test is train  # k-NN excludes each image from its own neighbors
+        scores = run_evaluations(components, of_train, of_train if same else of_test)
+        row |= {f"{name}_layer{number}": value for name, value in scores.items()}
     return row
 
 
@@ -134,13 +133,13 @@ def run_evaluations(
                 first = _of_all_ranks(train)
                 whole = first, first if test is train else _of_all_ranks(test)
             features = whole
-        found = flat_scores(evaluation(*features), f"eval.evaluations.{key}")
-        if twice := sorted(found.keys() & row.keys()):
+        scores = flat_scores(evaluation(*features), f"eval.evaluations.{key}")
+        if twice := sorted(scores.keys() & row.keys()):
             raise UserError(
                 f"eval.evaluations.{key}: {', '.join(twice)} is the result of an evaluation before "
                 "it, too; keep one of them"
             )
-        row |= found
+        row |= scores
     return row
 
 
@@ -175,10 +174,4 @@ def _of_all_ranks(part: Features) -> Features:
     """Return the features of all ranks in rank order, which is the order of the data set."""
     if world_size() == 1:
         return part
-    parts = gather_objects(part)
-    return Features(
-        *(
-            torch.cat([getattr(p, name) for p in parts])
-            for name in ("features", "targets", "indices")
-        )
-    )
+    return Features.joined(gather_objects(part))

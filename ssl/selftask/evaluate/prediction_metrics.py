@@ -40,11 +40,11 @@ def metrics(
     if not (labels >= 0).any():
         raise UserError("predictions: no image has a label to compare with")
     row: dict[str, float] = {"images": int((labels >= 0).reshape(len(labels), -1).any(1).sum())}
-    known = labels >= 0
+    has_label = labels >= 0
     if labels.ndim == 1:
-        correct = (predictions.predicted == labels)[known]
+        correct = (predictions.predicted == labels)[has_label]
         row |= _accuracy(predictions, topk)
-        row["ece"] = expected_calibration_error(predictions.probability[known], correct, bins)
+        row["ece"] = expected_calibration_error(predictions.probability[has_label], correct, bins)
     elif topk is not None:
         raise UserError(f"topk={list(topk)}: these images have several labels each, only a mAP")
     if scores is not None:
@@ -62,8 +62,8 @@ def _accuracy(predictions: Predictions, topk: Sequence[int] | None) -> dict[str,
                 f"topk={list(topk)}: a table has the best class only; write all scores with "
                 "`selftask test RUN predictions=FILE.npz`"
             )
-        known = labels >= 0
-        return {"accuracy_top_1": float((predictions.predicted == labels)[known].mean())}
+        has_label = labels >= 0
+        return {"accuracy_top_1": float((predictions.predicted == labels)[has_label].mean())}
     counts = [k for k in _TOP if k <= scores.shape[1]] if topk is None else list(topk)
     meter = Accuracy(topk=counts)
     for problem in meter.problems({}):
@@ -83,8 +83,8 @@ def expected_calibration_error(probability: np.ndarray, correct: np.ndarray, bin
         correct: (N,) bool.
         bins: Number of bins of equal width.
     """
-    place = np.clip(np.ceil(probability * bins).astype(np.int64) - 1, 0, bins - 1)
-    gaps = np.bincount(place, weights=correct - probability, minlength=bins)
+    bin_of = np.clip(np.ceil(probability * bins).astype(np.int64) - 1, 0, bins - 1)
+    gaps = np.bincount(bin_of, weights=correct - probability, minlength=bins)
     return float(np.abs(gaps).sum() / len(probability))
 
 
@@ -109,10 +109,10 @@ def class_table(predictions: Predictions) -> list[dict[str, Any]]:
     if predictions.scores is not None:
         for label, row in enumerate(rows):
             positive = labels == label if labels.ndim == 1 else labels[:, label] == 1
-            known = labels >= 0 if labels.ndim == 1 else labels[:, label] >= 0
+            has_label = labels >= 0 if labels.ndim == 1 else labels[:, label] >= 0
             row["images"] = int(positive.sum())
             row["average_precision"] = (
-                average_precision(positive[known], predictions.scores[known, label])
+                average_precision(positive[has_label], predictions.scores[has_label, label])
                 if positive.any()
                 else ""
             )
@@ -129,8 +129,8 @@ def confusion(predictions: Predictions) -> np.ndarray:
     if labels.ndim != 1:
         raise UserError("confusion: these images have several labels each; one is expected")
     size = len(_class_names(predictions))
-    known = labels >= 0
-    pairs = labels[known] * size + predictions.predicted[known]
+    has_label = labels >= 0
+    pairs = labels[has_label] * size + predictions.predicted[has_label]
     return np.bincount(pairs, minlength=size * size).reshape(size, size)
 
 

@@ -76,8 +76,8 @@ def _table(part: Path, source: Source) -> Iterator[Callable[[Batch], None]]:
         probability, predicted = batch.output.float().softmax(dim=1).max(dim=1)
         columns = (batch.index, batch.labels, predicted, probability)
         for index, label, best, share in zip(*(x.tolist() for x in columns), strict=True):
-            known = label if label >= 0 else ""
-            rows.writerow((source.path(index), known, best, f"{share:.6g}"))
+            cell = label if label >= 0 else ""
+            rows.writerow((source.path(index), cell, best, f"{share:.6g}"))
 
     with part.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
         rows = csv.writer(file)
@@ -100,8 +100,8 @@ def _scores_file(part: Path, source: Source) -> Iterator[Callable[[Batch], None]
     if not scores:
         raise UserError("predictions: there are no images to predict")
     names = source.class_names() if hasattr(source, "class_names") else None
-    known = np.concatenate(labels)
-    arrays: dict[str, Any] = {"paths": np.array(paths), "labels": known}
+    targets = np.concatenate(labels)
+    arrays: dict[str, Any] = {"paths": np.array(paths), "labels": targets}
     arrays["scores"] = np.concatenate(scores)
     if names is not None:
         arrays["classes"] = np.array(names, dtype=str)
@@ -116,6 +116,8 @@ def read_predictions(path: Path) -> Predictions:
         UserError: If there is no such file, or it has another content.
     """
     if not is_file(path):
+        if path.exists():
+            raise UserError(f"{path}: not a regular file")
         raise UserError(f"{path}: there is no such file; {nearest_path(path)}")
     if not path.stat().st_size:
         raise UserError(f"{path}: the file is empty")

@@ -10,7 +10,7 @@ N images, E features, C classes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,11 @@ class SVM:
     curve. The cost is chosen on training images only.
     """
 
-    few_labels: list[int] = field(default_factory=list)
+    few_labels: list[int] = setting([], min=1)
     """Numbers of labels per class on which to train as well; two metrics for each."""
     repeats: int = setting(5, min=1)
     """Number of random draws of few labels, over which results are averaged."""
-    costs: list[float] = field(default_factory=lambda: [0.01, 0.1, 1.0, 10.0])
+    costs: list[float] = setting([0.01, 0.1, 1.0, 10.0], above=0)
     """Costs C to choose from, the weight of the hinge loss."""
     folds: int = setting(3, min=2)
     """Number of folds of the cross-validation that chooses the cost."""
@@ -49,10 +49,8 @@ class SVM:
     """Seed of the random draws."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.few_labels and min(self.few_labels) < 1:
-            yield f"few_labels: {self.few_labels}; each must be at least 1 label a class"
-        if not self.costs or min(self.costs) <= 0:
-            yield f"costs: {self.costs}; one or more are expected, each above 0"
+        if not self.costs:
+            yield "costs: []; one or more are expected"
 
     def label_problems(self, counts: LabelCounts) -> Iterator[str]:
         yield from few_label_problems(self.few_labels, counts)
@@ -70,8 +68,8 @@ class SVM:
         return row
 
     def _mean(self, draws: list[Features], test: Features, name: str) -> dict[str, float]:
-        found = np.mean([self._fit_and_test(draw, test) for draw in track("SVM", draws)], axis=0)
-        return {f"{name}_top1": float(found[0]), f"{name}_map": float(found[1])}
+        means = np.mean([self._fit_and_test(draw, test) for draw in track("SVM", draws)], axis=0)
+        return {f"{name}_top1": float(means[0]), f"{name}_map": float(means[1])}
 
     def _fit_and_test(self, train: Features, test: Features) -> tuple[float, float]:
         """Return top-1 accuracy and mean average precision of the test images."""

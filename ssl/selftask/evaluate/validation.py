@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selftask.data.loading.data_module import val_key
+from selftask.data.data_module import val_key
 from selftask.distributed.accelerator import forked_rng
 from selftask.distributed.collectives import all_reduce_mean, world_size
 from selftask.errors import UserError
@@ -56,13 +56,12 @@ def validation_loss(task: Task, name: str = "") -> dict[str, float]:
 @contextmanager
 def _beside_training(task: Task) -> Iterator[None]:
     """Context of a forward pass outside training; its logged values and draws are discarded."""
-    train, scalars = task.train, dict(task.scalars)
+    train = task.train
     batch = getattr(task, "last_batch", None)
     task.sync_buffers()
     task.train = False
     try:
-        with forked_rng(), averaged_weights(task):
+        with forked_rng(), averaged_weights(task), task.separate_scalars():
             yield
     finally:
-        task.train, task.scalars = train, scalars
-        task.last_batch = batch
+        task.train, task.last_batch = train, batch

@@ -49,13 +49,13 @@ def manager(address: str) -> PathManager:
     """
     from iopath.common.file_io import PathManagerFactory
 
-    found = PathManagerFactory.get()
-    found.set_logging(False)
-    if not any(address.startswith(prefix) for prefix in found._path_handlers):
+    path_manager = PathManagerFactory.get()
+    path_manager.set_logging(False)
+    if not any(address.startswith(prefix) for prefix in path_manager._path_handlers):
         from selftask.files.fsspec_handler import FsspecHandler
 
-        found.register_handler(FsspecHandler.of(address))
-    return found
+        path_manager.register_handler(FsspecHandler.of(address))
+    return path_manager
 
 
 def exists(address: str) -> bool:
@@ -134,9 +134,9 @@ def download(address: str, path: Path) -> None:
 
 def upload(path: Path, address: str) -> None:
     """Copy a local file to the store; an existing file is replaced."""
-    found = manager(address)
-    found.mkdirs(address.rpartition("/")[0])
-    found.copy_from_local(str(path), address, overwrite=True)
+    store = manager(address)
+    store.mkdirs(address.rpartition("/")[0])
+    store.copy_from_local(str(path), address, overwrite=True)
 
 
 def remove(address: str) -> None:

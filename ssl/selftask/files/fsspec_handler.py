@@ -43,11 +43,11 @@ class FsspecHandler(PathHandler):
     def find(self, path: str, pattern: bool) -> list[tuple[str, int, str]]:
         """Return address, size and stamp of a file, or of the sorted matches of a pattern."""
         store, inside = store_of(path)
-        found = store.glob(inside, detail=True) if pattern else {inside: store.info(inside)}
+        infos = store.glob(inside, detail=True) if pattern else {inside: store.info(inside)}
         return [
-            (store.unstrip_protocol(found[name]["name"]), *_stat(found[name]))
-            for name in sorted(found)
-            if found[name]["type"] == "file"
+            (store.unstrip_protocol(infos[name]["name"]), *_stat(infos[name]))
+            for name in sorted(infos)
+            if infos[name]["type"] == "file"
         ]
 
     def read_range(self, path: str, offset: int, size: int) -> bytes:

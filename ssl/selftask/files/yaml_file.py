@@ -26,7 +26,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         UnreadableFile: If it is no mapping, is too large, or is not a regular file.
         OSError: If it is missing or cannot be opened.
     """
-    text = read_bytes(path)
+    return parse_yaml(read_bytes(path), path)
+
+
+def parse_yaml(text: bytes, path: str | Path) -> dict[str, Any]:
+    """Return the result of ``read_yaml`` for the content of the file ``path``."""
     try:
         _check_levels(text)
         loader = _LOADER(text)
@@ -57,19 +61,19 @@ def _check_levels(content: bytes) -> None:
 
 def check_size(document: yaml.Node | None) -> None:
     """Raise ValueError if anchors expand to too many values or sections nest too deeply."""
-    known: dict[int, tuple[float, float]] = {}
+    sizes: dict[int, tuple[float, float]] = {}
 
     def measure(node: yaml.Node | None) -> tuple[float, float]:
         """Return the number of values and of levels."""
         if not isinstance(node, yaml.CollectionNode):
             return 1, 1
-        if id(node) not in known:
-            known[id(node)] = (math.inf, math.inf)  # in case the node contains itself
+        if id(node) not in sizes:
+            sizes[id(node)] = (math.inf, math.inf)  # in case the node contains itself
             pairs = isinstance(node, yaml.MappingNode)
             inner = [item for pair in node.value for item in pair] if pairs else node.value
             values, levels = zip((0, 0), *map(measure, inner), strict=True)
-            known[id(node)] = (1 + sum(values), 1 + max(levels))
-        return known[id(node)]
+            sizes[id(node)] = (1 + sum(values), 1 + max(levels))
+        return sizes[id(node)]
 
     values, levels = measure(document)
     if values > MAX_VALUES or levels > MAX_LEVELS:

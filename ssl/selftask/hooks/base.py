@@ -21,37 +21,21 @@ The order of the calls::
     on_row                          # task.last_row was written to the log; the row of an
                                     # evaluation at step 0 may come before a hook's on_start
     on_exception                    # after any error (task.exception), before the process ends
+
+Two methods change what a step is made of: ``wrap_batches`` and ``wrap_reduction``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from selftask.classy import ClassyHook
 from selftask.errors import UserError, nearest
 
 if TYPE_CHECKING:
+    from selftask.batch import Batch
     from selftask.task import Task
-
-POINTS = (
-    "on_start",
-    "on_phase_start",
-    "before_step",
-    "on_forward",
-    "on_loss_and_meter",
-    "on_backward",
-    "on_update",
-    "on_step",
-    "on_phase_end",
-    "on_end",
-    "before_save",
-    "after_load",
-    "before_evaluation",
-    "after_evaluation",
-    "on_row",
-    "on_exception",
-)
 
 
 class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
@@ -89,6 +73,28 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
     def on_row(self, task: Task) -> None: ...
     def on_exception(self, task: Task) -> None: ...
 
+    def wrap_batches(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Return the batches of a phase, changed or watched; called after ``on_phase_start``.
+
+        Hooks wrap in their order: a hook of low priority is nearer to the loader.
+
+        Args:
+            task: The task; ``task.train`` is False in a test phase.
+            batches: The batches to read.
+        """
+        return batches
+
+    def wrap_reduction(self, task: Task, reduce: Callable[[], None]) -> Callable[[], None]:
+        """Return the function that reduces gradients over ranks; it must call ``reduce`` once.
+
+        Called once, when the task is built.
+
+        Args:
+            task: The task.
+            reduce: The reduction, or that of a hook of lower priority.
+        """
+        return reduce
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -101,8 +107,14 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
         self.load_state_dict(state_dict)
 
 
+POINTS = tuple(name for name in vars(Hook) if name.startswith(("on_", "before_", "after_")))
+"""Hook points; those of a step in the order of its calls."""
+
+WRAPPERS = tuple(name for name in vars(Hook) if name.startswith("wrap_"))
+
+
 def defines(hook: Any, point: str) -> bool:
-    """Return True if a hook defines ``point``; Classy's own hooks have five of the points."""
+    """Return True if a hook defines a method of ``Hook``; Classy's own have five of the points."""
     method = getattr(type(hook), point, None)
     idle = (getattr(Hook, point), getattr(ClassyHook, point, None), ClassyHook._noop)
     return method is not None and method not in idle

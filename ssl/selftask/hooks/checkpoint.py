@@ -113,9 +113,9 @@ class SaveCheckpoints(Hook):
     def _warn_of_missing(self) -> None:
         """Warn once if no row so far has had the metric."""
         if self.wanted.metric is not None and self.names:
-            known = nearest(self.wanted.metric, sorted(self.names))
+            suggestion = nearest(self.wanted.metric, sorted(self.names))
             log.warning(
-                "train.keep_best.metric=%s: no row has it yet; %s", self.wanted.metric, known
+                "train.keep_best.metric=%s: no row has it yet; %s", self.wanted.metric, suggestion
             )
             self.names = None
 

@@ -76,8 +76,8 @@ class EvaluateBackbone(Hook):
         if row:
             row["eval_s"] = time.perf_counter() - started
             task.write_row(row)
-            told = ", ".join(f"{name} {value:.4g}" for name, value in row.items())
-            task.event("evaluation", told, **row)
+            text = ", ".join(f"{name} {value:.4g}" for name, value in row.items())
+            task.event("evaluation", text, **row)
             task.run_hooks("after_evaluation")
 
     def _evaluate(
@@ -87,8 +87,10 @@ class EvaluateBackbone(Hook):
         row = evaluate(task)
         for name, average in task.averages.items() if row else ():
             with average.in_place(task):
-                found = evaluate(task)
-            row |= {f"{name}_{key}": value for key, value in found.items() if not is_measured(key)}
+                metrics = evaluate(task)
+            row |= {
+                f"{name}_{key}": value for key, value in metrics.items() if not is_measured(key)
+            }
         return row
 
 

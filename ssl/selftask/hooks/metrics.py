@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,6 +49,7 @@ class Metrics(Hook):
         self.samples = 0  # since the last row, for images_per_s
         self.pace = Pace()
         self.wait_watch = WaitWatch()
+        self.test_phase = ExitStack()  # the values for the next row of training are set aside
 
     def on_loss_and_meter(self, task: Task) -> None:
         loss = task.last_batch.loss
@@ -67,14 +69,18 @@ class Metrics(Hook):
 
     def on_phase_start(self, task: Task) -> None:
         if not task.train:
-            self.waiting, task.scalars = task.scalars, {}  # for the next row of training
+            self.test_phase.enter_context(task.separate_scalars())
 
     def on_phase_end(self, task: Task) -> None:
         if task.train:
             return
         if task.scalars:
             task.write_row(task.pop_scalars())
-        task.scalars = self.waiting
+        self.test_phase.close()
+
+    def on_exception(self, task: Task) -> None:
+        if hasattr(self, "test_phase"):
+            self.test_phase.close()
 
     def before_save(self, task: Task) -> None:
         self._losses(task)  # raises if a loss is not finite, so that such a state is not saved
@@ -107,8 +113,8 @@ class Metrics(Hook):
         if waiting is not None:
             machine = Cores(cores(), task.world.local_size)
             recipe = task.config.out_folder / "config.yaml"  # recipe with all values set
-            told = wait_advice(waiting, task.config.data.num_workers, machine, str(recipe))
-            log.warning("step %d: %s", task.steps_done, told)
+            advice = wait_advice(waiting, task.config.data.num_workers, machine, str(recipe))
+            log.warning("step %d: %s", task.steps_done, advice)
 
     def _losses(self, task: Task) -> list[float]:
         """Return the losses since the last row; raise NonFiniteLoss if one is not finite."""

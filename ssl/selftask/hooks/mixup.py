@@ -63,18 +63,14 @@ class Mixup(Hook):
                 f"train.batch_size={task.config.train.batch_size}; an even number is needed"
             )
         self.seed = task.config.train.seed
-        self.num_classes = (
-            getattr(task.loss, "num_classes", None) if "labels" in task.loss.requires else None
-        )
+        has_labels = {"labels", "numbers"}.intersection(task.loss.requires)
+        self.num_classes = getattr(task.loss, "num_classes", None) if has_labels else None
 
-    def on_phase_start(self, task: Task) -> None:
-        if task.train:
-            task.batches = self._mixed(task, task.batches)
-
-    def _mixed(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def wrap_batches(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            self.mix(batch)
-            task.loss.prepare_batch(batch, task)
+            if task.train:
+                self.mix(batch)
+                task.loss.prepare_batch(batch, task)
             yield batch
 
     def mix(self, batch: Batch) -> None:
@@ -143,10 +139,10 @@ def keep_mask(
     inside = []
     for axis, size in enumerate((height, width)):
         center, side = box[:, axis, None] * size, box[:, axis + 2, None] * size  # (P, 1)
-        place = torch.arange(size, device=box.device)
+        position = torch.arange(size, device=box.device)
         low = (center - side / 2).round().clamp(0, size)
         high = (center + side / 2).round().clamp(0, size)
-        inside.append((place >= low) & (place < high))  # (P, size)
+        inside.append((position >= low) & (position < high))  # (P, size)
     outside = ~(inside[0][:, :, None] & inside[1][:, None, :])  # (P, height, width)
     keep = torch.where(is_cut[:, None, None], outside.float(), lam[:, None, None])
     return keep[:, None].repeat_interleave(2, dim=0), keep.mean(dim=(1, 2))

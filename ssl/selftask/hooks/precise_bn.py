@@ -19,7 +19,7 @@ from selftask.random.permutation import epoch_order
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
-    from selftask.data.loading.data_module import DataModule
+    from selftask.data.data_module import DataModule
     from selftask.task import Task
 
 
@@ -49,11 +49,11 @@ class PreciseBatchNorm(Hook):
         if not _norms(backbone):
             return backbone
         chosen = self._batches_of_rank(data.config.train.seed, data.num_images)
-        samples = data.chosen_samples(chosen.ravel(), chosen.shape[1])
+        batches = data.chosen_samples(chosen.ravel(), chosen.shape[1])
         with torch.random.fork_rng(devices=()):  # for weight initialization and DataLoader
             copy = build_backbone(data.config.backbone, data.channels).to(data.device)
             copy.load_state_dict(backbone.state_dict())
-            _set_statistics(copy, (sample["input"] for sample in samples), len(chosen))
+            _set_statistics(copy, (batch.input for batch in batches), len(chosen))
         return copy.eval()
 
     def _batches_of_rank(self, seed: int, num_images: int) -> np.ndarray:

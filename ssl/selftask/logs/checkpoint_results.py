@@ -66,11 +66,11 @@ def tables(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], dict[int,
 
     The newest value of a metric is used. Rows of another form are ignored.
     """
-    found: dict[tuple[str, ...], dict[int, dict[str, float]]] = {}
+    by_settings: dict[tuple[str, ...], dict[int, dict[str, float]]] = {}
     for row in sorted(filter(_is_result, rows), key=lambda row: row["step"]):
-        metrics = found.setdefault(tuple(row["settings"]), {}).setdefault(row["step"], {})
+        metrics = by_settings.setdefault(tuple(row["settings"]), {}).setdefault(row["step"], {})
         metrics |= {n: value for n, value in row.items() if _is_metric(n) and is_number(value)}
-    return found
+    return by_settings
 
 
 def _is_result(row: Mapping[str, Any]) -> bool:
@@ -81,17 +81,3 @@ def _is_result(row: Mapping[str, Any]) -> bool:
 
 def _is_metric(name: str) -> bool:
     return name not in _FACTS and name.rpartition("/")[2] not in _COUNTS
-
-
-def format_table(table: Mapping[int, Mapping[str, float]]) -> str:
-    """Format a table with a line for each checkpoint and a column for each metric."""
-    names = list(dict.fromkeys(name for row in table.values() for name in row))
-    lines = [["step", *names]]
-    for step, row in table.items():
-        cells = (row.get(name) for name in names)
-        lines.append([str(step), *("-" if cell is None else f"{cell:.4f}" for cell in cells)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )

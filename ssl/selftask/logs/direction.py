@@ -24,9 +24,9 @@ def direction(key: str, mode: Mode, metric: str) -> Literal["max", "min"]:
     if mode != "auto":
         return mode
     small = any(word in metric.lower() for word in ("loss", "error"))
-    found: Literal["max", "min"] = "min" if small else "max"
-    log.info("%s=auto: %s, %s values of %s are good", key, found, _WORDS[found], metric)
-    return found
+    chosen: Literal["max", "min"] = "min" if small else "max"
+    log.info("%s=auto: %s, %s values of %s are good", key, chosen, _WORDS[chosen], metric)
+    return chosen
 
 
 _WORDS = {"max": "large", "min": "small"}

@@ -197,8 +197,8 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     content = read_bytes(path)
     with suppress(ValueError, RecursionError):
-        if isinstance(found := json.loads(content), dict):
-            return found
+        if isinstance(values := json.loads(content), dict):
+            return values
     return {}
 
 

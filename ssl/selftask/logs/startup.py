@@ -17,6 +17,6 @@ def lap(name: str) -> None:
 
 def take_laps() -> str:
     """Return the parts with their durations in seconds, and clear them."""
-    told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in _LAPS)
+    laps = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in _LAPS)
     _LAPS.clear()
-    return told
+    return laps

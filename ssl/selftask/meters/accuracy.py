@@ -41,8 +41,8 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
         if not self.topk or min(self.topk) < 1 or len(set(self.topk)) < len(self.topk):
             yield f"topk: {self.topk}; different numbers from 1 on are expected, such as [1, 5]"
         if self.head is not None and self.head not in (heads := config["method"].get("heads", {})):
-            known = nearest(self.head, heads) if heads else "there are none"
-            yield f"head: {self.head!r} is not in method.heads; {known}"
+            names = nearest(self.head, heads) if heads else "there are none"
+            yield f"head: {self.head!r} is not in method.heads; {names}"
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
 
     @torch.no_grad()
     def update(self, model_output: Tensor, target: Tensor, **kwargs: Any) -> None:
-        """Count a batch without synchronising with the device.
+        """Count a batch without synchronizing with the device.
 
         Args:
             model_output: Scores (B, C).

@@ -59,15 +59,15 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
         """
         self.validate(model_output.shape, target.shape)
         if target.ndim == 1:
-            known = target[:, None] >= 0
+            is_known = target[:, None] >= 0
             one_hot = F.one_hot(target.clamp(min=0), model_output.shape[1])
-            target = torch.where(known, one_hot, -1)
+            target = torch.where(is_known, one_hot, -1)
         self.local.append((model_output.detach().float(), target.to(torch.int8)))
 
     def sync_state(self) -> None:
         """Add the images of all ranks since the last call. Every rank must call this method."""
-        own = [(scores.cpu(), labels.cpu()) for scores, labels in self.local]
-        self.synced += [batch for batches in gather_objects(own) for batch in batches]
+        of_rank = [(scores.cpu(), labels.cpu()) for scores, labels in self.local]
+        self.synced += [batch for batches in gather_objects(of_rank) for batch in batches]
         self.local = []
 
     @property
@@ -80,12 +80,12 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
             torch.cat([part.cpu() for part in parts]).numpy()
             for parts in zip(*batches, strict=True)
         )
-        found = [
-            average_precision(labels[known, c] == 1, scores[known, c])
+        precisions = [
+            average_precision(labels[is_known, c] == 1, scores[is_known, c])
             for c in range(scores.shape[1])
-            if (labels[known := labels[:, c] >= 0, c] == 1).any()
+            if (labels[is_known := labels[:, c] >= 0, c] == 1).any()
         ]
-        return {"map": float(np.mean(found)) if found else 0.0}
+        return {"map": float(np.mean(precisions)) if precisions else 0.0}
 
     def validate(self, model_output_shape: Any, target_shape: Any) -> None:
         """Raise UserError unless the shapes are (B, C) and (B, C) or (B,)."""

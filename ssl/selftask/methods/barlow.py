@@ -1,16 +1,11 @@
 """Barlow Twins: each feature agrees with itself across views and with no other feature.
 
-Zbontar et al., Barlow Twins: Self-Supervised Learning via Redundancy Reduction, ICML 2021,
-arXiv:2103.03230.
-
 B: images per rank, W: ranks, D: width of the projector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +21,18 @@ from selftask.registry import register_method
 
 @register_method("barlow")
 class BarlowTwins(Method):
-    """Barlow Twins (arXiv:2103.03230): a cross-correlation of two views near the identity."""
+    """Barlow Twins (arXiv:2103.03230): two views agree, and their features are uncorrelated.
 
+    Differs from the authors' code:
+
+    * The loss is scaled by 0.024, as in the code until 046eec3 (``--scale-loss``). The newest
+      commit, 8e8d284, has a second learning rate for biases and norms instead
+      (``--learning-rate-biases``).
+    """
+
+    paper = (
+        "Zbontar et al., Barlow Twins: Self-Supervised Learning via Redundancy Reduction, ICML 2021"
+    )
     columns = {
         "invariance": "Term of the loss: two views have the same embedding.",
         "redundancy": "Term of the loss: components are uncorrelated.",
@@ -35,6 +40,7 @@ class BarlowTwins(Method):
     loss_reduction = "statistics"  # the correlation
     views = 2
     per_view = True
+    min_batch_size = 2
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -46,10 +52,6 @@ class BarlowTwins(Method):
         """Weight of the off-diagonal terms, lambda in eq. 1."""
         scale: float = setting(1.0, min=0)
         """Factor of the whole loss; 0.1 in solo-learn."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if config["train"]["batch_size"] < 2:
-                yield "train.batch_size: 1; a correlation needs at least 2 images"
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the projector: three layers; the last has no BatchNorm or activation."""
@@ -70,7 +72,7 @@ class BarlowTwins(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of a zero correlation matrix."""
+        """Loss of a zero correlation matrix: ``scale`` * ``out_dim``."""
         return float(self.config.scale * self.config.out_dim)
 
 
@@ -82,7 +84,7 @@ def cross_correlation(first: Tensor, second: Tensor) -> Tensor:
 
 
 def standardize(x: Tensor, *, eps: float = 1e-5) -> Tensor:
-    """Standardise the columns of (B, D) to mean 0 and variance 1 over the rows of all ranks."""
+    """Standardize the columns of (B, D) to mean 0 and variance 1 over the rows of all ranks."""
     num_rows = len(x) * world_size()
     x = x - sum_with_grad(x.sum(dim=0)) / num_rows
     variance = sum_with_grad(x.square().sum(dim=0)) / num_rows

@@ -1,6 +1,6 @@
 """Base class of methods: loss, state and hook points of one paper in one object.
 
-A method is an ``nn.Module``. Its queue, centre, prototypes or teacher are buffers and sub-modules,
+A method is an ``nn.Module``. Its queue, center, prototypes or teacher are buffers and sub-modules,
 so they are moved, saved and resumed without further code. Its own parameters, such as a
 predictor's, are trained. It is also a hook, called first at each point. ``task.loss`` is the
 method: its ``forward`` returns the loss.
@@ -65,6 +65,13 @@ class Method(nn.Module, Hook):
     * ``"labels"``: a label for each image.
     * ``"index"``: ``batch.index``, the number of each image, as an index into a memory.
     * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.
+    * ``"numbers"``: the arrays of the data that ``method.targets`` names.
+    """
+    min_batch_size: ClassVar[int] = 1
+    """Smallest ``train.batch_size``; 2 if the loss compares the images of a batch."""
+    paper: ClassVar[str] = ""
+    """Reference: authors, title, and venue with the year, or the year alone. Name and arXiv number
+    of the method begin its docstring: ``DINO (arXiv:2104.14294): one sentence``.
     """
     columns: ClassVar[dict[str, str]] = {}
     """Terms of the loss and other columns of metrics.jsonl that the method logs, with texts."""
@@ -214,14 +221,17 @@ class Method(nn.Module, Hook):
             batch: The batch.
 
         Returns:
-            Name -> (B, C, H, W), normalised as the views of the first group, in the order in which
+            Name -> (B, C, H, W), normalized as the views of the first group, in the order in which
             they are shown: ``{"image": ..., "masked": ..., "reconstruction": ...}``.
         """
         return {}
 
     @property
     def chance_loss(self) -> float | None:
-        """Return the loss of an uninformed network; None if it is not a fixed number."""
+        """Return the loss of an uninformed network; None if it is not a fixed number.
+
+        In the docs, its formula is what the docstring says after the first colon.
+        """
         return None
 
     def export_backbone(self, network: nn.Module) -> nn.Module:

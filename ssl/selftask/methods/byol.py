@@ -1,8 +1,5 @@
 """BYOL: predict a slow teacher's projection of the other view; no negatives.
 
-Grill et al., Bootstrap Your Own Latent: A New Approach to Self-Supervised Learning, NeurIPS 2020,
-arXiv:2006.07733.
-
 B: images per rank, D: width of projector and predictor.
 """
 
@@ -28,8 +25,20 @@ if TYPE_CHECKING:
 
 @register_method("byol")
 class BYOL(EMATeacher):
-    """BYOL (arXiv:2006.07733): a predictor regresses the projections of an EMA teacher."""
+    """BYOL (arXiv:2006.07733): predicts the output of a slow copy of the network for another view.
 
+    Differs from the authors' code:
+
+    * 3,120 steps of warm-up, there 3,127: an epoch leaves out the last partial batch. First weights
+      are torch's, not haiku's.
+    * The teacher starts as a copy of the network; there from random weights of its own, which makes
+      no significant difference according to its authors. A copy keeps ``init.backbone`` meaningful.
+    """
+
+    paper = (
+        "Grill et al., Bootstrap Your Own Latent: A New Approach to Self-Supervised Learning, "
+        "NeurIPS 2020"
+    )
     loss_reduction = "samples"
     views = 2
     per_view = True
@@ -42,7 +51,7 @@ class BYOL(EMATeacher):
         """Width of the hidden layers of projector and predictor."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Build projector and predictor. Their outputs are not normalised, unlike SimCLR's."""
+        """Build projector and predictor. Their outputs are not normalized, unlike SimCLR's."""
         dim, hidden_dim = self.config.out_dim, self.config.hidden_dim
         return ProjectorPredictor(
             mlp(embed_dim, hidden_dim, dim, last_bias=False),

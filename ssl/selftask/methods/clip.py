@@ -1,8 +1,5 @@
 """CLIP: match images with their captions among those of the batch.
 
-Radford et al., Learning Transferable Visual Models From Natural Language Supervision, ICML 2021,
-arXiv:2103.00020.
-
 B: images per rank, W: ranks, L: tokens of a caption, E: features of the backbone, D: width of the
 shared space.
 """
@@ -36,13 +33,24 @@ MAX_SCALE = 100.0  # maximum scale of the logits: section 2.5
 
 @register_method("clip")
 class CLIP(Method):
-    """CLIP (arXiv:2103.00020): contrast of images and captions of the global batch."""
+    """CLIP (arXiv:2103.00020): finds the caption of each image among those of the batch.
 
+    Differs from the authors' code:
+
+    * By reading: GELU in the towers, there QuickGELU; positions do not decay, there they do; no
+      norm before the first block of the image tower; byte tokens unless a vocabulary is named.
+    """
+
+    paper = (
+        "Radford et al., Learning Transferable Visual Models From Natural Language Supervision, "
+        "ICML 2021"
+    )
     columns = {
         "temperature": "Learned temperature.",
     }
     loss_reduction = "gathered"  # captions are negatives to the images of all ranks
     views = 1
+    min_batch_size = 2
     requires = ("captions",)
 
     @dataclass(frozen=True, kw_only=True)
@@ -61,8 +69,6 @@ class CLIP(Method):
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.text_dim % self.text_heads:
                 yield f"text_heads: {self.text_heads} does not divide text_dim={self.text_dim}"
-            if config["train"]["batch_size"] < 2:
-                yield "train.batch_size: 1; the negatives are other captions: at least 2 are needed"
             if self.temperature < 1 / MAX_SCALE:
                 yield f"temperature: {self.temperature} is below {1 / MAX_SCALE}, its least value"
 
@@ -109,7 +115,7 @@ class CLIP(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if all similarities are equal: the caption is one of BW."""
+        """Loss of equal similarities: ln(batch)."""
         return math.log(self.num_pairs)
 
 

@@ -1,8 +1,5 @@
 """data2vec: predict a teacher's upper layers on the whole image from masked patches.
 
-Baevski et al., data2vec: A General Framework for Self-supervised Learning in Speech, Vision and
-Language, ICML 2022, arXiv:2202.03555.
-
 B: images per rank, N: patches of an image, E: width of the backbone.
 """
 
@@ -34,8 +31,21 @@ if TYPE_CHECKING:
 
 @register_method("data2vec")
 class Data2Vec(MaskedPatches, EMATeacher):
-    """data2vec (arXiv:2202.03555): masked patches predict the layers of an EMA teacher."""
+    """data2vec (arXiv:2202.03555): predicts a slow copy's features of hidden patches.
 
+    Differs from the authors' code:
+
+    * The loss is a mean over the masked patches of an image, then over images; there over those of
+      a batch. The number of masked patches differs slightly between images.
+    * Learned positions; there relative position biases that all blocks share.
+    * 40 epochs of warm-up and stochastic depth 0.2, as in the paper; the command in its repository
+      has 10 and 0.25.
+    """
+
+    paper = (
+        "Baevski et al., data2vec: A General Framework for Self-supervised Learning in Speech, "
+        "Vision and Language, ICML 2022"
+    )
     teacher_drop_path = False
     requires = ("tokens", "hidden")
 
@@ -105,11 +115,7 @@ class Data2Vec(MaskedPatches, EMATeacher):
         batch["targets"] = targets
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return smooth L1 (eq. 4) at masked patches, averaged over each image, then over images.
-
-        The published code takes one mean over the masked patches of a
-        batch; the number of masked patches differs slightly between images.
-        """
+        """Return smooth L1 (eq. 4), averaged over the masked patches of an image, then images."""
         beta, mask = self.config.beta, batch["mask"]
         distance = F.smooth_l1_loss(
             to_float32(output.prediction), batch["targets"], reduction="none", beta=beta
@@ -119,6 +125,6 @@ class Data2Vec(MaskedPatches, EMATeacher):
 
 
 def mean_of_layers(layers: Sequence[Tensor]) -> Tensor:
-    """Return the mean of layers (B, N, E), each normalised over E (section 3.3)."""
-    normalised = [F.layer_norm(to_float32(layer), layer.shape[-1:]) for layer in layers]
-    return torch.stack(normalised).mean(dim=0)
+    """Return the mean of layers (B, N, E), each normalized over E (section 3.3)."""
+    normalized = [F.layer_norm(to_float32(layer), layer.shape[-1:]) for layer in layers]
+    return torch.stack(normalized).mean(dim=0)

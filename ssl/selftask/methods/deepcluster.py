@@ -1,7 +1,6 @@
 """DeepCluster v2: cluster the features of all images, predict the clusters, and repeat.
 
-Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster Assignments,
-NeurIPS 2020, arXiv:2006.09882, section 3.2 and appendix; v1 is Caron et al., ECCV 2018,
+Sections and equations are those of the paper and its appendix; v1 is Caron et al., ECCV 2018,
 arXiv:1807.05520.
 
 V: views, the first two of which are stored; B: images per rank, W: ranks; N: images of the data
@@ -44,8 +43,20 @@ _CLUSTERING = 0x6B6D6E73  # "kmns": separates these draws from others of the sam
 
 @register_method("deepcluster")
 class DeepCluster(Method):
-    """DeepCluster v2 (arXiv:2006.09882): k-means clusters of a memory of all images."""
+    """DeepCluster v2 (arXiv:2006.09882): predicts clusters of all images, renewed each epoch.
 
+    Differs from the authors' code:
+
+    * The memory is filled in evaluation mode (training mode there), so that a feature does not
+      depend on the images beside it.
+    * First centroids are drawn from all images, not from those of rank 0. Every process does the
+      whole k-means: the same result without an exchange.
+    """
+
+    paper = (
+        "Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster "
+        "Assignments, NeurIPS 2020"
+    )
     columns = {
         "largest_cluster": "Share of images in the largest cluster, 0 to 1; 1 is collapse.",
     }
@@ -63,7 +74,7 @@ class DeepCluster(Method):
         """Whether the head has BatchNorm."""
         num_prototypes: list[int] = setting([3000, 3000, 3000], tiny=[6, 5, 4])
         """Numbers of prototypes of the heads, K_h."""
-        temperature: float = 0.1
+        temperature: float = setting(0.1, above=0)
         """Temperature of the softmax over prototypes."""
         kmeans_iterations: int = setting(10, min=0)
         """Iterations of k-means in each epoch."""
@@ -74,8 +85,6 @@ class DeepCluster(Method):
                     f"num_prototypes: {self.num_prototypes}; one number for each clustering is "
                     "expected, at least 2 each, such as [3000, 3000, 3000]"
                 )
-            if self.temperature <= 0:
-                yield f"temperature: {self.temperature}; must be above 0"
 
     prototypes: Tensor
     assignments: Tensor
@@ -114,8 +123,7 @@ class DeepCluster(Method):
     def fill_memory(self, task: Task) -> None:
         """Fill the memory in one pass over the data with the initial weights.
 
-        The network is in eval mode, unlike in the paper's code. A feature then does not depend on
-        the other images of its batch, and the last batch may have one image.
+        The network is in eval mode, so that the last batch may have one image.
         """
         log.info("deepcluster: filling the memory, one pass over %d images", len(self.memory))
         task.base_model.eval()
@@ -134,17 +142,17 @@ class DeepCluster(Method):
 
         The result depends on memory, seed and epoch only, so it is the same on every rank.
         """
-        known = self.memory.rows[:, 0].any(dim=1)  # (N,)
+        is_filled = self.memory.rows[:, 0].any(dim=1)  # (N,)
         draws = torch.Generator().manual_seed(hash_words(seed, _CLUSTERING, epoch))
         for head, prototypes in enumerate(self.prototypes.split(self.config.num_prototypes)):
             centroids, assignments = spherical_kmeans(
-                self.memory.rows[known, head % NUM_REMEMBERED],
+                self.memory.rows[is_filled, head % NUM_REMEMBERED],
                 len(prototypes),
                 iterations=self.config.kmeans_iterations,
                 generator=draws,
             )
             prototypes.copy_(centroids)
-            self.assignments[head, known] = assignments
+            self.assignments[head, is_filled] = assignments
 
     def on_forward(self, task: Task) -> None:
         """Collect the batch's features for the memory, which is updated in ``on_update``."""
@@ -170,6 +178,6 @@ class DeepCluster(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if all prototypes of a head have the same probability."""
+        """Loss of equal probabilities: ln(``num_prototypes``), mean over heads."""
         logs = [math.log(number) for number in self.config.num_prototypes]
         return sum(logs) / len(logs)

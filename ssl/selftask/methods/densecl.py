@@ -1,7 +1,6 @@
 """DenseCL: MoCo v2 for images and for the locations of their feature maps.
 
-Wang et al., Dense Contrastive Learning for Self-Supervised Visual Pre-Training, CVPR 2021,
-arXiv:2011.09157. Equation numbers refer to it.
+Equation numbers refer to the paper.
 
 B: images per rank, S: locations of a feature map, E: width of the backbone, D: of the heads, K:
 length of the queues.
@@ -53,8 +52,17 @@ class Keys(NamedTuple):
 
 @register_method("densecl")
 class DenseCL(MomentumContrast, EMATeacher):
-    """DenseCL (arXiv:2011.09157): MoCo for whole images and for cells of feature maps."""
+    """DenseCL (arXiv:2011.09157): MoCo for whole images and for locations of feature maps.
 
+    Differs from the authors' code:
+
+    * First weights of the global head are torch's; there Kaiming's with fan-in, with biases of
+      zero. The dense head's are torch's on both sides.
+    """
+
+    paper = (
+        "Wang et al., Dense Contrastive Learning for Self-Supervised Visual Pre-Training, CVPR 2021"
+    )
     columns = {
         "single": "Term of the loss: whole images.",
         "dense": "Term of the loss: cells of the feature maps.",
@@ -78,11 +86,7 @@ class DenseCL(MomentumContrast, EMATeacher):
         return self.queue, self.dense_queue
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build two heads like MoCo's; layers of the dense head act as 1x1 convolutions.
-
-        See section 3.2. The published code initialises them from a normal distribution of deviation
-        0.01. Here they have torch's default initialisation, as in MoCo.
-        """
+        """Build two heads like MoCo's; layers of the dense head act as 1x1 convolutions."""
         dim = embed_dim(backbone)
         return DenseNetwork(backbone, self.build_head(dim), self.build_head(dim))
 

@@ -1,7 +1,6 @@
 """DINO: match the teacher's output for global views from any view of the image.
 
-Caron et al., Emerging Properties in Self-Supervised Vision Transformers, ICCV 2021,
-arXiv:2104.14294. Equation numbers refer to it.
+Equation numbers refer to the paper.
 
 V: views, the first two of which are global; B: images per rank; K: outputs of the head.
 """
@@ -34,8 +33,17 @@ NUM_GLOBAL = 2  # views that the teacher sees
 
 @register_method("dino")
 class DINO(PrototypeHeads, EMATeacher):
-    """DINO (arXiv:2104.14294): self-distillation with multi-crop."""
+    """DINO (arXiv:2104.14294): predicts a slow copy's outputs for large crops from any crop.
 
+    Differs from the authors' code:
+
+    * Positions of the 96-pixel crops are interpolated with antialiasing, up to 1.7e-2 from the
+      published ones: timm does so, and an exported backbone gives the same features there.
+    * A teacher temperature that is warmed up (not in the ImageNet recipe) rises with each step,
+      there with each epoch.
+    """
+
+    paper = "Caron et al., Emerging Properties in Self-Supervised Vision Transformers, ICCV 2021"
     columns = {
         "kl": "Term of the loss: divergence of the student from its targets.",
         "teacher_entropy": (
@@ -63,7 +71,7 @@ class DINO(PrototypeHeads, EMATeacher):
         return self.prototype_head(embed_dim, norm=self.config.norm)
 
     def on_forward(self, task: Task) -> None:
-        """Compute the teacher's targets for global views: centred (eq. 4), then sharpened."""
+        """Compute the teacher's targets for global views: centered (eq. 4), then sharpened."""
         batch = task.last_batch
         scores = to_float32(self.teacher(batch.all_views[:NUM_GLOBAL]))  # (2, B, K)
         temperature = self.teacher_temperature_at(task.where)
@@ -89,7 +97,7 @@ class DINO(PrototypeHeads, EMATeacher):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if the student gives every prototype the same probability."""
+        """Loss of equal probabilities: ln(``out_dim``)."""
         return math.log(self.config.out_dim)
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:

@@ -5,7 +5,6 @@ V: views; B: images per rank; C: classes of the teacher.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,12 +15,10 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
 from selftask.errors import UserError
-from selftask.methods.base import Method
-from selftask.models.build import embed_dim
+from selftask.methods.families.distillation import Distillation, trained_teacher
 from selftask.models.losses.distillation import label_cross_entropy, softened_distance
-from selftask.models.network import Network
 from selftask.models.precision import to_float32
-from selftask.models.weights.frozen import Frozen
+from selftask.models.weights.trained import TrainedNetwork
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -29,22 +26,18 @@ if TYPE_CHECKING:
 
 
 @register_method("distill_logits")
-class DistillLogits(Method):
-    """Distillation of logits (arXiv:1503.02531): a student learns a frozen teacher's scores."""
+class DistillLogits(Distillation):
+    """Distillation of logits (arXiv:1503.02531): a student learns a teacher's class scores."""
 
+    paper = "Hinton et al., Distilling the Knowledge in a Neural Network, 2015"
     columns = {
         "distillation": "Term of the loss: distance from the teacher.",
         "labels": "Term of the loss: cross-entropy with labels.",
     }
-    loss_reduction = "samples"
-    views = (1, None)
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
-        teacher: FrozenModule = setting(
-            missing="give a run of supervised or timm:NAME",
-            tiny=FrozenModule(model="timm:test_vit", weights="none"),
-        )
+    class Config(Distillation.Config):
+        teacher: FrozenModule = trained_teacher("give a run of supervised or timm:NAME")
         """Classifier whose scores are learned: a run of ``supervised``, ``RUN@best``, ``RUN@STEP``,
         a checkpoint, or ``timm:NAME`` with the model's own classifier.
         """
@@ -55,24 +48,14 @@ class DistillLogits(Method):
         label_weight: float = setting(0.0, min=0, max=1)
         """Weight of the cross-entropy with labels; the teacher's scores get 1 - label_weight."""
 
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            yield from FrozenModule.of(self.teacher).problems("teacher")
-
-    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Read the teacher and build a student with as many outputs.
-
-        Raises UserError if the teacher does not exist or does not match.
-        """
-        trained = self.open_trained("teacher", task, scores=True)
+    def open_teacher(self, task: Task) -> TrainedNetwork:
+        trained = super().open_teacher(task)
         if self.config.label_weight:
             _check_labels(task.data_module.train_source, trained.width)
-        self.teacher = Frozen(trained.network)
-        return Network(backbone, nn.Linear(embed_dim(backbone), trained.width))
+        return trained
 
-    def on_forward(self, task: Task) -> None:
-        """Compute the teacher's scores ``batch["targets"]`` (V, B, C)."""
-        batch = task.last_batch
-        batch["targets"] = to_float32(self.teacher(batch.all_views))
+    def build_head(self, embed_dim: int) -> nn.Module:
+        return nn.Linear(embed_dim, self.out_dim)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor | dict[str, Tensor]:
         """Return the distance of the scores (V, B, C) from the teacher's, a mean over images.

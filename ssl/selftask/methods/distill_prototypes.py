@@ -21,7 +21,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule, total_views
 from selftask.errors import UserError
-from selftask.methods.base import Method
+from selftask.methods.families.distillation import Distillation, trained_teacher
 from selftask.models.build import embed_dim
 from selftask.models.clustering import swapped_cross_entropy
 from selftask.models.distillation.patch_scores import (
@@ -32,7 +32,6 @@ from selftask.models.distillation.patch_scores import (
 from selftask.models.distillation.score_targets import ScoreTargets
 from selftask.models.heads import DINOHead
 from selftask.models.losses.distillation import soft_cross_entropy
-from selftask.models.network import Network
 from selftask.models.precision import to_float32
 from selftask.models.weights.frozen import Frozen
 from selftask.models.weights.trained import Scores, TrainedNetwork
@@ -45,22 +44,18 @@ NUM_GLOBAL = 2  # views that the teacher sees with ``pairs: different``
 
 
 @register_method("distill_prototypes")
-class DistillPrototypes(Method):
+class DistillPrototypes(Distillation):
     """Distillation of prototypes (arXiv:2304.07193): a student learns a teacher's assignments."""
 
+    paper = "Oquab et al., DINOv2: Learning Robust Visual Features without Supervision, TMLR 2024"
     columns = {
         "images": "Term of the loss: prototypes of whole images.",
         "patches": "Term of the loss: prototypes of patches.",
     }
-    loss_reduction = "samples"
-    views = (1, None)
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
-        teacher: FrozenModule = setting(
-            missing="give a run of dino, dinov2, msn or swav",
-            tiny=FrozenModule(model="timm:test_vit", weights="none"),
-        )
+    class Config(Distillation.Config):
+        teacher: FrozenModule = trained_teacher("give a run of dino, dinov2, msn or swav")
         """Network whose prototypes are learned: a run of a method that has some, ``RUN@best``,
         ``RUN@STEP``, a checkpoint, or ``timm:NAME``, whose classes then serve as prototypes.
         """
@@ -89,7 +84,7 @@ class DistillPrototypes(Method):
         """Number of layers of that head, without the last layer."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            yield from FrozenModule.of(self.teacher).problems("teacher")
+            yield from super().problems(config)
             if self.pairs == "different" and total_views(config["views"]) < NUM_GLOBAL:
                 yield "pairs: 'different' compares views, and `views` makes one; views.main.count=2"
             step = config["train"]["step"]
@@ -101,27 +96,24 @@ class DistillPrototypes(Method):
         super().__init__(config)
         self.num_seen = NUM_GLOBAL if config.pairs == "different" else None  # A; None: all
 
-    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Read the teacher and build a student with as many outputs.
-
-        Raises UserError if the teacher does not exist or does not match.
-        """
-        trained = self.open_trained("teacher", task, scores=True)
+    def open_teacher(self, task: Task) -> TrainedNetwork:
+        trained = super().open_teacher(task)
         assert trained.scores is not None
-        self.out_dim, self.targets = trained.width, self.build_targets(trained.scores)
-        if self.config.patch_weight:
-            return self.build_patch_network(backbone, trained, trained.scores)
-        self.teacher = Frozen(trained.network)
-        return Network(backbone, self.build_prototypes(embed_dim(backbone), self.out_dim))
+        self.targets = self.build_targets(trained.scores)
+        return trained
 
-    def build_patch_network(
-        self, backbone: nn.Module, trained: TrainedNetwork, scores: Scores
-    ) -> nn.Module:
-        """Set the teacher with its head for patches, and return a student with two heads.
+    def build_head(self, embed_dim: int) -> nn.Module:
+        return self.build_prototypes(embed_dim, self.out_dim)
 
-        Raises UserError if the teacher has no such head, or another grid of patches.
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Build the student; with ``patch_weight``, teacher and student have two heads.
+
+        Raises UserError if the teacher then has no head for patches, or another grid of patches.
         """
-        patches = scores.patches
+        if not self.config.patch_weight:
+            return super().build_network(backbone, task)
+        trained = self.open_teacher(task)
+        patches = trained.scores.patches if trained.scores else None
         if patches is None:
             raise UserError(
                 f"method.patch_weight: {self._address} scores whole images and no patches; take a "
@@ -200,7 +192,9 @@ class DistillPrototypes(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if the student gives every prototype the same probability."""
+        """Loss of equal probabilities: ln(prototypes of the teacher); with ``patch_weight``, the
+        weighted mean over images and patches.
+        """
         weight = self.config.patch_weight
         of_patches = math.log(self.patch_dim) if weight else 0.0
         return (1 - weight) * math.log(self.out_dim) + weight * of_patches

@@ -1,8 +1,6 @@
 """I-JEPA: predict the features of four blocks of an image from another block.
 
-Assran et al., Self-Supervised Learning from Images with a Joint-Embedding Predictive Architecture,
-CVPR 2023, arXiv:2301.08243. The loss is the smooth L1 distance of the published code; the paper
-has L2.
+The loss is the smooth L1 distance of the published code; the paper has L2.
 
 B: images per rank, N: patches of an image, K: maximum patches of a context, M: target blocks, Q:
 maximum patches of a target block, E: width of the backbone.
@@ -38,8 +36,27 @@ if TYPE_CHECKING:
 
 @register_method("ijepa")
 class IJEPA(MaskedPatches, EMATeacher):
-    """I-JEPA (arXiv:2301.08243): predicts an EMA teacher's features of masked blocks."""
+    """I-JEPA (arXiv:2301.08243): predicts features of hidden blocks of an image from the rest.
 
+    Differs from the authors' code:
+
+    * Each image has block sizes of its own, scale and aspect are two draws, and blocks lie
+      anywhere, as in the paper. The published code draws one size for a batch, scale and aspect
+      from the same number; never puts a block on the last row or column (12 % of targets touch the
+      last row here); and cuts every block to the smallest of the batch. Sizes of a batch would make
+      the targets of an image depend on the images beside it, and so on the number of ranks.
+    * A context with too few patches takes targets back, the last first; there other positions are
+      tried first.
+    * Learning rate and weight decay are those of the current step; there of the next one
+      (``scheduler.step()`` comes first).
+    * ``init_std: null`` in recipes for networks much narrower than a ViT-B (digits, ``images``,
+      CIFAR-10).
+    """
+
+    paper = (
+        "Assran et al., Self-Supervised Learning from Images with a Joint-Embedding Predictive "
+        "Architecture, CVPR 2023"
+    )
     requires = ("subset",)
     exports_teacher = True  # as in the paper's evaluations
 
@@ -55,7 +72,7 @@ class IJEPA(MaskedPatches, EMATeacher):
         """Range of the context's share of the image's area, before the targets are cut out."""
         min_context: int = setting(10, min=0)
         """Minimum patches of a context; if fewer remain, the last targets may overlap it."""
-        max_context: float = 0.5
+        max_context: float = setting(0.5, above=0, max=1)
         """Maximum share of the image's patches in a context; random excess patches are dropped."""
         predictor_dim: int = setting(384, min=1, tiny=16)
         """Width of the predictor."""
@@ -74,8 +91,6 @@ class IJEPA(MaskedPatches, EMATeacher):
             backbone = config["backbone"]
             if backbone.get("pool") == "token":
                 yield "backbone.pool: ijepa trains patches, not the class token; use pool: avg"
-            if not 0 < self.max_context <= 1:
-                yield f"max_context: {self.max_context}; 0 < share <= 1 is expected"
             for name in ("target_scale", "context_scale"):
                 low, high = getattr(self, name)
                 if not 0 < low <= high <= 1:
@@ -135,7 +150,7 @@ class IJEPA(MaskedPatches, EMATeacher):
         return Kept(keep, asked, padding, asked_padding)
 
     def on_forward(self, task: Task) -> None:
-        """Compute the teacher's normalised features of the whole image at the target blocks."""
+        """Compute the teacher's normalized features of the whole image at the target blocks."""
         batch = task.last_batch
         indices = batch["mask"].asked  # (B, M, Q)
         features = self.teacher(batch.all_views[0]).tokens.patches  # (B, N, E)
@@ -168,10 +183,10 @@ class IJEPA(MaskedPatches, EMATeacher):
 
 @torch.no_grad()
 def initialize(module: nn.Module, *, std: float | None) -> None:
-    """Initialise linear layers and patches from a truncated normal distribution, biases to zero.
+    """Initialize linear layers and patches from a truncated normal distribution, biases to zero.
 
     Args:
-        module: Module to initialise in place.
+        module: Module to initialize in place.
         std: Standard deviation of all linear layers, as in the published code. (It first divides
             the residual weights of block l by sqrt(2 l), but then draws all linear layers again.)
             None, for narrow networks: at least 1 / sqrt(3 n) for n inputs, with that division.

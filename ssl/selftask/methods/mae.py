@@ -1,7 +1,5 @@
 """MAE: reconstruct the pixels of masked patches from a quarter of the patches.
 
-He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022, arXiv:2111.06377.
-
 B: images per rank, N: patches of an image, K kept and M masked ones, P: numbers in a patch (its
 pixels times the channels), E: width of the backbone, T: its prefix tokens.
 """
@@ -33,13 +31,14 @@ if TYPE_CHECKING:
 
 @register_method("mae")
 class MAE(MaskedPatches):
-    """MAE (arXiv:2111.06377): encodes the visible patches and reconstructs the others."""
+    """MAE (arXiv:2111.06377): reconstructs an image from a quarter of its patches."""
 
+    paper = "He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022"
     requires = ("subset",)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        mask_ratio: float = 0.75
+        mask_ratio: float = setting(0.75, above=0, below=1)
         """Share of the patches that are masked, drawn at random."""
         normalize_pixels: bool = True
         """Whether each target patch is normalized to mean 0 and variance 1, table 1d."""
@@ -51,8 +50,6 @@ class MAE(MaskedPatches):
         """Attention heads of the decoder."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if not 0 < self.mask_ratio < 1:
-                yield f"mask_ratio: {self.mask_ratio}; a share between 0 and 1 is expected"
             if self.decoder_dim % 4 or self.decoder_dim % self.decoder_heads:
                 yield (
                     f"decoder_dim: {self.decoder_dim} must be divisible by 4 (its positions) and "
@@ -111,7 +108,7 @@ class MAE(MaskedPatches):
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the image, the kept patches, and the prediction of the others.
 
-        Predictions of standardised patches get the mean and deviation of the true patch, as in the
+        Predictions of standardized patches get the mean and deviation of the true patch, as in the
         figures of the paper.
         """
         (images,) = batch.all_views
@@ -121,17 +118,17 @@ class MAE(MaskedPatches):
             true = gather_tokens(patches, masked)
             variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
             painted = painted * (variance + 1e-6).sqrt() + mean
-        place = masked[..., None].expand_as(painted)
+        index = masked[..., None].expand_as(painted)
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         return {
             "image": images,
-            "masked": unpatchify(patches.scatter(1, place, 0.0), grid, self.patch_size),
-            "reconstruction": unpatchify(patches.scatter(1, place, painted), grid, self.patch_size),
+            "masked": unpatchify(patches.scatter(1, index, 0.0), grid, self.patch_size),
+            "reconstruction": unpatchify(patches.scatter(1, index, painted), grid, self.patch_size),
         }
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of predicting each patch's mean: its variance, 1 unless the patch is constant."""
+        """Loss of the mean of each patch, which is its variance: 1, with ``normalize_pixels``."""
         return 1.0 if self.config.normalize_pixels else None
 
 
@@ -151,14 +148,14 @@ def unpatchify(patches: Tensor, grid: Grid, patch: int) -> Tensor:
 
 
 def normalize(patches: Tensor) -> Tensor:
-    """Standardise each patch (..., P) by its mean and unbiased deviation, as published."""
+    """Standardize each patch (..., P) by its mean and unbiased deviation, as published."""
     variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
 @torch.no_grad()
 def initialize(module: nn.Module) -> None:
-    """Initialise linear layers and patches with Xavier's uniform weights (appendix A.1).
+    """Initialize linear layers and patches with Xavier's uniform weights (appendix A.1).
 
     Biases are set to zero except that of the patch embedding, as in the published code.
     """

@@ -1,7 +1,6 @@
 """MoCo v2: contrast a query and its key with a queue of older keys.
 
-Chen et al., Improved Baselines with Momentum Contrastive Learning, arXiv:2003.04297; v1 is He et
-al., Momentum Contrast for Unsupervised Visual Representation Learning, CVPR 2020,
+v1 is He et al., Momentum Contrast for Unsupervised Visual Representation Learning, CVPR 2020,
 arXiv:1911.05722. Equation and section numbers refer to v1.
 
 B: images per rank, W: ranks, V: queries per image (1, or 2 if symmetric), D: width of the head,
@@ -31,7 +30,15 @@ if TYPE_CHECKING:
 
 @register_method("moco")
 class MoCo(MomentumContrast, EMATeacher):
-    """MoCo v2 (arXiv:2003.04297): contrast with an EMA teacher's keys in a queue."""
+    """MoCo v2 (arXiv:2003.04297): recognizes the other view among a queue of older images.
+
+    Differs from the authors' code:
+
+    * BatchNorm is shuffled by dealing out the batch, which is in random order already, and not by
+      another permutation.
+    """
+
+    paper = "Chen et al., Improved Baselines with Momentum Contrastive Learning, 2020"
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MomentumContrast.Config, EMATeacher.Config):

@@ -1,6 +1,5 @@
 """MSN: assign masked and small views to the prototypes of the whole, unmasked view.
 
-Assran et al., Masked Siamese Networks for Label-Efficient Learning, ECCV 2022, arXiv:2204.07141.
 With ``power`` above 0 it is PMSN, whose prototypes follow a power law: Assran et al., The Hidden
 Uniform Cluster Prior in Self-Supervised Learning, ICLR 2023, arXiv:2210.07277.
 
@@ -51,8 +50,19 @@ Inputs: TypeAlias = tuple[list[Tensor], Tensor | None, list[Tensor]]
 
 @register_method("msn")
 class MSN(PrototypeLayer, EMATeacher):
-    """MSN (arXiv:2204.07141): masked views have the prototypes of the unmasked view."""
+    """MSN (arXiv:2204.07141): assigns views with hidden patches to the clusters of the whole view.
 
+    Differs from the authors' code:
+
+    * Each image has a mask of its own; there one mask for all images of a GPU.
+    * Learning rate and weight decay are those of the current step; there of the next one. Gradients
+      of prototypes are clipped with the others.
+    * Positions of the 96-pixel crops are interpolated with antialiasing, as in DINO.
+    * PMSN: Sinkhorn-Knopp balances targets by the power law, too. Its authors' code was not
+      available.
+    """
+
+    paper = "Assran et al., Masked Siamese Networks for Label-Efficient Learning, ECCV 2022"
     columns = {
         "cross_entropy": "Term of the loss: masked views have the teacher's targets.",
         "me_max": (
@@ -99,8 +109,8 @@ class MSN(PrototypeLayer, EMATeacher):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.prototypes = WeightNormLinear(config.out_dim, config.num_prototypes)  # trained
-        places = torch.arange(1, config.num_prototypes + 1).to(torch.get_default_dtype())
-        log_prior = F.log_softmax(-config.power * places.log(), dim=0)
+        numbers = torch.arange(1, config.num_prototypes + 1).to(torch.get_default_dtype())
+        log_prior = F.log_softmax(-config.power * numbers.log(), dim=0)
         self.register_buffer("log_prior", log_prior, persistent=False)  # (K,)
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
@@ -158,7 +168,7 @@ class MSN(PrototypeLayer, EMATeacher):
         """Return the terms of eq. 2; ``output.prediction`` (V, B, D).
 
         ``me_max`` is the KL divergence of the mean prediction over the views of all ranks from the
-        prior. For the uniform one that is log K minus the entropy, which MSN maximises.
+        prior. For the uniform one that is log K minus the entropy, which MSN maximizes.
         """
         weight = self.config.me_max_weight
         log_probs = self.log_probs(output.prediction, self.config.temperature)  # (V, B, K)
@@ -179,12 +189,12 @@ class MSN(PrototypeLayer, EMATeacher):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if the student gives every prototype the same probability."""
-        config, places = self.config, range(1, self.config.num_prototypes + 1)
-        total = math.fsum(place**-config.power for place in places)
-        mean_log = config.power * math.fsum(map(math.log, places)) / len(places)
-        divergence = mean_log + math.log(total / len(places))  # of equal probabilities, from prior
-        return math.log(len(places)) + config.me_max_weight * divergence
+        """Loss of equal probabilities: ln(``num_prototypes``), with ``power: 0``."""
+        config, numbers = self.config, range(1, self.config.num_prototypes + 1)
+        total = math.fsum(number**-config.power for number in numbers)
+        mean_log = config.power * math.fsum(map(math.log, numbers)) / len(numbers)
+        divergence = mean_log + math.log(total / len(numbers))  # of equal probabilities from prior
+        return math.log(len(numbers)) + config.me_max_weight * divergence
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
         """Return the teacher's head and the prototypes, with the temperature of the targets."""

@@ -1,8 +1,7 @@
-"""NPID: recognise each image among the entries of a memory bank of all images.
+"""NPID: recognize each image among the entries of a memory bank of all images.
 
-Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, CVPR 2018,
-arXiv:1805.01978. Equation numbers refer to it. NPID++ is the same with more negatives and longer
-training (arXiv:1912.01991, table 1).
+Equation numbers refer to the paper. NPID++ is the same with more negatives and longer training
+(arXiv:1912.01991, table 1).
 
 B: images per rank; N: images of the data set; K: negatives of an image (m in the paper); D: width
 of the head.
@@ -30,8 +29,20 @@ if TYPE_CHECKING:
 
 @register_method("npid")
 class NPID(MemoryContrast):
-    """NPID (arXiv:1805.01978): each image is a class, with a memory bank of all images."""
+    """NPID (arXiv:1805.01978): recognizes each image among features of all images.
 
+    Differs from the authors' code:
+
+    * An image is never its own negative, and the memory starts with unit vectors. The published
+      code draws from all images and starts with vectors of about unit length.
+    * Z is estimated from negatives, as in the paper; there from negatives and the positive. There
+      1e-7 is added to the denominators of NCE.
+    """
+
+    paper = (
+        "Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, "
+        "CVPR 2018"
+    )
     columns = {
         "nce": "Term of the loss: each image against noise.",
         "info_nce": "Term of the loss: each image among its negatives.",
@@ -78,7 +89,9 @@ class NPID(MemoryContrast):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if all similarities are 0: every entry is equally likely."""
+        """Loss of equal similarities: ln(1 + K) + K ln(1 + 1/K) for NCE with K ``num_negatives``;
+        for ``loss: softmax`` ln(images).
+        """
         is_exact = self.config.loss == "softmax"
         contrast = math.log(len(self.memory)) if is_exact else super().chance_loss
         return 2 * self.config.proximal_weight + contrast  # 2: of orthogonal unit vectors
@@ -98,6 +111,6 @@ def full_softmax(features: Tensor, memory: Tensor, index: Tensor, temperature: f
 
 
 @in_full_precision
-def squared_distance(features: Tensor, own: Tensor) -> Tensor:
-    """Return the mean squared distance of normalised features (B, D) from entries (B, D)."""
-    return (F.normalize(features, dim=1) - own).square().sum(dim=1).mean()
+def squared_distance(features: Tensor, entries: Tensor) -> Tensor:
+    """Return the mean squared distance of normalized features (B, D) from entries (B, D)."""
+    return (F.normalize(features, dim=1) - entries).square().sum(dim=1).mean()

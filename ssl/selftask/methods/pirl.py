@@ -1,8 +1,5 @@
 """PIRL: match an image and its shuffled tiles with the image's entry in a memory bank.
 
-Misra and van der Maaten, Self-Supervised Learning of Pretext-Invariant Representations, CVPR 2020,
-arXiv:1912.01991.
-
 B: images per rank; N: images of the data set; K: negatives of an image; T: tiles; D: width of the
 heads.
 """
@@ -30,8 +27,21 @@ if TYPE_CHECKING:
 
 @register_method("pirl")
 class PIRL(MemoryContrast):
-    """PIRL (arXiv:1912.01991): contrast of an image and its jigsaw tiles with a memory bank."""
+    """PIRL (arXiv:1912.01991): recognizes an image by its shuffled tiles among all images.
 
+    Differs from the authors' code:
+
+    * Image and tiles are compared with the same negatives, of which an image is never its own;
+      there each with draws of its own, from all images.
+    * Z is estimated from the negatives of the image; there from those of the tiles and the
+      positive.
+    * No random photometric shift of the channels.
+    """
+
+    paper = (
+        "Misra and van der Maaten, Self-Supervised Learning of Pretext-Invariant "
+        "Representations, CVPR 2020"
+    )
     columns = {
         "image": "Term of the loss: whole images.",
         "tiles": "Term of the loss: jigsaw tiles.",

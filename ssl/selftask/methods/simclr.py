@@ -1,17 +1,13 @@
 """SimCLR: match the views of an image among all views of the batch.
 
-Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, ICML 2020,
-arXiv:2002.05709.
-
 V: views of an image, two in the paper; B: images per rank, W: ranks, D: width of the head.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +28,24 @@ if TYPE_CHECKING:
 
 @register_method("simclr")
 class SimCLR(Method):
-    """SimCLR (arXiv:2002.05709): contrast of views with all others of the global batch."""
+    """SimCLR (arXiv:2002.05709): recognizes the other view among all views of the batch.
 
+    Differs from the authors' code:
+
+    * An epoch leaves out the last partial batch and has 312 steps, so that warm-up and run have
+      3,120 and 312,000 steps; there 3,127 and 312,786, counted in images.
+    * First weights of convolutions and head are torch's, not TensorFlow's. Every layer of the head
+      is followed by BatchNorm, which takes their scale out.
+    * The head has two layers, as in the paper. The code's default of three is SimCLR v2's.
+    """
+
+    paper = (
+        "Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, "
+        "ICML 2020"
+    )
     loss_reduction = "gathered"  # views are negatives to those of all ranks
     views = (2, None)
+    min_batch_size = 2
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -45,18 +55,12 @@ class SimCLR(Method):
         """Width of the head's hidden layer; null: that of the backbone."""
         norm: bool = True
         """Whether both layers of the head have BatchNorm, as in the paper's code."""
-        temperature: float = 0.1
+        temperature: float = setting(0.1, above=0)
         """Temperature of the similarities, tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in
         solo-learn.
         """
         scale: float = setting(1.0, above=0)
         """Factor of the whole loss; 2 in the paper's code, which sums both directions."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if self.temperature <= 0:
-                yield f"temperature: {self.temperature}; above 0 is expected, such as 0.1"
-            if config["train"]["batch_size"] < 2:
-                yield "train.batch_size: 1; the negatives are other images: at least 2 are needed"
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build g of section 2.1. The last BatchNorm has no shift, as in the paper's code."""
@@ -87,7 +91,7 @@ class SimCLR(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if all similarities are equal: one positive among the views of other images."""
+        """Loss of equal similarities: ``scale`` * ln(1 + views * (batch - 1))."""
         return self.config.scale * math.log(1 + self.num_negatives)
 
 
@@ -106,8 +110,8 @@ def info_nce(*views: Tensor, temperature: float) -> Tensor:
     everyone = torch.cat([gather_cat_with_grad(view) for view in units])  # (VBW, D)
     logits = torch.cat(units) @ everyone.T / temperature  # (VB, VBW)
     count, num_images = len(views), len(everyone) // len(views)  # V, B * W
-    place = torch.arange(len(views[0]), device=logits.device) + rank() * len(views[0])  # (B,)
-    columns = torch.stack([place + view * num_images for view in range(count)])  # (V, B)
+    index = torch.arange(len(views[0]), device=logits.device) + rank() * len(views[0])  # (B,)
+    columns = torch.stack([index + view * num_images for view in range(count)])  # (V, B)
     same = torch.stack([columns.roll(-shift, 0).flatten() for shift in range(count)])  # (V, VB)
     losses = []
     for positive in range(1, count):  # view v and view v + positive, modulo V

@@ -1,7 +1,5 @@
 """SimMIM: replace random squares of an image by a mask token and predict their pixels.
 
-Xie et al., SimMIM: a Simple Framework for Masked Image Modeling, CVPR 2022, arXiv:2111.09886.
-
 B: images per rank, C: channels, N = h * w: patches that can be masked (of 4 pixels in a Swin, of 16
 in a ViT).
 """
@@ -32,8 +30,16 @@ if TYPE_CHECKING:
 
 @register_method("simmim")
 class SimMIM(MaskedPatches):
-    """SimMIM (arXiv:2111.09886): a linear layer predicts the pixels of masked squares."""
+    """SimMIM (arXiv:2111.09886): predicts the pixels of hidden squares by one linear layer.
 
+    Differs from the authors' code:
+
+    * The learning rate is that of the current step; there of the step before.
+    * There 1e-5 is added to the number of masked pixels.
+    * ViT-B: learned positions; there relative position biases that all blocks share.
+    """
+
+    paper = "Xie et al., SimMIM: a Simple Framework for Masked Image Modeling, CVPR 2022"
     requires = ("tokens", "dense")
 
     @dataclass(frozen=True, kw_only=True)
@@ -92,8 +98,6 @@ class SimMIM(MaskedPatches):
 
 def masked_l1(pixels: Tensor, images: Tensor, mask: Tensor) -> Tensor:
     """Return the mean of |pixels - images| over masked patches.
-
-    The published code adds 1e-5 to the number of masked pixels.
 
     Args:
         pixels: (B, C, H, W).

@@ -1,7 +1,6 @@
 """SwAV: predict the cluster of one view of an image from another, with balanced clusters.
 
-Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster Assignments,
-NeurIPS 2020, arXiv:2006.09882. Equation numbers refer to it.
+Equation numbers refer to the paper.
 
 V: views, the first two of which are assigned to clusters; B: images per rank, W: ranks; D: width
 of the head; K: prototypes; L: length of the queue.
@@ -39,8 +38,19 @@ NUM_ASSIGNED = 2  # number of views whose assignments the others predict
 
 @register_method("swav")
 class SwAV(PrototypeLayer):
-    """SwAV (arXiv:2006.09882): swapped prediction of online clusters, with multi-crop."""
+    """SwAV (arXiv:2006.09882): predicts the cluster of one view from another, with multi-crop.
 
+    Differs from the authors' code:
+
+    * Prototypes start uniformly on the sphere, there as directions of torch's first weights.
+    * The queue is filled from the first batch on and used from ``queue_start`` on; there it is
+      filled from then on.
+    """
+
+    paper = (
+        "Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster "
+        "Assignments, NeurIPS 2020"
+    )
     columns = {
         "kl": "Term of the loss: divergence of the student from its targets.",
         "assignment_entropy": "Term of the loss: entropy of the assignments.",
@@ -99,8 +109,7 @@ class SwAV(PrototypeLayer):
     def on_forward(self, task: Task) -> None:
         """Select whether assignments are hard and whether the queue is used; fill the queue.
 
-        The queue is filled from the first batch on and used from ``queue_start`` on, if full. The
-        paper's code starts to fill it at ``queue_start`` and uses it when it is full.
+        The queue is filled from the first batch on and used from ``queue_start`` on, if full.
         """
         is_full = task.clock.trained_batches * task.length.batch_size >= len(self.queue) > 0
         self.is_hard = task.steps_done < self.hard_steps
@@ -145,7 +154,7 @@ class SwAV(PrototypeLayer):
         return assigned
 
     def on_update(self, task: Task) -> None:
-        """Normalise the prototypes and enqueue the batch's features."""
+        """Normalize the prototypes and enqueue the batch's features."""
         super().on_update(task)
         self.prototypes.normalize_()
         for features in self.take_pending():
@@ -153,7 +162,7 @@ class SwAV(PrototypeLayer):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if all prototypes have the same probability."""
+        """Loss of equal probabilities: ln(``num_prototypes``)."""
         return math.log(self.config.num_prototypes)
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:

@@ -1,16 +1,11 @@
 """VICReg: views agree, each feature varies over the batch, and features are uncorrelated.
 
-Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning,
-ICLR 2022, arXiv:2105.04906.
-
 B: images per rank, D: width of the projector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,8 +21,12 @@ from selftask.registry import register_method
 
 @register_method("vicreg")
 class VICReg(Method):
-    """VICReg (arXiv:2105.04906): two views agree, and components vary and are uncorrelated."""
+    """VICReg (arXiv:2105.04906): two views agree, and features vary and are uncorrelated."""
 
+    paper = (
+        "Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for "
+        "Self-Supervised Learning, ICLR 2022"
+    )
     columns = {
         "invariance": "Term of the loss: two views have the same embedding.",
         "variance": "Term of the loss: components vary over images.",
@@ -36,6 +35,7 @@ class VICReg(Method):
     loss_reduction = "statistics"  # variances and covariances
     views = 2
     per_view = True
+    min_batch_size = 2
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -49,10 +49,6 @@ class VICReg(Method):
         """Weight of the variance term, mu."""
         covariance_weight: float = setting(1.0, min=0)
         """Weight of the covariance term, nu."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if config["train"]["batch_size"] < 2:
-                yield "train.batch_size: 1; a variance needs at least 2 images"
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the expander: three layers; the last has no BatchNorm or activation."""

@@ -1,17 +1,12 @@
 """VICRegL: VICReg of whole views and of matching patches, by location or by features.
 
-Bardes et al., VICRegL: Self-Supervised Learning of Local Visual Features, NeurIPS 2022,
-arXiv:2210.01571. The local loss is the mean over all pairs of views, as in the paper and in the
-published code since December 2022. By location, that code matches 20 cells of the first view of a
-pair and 4 of the second, whatever their sizes, and ignores that a crop was flipped.
-
 V: views, the first two of which are large; B: images per rank; N: cells of a view's feature map;
 M: matched cells; D: width of the projector, L: of the local projector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -40,14 +35,30 @@ NUM_LARGE = 2  # views, each compared with all others
 
 @register_method("vicregl")
 class VICRegL(Method):
-    """VICRegL (arXiv:2210.01571): VICReg of whole views and of matched cells."""
+    """VICRegL (arXiv:2210.01571): VICReg of whole views and of matching cells.
 
+    Differs from the authors' code:
+
+    * By location, 20 cells of each large view and 4 of each small one are matched; there 20 of the
+      first view of a pair and 4 of the second, whatever their sizes.
+    * Positions of cells follow a flipped crop; there flips are ignored (``--no-flip-grid 1``).
+    * The standard deviation of red is 0.229, there 0.228.
+    * The local loss is the mean over all pairs of views, as there since d14c226 of December 2022.
+      The lower rate of the local projector that its options name (``--maps-lr-ratio``) reaches no
+      parameter there.
+    * ConvNeXt: a layer scale that stays 1 instead of none, so that the weights are timm's.
+    """
+
+    paper = (
+        "Bardes et al., VICRegL: Self-Supervised Learning of Local Visual Features, NeurIPS 2022"
+    )
     columns = {
         "global_TERM": "Term of the loss, of whole views.",
         "local_TERM": "Term of the loss, of cells.",
     }
     loss_reduction = "statistics"  # variances and covariances
     sample_dim = None
+    min_batch_size = 2
     views = (2, None)
     requires = ("dense", "boxes")  # cells are matched by location in the image
 
@@ -76,10 +87,6 @@ class VICRegL(Method):
         covariance_weight: float = setting(1.0, min=0)
         """Weight of the covariance term."""
 
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if config["train"]["batch_size"] < 2:
-                yield "train.batch_size: 1; a variance needs at least 2 images"
-
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the projectors of pooled features and of cells; both end with a linear layer."""
         hidden, local = self.config.hidden_dim, self.config.local_dim
@@ -98,10 +105,11 @@ class VICRegL(Method):
     def on_forward(self, task: Task) -> None:
         """Compute ``batch["centers"]``, the position of each cell in the image."""
         batch = task.last_batch
-        draws = [one for group in batch.draws.values() for one in group]
+        draws = [draw for group in batch.draws.values() for draw in group]
         maps = batch.output.prediction["cells"]  # (B, L, h, w) for each view
-        pairs = zip(draws, maps, strict=True)
-        batch["centers"] = [one.centers(*cells.shape[2:]) for one, cells in pairs]  # (B, N, 2)
+        batch["centers"] = [  # (B, N, 2) each
+            draw.centers(*cells.shape[2:]) for draw, cells in zip(draws, maps, strict=True)
+        ]
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the weighted terms of equation 5."""
@@ -135,15 +143,15 @@ class LocalNetwork(Network):
 
     def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]
         heads: Any = self.head
-        every = [self.extract(view) for view in views]
+        of_views = [self.extract(view) for view in views]
         predicted: dict[str, list[Tensor]] = {"pooled": [], "cells": []}
-        for features in every:
+        for features in of_views:
             predicted["pooled"].append(heads["pooled"](features.pooled))
             cells = heads["cells"](features.patches.flatten(0, 1))  # (B * N, L)
             cells = cells.unflatten(0, (len(features.pooled), -1)).mT  # (B, L, N)
             assert features.tokens.grid is not None
             predicted["cells"].append(cells.unflatten(2, features.tokens.grid))
-        return PatchOutput(predicted, every)
+        return PatchOutput(predicted, of_views)
 
 
 def pairs_of_views(num_views: int) -> list[tuple[int, int]]:
@@ -171,36 +179,36 @@ def local_terms(
         by_features: Number of cells of each view to match by features.
         by_location: Number of cells of each view to match by location.
     """
-    found = []
+    terms = []
     for i, j in pairs_of_views(len(cells)):
-        for places, numbers in ((cells, by_features), (centers, by_location)):
-            for here, there in ((i, j), (j, i)):
-                matched = nearest_cells(places[here], places[there], numbers[here])
-                ours = gather_tokens(cells[here], matched[0])  # (B, M, L)
-                found.append(matched_terms(ours, gather_tokens(cells[there], matched[1])))
+        for compared, numbers in ((cells, by_features), (centers, by_location)):
+            for view, other in ((i, j), (j, i)):
+                matches = nearest_cells(compared[view], compared[other], numbers[view])
+                ours = gather_tokens(cells[view], matches[0])  # (B, M, L)
+                terms.append(matched_terms(ours, gather_tokens(cells[other], matches[1])))
     invariance, variance, covariance = (
-        2 * torch.stack(term).mean() for term in zip(*found, strict=True)
+        2 * torch.stack(term).mean() for term in zip(*terms, strict=True)
     )  # sums over features and location, means otherwise
     return invariance, variance, covariance
 
 
 @torch.no_grad()
 @in_full_precision
-def nearest_cells(here: Tensor, there: Tensor, num_matches: int) -> tuple[Tensor, Tensor]:
-    """Match the cells of a view to their nearest neighbours in another; return the best matches.
+def nearest_cells(cells: Tensor, others: Tensor, num_matches: int) -> tuple[Tensor, Tensor]:
+    """Match the cells of a view to their nearest neighbors in another; return the best matches.
 
     Args:
-        here: (B, N, F): features or positions.
-        there: (B, N', F).
+        cells: (B, N, F): features or positions.
+        others: (B, N', F), of the other view.
         num_matches: M, or all N cells if there are fewer.
 
     Returns:
-        (B, M) indices of cells in ascending order, and (B, M) indices of their neighbours.
+        (B, M) indices of cells in ascending order, and (B, M) indices of their neighbors.
     """
-    distance, neighbour = torch.cdist(here, there).min(dim=2)  # (B, N)
+    distance, neighbor = torch.cdist(cells, others).min(dim=2)  # (B, N)
     order = distance.argsort(dim=1, stable=True)[:, :num_matches]
-    chosen = order.sort(dim=1).values
-    return chosen, neighbour.gather(1, chosen)
+    best = order.sort(dim=1).values
+    return best, neighbor.gather(1, best)
 
 
 def matched_terms(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:

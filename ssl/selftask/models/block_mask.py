@@ -73,7 +73,7 @@ class BlockMask:
             block, fits = self._rectangle(one, room.clamp(max=self.max_patches))
             added = (block & ~mask).sum(dim=1)
             open_ = (room > 0) & (failures < _TRIES)
-            if mask.device.type == "cpu" and not open_.any():  # others would synchronise
+            if mask.device.type == "cpu" and not open_.any():  # others would synchronize
                 break
             taken = fits & (added > 0) & (added <= room.clamp(max=self.max_patches)) & open_
             mask |= block & taken[:, None]
@@ -96,5 +96,5 @@ def _run(size: Tensor, draw: Tensor, length: int) -> Tensor:
     """Return ``size`` (B,) consecutive places at a drawn offset: bool (B, length)."""
     free = (length - size).clamp(min=0)
     first = (draw * (free + 1)).floor().minimum(free)  # minimum: rounding may reach 1
-    places = torch.arange(length, device=size.device)
-    return (places >= first[:, None]) & (places < (first + size)[:, None])
+    positions = torch.arange(length, device=size.device)
+    return (positions >= first[:, None]) & (positions < (first + size)[:, None])

@@ -24,7 +24,7 @@ def sinkhorn_knopp(
 
     Eq. 3 to 5 of SwAV (arXiv:2006.09882). The paper alternates between scaling rows and columns of
     exp(scores / epsilon). Here this is done on logarithms, so that no exponential can overflow and
-    no sum vanishes. The constant factors 1/K and 1/B are omitted, since the last normalisation
+    no sum vanishes. The constant factors 1/K and 1/B are omitted, since the last normalization
     removes them.
 
     Args:
@@ -40,8 +40,8 @@ def sinkhorn_knopp(
     if iterations < 1:
         raise ValueError(f"sinkhorn_knopp needs at least one iteration, got {iterations}")
     logits = to_float32(scores) / epsilon  # (B, K)
-    places = torch.arange(1, scores.shape[1] + 1, device=scores.device, dtype=logits.dtype)
-    log_share = -power * places.log() if power else 0.0  # up to a constant
+    numbers = torch.arange(1, scores.shape[1] + 1, device=scores.device, dtype=logits.dtype)
+    log_share = -power * numbers.log() if power else 0.0  # up to a constant
     for _ in range(iterations):
         local_mass = logits.logsumexp(dim=0, keepdim=True)  # (1, K)
         mass = all_gather_cat(local_mass).logsumexp(dim=0, keepdim=True)  # (1, K) over all ranks

@@ -41,6 +41,6 @@ class FeatureQueue(nn.Module):
         kept.
         """
         rows = all_gather_cat(rows)[-len(self) :]  # (W * B, *shape)
-        places = (torch.arange(len(rows), device=rows.device) + self.oldest) % len(self)
-        self.rows.index_copy_(0, places, rows.to(self.rows.dtype))
+        indices = (torch.arange(len(rows), device=rows.device) + self.oldest) % len(self)
+        self.rows.index_copy_(0, indices, rows.to(self.rows.dtype))
         self.oldest.add_(len(rows)).remainder_(len(self))

@@ -93,7 +93,7 @@ class Prototypes(nn.Module):
 
     @torch.no_grad()
     def normalize_(self) -> None:
-        """Normalise every row to unit length, in place."""
+        """Normalize every row to unit length, in place."""
         self.weight.copy_(F.normalize(self.weight, dim=1))
 
 
@@ -107,8 +107,8 @@ class UnitLength(nn.Module):
 class WeightNormLinear(nn.Module):
     """Linear layer whose rows have unit length, or a trained length that starts at 1.
 
-    Weight normalisation (arXiv:1602.07868) with the length g fixed to 1, as in DINO's last layer,
-    or as the parameter ``length``, as in DINOv2's. Rows are normalised in the forward pass. The
+    Weight normalization (arXiv:1602.07868) with the length g fixed to 1, as in DINO's last layer,
+    or as the parameter ``length``, as in DINOv2's. Rows are normalized in the forward pass. The
     layer has plain parameters and no hook, so it can be copied, pickled and exported.
     """
 
@@ -125,7 +125,7 @@ class WeightNormLinear(nn.Module):
 
 
 class DINOHead(nn.Module):
-    """mlp with GELU -> bottleneck on the unit sphere -> weight-normalised prototypes.
+    """mlp with GELU -> bottleneck on the unit sphere -> weight-normalized prototypes.
 
     DINO (arXiv:2104.14294), appendix C: (N, E) -> (N, K) scores in [-1, 1]. ``num_layers`` is the
     number of layers of the mlp including the bottleneck. ``norm`` adds BatchNorm to the mlp, as the

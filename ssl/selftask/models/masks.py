@@ -96,8 +96,8 @@ def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
     """Return ``share * length`` consecutive places at a drawn offset: bool (..., length)."""
     size = (share * length).round()
     first = (draw * (length - size + 1)).floor().minimum(length - size)  # minimum: rounding
-    places = torch.arange(length, device=share.device)
-    return (places >= first[..., None]) & (places < (first + size)[..., None])
+    positions = torch.arange(length, device=share.device)
+    return (positions >= first[..., None]) & (positions < (first + size)[..., None])
 
 
 def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int]) -> list[int]:
@@ -137,10 +137,10 @@ def cut_out(block: Tensor, targets: Tensor, *, least: int) -> Tensor:
     the published code (which first tries other positions of the block).
     """
     covered = F.pad(targets.int(), (0, 0, 1, 0)).cumsum(dim=1) > 0  # by the first 0, 1, ... M
-    left = block[:, None] & ~covered  # (B, M + 1, N)
-    enough = left.sum(dim=2) >= least  # (B, M + 1)
+    remaining = block[:, None] & ~covered  # (B, M + 1, N)
+    enough = remaining.sum(dim=2) >= least  # (B, M + 1)
     number = (enough * torch.arange(enough.shape[1], device=block.device)).amax(dim=1)  # (B,)
-    return left[torch.arange(len(left), device=block.device), number]
+    return remaining[torch.arange(len(remaining), device=block.device), number]
 
 
 def padded_indices(mask: Tensor, length: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -129,17 +129,17 @@ def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
     num_images = [len(view) for view in views]
     if len(set(num_images)) != 1:
         raise ValueError(f"every view must hold the same images, got batches of {num_images}")
-    places: dict[torch.Size, list[int]] = {}
-    for place, view in enumerate(views):
-        places.setdefault(view.shape, []).append(place)
+    indices: dict[torch.Size, list[int]] = {}
+    for index, view in enumerate(views):
+        indices.setdefault(view.shape, []).append(index)
 
     features: dict[int, Tensor] = {}
-    for same_size in places.values():
-        images = [views[place] for place in same_size]
+    for same_size in indices.values():
+        images = [views[index] for index in same_size]
         together = images[0] if len(images) == 1 else torch.cat(images)  # (views * B, C, H, W)
         LAYER_DRAWS.enter(same_size)
         output = pooled(backbone, together)
-        if len(places) == 1:
+        if len(indices) == 1:
             return output  # already in view order: no copy
         features.update(zip(same_size, output.chunk(len(same_size)), strict=True))
-    return torch.cat([features[place] for place in range(len(views))])
+    return torch.cat([features[index] for index in range(len(views))])

@@ -79,12 +79,12 @@ class PatchPredictor(nn.Module):
         if grid not in (None, self.grid):
             positions = sincos_positions(positions.shape[1], grid).to(positions)
         num_groups, num_asked = asked.shape[1:]
-        known = self.embed(encoded)  # (B, P + K, D)
-        num_prefix = known.shape[1] - keep.shape[1]
-        known = torch.cat([known[:, :num_prefix], known[:, num_prefix:] + positions[keep]], 1)
-        known = known.repeat_interleave(num_groups, dim=0)  # (B * M, P + K, D)
-        unknown = self.mask_token + positions[asked.flatten(0, 1)]  # (B * M, Q, D)
-        x = torch.cat([known, unknown], dim=1)
+        context = self.embed(encoded)  # (B, P + K, D)
+        num_prefix = context.shape[1] - keep.shape[1]
+        context = torch.cat([context[:, :num_prefix], context[:, num_prefix:] + positions[keep]], 1)
+        context = context.repeat_interleave(num_groups, dim=0)  # (B * M, P + K, D)
+        queries = self.mask_token + positions[asked.flatten(0, 1)]  # (B * M, Q, D)
+        x = torch.cat([context, queries], dim=1)
         attend = None
         if padding is not None and asked_padding is not None:
             each = padding.repeat_interleave(num_groups, dim=0)  # (B * M, K)

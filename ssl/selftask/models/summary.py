@@ -21,6 +21,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from selftask.config.checks.grid import output_side
 from selftask.config.schema import num_views
+from selftask.config.values.budget import show_count
 from selftask.models.eval_mode import in_eval_mode
 
 if TYPE_CHECKING:
@@ -40,16 +41,17 @@ def opening_lines(
     """
     yield f"run: {config.recipe}, out={config.out}, seed {config.train.seed}"
     backbone: nn.Module = network.backbone  # type: ignore[assignment]
-    trained = _count(network, trained=True) + _count(method, trained=True)
+    num_trained = _count(network, trained=True) + _count(method, trained=True)
     views = ", ".join(
         _views(number, name, config.views[name])
         for name, number in num_views(config.views).items()
         if number
     )
+    size, trained = show_count(_count(backbone), 3), show_count(num_trained, 3)
     yield (
-        f"model: {config.method.name} on {_name(config.backbone)} of {_show(_count(backbone))} "
-        f"parameters{_show_cost(backbone, config, channels)}; {_show(trained)} are trained, the "
-        f"head's included; views: {views}"
+        f"model: {config.method.name} on {_name(config.backbone)} of {size} parameters"
+        f"{_show_cost(backbone, config, channels)}; {trained} are trained, the head's included; "
+        f"views: {views}"
     )
 
 
@@ -63,14 +65,6 @@ def _count(module: nn.Module, *, trained: bool = False) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
 
-def _show(count: int) -> str:
-    """Format a count: ``697 k``, ``23.5 M``, ``4.1 G``."""
-    for size, unit in ((1e9, "G"), (1e6, "M")):
-        if count >= 0.9995 * size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1e3:.0f} k"
-
-
 def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
     """Format the multiply-adds for an image of the first view's size, if they can be counted."""
     side = output_side(next(iter(config.views.values())).transforms)
@@ -78,10 +72,11 @@ def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
     if side is None or is_sharded:  # the forward pass of a sharded model would be a collective
         return ""
     try:
-        cost = forward_cost(backbone, side, channels)
+        flops, _ = _count_forward(backbone, side, channels)
     except Exception:  # noqa: BLE001 - a user's module may raise anything on the meta device
         return ""
-    return f", {_show(cost.macs)} multiply-adds per image of {side} x {side} pixels"
+    cost = show_count(flops.get_total_flops() // 2, 3)
+    return f", {cost} multiply-adds per image of {side} x {side} pixels"
 
 
 def _views(number: int, name: str, group: ViewConfig) -> str:
@@ -91,38 +86,16 @@ def _views(number: int, name: str, group: ViewConfig) -> str:
     return f"{number} {name}{size}"
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of one image.
-
-    Args:
-        macs: Multiply-adds of convolutions, matrix products and attention. Papers often call them
-            FLOPs (4.1 G for ResNet-50).
-        activations: Elements in the outputs of these operations (arXiv:2003.13678, section 3.1).
-    """
-
-    macs: int
-    activations: int
-
-
 @torch.no_grad()
-def forward_cost(module: nn.Module, side: int, channels: int = 3) -> Cost:
-    """Count the cost of a forward pass of one image of ``side`` x ``side`` pixels.
-
-    Weights and random states are unchanged. A forward pass that depends on values, which do not
-    exist on the meta device, raises the module's error.
-
-    Args:
-        module: Images (B, C, H, W) -> features.
-        side: Height and width in pixels.
-        channels: Channels of the image.
-    """
+def _count_forward(
+    module: nn.Module, side: int, channels: int
+) -> tuple[FlopCounterMode, Counter[str]]:
+    """Return FLOPs and activations of a forward pass of one image, by module."""
     image = torch.empty(1, channels, side, side, device="meta")
     activations = _CountActivations()
     with in_eval_mode(module), FlopCounterMode(display=False) as flops, activations:
         functional_call(module, _meta_state(module), (image,))
-    whole = activations.by_module[_tracked(module, "")]
-    return Cost(flops.get_total_flops() // 2, whole)
+    return flops, activations.by_module
 
 
 @dataclass(frozen=True)
@@ -133,7 +106,8 @@ class ModuleCost:
         name: Dotted name; empty for the whole model.
         kind: Name of its class.
         parameters: Number of parameters; shared ones count once per module.
-        macs: Multiply-adds of convolutions, matrix products and attention.
+        macs: Multiply-adds of convolutions, matrix products and attention. Papers often call them
+            FLOPs (4.1 G for ResNet-50).
         activations: Elements in the outputs of these operations (arXiv:2003.13678, section 3.1).
         saved_bytes: Memory kept for the backward pass in float32.
     """
@@ -151,16 +125,16 @@ def module_costs(
 ) -> list[ModuleCost]:
     """Return the cost of a module and its sub-modules, for images of ``side`` x ``side`` pixels.
 
+    Weights and random states are unchanged. A forward pass that depends on values, which do not
+    exist on the meta device, raises the module's error.
+
     Args:
         module: Images (B, C, H, W) -> anything.
         side: Height and width in pixels.
         channels: Channels of the image.
         depth: Number of levels of sub-modules.
     """
-    image = torch.empty(1, channels, side, side, device="meta")
-    counting = _CountActivations()
-    with torch.no_grad(), in_eval_mode(module), FlopCounterMode(display=False) as flops, counting:
-        functional_call(module, _meta_state(module), (image,))
+    flops, activations = _count_forward(module, side, channels)
     macs = {name: sum(of.values()) // 2 for name, of in flops.get_flop_counts().items()}
     saved = saved_bytes(module, (torch.empty(2, channels, side, side, device="meta"),))
     return [
@@ -169,7 +143,7 @@ def module_costs(
             kind=type(inner).__name__,
             parameters=sum(p.numel() for p in inner.parameters()),
             macs=macs.get(_tracked(module, name), 0),
-            activations=counting.by_module[_tracked(module, name)],
+            activations=activations[_tracked(module, name)],
             saved_bytes=saved[name] // 2,
         )
         for name, inner in module.named_modules()

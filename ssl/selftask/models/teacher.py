@@ -18,7 +18,7 @@ class Teacher(nn.Module):
     Its parameters do not require gradients, so optimizers and DDP ignore them.
 
     Only parameters are averaged, not BatchNorm buffers. The teacher runs in train mode like the
-    student: it normalises with the statistics of its own batch and has its own running averages, as
+    student: it normalizes with the statistics of its own batch and has its own running averages, as
     in the published code of MoCo, BYOL and DINO. Its state is that of the sub-module ``network``.
 
     Args:

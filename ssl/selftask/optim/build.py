@@ -56,9 +56,9 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         Constants and values that change per epoch are set by ``on_epoch``.
         """
         groups = self.optimizer.param_groups
-        for schedule, places in self._moving:
+        for schedule, targets in self._moving:
             value = schedule(where)
-            for number, key, factor in places:
+            for number, key, factor in targets:
                 groups[number][key] = value if factor is None else value * factor
         self.optimizer.step(closure)
 
@@ -133,9 +133,11 @@ def build_optimizer(
     if config.name in OPTIMIZERS:
         kind = OPTIMIZERS[config.name]
         moving = _moving_settings(kind, config.args, length)
-        own = kind(**{**config.args, **{key: schedule(0.0) for key, schedule in moving.items()}})
-        optimizer: Any = ScheduledOptimizer(own, settings)
-        layerwise = getattr(own, "layerwise", False)
+        options = kind(
+            **{**config.args, **{key: schedule(0.0) for key, schedule in moving.items()}}
+        )
+        optimizer: Any = ScheduledOptimizer(options, settings)
+        layerwise = getattr(options, "layerwise", False)
         # torch's key; configs say sgd_momentum, since methods also have a momentum
         ours = {key.removeprefix("sgd_"): schedule for key, schedule in moving.items()}
         groups = [{**group, **ours} for group in groups]

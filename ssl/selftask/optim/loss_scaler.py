@@ -75,8 +75,8 @@ class LossScaler(NoScaler):
             StepSkipped: On every rank, if a gradient is not finite on any rank.
             RunError: If gradients are not finite although the scale is tiny.
         """
-        found = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        gradients = [_local(gradient) for gradient in found if gradient is not None]
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        gradients = [_local(gradient) for gradient in grads if gradient is not None]
         if not gradients:
             return
         device = gradients[0].device

@@ -60,13 +60,13 @@ class Settings:
 
 def named_parameters(modules: Named) -> list[Parameter]:
     """Return all parameters of named modules; shared parameters are listed once."""
-    found: dict[int, Parameter] = {}
+    parameters: dict[int, Parameter] = {}
     for prefix, module in modules:
-        for place, part in module.named_modules(prefix=prefix):
+        for path, part in module.named_modules(prefix=prefix):
             kinds = frozenset(kind.__name__ for kind in type(part).__mro__)
             for name, value in part.named_parameters(recurse=False):
-                found.setdefault(id(value), Parameter(f"{place}.{name}", value, kinds))
-    return list(found.values())
+                parameters.setdefault(id(value), Parameter(f"{path}.{name}", value, kinds))
+    return list(parameters.values())
 
 
 def freeze_for_good(
@@ -146,17 +146,17 @@ def _settings_of(
     decays = config.decay_tokens if is_token else parameter.value.ndim > 1
     top = max(depths.values(), default=-1) + 1
     layer = config.layer_decay ** (top - depths.get(parameter.name, top))
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for rule in rules:
         if parameter.matches(rule):
-            given = {**rule.given, **given}
+            values = {**rule.given, **values}
     return Settings(
         parameter,
         decays,
-        given.get("weight_decay", config.weight_decay if decays or config.decay_1d else 0.0),
-        given.get("lr", 1.0) * layer,
-        given.get("schedule", {}),
-        _frozen_steps(given.get("freeze"), length),
+        values.get("weight_decay", config.weight_decay if decays or config.decay_1d else 0.0),
+        values.get("lr", 1.0) * layer,
+        values.get("schedule", {}),
+        _frozen_steps(values.get("freeze"), length),
     )
 
 
@@ -174,15 +174,15 @@ def _check_matches(
     """Raise UserError with the nearest names if a rule matches nothing."""
     if matched:
         return
-    known: set[str] = set()
+    names: set[str] = set()
     for parameter in parameters:
         parts = parameter.name.split(".")
-        known |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        names |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
     if rule.match is None or any(p.matches(GroupRule(match=rule.match)) for p in parameters):
         kinds = {kind for parameter in parameters for kind in parameter.kinds} - {"object"}
         wanted, hint = "type", nearest(_listed(rule.type)[0], kinds)
     else:
-        wanted, hint = "match", nearest(_listed(rule.match)[0].replace("*", ""), known)
+        wanted, hint = "match", nearest(_listed(rule.match)[0].replace("*", ""), names)
     raise UserError(
         f"{key}.{wanted}={getattr(rule, wanted)!r}: matches no trained parameter; {hint}"
     )

@@ -112,16 +112,16 @@ class _Meter:
     def __init__(self, budget: ActivationBudget, number: int) -> None:
         self._budget, self._number = budget, number
 
-    def measure(self, block: nn.Module, run: Callable[[], Any], given: Iterable[Any]) -> None:
+    def measure(self, block: nn.Module, run: Callable[[], Any], arguments: Iterable[Any]) -> None:
         """Run once and measure the kept memory; restore random states and running statistics."""
-        own = {_place(tensor) for tensor in (*block.parameters(), *block.buffers())}
+        of_block = {_place(tensor) for tensor in (*block.parameters(), *block.buffers())}
         saved: dict[int, int] = {}
 
         def see(tensor: Tensor) -> Tensor:
             saved[_place(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
-        inputs = [tensor for tensor in given if isinstance(tensor, Tensor)]
+        inputs = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
         with (
             forked_rng(),
             keeping_statistics(block),
@@ -132,7 +132,7 @@ class _Meter:
         entering = {_place(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
         self._budget.add(
             self._number,
-            sum(size for place, size in saved.items() if place not in own),
+            sum(size for address, size in saved.items() if address not in of_block),
             sum(entering.values()),
         )
 

@@ -14,17 +14,17 @@ def find_blocks(network: nn.Module) -> list[nn.Module]:
     stage that itself has a container of equal blocks is not a block; its children are. A network
     without such children (a plain ``Sequential`` of layers) has no blocks.
     """
-    found: list[nn.Module] = []
-    _descend(network, in_container=False, found=found)
-    return found
+    blocks: list[nn.Module] = []
+    _descend(network, in_container=False, blocks=blocks)
+    return blocks
 
 
-def _descend(module: nn.Module, *, in_container: bool, found: list[nn.Module]) -> None:
+def _descend(module: nn.Module, *, in_container: bool, blocks: list[nn.Module]) -> None:
     if in_container and _is_block(module):
-        found.append(module)
+        blocks.append(module)
         return
     for child in module.children():
-        _descend(child, in_container=isinstance(module, _CONTAINERS), found=found)
+        _descend(child, in_container=isinstance(module, _CONTAINERS), blocks=blocks)
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ class DDPReduction(Reduction):
 
     Parameters without a gradient are reported by name on every rank; with ``find_unused`` they keep
     their values. Plain DDP would hang, or fail one step later and report parameter indices only. As
-    in the other reductions, buffers are not synchronised.
+    in the other reductions, buffers are not synchronized.
     """
 
     def __init__(

@@ -189,22 +189,22 @@ class FSDPReduction(Reduction):
 
     def rearrange(self, state: dict[str, Any]) -> dict[str, Any]:
         optim = state["optim"]
-        places = [place for _, mine in self._layout for place in mine]
+        places = [index for _, mine in self._layout for index in mine]
         of_place = {places[i]: value for i, value in optim["state"].items()}
         groups: dict[int, dict[str, Any]] = {}
         for (number, mine), group in zip(self._layout, optim["param_groups"], strict=True):
             before = groups.get(number, {"params": []})["params"]
             groups[number] = {**group, "params": sorted([*before, *mine])}
-        ordered = {place: of_place[place] for place in sorted(of_place)}
+        ordered = {index: of_place[index] for index in sorted(of_place)}
         return {**state, "optim": {"state": ordered, "param_groups": list(groups.values())}}
 
     def shard_state_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
         optim = state["optim"]
-        places = [place for _, mine in self._layout for place in mine]
+        places = [index for _, mine in self._layout for index in mine]
         of_one = {
-            i: {key: self._share_like(value, place) for key, value in optim["state"][place].items()}
-            for i, place in enumerate(places)
-            if place in optim["state"]
+            i: {key: self._share_like(value, index) for key, value in optim["state"][index].items()}
+            for i, index in enumerate(places)
+            if index in optim["state"]
         }
         groups, first = [], 0
         for number, mine in self._layout:
@@ -213,8 +213,8 @@ class FSDPReduction(Reduction):
             first += len(mine)
         return {**state, "optim": {"state": of_one, "param_groups": groups}}
 
-    def _share_like(self, value: Any, place: int) -> Any:
-        parameter = self._parameters[place]
+    def _share_like(self, value: Any, index: int) -> Any:
+        parameter = self._parameters[index]
         same = isinstance(value, Tensor) and value.shape == parameter.shape
         return _share(value, parameter) if same else value
 

@@ -164,15 +164,15 @@ def _raise_on_all(error: Exception | None) -> None:
 
     An error on other ranks only is caused by the meta device, and becomes a UserError about it.
     """
-    known = isinstance(error, UserError)
-    text = None if error is None else str(error) if known else f"{type(error).__name__}: {error}"
-    told = gather_objects((known, text))
+    for_user = isinstance(error, UserError)
+    text = None if error is None else str(error) if for_user else f"{type(error).__name__}: {error}"
+    errors = gather_objects((for_user, text))
     if error is not None and is_primary():
         raise error
-    known, text = told[0]
+    for_user, text = errors[0]
     if text is not None:
-        raise (UserError if known else RunError)(f"rank 0: {text}") from error
-    others = [(rank, text) for rank, (_, text) in enumerate(told) if text is not None]
+        raise (UserError if for_user else RunError)(f"rank 0: {text}") from error
+    others = [(rank, text) for rank, (_, text) in enumerate(errors) if text is not None]
     if others:
         rank, text = others[0]
         raise UserError(

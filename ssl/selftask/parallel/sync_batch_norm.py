@@ -44,7 +44,7 @@ class SyncBatchNorm(_BatchNorm):
     """BatchNorm of (N, C, ...) with the statistics of all rows of its ``ranks``.
 
     Equal to ``nn.BatchNorm`` on the concatenated batch; ranks may have different numbers of rows.
-    State and parameters are those of ``nn.BatchNorm``, and so is its behaviour in eval mode.
+    State and parameters are those of ``nn.BatchNorm``, and so is its behavior in eval mode.
     """
 
     ranks: Ranks

@@ -53,7 +53,7 @@ def take_assumptions(words: list[str]) -> tuple[list[str], Assumptions]:
         UserError: If a value of the plan is invalid.
     """
     rest: list[str] = []
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or key not in _READERS:
@@ -61,10 +61,10 @@ def take_assumptions(words: list[str]) -> tuple[list[str], Assumptions]:
             continue
         read, expected = _READERS[key]
         try:
-            found[key] = read(text.strip())
+            values[key] = read(text.strip())
         except ValueError:
             raise UserError(f"command line: {word}: expected {expected}") from None
-    return rest, replace(Assumptions(), **found)
+    return rest, replace(Assumptions(), **values)
 
 
 def _count(text: str) -> int:

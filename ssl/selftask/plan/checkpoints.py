@@ -59,8 +59,8 @@ def checkpoint_size(task: FakeTask) -> int:
             size += storage.nbytes()
         return empty[storage._cdata]
 
-    further = (task.world.size - 1) * _file_size(process_state.rng_state())
-    return _file_size(tree_map(emptied, state)) + size + further
+    of_other_ranks = (task.world.size - 1) * _file_size(process_state.rng_state())
+    return _file_size(tree_map(emptied, state)) + size + of_other_ranks
 
 
 def _file_size(state: Any) -> int:

@@ -80,9 +80,7 @@ class FakeData:
             labels=(index % max(1, self.num_classes)).to(device),
             index=index.to(device),
             key=key,
-            extras=Extras(caption=self._captions(size).to(device))
-            if self._has_captions
-            else Extras(),
+            extras=self._extras(size, device),
             draws={name: [_draws(size, device)] * len(group) for name, group in views.items()},
         )
 
@@ -90,9 +88,15 @@ class FakeData:
         """Return an empty dict; every image is readable."""
         return {}
 
-    @property
-    def _has_captions(self) -> bool:
-        return "captions" in required(self.config.method.name)
+    def _extras(self, size: int, device: torch.device) -> Extras:
+        """Return the captions or numbers that the method requires."""
+        method, extras = self.config.method, Extras()
+        if "captions" in required(method.name):
+            extras["caption"] = self._captions(size).to(device)
+        if "numbers" in required(method.name):
+            numbers = torch.ones(size, device=device)
+            extras.update(dict.fromkeys(method.args["targets"], numbers))
+        return extras
 
     def _captions(self, size: int) -> Tensor:
         """Return token ids (B, L) of captions with half the largest length."""

@@ -20,7 +20,7 @@ from selftask.models.weights.frozen import Frozen
 from selftask.parallel.reduction import Reduction
 from selftask.plan.fake_data import FakeData
 from selftask.random.keyed import LAYER_DRAWS
-from selftask.task import Task, build
+from selftask.task import Task
 
 _CPU = torch.device("cpu")
 _MOST_BATCHES = 2  # simulated batches of a step with accumulation; later ones equal the second
@@ -57,15 +57,15 @@ class FakeTask(Task):
         if mode:
             self.backbone = _meta_backbone(self.config.backbone, data.channels)
         with self.device:
-            build.model(self)
+            self.build_model()
         self.device = device
         self.reduction = Reduction()  # reduces nothing; the plan computes the traffic of gradients
         if mode:
             for module in (self.base_model, self.loss):
                 module._apply(lambda tensor: FakeTensor(mode, tensor.detach(), device))
         with self.mode:
-            build.optimizer(self)
-        build.hooks(self)
+            self.build_optimizer()
+        self.build_hooks()
         for module in (self.base_model, self.loss):
             module.train()
 

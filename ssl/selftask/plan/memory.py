@@ -47,11 +47,11 @@ def rank_memory(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
     """Return the memory of a rank for ``config.parallel.reduce``."""
     if config.parallel.reduce == "fsdp" and config.launch.world_size > 1:
         return _sharded(config, task, cost)
-    found = dict(cost.at_peak)
-    found[AVERAGES] = _averages(config) * _bytes(task)
+    kinds = dict(cost.at_peak)
+    kinds[AVERAGES] = _averages(config) * _bytes(task)
     if config.launch.world_size > 1 and config.parallel.grad_compression != "none":
-        found[BUCKETS] = HALF * sum(p.numel() for p in task.trained_parameters)
-    return RankMemory(_in_order(found))
+        kinds[BUCKETS] = HALF * sum(p.numel() for p in task.trained_parameters)
+    return RankMemory(_in_order(kinds))
 
 
 def _sharded(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
@@ -59,21 +59,21 @@ def _sharded(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
     network = units_of(task.base_model, config, task)
     teachers = [units_of(module, config, task) for module in task.teachers]
     inside = set(task.base_model.parameters())
-    own = FULL * sum(p.numel() for p in task.trained_parameters if p not in inside)
+    of_method = FULL * sum(p.numel() for p in task.trained_parameters if p not in inside)
     trained = sum(unit.trained_shard for unit in network.all())
-    whole = sum(unit.trained for unit in network.all()) + own
+    of_all = sum(unit.trained for unit in network.all()) + of_method
     kept = {
-        WEIGHTS: sum(unit.shard for unit in network.all()) + own,
+        WEIGHTS: sum(unit.shard for unit in network.all()) + of_method,
         TEACHER: sum(unit.shard for units in teachers for unit in units.all()),
         AVERAGES: _averages(config) * sum(unit.shard for unit in network.all()),
-        GRADIENTS: trained + own,
-        STATE: cost.at_peak.get(STATE, 0) * (trained + own) // max(1, whole),
+        GRADIENTS: trained + of_method,
+        STATE: cost.at_peak.get(STATE, 0) * (trained + of_method) // max(1, of_all),
     }
     gathered = max(
         _of_backward(network, config.parallel.prefetch),
         *(units.in_a_pass(max(1, config.parallel.prefetch)) for units in [*teachers, network]),
     )
-    found = {
+    kinds = {
         **(dict.fromkeys(kept, 0) if config.parallel.cpu_offload else kept),
         MEMORY: cost.at_peak.get(MEMORY, 0),
         INPUTS: cost.at_peak.get(INPUTS, 0),
@@ -82,7 +82,7 @@ def _sharded(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
         ACTIVATIONS: cost.activations,
     }
     on_host = sum(kept.values()) if config.parallel.cpu_offload else 0
-    return RankMemory(_in_order(found), network.largest, on_host)
+    return RankMemory(_in_order(kinds), network.largest, on_host)
 
 
 def _of_backward(units: Units, prefetch: int) -> int:
@@ -107,6 +107,6 @@ def _bytes(task: FakeTask) -> int:
     return FULL * sum(p.numel() for p in task.base_model.parameters())
 
 
-def _in_order(found: dict[str, int]) -> dict[str, int]:
-    known = {kind: found[kind] for kind in _ORDER if found.get(kind)}
-    return known | {kind: size for kind, size in found.items() if size and kind not in known}
+def _in_order(sizes: dict[str, int]) -> dict[str, int]:
+    ordered = {kind: sizes[kind] for kind in _ORDER if sizes.get(kind)}
+    return ordered | {kind: size for kind, size in sizes.items() if size and kind not in ordered}

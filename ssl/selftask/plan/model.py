@@ -36,9 +36,9 @@ def parts_of(task: FakeTask) -> list[Part]:
         return Part(name, mine, sum(p.numel() for p in new) - mine)
 
     network = task.base_model
-    found = [count(name, [*child.parameters()]) for name, child in network.named_children()]
-    found.append(count("other parameters of the network", [*network.parameters()]))
+    parts = [count(name, [*child.parameters()]) for name, child in network.named_children()]
+    parts.append(count("other parameters of the network", [*network.parameters()]))
     teachers = [p for teacher in task.teachers for p in teacher.parameters()]
     teacher = count("teacher", teachers)
-    found += [count(f"method {task.config.method.name}", [*task.loss.parameters()]), teacher]
-    return [part for part in found if part.trained + part.frozen]
+    parts += [count(f"method {task.config.method.name}", [*task.loss.parameters()]), teacher]
+    return [part for part in parts if part.trained + part.frozen]

@@ -35,16 +35,16 @@ def remedies(plan: Plan, given: Assumptions) -> list[Remedy]:
     memory = given.memory
     if memory is None or plan.memory.fits(memory):
         return []
-    found: list[Remedy] = []
+    fitting: list[Remedy] = []
     for change in (_precision, _recompute, _shard, _recompute_and_shard, _accumulate, _smaller):
-        if change is _recompute_and_shard and any("parallel." in one.words for one in found):
+        if change is _recompute_and_shard and any("parallel." in one.words for one in fitting):
             continue  # one of the two alone is enough
         for config, words, effect in change(plan.config):
             planned = _memory(plan, config)
             if planned is not None and planned.fits(memory):
-                found.append(Remedy(words, effect, planned))
+                fitting.append(Remedy(words, effect, planned))
                 break
-    return found
+    return fitting
 
 
 _Change = Iterator[tuple[Config, str, str]]

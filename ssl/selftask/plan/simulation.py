@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +18,10 @@ from selftask.distributed.simulated import SIMULATED
 from selftask.parallel.blocks import find_blocks
 from selftask.plan.fake_data import FakeData
 from selftask.plan.fake_task import FakeTask
-from selftask.plan.repeated_blocks import repeated_blocks
-from selftask.plan.step_tracker import ACTIVATIONS, StepTracker
+from selftask.plan.step_tracker import StepTracker
 
 WEIGHTS, TEACHER, STATE = "weights", "teacher", "optimizer"
 GRADIENTS, MEMORY, INPUTS = "gradients", "buffers", "inputs"
-
-_FEW = (1, 2)  # numbers of blocks to simulate for a network with many equal blocks
 
 
 @dataclass(frozen=True)
@@ -33,9 +29,7 @@ class StepCost:
     """Cost of a step on one rank.
 
     Args:
-        images: Number of images in one batch of this rank.
-        peak: Peak memory in bytes.
-        at_peak: Bytes at the peak, by kind.
+        at_peak: Bytes at the peak of memory, by kind.
         activations: Largest size of activations during the step, in bytes.
         flops: FLOPs of one image by phase (forward, backward, teacher); a multiply-add counts as
             two.
@@ -44,8 +38,6 @@ class StepCost:
         teacher_passes: Number of forward passes through the blocks of each teacher in a step.
     """
 
-    images: int
-    peak: int
     at_peak: dict[str, int]
     activations: int
     flops: dict[str, float]
@@ -69,99 +61,27 @@ def simulate(task: FakeTask, images: int) -> StepCost:
         task: A task of ``fake_task``.
         images: Number of images in one batch of this rank.
     """
-    blocks = repeated_blocks(task)
-    if blocks is None:
-        return _cost(_run(task, images))
-    networks = [task.base_model, *task.teachers]
-    runs = []
-    for number in _FEW:
-        with blocks.only(number, networks):
-            runs.append(_run(task, images))
-    return _cost(_extrapolate(*runs, to=len(blocks.names)))
-
-
-@dataclass
-class _Run:
-    """Measurements of one simulated step, from which ``_cost`` computes a StepCost.
-
-    Args:
-        excess: Bytes by which the peak exceeds the largest of the moments.
-        activations_excess: The same for activations only.
-    """
-
-    images: int
-    batches: int
-    moments: dict[str, Counter[str]]
-    excess: int
-    activations_excess: int
-    flops: Counter[str]
-    sent: Counter[str]
-    passes: int
-    teacher_passes: int
-
-
-def _run(task: FakeTask, images: int) -> _Run:
     _begin(task)
     tracker = StepTracker()
     handles = _watch(task, tracker)
     passes = [_Passes(network) for network in (task.base_model, *task.teachers)]
     first, *others = task.read(images)
     tracker.own(INPUTS, tree_leaves((first.views, dict(first.extras))))
-    batches = 1 + len(others)
+    seen = images * (1 + len(others))
     del first, others
     SIMULATED.bytes_of.clear()
     with task.mode, tracker:
         tracker.reset_peak()
         task.train_step_function(task)
-    for handle in (*handles, *(one.handle for one in passes)):
+    for handle in (*handles, *(counter.handle for counter in passes)):
         handle.remove()
-    moments = {name: Counter(live) for name, live in tracker.moments.items()}
-    return _Run(
-        images,
-        batches,
-        moments,
-        tracker.peak - max(live.total() for live in moments.values()),
-        tracker.most_activations - max(live[ACTIVATIONS] for live in moments.values()),
-        Counter(tracker.flops),
-        Counter(SIMULATED.bytes_of),
-        passes[0].number,
-        max((one.number for one in passes[1:]), default=0),
-    )
-
-
-def _cost(run: _Run) -> StepCost:
-    highest = max(run.moments.values(), key=lambda live: live.total())
-    at_peak = highest + Counter({ACTIVATIONS: run.excess})
-    activations = max(live[ACTIVATIONS] for live in run.moments.values())
     return StepCost(
-        images=run.images,
-        peak=at_peak.total(),
-        at_peak=dict(at_peak),
-        activations=activations + run.activations_excess,
-        flops={phase: count / run.images / run.batches for phase, count in run.flops.items()},
-        sent=dict(run.sent),
-        passes=run.passes,
-        teacher_passes=run.teacher_passes,
-    )
-
-
-def _extrapolate(fewer: _Run, more: _Run, *, to: int) -> _Run:
-    """Extrapolate to ``to`` blocks: all values except the excess are linear in their number."""
-    few, many = _FEW
-
-    def grown(first: Counter[str], second: Counter[str]) -> Counter[str]:
-        return Counter(
-            {
-                key: first[key] + (second[key] - first[key]) * (to - few) // (many - few)
-                for key in {**first, **second}
-            }
-        )
-
-    return replace(
-        more,
-        moments={name: grown(live, more.moments[name]) for name, live in fewer.moments.items()},
-        flops=grown(fewer.flops, more.flops),
-        sent=grown(fewer.sent, more.sent),
+        at_peak=tracker.at_peak,
+        activations=tracker.most_activations,
+        flops={phase: count / seen for phase, count in tracker.flops.items()},
+        sent=dict(SIMULATED.bytes_of),
+        passes=passes[0].number,
+        teacher_passes=max((counter.number for counter in passes[1:]), default=0),
     )
 
 

@@ -12,37 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import (
-    conv_flop_count,
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 ACTIVATIONS, GRADIENTS, CASTS = "activations", "gradients", "low-precision weights"
 FORWARD, BACKWARD, TEACHER = "forward", "backward", "teacher"
-BEFORE, START, END = "end of forward", "start of backward", "end of backward"
 _CAST = torch.ops.aten._to_copy.default
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    flops: int = sdpa_flop_count(query.shape, key.shape, value.shape)
-    return flops
-
-
-def _attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> int:
-    shapes = (tensor.shape for tensor in (gradient, query, key, value))
-    flops: int = sdpa_backward_flop_count(*shapes)
-    return flops
-
-
-# torch counts the kernels of GPUs only. Which kernel a CPU takes depends on its instruction set.
-_CPU_KERNELS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
 
 
 class StepTracker(TorchDispatchMode):
@@ -60,8 +34,7 @@ class StepTracker(TorchDispatchMode):
         self.at_peak: dict[str, int] = {}
         self.most_activations = 0  # largest size so far, in bytes
         self.flops: Counter[str] = Counter()
-        self.moments: dict[str, dict[str, int]] = {}  # live bytes by kind, at BEFORE, START, END
-        self._known: dict[int, list[Any]] = {}  # storage -> kind, bytes, weak reference
+        self._storages: dict[int, list[Any]] = {}  # storage -> kind, bytes, weak reference
         self._weights: set[int] = set()
 
     def own(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -71,11 +44,11 @@ class StepTracker(TorchDispatchMode):
 
     def watch_casts(self, weights: Iterable[Tensor]) -> None:
         """Count copies of these weights in another precision as ``CASTS``."""
-        self._weights = {_place(weight) for weight in weights}
+        self._weights = {_key(weight) for weight in weights}
 
     def relabel(self, tensor: Tensor, kind: str) -> None:
         """Count the storage of a tensor as another kind from now on."""
-        entry = self._known.get(_place(tensor))
+        entry = self._storages.get(_key(tensor))
         if entry is not None and entry[0] != kind:
             self.live[entry[0]] -= entry[1]
             self.live[kind] += entry[1]
@@ -85,7 +58,6 @@ class StepTracker(TorchDispatchMode):
         """Forget earlier peaks and FLOPs."""
         self.peak, self.at_peak, self.most_activations = self.total, dict(self.live), 0
         self.flops.clear()
-        self.moments = {BEFORE: dict(self.live)}
 
     def __torch_dispatch__(
         self,
@@ -95,49 +67,41 @@ class StepTracker(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         phase = _phase()
-        if phase == BACKWARD and START not in self.moments:
-            self.moments[START] = dict(self.live)
         result = func(*args, **kwargs or {})
         packet = func._overloadpacket  # type: ignore[attr-defined]
-        if packet is torch.ops.aten.convolution_backward:
-            self.flops[phase] += _convolution_backward(*args)
-        elif packet in _CPU_KERNELS:
-            self.flops[phase] += _CPU_KERNELS[packet](*args, **kwargs or {})
-        elif packet in flop_registry:
-            self.flops[phase] += flop_registry[packet](*args, **kwargs or {}, out_val=result)
+        if packet in _FLOPS:
+            self.flops[phase] += _FLOPS[packet](*args, **kwargs or {}, out_val=result)
         kind = ACTIVATIONS
-        if func is _CAST and _place(args[0]) in self._weights:
+        if func is _CAST and _key(args[0]) in self._weights:
             kind = CASTS
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf, kind)
-        if phase == BACKWARD:
-            self.moments[END] = dict(self.live)
-        elif START not in self.moments:
-            self.moments[BEFORE] = dict(self.live)
         return result
 
     def _add(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        place = storage._cdata
-        if place in self._known:
+        key = storage._cdata
+        if key in self._storages:
             return
         size = storage.nbytes()
-        entry = [kind, size, weakref.ref(storage, partial(self._freed, place))]
-        self._known[place] = entry
+        entry = [kind, size, weakref.ref(storage, partial(self._freed, key))]
+        self._storages[key] = entry
         self.live[kind] += size
         self.total += size
         self.most_activations = max(self.most_activations, self.live[ACTIVATIONS])
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, dict(self.live)
 
-    def _freed(self, place: int, _: object) -> None:
-        kind, size, _ = self._known.pop(place)
+    def _freed(self, key: int, _: object) -> None:
+        kind, size, _ = self._storages.pop(key)
         self.live[kind] -= size
         self.total -= size
 
 
-def _convolution_backward(gradient: Tensor, images: Tensor, weight: Tensor, *options: Any) -> int:
+def _convolution_backward(
+    gradient: Tensor, images: Tensor, weight: Tensor, *options: Any, out_val: Any
+) -> int:
     """Return the FLOPs: those of the forward pass for each computed gradient, of images and weight.
 
     torch's own formula counts the weight gradient of a grouped convolution as if it had one group.
@@ -147,7 +111,21 @@ def _convolution_backward(gradient: Tensor, images: Tensor, weight: Tensor, *opt
     return conv_flop_count(x, w, out, transposed) * (asked[0] + asked[1])
 
 
-def _place(tensor: Tensor) -> int:
+_ATEN = torch.ops.aten
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    _ATEN.convolution_backward: _convolution_backward,
+    # A CPU's fused attention, which torch counts since 2.15; its arguments begin as the GPU's do.
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention
+    ],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from selftask.config.values.budget import show_bytes, show_count
 from selftask.config.values.duration import steps_in
 from selftask.errors import plural
 from selftask.optim.arithmetic import arithmetic
@@ -56,22 +57,6 @@ def short(plan: Plan) -> str:
     return f"{show_bytes(plan.memory.total)} a rank (estimate){_verdict(plan)}"
 
 
-def count(number: float) -> str:
-    """Format a large number: ``697 k``, ``23.5 M``, ``4.1 G``, ``2.3e+21``."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * size:
-            return f"{number / size:.4g} {unit}" if number < 1e15 else f"{number:.2e}"
-    return f"{number:.0f}"
-
-
-def show_bytes(size: float) -> str:
-    """Format bytes: ``640 B``, ``3.1 kB``, ``20.0 MB``, ``1.5 GB``, ``2.1 TB``."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= 0.9995 * unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size:.0f} B"
-
-
 def duration(seconds: float) -> str:
     """Format a time: ``35 s``, ``12.5 min``, ``7.3 h``, ``4.1 days``."""
     for size, unit in ((2 * 86_400, "days"), (3600, "h"), (120, "min")):
@@ -83,10 +68,10 @@ def duration(seconds: float) -> str:
 def _parameters(plan: Plan) -> Rows:
     for part in plan.parts:
         kinds = [(part.trained, "trained"), (part.frozen, "not trained")]
-        yield part.name, ", ".join(f"{count(n)} {kind}" for n, kind in kinds if n)
+        yield part.name, ", ".join(f"{show_count(n)} {kind}" for n, kind in kinds if n)
     trained = sum(part.trained for part in plan.parts)
-    whole = trained + sum(part.frozen for part in plan.parts)
-    yield "all", f"{count(whole)}, {count(trained)} of them trained"
+    total = trained + sum(part.frozen for part in plan.parts)
+    yield "all", f"{show_count(total)}, {show_count(trained)} of them trained"
 
 
 def _compute(plan: Plan) -> Rows:
@@ -98,10 +83,13 @@ def _compute(plan: Plan) -> Rows:
     }
     for phase, name in names.items():
         if flops.get(phase):
-            yield name, f"{count(flops[phase])}FLOP ({count(flops[phase] / 2)} multiply-adds)"
-    whole = sum(flops.values())
-    yield "all, an image", f"{count(whole)}FLOP"
-    yield "a step, all ranks", f"{whole * plan.samples_per_step:.3g} FLOP"
+            yield (
+                name,
+                f"{show_count(flops[phase])}FLOP ({show_count(flops[phase] / 2)} multiply-adds)",
+            )
+    total = sum(flops.values())
+    yield "all, an image", f"{show_count(total)}FLOP"
+    yield "a step, all ranks", f"{total * plan.samples_per_step:.3g} FLOP"
     yield "the run", f"{plan.flops:.3g} FLOP"
 
 
@@ -145,18 +133,24 @@ def _traffic(plan: Plan) -> Rows:
 
 
 def _checkpoints(plan: Plan) -> Rows:
-    found, config = plan.checkpoints, plan.config
+    checkpoints, config = plan.checkpoints, plan.config
     kept = config.train.keep_checkpoints
-    yield "size", f"{show_bytes(found.size)}, {kept} kept: {show_bytes(found.size * kept)}"
+    yield (
+        "size",
+        f"{show_bytes(checkpoints.size)}, {kept} kept: {show_bytes(checkpoints.size * kept)}",
+    )
     speed = show_bytes(plan.given.write_speed)
-    yield "time to write", f"{duration(found.write_s)} at {speed} a second (write_speed=)"
+    yield "time to write", f"{duration(checkpoints.write_s)} at {speed} a second (write_speed=)"
     nodes = config.launch.nodes
     rate = f"{nodes:,} {plural('node', nodes)}, each fails once in {duration(plan.given.mtbf)}"
-    yield "failures", f"one in {duration(found.mtbf_s)} ({rate}: mtbf=)"
+    yield "failures", f"one in {duration(checkpoints.mtbf_s)} ({rate}: mtbf=)"
     steps = ""
     if plan.seconds:
-        steps = f" = {max(1, round(found.interval_s / _step_seconds(plan))):,} steps"
-    yield "best interval", f"{duration(found.interval_s)}{steps} (Daly), {found.lost:.2%} is lost"
+        steps = f" = {max(1, round(checkpoints.interval_s / _step_seconds(plan))):,} steps"
+    yield (
+        "best interval",
+        f"{duration(checkpoints.interval_s)}{steps} (Daly), {checkpoints.lost:.2%} is lost",
+    )
     yield "of the recipe", f"{config.train.checkpoint_every}{_now(plan)}"
 
 
@@ -165,8 +159,8 @@ def _now(plan: Plan) -> str:
     if plan.seconds is None:
         return " (give images_per_s= to compare)"
     steps = steps_in(plan.config.train.checkpoint_every, plan.length)
-    interval, found = steps * _step_seconds(plan), plan.checkpoints
-    lost = lost_share(interval, found.write_s, found.mtbf_s)
+    interval, checkpoints = steps * _step_seconds(plan), plan.checkpoints
+    lost = lost_share(interval, checkpoints.write_s, checkpoints.mtbf_s)
     return f" = {duration(interval)}, {lost:.2%} is lost"
 
 
@@ -184,7 +178,7 @@ def _time(plan: Plan) -> Rows:
     yield "a step", duration(_step_seconds(plan))
     yield "the run", duration(plan.seconds)
     of_rank = sum(plan.step.flops.values()) * (rate or 0) / _ranks(plan)
-    yield "work of a rank", f"{count(of_rank)}FLOP/s, to compare with what the device can do"
+    yield "work of a rank", f"{show_count(of_rank)}FLOP/s, to compare with what the device can do"
     if plan.price is not None:
         hours = plan.seconds / 3600 * _ranks(plan)
         yield "price", f"{plan.price:,.2f} for {hours:,.1f} hours of a rank"
@@ -204,11 +198,11 @@ def _ranks(plan: Plan) -> int:
     return plan.config.launch.world_size
 
 
-def remedy_lines(found: list[Remedy]) -> list[str]:
+def remedy_lines(fitting: list[Remedy]) -> list[str]:
     """Return a line for each change that makes the run fit, with its side effects."""
-    if not found:
+    if not fitting:
         return ["no single change makes it fit: take more ranks, or a smaller network or batch"]
-    rows = [(remedy.words, show_bytes(remedy.memory.total), remedy.effect) for remedy in found]
+    rows = [(remedy.words, show_bytes(remedy.memory.total), remedy.effect) for remedy in fitting]
     width = max(len(words) for words, *_ in rows)
     return [
         "each of these makes it fit:",

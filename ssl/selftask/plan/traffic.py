@@ -30,15 +30,15 @@ def traffic(config: Config, task: FakeTask, cost: StepCost) -> Traffic:
     ranks = config.launch.world_size
     if ranks == 1:
         return Traffic({})
-    found = _sharded(config, task, cost) if config.parallel.reduce == "fsdp" else {}
-    inside = set(task.base_model.parameters()) if found else set()
-    item = FULL if config.parallel.grad_compression == "none" or found else HALF
+    sent = _sharded(config, task, cost) if config.parallel.reduce == "fsdp" else {}
+    inside = set(task.base_model.parameters()) if sent else set()
+    item = FULL if config.parallel.grad_compression == "none" or sent else HALF
     plain = item * sum(p.numel() for p in task.trained_parameters if p not in inside)
-    found["gradients (all-reduce)"] = _ring(2 * plain, ranks)
+    sent["gradients (all-reduce)"] = _ring(2 * plain, ranks)
     batches = config.train.accumulate / task.config.train.accumulate
     for name, size in cost.sent.items():
-        found[f"loss and statistics ({name.replace('_', '-')})"] = round(size * batches)
-    return Traffic({name: size for name, size in found.items() if size})
+        sent[f"loss and statistics ({name.replace('_', '-')})"] = round(size * batches)
+    return Traffic({name: size for name, size in sent.items() if size})
 
 
 def _sharded(config: Config, task: FakeTask, cost: StepCost) -> dict[str, int]:

@@ -75,10 +75,10 @@ def batch_normal(seed: int, number: int, n: int, device: torch.device | str = "c
 
 def _of_batch(seed: int, number: int, n: int, device: torch.device | str) -> Tensor:
     """Return ``n`` integers of ``_BITS`` random bits, int64 (n,)."""
-    places = torch.arange(n, device=device)
-    start = torch.full_like(places, as_signed(seed ^ _BATCHES))
-    batches = splitmix64(start, torch.full_like(places, number))
-    return shift_right(splitmix64(batches, places), 64 - _BITS)
+    positions = torch.arange(n, device=device)
+    start = torch.full_like(positions, as_signed(seed ^ _BATCHES))
+    batches = splitmix64(start, torch.full_like(positions, number))
+    return shift_right(splitmix64(batches, positions), 64 - _BITS)
 
 
 class LayerDraws:

@@ -39,24 +39,24 @@ def mix(values: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def splitmix64(start: Tensor, place: Tensor) -> Tensor:
-    """Return the 64 bits at ``place`` of the stream that begins at ``start``.
+def splitmix64(start: Tensor, position: Tensor) -> Tensor:
+    """Return the 64 bits at ``position`` of the stream that begins at ``start``.
 
-    Two places of one stream never hold the same number.
+    Two positions of one stream never hold the same number.
 
     Args:
         start: int64, the state before the first number.
-        place: int64, from 0; broadcast with ``start``.
+        position: int64, from 0; broadcast with ``start``.
     """
-    bits = start + (place + 1) * as_signed(GOLDEN)  # int64 wraps around modulo 2**64
+    bits = start + (position + 1) * as_signed(GOLDEN)  # int64 wraps around modulo 2**64
     bits = (bits ^ shift_right(bits, 30)) * as_signed(_FIRST)
     bits = (bits ^ shift_right(bits, 27)) * as_signed(_SECOND)
     return bits ^ shift_right(bits, 31)
 
 
-def shift_right(x: Tensor, places: int) -> Tensor:
+def shift_right(x: Tensor, bits: int) -> Tensor:
     """Shift int64 to the right and fill with zeros; ``>>`` would repeat the sign bit."""
-    return (x >> places) & ((1 << (64 - places)) - 1)
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def as_signed(word: int) -> int:

@@ -95,10 +95,10 @@ class Streams:
     def random(self, count: int, rows: np.ndarray | None = None) -> np.ndarray:
         """Return the next ``count`` draws (R, count) of all streams, or of those in ``rows``."""
         some = np.arange(len(self._positions)) if rows is None else rows
-        places = self._positions[some, None] + np.arange(count)
-        while len(some) and places.max() >= self._draws.shape[1]:
+        positions = self._positions[some, None] + np.arange(count)
+        while len(some) and positions.max() >= self._draws.shape[1]:
             more = uniforms(*self._at, _FIRST, start=self._draws.shape[1])
             self._draws = np.concatenate([self._draws, more], axis=1)
         self._positions[some] += count
-        draws: np.ndarray = self._draws[some[:, None], places]
+        draws: np.ndarray = self._draws[some[:, None], positions]
         return draws

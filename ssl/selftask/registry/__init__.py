@@ -110,13 +110,13 @@ class Registry:
         if self.declares is None:
             return
         attribute, words = self.declares
-        said = getattr(thing, attribute, None)
-        if said not in words:
-            what = "does not declare" if said is None else f"says {said!r} for"
-            known = "; ".join(f'"{word}" ({meaning})' for word, meaning in words.items())
+        value = getattr(thing, attribute, None)
+        if value not in words:
+            what = "does not declare" if value is None else f"says {value!r} for"
+            choices = "; ".join(f'"{word}" ({meaning})' for word, meaning in words.items())
             raise UserError(
                 f"the {self.kind} {name!r} ({thing.__qualname__} at {here}) {what} `{attribute}`; "
-                f"set this class attribute to one of {known}"
+                f"set this class attribute to one of {choices}"
             )
 
     def _check_build(self, name: str, thing: Any, here: Address) -> None:
@@ -149,10 +149,10 @@ class Registry:
 
     def address(self, name: str) -> Address:
         """Return where ``name`` is registered; raise UnknownName with the nearest known name."""
-        found = self._addresses.get(name) or self._index().get(name)
-        if found is None:
+        address = self._addresses.get(name) or self._index().get(name)
+        if address is None:
             raise UnknownName(f"no {self.kind} named {name!r}; {nearest(name, self.names())}")
-        return found
+        return address
 
     def summary(self, name: str) -> str:
         """Return the first docstring line of ``name``, or of its module, read from source.
@@ -246,6 +246,7 @@ REQUIREMENTS = {
     "index": "the number of each image in the data set",
     "boxes": "the crop boxes of views",
     "captions": "captions",
+    "numbers": "the numbers named by `method.targets`",
 }
 """Values of ``Method.requires``, checked by ``config.checks.requirements``."""
 

@@ -24,7 +24,7 @@ class Curve:
         label: Name in the legend.
         steps: Step numbers, increasing.
         values: One value for each step.
-        color: Index of the colour, which related curves share. Default: by position.
+        color: Index of the color, which related curves share. Default: by position.
         thin: If True, drawn as a thin line, for example for one of several seeds.
         clock: Key of the Clock in ``clocks`` that gives epochs and time of this curve.
     """

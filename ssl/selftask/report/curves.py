@@ -80,9 +80,9 @@ def marks_of(record: RunRecord) -> list[Mark]:
 
 def chance_loss(record: RunRecord) -> float | None:
     """Return the loss of an uninformed network, or None if the method has none."""
-    told = record.last("chance_loss")
-    if told is not None:
-        return told
+    logged = record.last("chance_loss")
+    if logged is not None:
+        return logged
     pairs = [(row.get("loss"), row.get("chance_ratio")) for row in record.rows]
     chances = [loss / ratio for loss, ratio in pairs if loss and ratio]
     return statistics.median(chances) if chances else None
@@ -109,7 +109,7 @@ def _evaluations(record: RunRecord) -> Iterator[Chart]:
     """Yield charts of columns of evaluation rows, such as ``knn_top1``."""
     names = [name for name in _evaluated(record) if name not in _KNOWN]
     accuracies = [name for name in names if _is_share(name, record.columns[name].values)]
-    yield _chart(record, "Evaluations", accuracies, format="percent", smooth=False)
+    yield _chart(record, "Evaluations", accuracies, smooth=False)
     yield from _by_scale(record, "Evaluations", [n for n in names if n not in accuracies])
 
 
@@ -124,8 +124,8 @@ def _of_checkpoints(record: RunRecord) -> Iterator[Chart]:
             chosen = shares if _is_share(name, column.values) else others
             chosen.append(Curve(label, column.steps, column.values))
     title, note = "Evaluations of checkpoints", "by selftask eval suite"
-    yield Chart(title, shares[:MAX_CURVES], (), "percent", note, smooth=False)
-    yield Chart(title, others[:MAX_CURVES], (), "number", note, smooth=False)
+    for curves in (shares, others):
+        yield Chart(title, curves[:MAX_CURVES], note=note, smooth=False)
 
 
 def _others(record: RunRecord) -> Iterator[Chart]:
@@ -230,11 +230,13 @@ def _is_share(name: str, values: Sequence[float]) -> bool:
 
 def _by_scale(record: RunRecord, title: str, names: list[str]) -> Iterator[Chart]:
     """Yield charts, each with columns of similar size."""
-    left = sorted(names, key=lambda name: _size(record, name))
-    while left:
-        least = _size(record, left[0])
-        together = [name for name in left if _size(record, name) <= SCALE * least] or left[:1]
-        left = [name for name in left if name not in together]
+    remaining = sorted(names, key=lambda name: _size(record, name))
+    while remaining:
+        least = _size(record, remaining[0])
+        together = [
+            name for name in remaining if _size(record, name) <= SCALE * least
+        ] or remaining[:1]
+        remaining = [name for name in remaining if name not in together]
         ordered = [name for name in record.columns if name in together]
         shown = ordered[0] if len(ordered) == 1 else title
         yield _chart(record, shown, ordered)

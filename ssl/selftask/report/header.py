@@ -33,8 +33,6 @@ MAX_CHECKPOINTS = 12  # visible rows; further rows are folded
 def head_html(record: RunRecord) -> str:
     """Return the heading of a run's page: name, state, verdict."""
     verdict = verdict_of(record)
-    kind = STATE_KINDS.get(record.state, "plain")
-    badge = f'<span class="state {kind}">{escape(_SYMBOLS[kind])} {escape(record.state)}</span>'
     line = " · ".join(map(escape, _summary(record)))
     findings = "".join(
         f'<li><span class="badge {finding.kind}">{_SYMBOLS[finding.kind]}</span> '
@@ -42,11 +40,19 @@ def head_html(record: RunRecord) -> str:
         for finding in verdict.findings
     )
     return (
-        f"<h1>{escape(record.name)} {badge}</h1>"
+        f"<h1>{escape(record.name)} {state_badge(record.state, has_symbol=True)}</h1>"
         f'<p class="muted">{line}</p>'
         f'<div class="verdict {verdict.kind}"><p>{escape(verdict.headline)}</p>'
         f"{f'<ul>{findings}</ul>' if findings else ''}</div>"
     )
+
+
+def state_badge(state: str, note: str = "", *, has_symbol: bool = False) -> str:
+    """Return a state as a colored word, with a note that is shown on hover."""
+    kind = STATE_KINDS.get(state.split(",")[0].partition(":")[0], "plain")
+    title = f' title="{escape(note)}"' if note else ""
+    symbol = f"{_SYMBOLS[kind]} " if has_symbol else ""
+    return f'<span class="state {kind}"{title}>{symbol}{escape(state)}</span>'
 
 
 def facts_section(record: RunRecord) -> Section:
@@ -172,17 +178,17 @@ def _when(record: RunRecord) -> Iterable[tuple[str, str]]:
 
 
 def _code(record: RunRecord) -> Iterable[tuple[str, str]]:
-    found = record.environment
-    packages: Mapping[str, str] = found.get("packages") or {}
-    selftask: Mapping[str, Any] = found.get("selftask") or {}
+    environment = record.environment
+    packages: Mapping[str, str] = environment.get("packages") or {}
+    selftask: Mapping[str, Any] = environment.get("selftask") or {}
     yield "selftask", _with_commit(str(selftask.get("version") or ""), selftask.get("commit"))
-    git: Mapping[str, Any] = found.get("git") or {}
+    git: Mapping[str, Any] = environment.get("git") or {}
     if git:
         changed = ", uncommitted changes" if git.get("dirty") else ""
         commit = str(git.get("commit") or "")[:12]
         yield "git", f"{commit} on {git.get('branch')}{changed}"
     versions = [f"torch {packages['torch']}"] if "torch" in packages else []
-    versions += [f"python {found['python']}"] if found.get("python") else []
+    versions += [f"python {environment['python']}"] if environment.get("python") else []
     yield "versions", ", ".join(versions)
 
 
@@ -205,8 +211,8 @@ def _data(record: RunRecord) -> str:
     section = record.config.get("data")
     if not isinstance(section, dict):
         return str(section or "")
-    told = _of_start(record, "images") or section.get("path") or section.get("name")
-    return str(told or "")
+    images = _of_start(record, "images") or section.get("path") or section.get("name")
+    return str(images or "")
 
 
 def _of_start(record: RunRecord, name: str) -> Any:

@@ -129,13 +129,14 @@ class RunRecord:
     def command(self) -> str:
         """Command line that started the run, as typed in a shell, or an empty string."""
         words = [str(word) for word in self.environment.get("command") or []]
-        return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
+        name = Path(words[0]).name if words else ""
+        return shlex.join([name.replace("__main__.py", "selftask"), *words[1:]]) if words else ""
 
     @property
     def step(self) -> int:
         """Number of finished steps, according to rows, status and events."""
-        told = [self.rows[-1]["step"] if self.rows else 0, self.status.get("step") or 0]
-        return max(told + [event.get("step") or 0 for event in self.events[-1:]])
+        steps = [self.rows[-1]["step"] if self.rows else 0, self.status.get("step") or 0]
+        return max(steps + [event.get("step") or 0 for event in self.events[-1:]])
 
     @property
     def epoch(self) -> float | None:
@@ -218,17 +219,17 @@ class RunRecord:
     ) -> list[dict[str, Any]]:
         """Return the objects of a file with one a line, without values of another kind."""
         try:
-            found = read(self.folder / name)
+            lines = read(self.folder / name)
         except FileNotFoundError:
             return []
         except OSError as error:
             self._cannot_read(name, error.strerror)
             return []
-        if found.damaged:
-            self.problems.append(f"{name}: {found.damaged} damaged lines were left out")
-        if found.lines:
-            self.thinned.append(f"{name}: {len(found.rows):,} of {found.lines:,} rows are read")
-        rows, problem = check(found.rows)
+        if lines.damaged:
+            self.problems.append(f"{name}: {lines.damaged} damaged lines were left out")
+        if lines.lines:
+            self.thinned.append(f"{name}: {len(lines.rows):,} of {lines.lines:,} rows are read")
+        rows, problem = check(lines.rows)
         if problem:
             self._cannot_read(name, problem)
         return rows
@@ -242,21 +243,21 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
 
     If several rows have the same step, the last one is used.
     """
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     ordered = True
     for row in rows:
         step = row["step"]
         for name, value in row.items():
             if name == "step" or type(value) not in (int, float):
                 continue
-            column = found.get(name)
+            column = columns.get(name)
             if column is None:
-                found[name] = Column([step], [value])
+                columns[name] = Column([step], [value])
                 continue
             ordered = ordered and step > column.steps[-1]
             column.steps.append(step)
             column.values.append(value)
-    return found if ordered else {name: _in_order(column) for name, column in found.items()}
+    return columns if ordered else {name: _in_order(column) for name, column in columns.items()}
 
 
 def _in_order(column: Column) -> Column:
@@ -278,7 +279,7 @@ def _time_of(event: dict[str, Any]) -> datetime | None:
 
 def _checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints of a folder, newest first."""
-    kept, found = Kept.read(folder), []
+    kept, listed = Kept.read(folder), []
     best = {step for step, _ in kept.best}
     for number, path in enumerate(checkpoints(folder)):
         step = step_of(path)
@@ -287,8 +288,8 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
             size = sum(file.stat().st_size for file in _files(path))
         except OSError:  # the run has removed it in the meantime
             continue
-        found.append(Checkpoint(step, path, size, ", ".join(why)))
-    return found
+        listed.append(Checkpoint(step, path, size, ", ".join(why)))
+    return listed
 
 
 def _reasons(step: int, number: int, best: set[int], kept: Kept) -> list[tuple[str, bool]]:

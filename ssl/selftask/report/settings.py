@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from selftask.report.page import Section, escape
@@ -33,7 +33,7 @@ def config_section(record: RunRecord) -> Section:
     return Section("Config", "".join(parts), "config")
 
 
-def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted key and value of nested sections; lists and empty sections are values."""
     for name, value in section.items():
         key = f"{prefix}{name}"

@@ -25,16 +25,16 @@ def step_parts(record: RunRecord) -> dict[str, float]:
     These are the parts that the hook ``timing`` measures. Without the hook, they are waiting for
     data and everything else.
     """
-    found: dict[str, float] = {}
+    parts: dict[str, float] = {}
     weights = _weights(record)
     for name, column in record.columns.items():
         if name.startswith(PARTS):
             pairs = [(weights.get(step, 0), v) for step, v in zip(column.steps, column.values)]  # noqa: B905
             total = sum(weight for weight, _ in pairs)
             if total:
-                found[name.removeprefix(PARTS)] = sum(w * v for w, v in pairs) / total / 1e3
-    if found:
-        return found
+                parts[name.removeprefix(PARTS)] = sum(w * v for w, v in pairs) / total / 1e3
+    if parts:
+        return parts
     share, seconds = data_wait(record.rows), _seconds(record)
     steps = sum(weights.values())
     if share is None or not steps:
@@ -44,13 +44,16 @@ def step_parts(record: RunRecord) -> dict[str, float]:
 
 
 def run_parts(record: RunRecord) -> dict[str, float]:
-    """Return the seconds of training, of evaluations, and between attempts."""
+    """Return the seconds of training, of evaluations, and of the rest of the run.
+
+    Empty if no step or no time of start and end is recorded.
+    """
     trained = _seconds(record)
     evaluated = sum(record.columns["eval_s"].values) if "eval_s" in record.columns else 0.0
     if not trained or not record.started or not record.ended:
         return {}
-    whole = (record.ended - record.started).total_seconds()
-    stopped = max(0.0, whole - trained - evaluated)
+    total = (record.ended - record.started).total_seconds()
+    stopped = max(0.0, total - trained - evaluated)
     return {"training": trained, "evaluations": evaluated, "start, stop, pauses": stopped}
 
 
@@ -69,15 +72,15 @@ def _seconds(record: RunRecord) -> float:
 
 
 def _bars(title: str, note: str, parts: dict[str, float], *, milliseconds: bool) -> str:
-    whole = sum(parts.values())
-    if not whole:
+    total = sum(parts.values())
+    if not total:
         return ""
     rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td class=number>{value / whole:.1%}</td>'
+        f'<tr><th scope="row">{escape(name)}</th><td class=number>{value / total:.1%}</td>'
         f"<td class=number>{_time(value, milliseconds)}</td>"
-        f'<td class="bar"><div style="width:{100 * value / whole:.2f}%"></div></td></tr>'
+        f'<td class="bar"><div style="width:{100 * value / total:.2f}%"></div></td></tr>'
         for name, value in parts.items()
-        if value >= LEAST * whole
+        if value >= LEAST * total
     )
     table = f'<table class="bars"><tbody>{rows}</tbody></table>'
     return f"<h3>{escape(title)}</h3><small>{escape(note)}</small>{table}"

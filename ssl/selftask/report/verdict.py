@@ -110,8 +110,8 @@ def collapse_limits(config: Mapping[str, Any]) -> tuple[float, float]:
     """Return the limits of emb_std and effective_rank below which embeddings have collapsed."""
     hooks = config.get("hooks")
     health = hooks.get("health") if isinstance(hooks, dict) else None
-    own = health if isinstance(health, dict) else {}
-    return float(own.get("collapsed", COLLAPSED)), float(own.get("min_rank", MIN_RANK))
+    limits = health if isinstance(health, dict) else {}
+    return float(limits.get("collapsed", COLLAPSED)), float(limits.get("min_rank", MIN_RANK))
 
 
 def _ended(
@@ -211,13 +211,18 @@ def _collapse(columns: Mapping[str, Column], config: Mapping[str, Any]) -> str |
 
 
 def _since(column: Column, limit: float) -> int | None:
-    """Return the step from which on all values are below the limit, or None."""
+    """Return the first step of the row of values at the end that are all below the limit.
+
+    None if the last value is not, or before step ``FROM_STEP``.
+    """
+    if column.steps[-1] < FROM_STEP:
+        return None
     since = None
     for step, value in zip(reversed(column.steps), reversed(column.values), strict=True):
         if value >= limit:
             break
         since = step
-    return since if column.steps[-1] >= FROM_STEP else None
+    return since
 
 
 def _frozen(columns: Mapping[str, Column], events: Sequence[Mapping[str, Any]]) -> str | None:
@@ -261,10 +266,10 @@ def _fall(loss: Column) -> Trend:
 
 def _gain(rows: Sequence[Mapping[str, Any]]) -> Trend:
     """Compare the first and the last accuracy of an evaluation."""
-    found = _accuracies(rows)
-    if not found:
+    accuracies = _accuracies(rows)
+    if not accuracies:
         return Trend()
-    name, column = next(iter(found.items()))
+    name, column = next(iter(accuracies.items()))
     first, last = column.values[0], column.values[-1]
     if len(column.values) < 2:
         return Trend(f"{name} is {last:.3g}")
@@ -283,7 +288,7 @@ def _accuracies(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
 
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Report evaluations whose best value is clearly better than the last."""
-    found = []
+    findings = []
     for name, column in _accuracies(rows).items():
         best = max(column.values)
         if best - column.values[-1] >= GAIN:
@@ -293,8 +298,8 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
                 text += f"train.keep_best.metric={name} keeps the best checkpoint"
             else:
                 text = f"{name} is {now:.3g}, less than that of the untrained network ({best:.3g})"
-            found.append(Finding("warning", text))
-    return found
+            findings.append(Finding("warning", text))
+    return findings
 
 
 def _narrower(columns: Mapping[str, Column]) -> list[Finding]:
@@ -318,11 +323,11 @@ def data_wait(rows: Sequence[Mapping[str, Any]]) -> float | None:
     timed = [row for row in rows if row.get("data_wait") is not None and row.get("step_s")]
     if len(timed) < 2:
         return None
-    waited = whole = 0.0
+    waited = total = 0.0
     for before, row in pairwise(timed):
         seconds = row["step_s"] * max(1, row["step"] - before["step"])
-        waited, whole = waited + seconds * row["data_wait"], whole + seconds
-    return waited / whole
+        waited, total = waited + seconds * row["data_wait"], total + seconds
+    return waited / total
 
 
 def _data_wait(
@@ -364,12 +369,12 @@ def _evaluation_time(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
 def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Finding]:
     counts = {kind: _count(events, kind) for kind in ("resume", "requeue")}
     words = {"resume": "resumed", "requeue": "requeued"}
-    told = [
+    parts = [
         f"{words[kind]} {number} {plural('time', number)}"
         for kind, number in counts.items()
         if number
     ]
-    return [Finding("plain", ", ".join(told))] if told else []
+    return [Finding("plain", ", ".join(parts))] if parts else []
 
 
 def _warnings(events: Sequence[Mapping[str, Any]]) -> list[Finding]:

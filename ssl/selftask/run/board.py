@@ -33,11 +33,11 @@ class Board:
 
     def __init__(self, rank: int) -> None:
         kept = TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False) if rank == 0 else None
-        place: list[Any] = [None]
+        address: list[Any] = [None]
         if kept is not None:
-            place = [(socket.gethostname(), os.getpid(), kept.port)]
-        dist.broadcast_object_list(place, src=0)
-        self.host, self.pid, port = place[0]  # host and process of rank 0
+            address = [(socket.gethostname(), os.getpid(), kept.port)]
+        dist.broadcast_object_list(address, src=0)
+        self.host, self.pid, port = address[0]  # host and process of rank 0
         self.limit_s = 30.0
         self._store = kept or TCPStore(
             os.environ.get("MASTER_ADDR", self.host),

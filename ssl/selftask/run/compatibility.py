@@ -17,21 +17,10 @@ from selftask.files.paths import exists
 _SECTIONS = ("method", "data", "backbone", "optimizer", "init", "views")  # in the order of messages
 _TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
 _PARALLEL = ("sync_batch_norm", "grad_compression")
-_MAY_CHANGE = {
-    "data": (
-        *(
-            "num_workers",
-            "on_error",
-            "max_unreadable",
-            "max_pixels",
-            "max_bytes",
-            "max_scans",
-            "val",
-            "val_sets",
-        ),
-        *("read_timeout_s", "read_retries", "stage_to", "cache"),
-    )
-}
+_DATA_MAY_CHANGE = (
+    *("num_workers", "on_error", "max_unreadable", "max_pixels", "max_bytes", "max_scans"),
+    *("val", "val_sets", "read_timeout_s", "read_retries", "stage_to", "cache"),
+)
 
 
 def check_same_run(config: Config, out: Path) -> None:
@@ -44,9 +33,9 @@ def check_same_run(config: Config, out: Path) -> None:
     folder = out / "checkpoints"
     if not exists(saved) or not checkpoints(folder) or not uses_newest(config):
         return
-    found = list(changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
-    if found:
-        listed = "\n".join(f"  {shorten(change)}" for change in found[:8])
+    differences = list(changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
+    if differences:
+        listed = "\n".join(f"  {shorten(change)}" for change in differences[:8])
         raise UserError(
             f"out={out} holds another run than the one asked for; use another out=, resume=never "
             f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
@@ -68,20 +57,13 @@ def _read(saved: Path) -> dict[str, Any]:
 
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a config that determines the result of a run."""
-    fixed = {
-        section: {
-            key: value
-            for key, value in (config.get(section) or {}).items()
-            if key not in _MAY_CHANGE.get(section, ())
-        }
-        for section in _SECTIONS
-    }
-    fixed["data"].setdefault("sampler", {"name": "shuffled"})  # the only sampler of older versions
-    fixed["data"].setdefault("augment_on", "cpu")  # the only place in older versions
-    fixed["train"] = {key: (config.get("train") or {}).get(key) for key in _TRAIN}
+    fixed = {section: dict(config.get(section) or {}) for section in _SECTIONS}
+    for key in _DATA_MAY_CHANGE:
+        fixed["data"].pop(key, None)
+    for section, keys in (("train", _TRAIN), ("parallel", _PARALLEL)):
+        values = config.get(section) or {}
+        fixed[section] = {key: values.get(key) for key in keys}
     fixed["views"] = fixed.pop("views")  # last, since messages list the first differences
-    parallel = config.get("parallel") or {}  # missing in runs of older versions
-    fixed["parallel"] = {key: parallel.get(key, "none") for key in _PARALLEL}
     return fixed
 
 

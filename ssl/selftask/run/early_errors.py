@@ -42,8 +42,8 @@ def report_early_errors(out: str | Path) -> Iterator[None]:
         yield
     except Exception as error:
         if world.size > 1:
-            known = isinstance(error, UserError | RunError)
-            message = str(error) if known else f"{type(error).__name__}: {error}"
+            is_explained = isinstance(error, UserError | RunError)
+            message = str(error) if is_explained else f"{type(error).__name__}: {error}"
             message += f" (on {socket.gethostname()})"
             with suppress(OSError):  # the error itself is raised in any case
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
     sign = _sign(out, world.rank)
 
     def watch() -> None:
-        began = told = time.monotonic()
+        began = warned = time.monotonic()
         while not over.wait(_EVERY_S):
             if world.rank:
                 failure = find_end_of_rank0(out, world.attempt, _STARTED)
@@ -110,10 +110,10 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
                     text = f"rank {world.rank} stops: rank 0 has ended: {failure.message}"
                     print(text, file=sys.stderr, flush=True)
                 os._exit(1)
-            if world.rank == 0 and time.monotonic() - told >= _TELL_S:
-                told = time.monotonic()
+            if world.rank == 0 and time.monotonic() - warned >= _TELL_S:
+                warned = time.monotonic()
                 if missing := missing_ranks(out, world):
-                    log.warning("%s", _waiting(missing, world.size, told - began, out))
+                    log.warning("%s", _waiting(missing, world.size, warned - began, out))
 
     if world.size > 1:
         with suppress(OSError):

@@ -32,20 +32,20 @@ def write(out: Path, origins: Mapping[str, str] | None = None) -> None:
         out: The run folder.
         origins: Dotted key -> origin of values of the config; defaults are left out.
     """
-    found = describe()
-    chosen = {key: place for key, place in (origins or {}).items() if not _is_default(place)}
-    found["origins"] = chosen
+    content = describe()
+    chosen = {key: origin for key, origin in (origins or {}).items() if not _is_default(origin)}
+    content["origins"] = chosen
     diff = _git("diff", "HEAD", "--no-ext-diff", "--no-color") or ""
     (out / DIFF).unlink(missing_ok=True)  # from the previous attempt
-    if diff and found["git"]:
+    if diff and content["git"]:
         cut = diff.encode()[:MAX_DIFF].decode(errors="ignore")
         (out / DIFF).write_text(f"{cut}\n", encoding="utf-8")
-        found["git"]["diff"] = DIFF
-    write_json(out / FILE, found)
+        content["git"]["diff"] = DIFF
+    write_json(out / FILE, content)
 
 
-def _is_default(place: str) -> bool:
-    return place == "default" or place.startswith("default of ")
+def _is_default(origin: str) -> bool:
+    return origin == "default" or origin.startswith("default of ")
 
 
 def describe() -> dict[str, Any]:
@@ -69,12 +69,12 @@ def describe() -> dict[str, Any]:
 
 def _packages() -> dict[str, str]:
     """Return the versions of all installed packages, as ``pip freeze`` does."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in importlib.metadata.distributions():
         name, version = _name_and_version(package)
         if name:  # empty for a package whose removal was interrupted
-            found.setdefault(name, version)  # the first one on the search path is imported
-    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+            versions.setdefault(name, version)  # the first one on the search path is imported
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
 def _name_and_version(package: importlib.metadata.Distribution) -> tuple[str, str]:

@@ -19,7 +19,6 @@ from selftask.logs import LOGGER, add_line, log_result
 from selftask.logs.events import add_event
 from selftask.logs.unreadable import UNREADABLE
 from selftask.report.at_end import write_end_page
-from selftask.report.images.allowance import limit_at_end
 from selftask.run import slurm_job
 from selftask.run.failure import Failure
 from selftask.run.status import Status
@@ -59,7 +58,7 @@ class Ending:
         if self.task.clock.stopped is not None:
             line += f"; {self.task.clock.stopped}"
         self.task.event("finish", line)
-        self._write_page(images_s=limit_at_end(seconds))
+        self._write_page()
         log_result("; ".join([line, *self.unreadable]))
         return 0
 
@@ -103,11 +102,11 @@ class Ending:
         """
         trace = "".join(traceback.format_exception(error))
         self._write_error(self.task.world.rank, trace)
-        known = isinstance(error, UserError | RunError)
+        is_explained = isinstance(error, UserError | RunError)
         message = explain(error)
         if is_out_of_memory(error):
             message = "\n".join([message, *memory_report(self.task)])
-        failure = Failure(self.task.world.rank, message, "" if known else trace.rstrip())
+        failure = Failure(self.task.world.rank, message, "" if is_explained else trace.rstrip())
         if watch is None:  # no process group yet
             failure.rank0_hears = self.first
         else:
@@ -119,10 +118,10 @@ class Ending:
         """Log the failure and write the status; another rank does so if rank 0 is gone."""
         first, *rest = failure.message.splitlines() or [""]
         line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
-        told = self.status.failed_by_another()
-        if self.first and told:  # rank 0 was suspended, and the others gave up
+        is_reported = self.status.failed_by_another()
+        if self.first and is_reported:  # rank 0 was suspended, and the others gave up
             return
-        for_rank0 = not failure.rank0_hears and not told
+        for_rank0 = not failure.rank0_hears and not is_reported
         if self.first or for_rank0:
             with _written_or_said():
                 what = {"rank": failure.rank, "error": failure.message, "lost": failure.lost}
@@ -139,11 +138,10 @@ class Ending:
                 add_line(self.task.out, line)
             print(line, file=sys.stderr, flush=True)
 
-    def _write_page(self, *, for_rank0: bool = False, images_s: float = 0.0) -> None:
-        """Write the report before the last line of the log, with images if ``images_s`` allows."""
+    def _write_page(self, *, for_rank0: bool = False) -> None:
+        """Write the report before the last line of the log."""
         if self.task.config.train.report and (self.first or for_rank0):
-            task = self.task if images_s else None
-            write_end_page(self.task.out, task=task, images_s=images_s)
+            write_end_page(self.task.out)
 
     def _write_error_for(self, failure: Failure) -> None:
         """Write the error file of a rank that was killed or hangs, if it did not write its own."""

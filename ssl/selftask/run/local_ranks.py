@@ -75,8 +75,8 @@ def start(config: Config, command: list[str]) -> int:
 
 def _saved(config: Config) -> set[tuple[Path, int]]:
     """Return the existing checkpoints with their modification times."""
-    found = (config.out_folder / "checkpoints").glob("step_*")
-    return {(path, path.stat().st_mtime_ns) for path in found}
+    paths = (config.out_folder / "checkpoints").glob("step_*")
+    return {(path, path.stat().st_mtime_ns) for path in paths}
 
 
 _ENDED_WELL = ("finished", "interrupted", "requeued")

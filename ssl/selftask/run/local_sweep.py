@@ -170,7 +170,7 @@ def _table(runs: Sequence[Run]) -> list[str]:
     rows = [_row(run) for run in runs]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([row.get(column, "-") for column in columns] for row in rows)]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in cells

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from logging import LogRecord
+from logging.handlers import MemoryHandler
 from types import FrameType
 
 import torch
@@ -30,9 +33,16 @@ from selftask.distributed.device import (
 from selftask.distributed.garbage import usually_collected
 from selftask.distributed.local_process import raise_limit_of_open_files
 from selftask.distributed.world import STOP_SIGNALS, read_world
-from selftask.errors import RunError
+from selftask.errors import RunError, UserError
 from selftask.evaluate.online import check_evaluations, evaluate_task
-from selftask.logs import DETAIL, LOGGER, lasting_output, start_log, stop_log
+from selftask.logs import (
+    DETAIL,
+    LOGGER,
+    info_on_stderr,
+    lasting_output,
+    start_log,
+    stop_log,
+)
 from selftask.logs.events import WarningEvents, add_event
 from selftask.logs.startup import lap
 from selftask.logs.unreadable import UNREADABLE
@@ -85,6 +95,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     sources = task.sources or open_data(config.data)
     check_backbone(config, channels_of(sources.train))
     labels = check_evaluations(config, sources)
+    init_lines = _open_init(task, channels_of(sources.train))
     torch.set_num_threads(num_threads(config, world.local_size))
     raise_limit_of_open_files()
     in_group = dist.is_initialized()
@@ -113,14 +124,35 @@ def run_task(task: Task, *, raises: bool = False) -> int:
             if advice := precision_advice(config.train.precision, task.device):
                 LOGGER.log(DETAIL, "precision: %s", advice)
                 task.opening["precision"] = advice
-            if task.backbone is None and not (config.parallel.meta_init and world.rank):
-                task.init_weights = open_init(config, channels_of(sources.train))
+            for line in init_lines:
+                LOGGER.handle(line)
             task.sources = copy_data(sources, config.data.stage_to)
             return _run(task, upload, raises=raises)
         finally:
             stop_log()
             if not in_group:
                 process_group.leave_world()
+
+
+def _open_init(task: Task, channels: int) -> list[LogRecord]:
+    """Open the weights to start from before any rank creates the run folder; return log lines."""
+    if task.backbone is not None or (task.config.parallel.meta_init and task.world.rank):
+        return []
+    lines, level = MemoryHandler(sys.maxsize), LOGGER.level
+    LOGGER.addHandler(lines)
+    LOGGER.setLevel(DETAIL)
+    try:
+        task.init_weights = open_init(task.config, channels)
+    except UserError:
+        LOGGER.removeHandler(lines)
+        with info_on_stderr():  # no log will have them
+            for line in lines.buffer if task.world.rank == 0 else ():
+                LOGGER.handle(line)
+        raise
+    finally:
+        LOGGER.removeHandler(lines)
+        LOGGER.setLevel(level)
+    return lines.buffer
 
 
 def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
@@ -139,9 +171,9 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
                 copy_plugins(config, task.out)
                 _log_origins(config)
                 status.write("running", world_size=world.size)
-                told = f"RUN started: {config.recipe}, world size {world.size}"
+                text = f"RUN started: {config.recipe}, world size {world.size}"
                 images = task.sources.train.describe() if task.sources else ""
-                add_event(task.out, "start", told, world_size=world.size, images=images)
+                add_event(task.out, "start", text, world_size=world.size, images=images)
                 task.added_hooks["unreadable_images"] = UnreadableImages(
                     lambda sentences: status.add(**{UNREADABLE: sentences})
                 )

@@ -118,9 +118,9 @@ def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
 def _local_requeue(by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDecision:
     """Decide alike on all ranks: submitit starts them again if one of them asks for it."""
     most = min(launch.max_requeues, _MOST_LOCAL)
-    left = most - int(os.environ.get(LOCAL_REQUEUES, "0"))
-    if left > 0:
-        outlook = f"the local job starts it again; {left - 1} of {most} requeues left"
+    remaining = most - int(os.environ.get(LOCAL_REQUEUES, "0"))
+    if remaining > 0:
+        outlook = f"the local job starts it again; {remaining - 1} of {most} requeues left"
         return ExitDecision("requeued", by, outlook, 0)
     limit = f"launch.max_requeues={most}" if most < _MOST_LOCAL else f"the limit of {most} requeues"
     outlook = f"{limit} is used up: the same command resumes it"
@@ -128,8 +128,8 @@ def _local_requeue(by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDe
 
 
 def _requeued(job: Job, by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDecision:
-    left = launch.max_requeues - job.attempt
-    if left <= 0:
+    remaining = launch.max_requeues - job.attempt
+    if remaining <= 0:
         outlook = (
             f"launch.max_requeues={launch.max_requeues} is used up: the same command resumes it"
         )
@@ -139,7 +139,7 @@ def _requeued(job: Job, by: str, launch: LaunchConfig, alone: ExitDecision) -> E
         outlook = f"job {job.id} could not be requeued ({problem}): the same command resumes it"
         return ExitDecision("interrupted", by, outlook, alone.code)
     outlook = (
-        f"job {job.id} is back in the queue; {left - 1} of {launch.max_requeues} requeues left"
+        f"job {job.id} is back in the queue; {remaining - 1} of {launch.max_requeues} requeues left"
     )
     return ExitDecision("requeued", by, outlook, 0)
 

@@ -131,14 +131,14 @@ class Watch:
         deadline = time.monotonic() + LEAVE_S
         while time.monotonic() < deadline:
             try:
-                told, gone = self._told(), None
+                failure, gone = self._told(), None
                 if self.rank == 0:
                     self._read_heartbeats()  # a rank may have died before its first was read
                     gone = self._gone(silent_s=LEAVE_S / 2)
             except BoardLost as lost:
                 return self._rank0_is_gone(lost)
-            if told or gone:
-                return told or gone
+            if failure or gone:
+                return failure or gone
             time.sleep(0.2)
         return None
 
@@ -200,9 +200,9 @@ class Watch:
         if self.board is None:
             self._note(self.rank, _sign())
             return self._stuck()
-        told = self._told()
-        if told is not None:
-            return told
+        failure = self._told()
+        if failure is not None:
+            return failure
         self._write_heartbeat()
         if self.board.has("stacks") and not self.board.has(f"stack/{self.rank}"):
             self.board.set(f"stack/{self.rank}", self._stack())

@@ -92,13 +92,13 @@ def _next_attempt(
     if not early and _is_the_users_to_mend(paths):
         return ""
     if lost or early:
-        left, of = launch.max_requeues - job.attempt, f"{launch.max_requeues} requeues"
+        remaining, of = launch.max_requeues - job.attempt, f"{launch.max_requeues} requeues"
     else:
-        left = launch.max_restarts - record.failures(job.id)
+        remaining = launch.max_restarts - record.failures(job.id)
         of = f"{launch.max_restarts} restarts"
-        if left > 0:
+        if remaining > 0:
             record.count_failure(job.id)
-    return f"{left - 1} of {of} left" if left > 0 else ""
+    return f"{remaining - 1} of {of} left" if remaining > 0 else ""
 
 
 def _is_the_users_to_mend(paths: submitit_files.JobPaths) -> bool:
@@ -176,8 +176,8 @@ def _cause(code: int, log: Path, record: Record) -> tuple[str, bool]:
     early = find_early_error(record.out, record.attempt)
     if early is not None:
         return f"rank {early.rank}: {early.message}", False
-    if found := _NODE.search(text):
-        return found[1].lower(), True
+    if match := _NODE.search(text):
+        return match[1].lower(), True
     if not (ended := _ENDED.search(text)):
         return f"srun left with code {code}; see {log}", False
     host, ranks, how = ended.groups()

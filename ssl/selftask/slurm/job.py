@@ -152,14 +152,14 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
         name: Job name.
         **derived: Default sbatch options; those in ``launch.slurm`` take precedence.
     """
-    given = {**derived, **{option(key): value for key, value in launch.slurm.items()}}
-    _check_lines({"out": str(folder.absolute()), "the name of the job": name, **given})
-    limit = minutes(given.pop("time", None)) or DEFAULT_MINUTES
-    options = {key: value for key, value in given.items() if key not in SUBMITIT}
+    chosen = {**derived, **{option(key): value for key, value in launch.slurm.items()}}
+    _check_lines({"out": str(folder.absolute()), "the name of the job": name, **chosen})
+    limit = minutes(chosen.pop("time", None)) or DEFAULT_MINUTES
+    options = {key: value for key, value in chosen.items() if key not in SUBMITIT}
     options = {"job_name": name, "requeue": True, **options}
     if options.get("no_requeue"):
         del options["requeue"]
-    submitits = {key: value for key, value in given.items() if key in SUBMITIT}
+    submitits = {key: value for key, value in chosen.items() if key in SUBMITIT}
     submitits.setdefault("signal_delay_s", signal_delay_s(limit))
     # submitit's default is $SUBMITIT_PREEMPT_SIGNAL
     options = {"signal": f"{WARNING}@{submitits['signal_delay_s']}", **options}
@@ -247,7 +247,7 @@ def _outside_of_jobs() -> Iterator[None]:
     if "SLURM_JOB_ID" not in os.environ:
         yield
         return
-    place = {key: os.environ[key] for key in ("SLURM_CONF",) if key in os.environ}
+    kept = {key: os.environ[key] for key in ("SLURM_CONF",) if key in os.environ}
     with clean_env():
-        os.environ.update(place)
+        os.environ.update(kept)
         yield

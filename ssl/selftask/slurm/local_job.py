@@ -50,19 +50,19 @@ def submit_locally(
     """
     launch = configs[0].launch
     _check_one_node(launch, "local")
-    given = {option(key): value for key, value in launch.slurm.items()}
-    limit = minutes(given.get("time")) or DEFAULT_MINUTES
-    gpus = _gpus(configs[0], given.get("gpus_per_node"))
+    options = {option(key): value for key, value in launch.slurm.items()}
+    limit = minutes(options.get("time")) or DEFAULT_MINUTES
+    gpus = _gpus(configs[0], options.get("gpus_per_node"))
     folder = folder.absolute()
     made = _Executor(folder, max_num_timeout=launch.max_requeues)
-    setup = list(given.get("setup", []))
+    setup = list(options.get("setup", []))
     if setup:  # the user's lines expect the current folder
         setup = [shlex.join(["cd", os.getcwd()]), *setup, shlex.join(["cd", str(folder)])]
     made.update_parameters(
         timeout_min=limit,
         tasks_per_node=launch.processes,
         gpus_per_node=len(gpus),
-        signal_delay_s=given.get("signal_delay_s", signal_delay_s(limit)),
+        signal_delay_s=options.get("signal_delay_s", signal_delay_s(limit)),
         setup=setup,
     )
     made.parameters["visible_gpus"] = gpus  # may be UUIDs; update_parameters accepts numbers only

@@ -34,8 +34,8 @@ def _record(out: Path, error: Exception) -> None:
     record = Record(out, read_world().attempt)
     if record.state is not None:  # the run had begun
         return
-    known = isinstance(error, UserError | RunError)
-    text = str(error) if known else f"{type(error).__name__}: {error}"
+    is_explained = isinstance(error, UserError | RunError)
+    text = str(error) if is_explained else f"{type(error).__name__}: {error}"
     text = "; ".join(text.splitlines())
     where = {"attempt": record.attempt, "host": socket.gethostname(), "pid": os.getpid()}
     record.write("failed", f"RUN FAILED before it began: {text}", error=text, **where)

@@ -31,25 +31,27 @@ def chosen(slurm: dict[str, Any]) -> list[Partition]:
     Raises:
         UserError: If a named partition does not exist.
     """
-    known: dict[str, Partition] = {}
+    partitions: dict[str, Partition] = {}
     default: list[Partition] = []
     for line in lines("sinfo", "--noheader", "--format=%P|%l|%G"):
         name, limit, resources = (cell.strip() for cell in line.split("|", 2))
-        found = Partition(name.rstrip("*"), minutes(limit), "gpu" in resources)
-        if found.name in known:  # one line per node type
-            found = Partition(found.name, found.limit, found.gpus or known[found.name].gpus)
-        known[found.name] = found
-        default = [found] if name.endswith("*") else default
-    if not known or "partition" not in slurm:
+        partition = Partition(name.rstrip("*"), minutes(limit), "gpu" in resources)
+        if partition.name in partitions:  # one line per node type
+            partition = Partition(
+                partition.name, partition.limit, partition.gpus or partitions[partition.name].gpus
+            )
+        partitions[partition.name] = partition
+        default = [partition] if name.endswith("*") else default
+    if not partitions or "partition" not in slurm:
         return default
     names = str(slurm["partition"]).split(",")
     for name in names:
-        if name not in known:
+        if name not in partitions:
             raise UserError(
                 f"launch.slurm.partition={slurm['partition']}: no partition {name!r} on this "
-                f"cluster; {nearest(name, known)}"
+                f"cluster; {nearest(name, partitions)}"
             )
-    return [known[name] for name in names]
+    return [partitions[name] for name in names]
 
 
 def check_time(partitions: list[Partition], limit: int) -> None:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from selftask.config.checks.grid import title
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
 from selftask.config.compose import recipes
-from selftask.config.compose.endings import is_recipe_file
+from selftask.config.compose.recipes import is_recipe_file
 from selftask.config.compose.sweep import Point, expand_sweep
 from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.config.values.auto_values import MAX_WORKERS
 from selftask.data.loading.open_data import check_data, open_data
-from selftask.errors import ConfigError, UserError
+from selftask.errors import ConfigError, UserError, plural
 from selftask.files.addresses import is_remote
 from selftask.run.status import Status
 from selftask.slurm import queue
@@ -184,16 +184,17 @@ def derived_options(
     config: Config, partitions: list[Partition]
 ) -> tuple[dict[str, Any], int, list[str]]:
     """Return the derived sbatch options, the number of workers per rank, and notes for the user."""
-    given = {option(key): value for key, value in config.launch.slurm.items()}
+    chosen_options = {option(key): value for key, value in config.launch.slurm.items()}
     derived: dict[str, Any] = {}
     workers, notes = config.data.num_workers, []
-    if "cpus_per_task" not in given:
+    if "cpus_per_task" not in chosen_options:
         derived["cpus_per_task"] = max(1, workers)
-        notes.append(f"{derived['cpus_per_task']} CPUs a rank; else launch.slurm.cpus_per_task=N")
+        cpus = derived["cpus_per_task"]
+        notes.append(f"{cpus} {plural('CPU', cpus)} a rank; else launch.slurm.cpus_per_task=N")
     elif config.place("data.num_workers").startswith("auto"):  # from this machine, not the nodes
-        workers = min(int(given["cpus_per_task"]), MAX_WORKERS)
+        workers = min(int(chosen_options["cpus_per_task"]), MAX_WORKERS)
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
-    asked = any(key in given for key in _GPUS)
+    asked = any(key in chosen_options for key in _GPUS)
     wanted = config.train.device == "cuda" or (
         config.train.device == "auto" and any(partition.gpus for partition in partitions)
     )

@@ -179,19 +179,19 @@ def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
         job: Id of its job.
         in_slurm: State of the job, such as ``PENDING (Priority)``; empty if unknown to SLURM.
     """
-    own = line.state
+    of_run = line.state
     first = in_slurm.partition(" ")[0]
     if first in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
-        state = in_slurm.lower() if own == "not started" else f"{own}, {in_slurm.lower()}"
+        state = in_slurm.lower() if of_run == "not started" else f"{of_run}, {in_slurm.lower()}"
     elif first in ("RUNNING", "COMPLETING"):
-        state = own if own in ("running", "hung", "finished", "failed") else first.lower()
-    elif own in ("running", "hung", "lost", "requeued", "not started"):  # ended without a status
+        state = of_run if of_run in ("running", "hung", "finished", "failed") else first.lower()
+    elif of_run in ("running", "hung", "lost", "requeued", "not started"):  # ended without a status
         state = f"lost: job {in_slurm.lower() or 'unknown to SLURM'}"
         state = "cancelled" if first == "CANCELLED" else state
         error = last_error(line.folder, job)
         line = replace(line, note=line.note or error, last_line=line.last_line or error)
     else:
-        state = own
+        state = of_run
     return replace(line, job=job, state=state)
 
 
@@ -221,17 +221,17 @@ def queue(ids: list[str]) -> dict[str, str]:
         states[job] = f"{state} ({reason})" if state == "PENDING" else state
     for job in ids:
         if job not in states:
-            found = [
+            states_of_job = [
                 word.removeprefix("JobState=")
                 for line in lines("scontrol", "show", "job", "--oneliner", job)
                 for word in line.split()
                 if word.startswith("JobState=")
             ]
-            found = found or lines(
+            states_of_job = states_of_job or lines(
                 "sacct", "--noheader", "--parsable2", "--allocations", "--format=State", "-j", job
             )
-            if found:
-                states[job] = found[0]
+            if states_of_job:
+                states[job] = states_of_job[0]
     return {job: states[job] for job in ids if job in states}
 
 

@@ -75,6 +75,6 @@ def _breaks() -> Counter[str]:
 
 def _shorten(reason: str) -> str:
     """Return the first line of a reason, with the place in the user's code if it is given."""
-    place = re.search(r'File "([^"]+)", line (\d+)', reason)
+    location = re.search(r'File "([^"]+)", line (\d+)', reason)
     first = reason.strip().splitlines()[0]
-    return f"{first} ({place[1]}:{place[2]})" if place else first
+    return f"{first} ({location[1]}:{location[2]})" if location else first

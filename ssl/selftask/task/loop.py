@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from selftask.hooks.failures.non_finite import NonFiniteLoss
+from selftask.random.keyed import LAYER_DRAWS
 from selftask.task.numerics import numerics
 from selftask.task.repeat import recover
 
 if TYPE_CHECKING:
+    from selftask.batch import Batch
     from selftask.task.task import Task
 
 
@@ -70,6 +73,21 @@ def _run_phase(task: Task) -> Iterator[int]:
             _stop_if_asked(task)
         if task.train:
             yield task.steps_done
+
+
+def read_batches(task: Task, stop: int) -> Iterator[Batch]:
+    """Yield the prepared batches of a phase; of a train phase those from the clock to ``stop``."""
+    first, data = task.clock.batch, task.data_module
+    batches: Iterator[Batch] = (
+        islice(data.train_batches(first), stop - first) if task.train else data.test_batches()
+    )
+    prepare = task.loss.prepare_batch
+    for batch in batches:
+        prepare(batch, task)
+        if task.train and LAYER_DRAWS.num_layers:
+            LAYER_DRAWS.start(batch.key, task.device)
+        yield batch
+    LAYER_DRAWS.stop()
 
 
 def _stop_if_asked(task: Task) -> None:

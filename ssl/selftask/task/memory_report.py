@@ -69,8 +69,8 @@ def _bytes_of_a_sample(task: Task) -> dict[str, int]:
         rows = _SAMPLES * max(len(value) // here, 1)
         return torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
 
-    given = tree_map(on_meta, task.last_batch.input)
-    counts = saved_bytes(task.base_model, (given,))
+    inputs = tree_map(on_meta, task.last_batch.input)
+    counts = saved_bytes(task.base_model, (inputs,))
     share = (_HALF if task.low_precision else 1.0) / _SAMPLES
     return {name: int(count * share) for name, count in counts.items()}
 
@@ -107,4 +107,4 @@ def _is_outer(name: str, names: Iterable[str]) -> bool:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

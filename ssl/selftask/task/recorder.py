@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,18 @@ class Recorder:
     def log(self, name: str, value: Any) -> None:
         """Add ``value``, a number or scalar tensor, to the next row; does not synchronize."""
         self.scalars[name] = value
+
+    @contextmanager
+    def separate_scalars(self) -> Iterator[None]:
+        """Context without the values for the next row, which are there again on exit.
+
+        For a pass beside training: its values form a row of their own, or are discarded.
+        """
+        kept, self.scalars = self.scalars, {}
+        try:
+            yield
+        finally:
+            self.scalars = kept
 
     def log_image(self, name: str, image: Tensor) -> None:
         """Add an image to the next row, for writers such as ``tensorboard``.

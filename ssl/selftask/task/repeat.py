@@ -36,8 +36,8 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
         ) from error
     task.checkpoints.finalize()
     barrier()
-    found = rotation.checkpoints(task.out / "checkpoints")
-    begin = rotation.step_of(found[0]) if found else 0
+    saved = rotation.checkpoints(task.out / "checkpoints")
+    begin = rotation.step_of(saved[0]) if saved else 0
     if policy == "stop" and error.step - begin > MOST_REPEATED:
         raise NonFiniteLoss(
             f"{error}; the last checkpoint is of step {begin}: the same command with "
@@ -48,7 +48,7 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
     log.warning("going back to step %d, to repeat with a check in each step", begin)
     guard = NonFiniteGuard(policy, until=task.clock.batch, cause=error)
     task.rollbacks += policy == "rollback"
-    _restart(task, guard, "auto" if found else None)
+    _restart(task, guard, "auto" if saved else None)
 
 
 def _restart(task: Task, guard: NonFiniteGuard, checkpoint: str | None) -> None:

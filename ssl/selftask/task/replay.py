@@ -16,7 +16,7 @@ from selftask.checkpoint import store
 from selftask.checkpoint.manifest import DamagedCheckpoint, read_file
 from selftask.config.load import load_config
 from selftask.config.trust import refuse_addresses
-from selftask.errors import UserError
+from selftask.errors import UserError, join_some, nearest_path
 from selftask.hooks.failures.dump import unpack
 from selftask.hooks.failures.non_finite import is_finite
 from selftask.random import process_state
@@ -53,20 +53,20 @@ class Replay:
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report."""
         yield f"recorded: {self.problem}"
-        told = "the same" if self.same else f"recorded was {self.recorded!r}"
-        yield f"step {self.step} replayed: loss {self.loss!r} ({told})"
+        comparison = "the same" if self.same else f"recorded was {self.recorded!r}"
+        yield f"step {self.step} replayed: loss {self.loss!r} ({comparison})"
         for name, value in self.terms.items():
             yield f"  term {name}: {value!r}"
         for text in self.images:
             yield f"images that are not finite: {text}"
         if self.weights:
-            yield f"weights that are not finite before the step: {_listed(self.weights)}"
+            yield f"weights that are not finite before the step: {join_some(self.weights, 4)}"
         if self.module:
             yield f"first module whose output is not finite: {self.module}"
         if self.gradients:
-            yield f"gradients that are not finite, last layer first: {_listed(self.gradients)}"
-        found = self.images or self.weights or self.module or self.gradients
-        if not found and math.isfinite(self.loss):
+            yield f"gradients that are not finite, last layer first: {join_some(self.gradients, 4)}"
+        problem = self.images or self.weights or self.module or self.gradients
+        if not problem and math.isfinite(self.loss):
             yield (
                 "all is finite here: the cause is neither in the batch nor in weights or random "
                 "states; a hook of the run, its hardware or another rank remain"
@@ -105,6 +105,8 @@ def replay(folder: Path, overrides: list[str], *, trust: bool = False) -> Replay
 
 
 def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    if not folder.exists():
+        raise UserError(f"{folder}: there is no such folder; {nearest_path(folder)}")
     folder = folder if folder.is_dir() else folder.parent
     files = sorted(folder.glob("rank_*.pt"), key=lambda path: int(path.stem[5:]))
     states = sorted(folder.glob("step_*.pt"))
@@ -152,9 +154,9 @@ def _watched(task: Task, result: Replay) -> Iterator[None]:
     handles: list[Any] = []
 
     def output_of(name: str) -> Any:
-        def check(module: nn.Module, given: Any, output: Any) -> None:
+        def check(module: nn.Module, inputs: Any, output: Any) -> None:
             if not result.module and not is_finite(output):
-                entering = "finite" if is_finite(given) else "not finite either"
+                entering = "finite" if is_finite(inputs) else "not finite either"
                 result.module = f"{name} ({type(module).__name__}); its input is {entering}"
 
         return check
@@ -188,16 +190,13 @@ def _tensors(task: Task) -> Iterator[tuple[str, Tensor]]:
 
 
 def _bad_images(views: dict[str, list[Tensor]], index: Tensor) -> list[str]:
-    told = []
+    problems = []
     for name, group in views.items():
         for number, view in enumerate(group):
             bad = (~view.isfinite()).flatten(1).any(dim=1)
             if bad.any():
                 images = ", ".join(map(str, index[bad].tolist()[:8]))
-                told.append(f"view {name}[{number}] of {int(bad.sum())} images (index {images})")
-    return told
-
-
-def _listed(names: list[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+                problems.append(
+                    f"view {name}[{number}] of {int(bad.sum())} images (index {images})"
+                )
+    return problems

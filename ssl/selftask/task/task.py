@@ -9,40 +9,43 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.classy import ClassyHook, ClassyTaskNames
+from selftask.classy import ClassyTaskNames
 from selftask.config.load import to_yaml
 from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import Config
-from selftask.data.loading.data_module import DataModule
+from selftask.data.data_module import DataModule
 from selftask.data.loading.open_data import Sources
 from selftask.distributed import device, process_group
-from selftask.distributed.collectives import average_statistics, broadcast_buffers, is_primary
+from selftask.distributed.collectives import is_primary
 from selftask.distributed.heartbeat import HEARTBEAT
 from selftask.distributed.world import read_world
-from selftask.errors import StepSkipped, UserError
+from selftask.errors import StepSkipped
 from selftask.hooks.averages.weight_average import WeightAverage
+from selftask.hooks.base import POINTS, WRAPPERS
 from selftask.logs import MetricsFile, get_logger
-from selftask.models.build import build_backbone
+from selftask.models.teacher import Teacher
 from selftask.optim.loss_scaler import NoScaler
 from selftask.parallel.activation_budget import ActivationBudget
+from selftask.parallel.build import save_activations
+from selftask.parallel.initial_weights import initial_weights
 from selftask.parallel.reduction import Reduction
 from selftask.random import process_state
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_task
-from selftask.task import build, loop, opening, task_state
-from selftask.task.averaged_weights import averaged_weights, begin_phase
+from selftask.task import build, exported, loop, opening, task_state
+from selftask.task.averaged_weights import begin_phase
+from selftask.task.frozen import FrozenParameters
 from selftask.task.rank_agreement import open_same_data
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import score, update_meters
+from selftask.task.update_check import UpdateCheck
 
 log = get_logger(__name__)
 
@@ -52,7 +55,7 @@ _FULL_PRECISION: AbstractContextManager[None] = nullcontext()
 
 @register_task("standard")
 class Task(Recorder, ClassyTaskNames):
-    """Model, loss, meters, optimizer and hooks of one run; also usable by Classy's trainers.
+    """Parts of one run, also for Classy's trainers; docs/how-to-own-hook.md: what is public.
 
     Args:
         config: The config of the run.
@@ -130,15 +133,46 @@ class Task(Recorder, ClassyTaskNames):
         self.data_module = DataModule(self.config, sources, self.world, self.device)
         self.length = RunLength.of(train, self.data_module.num_samples)
         self.clock = Clock(self.length)
-        build.model(self)
-        build.optimizer(self)
-        build.hooks(self)
+        self.build_model()
+        self.build_optimizer()
+        self.build_hooks()
         opening.log_parts(self)
         process_state.seed_all(train.seed, self.world.rank)
         self.rows = MetricsFile(self.out / "metrics.jsonl") if is_primary() else None
         self.resumed = task_state.resume(self)
         opening.print_opening(self)
         self.batches: Iterator[Batch] = iter(())
+
+    def build_model(self) -> None:
+        """Build method and network, and distribute them over ranks."""
+        parallel = self.config.parallel
+        initial = initial_weights(parallel, self.device)
+        self.loss, self.base_model = build.network(self, initial)
+        self.init_weights = None
+        self.trained = [("network", self.base_model), ("loss", self.loss)]
+        build.set_up_method(self, initial)
+        self.activations = save_activations(parallel, self.base_model)
+        teachers = [part.network for part in self.loss.modules() if isinstance(part, Teacher)]
+        self.networks = [self.base_model, *teachers]
+        self.reduction = build.reduction(self, initial)
+        self.model = build.called_network(self)
+
+    def build_optimizer(self) -> None:
+        """Build the optimizer and what depends on it."""
+        self.optimizer = build.optimizer(self)
+        settings = self.optimizer.settings
+        self.frozen = FrozenParameters((one.frozen_steps, one.parameter.value) for one in settings)
+        self.update_check = UpdateCheck(self.optimizer, self.config.train.step.name)
+        self.grad_scaler = build.grad_scaler(self)
+
+    def build_hooks(self) -> None:
+        """Build hooks and meters, and list the calls of each point."""
+        self.named_hooks = build.hooks(self)
+        self.meters = build.meters(self)
+        self.hooks = [self.loss, *build.in_order(self.named_hooks.values())]
+        self.calls = build.calls(self.hooks, POINTS)
+        self._wrappers = build.calls(self.hooks, WRAPPERS)
+        self._reduce = build.gradient_reduction(self, self._wrappers["wrap_reduction"])
 
     # -- for train steps and hooks --------------------------------------------------------------
 
@@ -176,36 +210,15 @@ class Task(Recorder, ClassyTaskNames):
 
     def reduce_gradients(self) -> None:
         """Average gradients over ranks, and remove those of parameters that are frozen now."""
-        self.reduction.reduce()
-        self.activations.finalize()
-        self.frozen.drop_gradients(self.clock.steps_done)
+        self._reduce()
 
     def export_backbone(self) -> nn.Module:
         """Return the trained backbone, unsharded; every rank must call this method."""
-        self.sync_buffers()
-        backbone = self.loss.export_backbone(self.base_model)
-        with averaged_weights(self) as averaged:
-            backbone = self.reduction.unsharded(
-                backbone, lambda: build_backbone(self.config.backbone, self.data_module.channels)
-            )
-            backbone = deepcopy(backbone) if averaged else backbone
-        for change in self.before_export:
-            backbone = change(backbone)
-        return backbone
+        return exported.export_backbone(self)
 
     def sync_buffers(self) -> None:
-        """Give every rank the same buffers, in the network and its teachers.
-
-        BatchNorm's running statistics differ between ranks during training. Rank 0's, or the mean
-        over ranks (``parallel.buffers``), are evaluated, exported and saved. Every rank must call
-        this method. Does nothing with ``parallel.sync_buffers=never``.
-        """
-        parallel = self.config.parallel
-        if parallel.sync_buffers == "never":
-            return
-        synchronize = average_statistics if parallel.buffers == "mean" else broadcast_buffers
-        for network in self.networks:
-            synchronize(network)
+        """Give every rank the same buffers; every rank must call this method."""
+        exported.sync_buffers(self)
 
     def advance(self, batches: int = 1) -> None:
         """Count one finished step of ``batches`` batches."""
@@ -234,11 +247,8 @@ class Task(Recorder, ClassyTaskNames):
 
         Raises UserError if the object is not a hook or the name is taken.
         """
-        if not isinstance(hook, ClassyHook):
-            raise UserError(f"add_hook: {hook!r} is no hook; see function_hook for functions")
         name = name or f"{type(hook).__name__}_{len(self.added_hooks)}"
-        if name in self.config.hooks or name in self.added_hooks:
-            raise UserError(f"add_hook: there is a hook {name!r} already; give another name")
+        build.check_added_hook(hook, name, {**self.config.hooks, **self.added_hooks})
         self.added_hooks[name] = hook
 
     @property
@@ -278,9 +288,11 @@ class Task(Recorder, ClassyTaskNames):
         if self.train and hasattr(self.optimizer, "on_epoch"):
             self.optimizer.on_epoch(self.clock.where_of_epoch)
         self._phase_stop = min(self.clock.batch + self.batches_left, self.length.total_batches)
-        self.batches = self._read_batches()  # reads nothing yet; hooks may wrap it
+        self.batches = self._read_batches()  # reads nothing yet
         begin_phase(self)
         self.run_hooks("on_phase_start")
+        for wrap in self._wrappers["wrap_batches"]:
+            self.batches = wrap(self, self.batches)
 
     def step(self) -> None:
         """Call the train step once; raise StopIteration at the end of the phase."""
@@ -344,25 +356,14 @@ class Task(Recorder, ClassyTaskNames):
         try:
             self.checkpoints.wait()
         finally:
+            LAYER_DRAWS.stop()
+            HEARTBEAT.step = 0
             for opened in (getattr(self, "data_module", None), getattr(self, "rows", None)):
                 if opened is not None:
                     opened.close()
 
     def _read_batches(self) -> Iterator[Batch]:
-        """Yield the prepared batches of this phase, starting at the clock's position."""
-        first = self.clock.batch
-        batches: Iterator[Batch] = (
-            islice(self.data_module.train_batches(first), self._phase_stop - first)
-            if self.train
-            else self.data_module.test_batches()
-        )
-        prepare = self.loss.prepare_batch
-        for batch in batches:
-            prepare(batch, self)
-            if self.train and LAYER_DRAWS.num_layers:
-                LAYER_DRAWS.start(batch.key, self.device)
-            yield batch
-        LAYER_DRAWS.stop()
+        return loop.read_batches(self, self._phase_stop)
 
     @property
     def batches_left(self) -> int:

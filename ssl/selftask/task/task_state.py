@@ -21,6 +21,7 @@ from selftask.config.values.budget import show_bytes
 from selftask.data.fingerprint import differences
 from selftask.distributed.collectives import barrier, gather_objects, is_primary
 from selftask.errors import UserError, plural
+from selftask.files.received import UnreadableFile
 from selftask.logs import get_logger
 from selftask.optim.build import lr_schedule
 from selftask.random import process_state
@@ -96,13 +97,12 @@ def restore(task: Task, state: dict[str, Any]) -> None:
     for meter, meter_state in zip(task.meters, state["meters"], strict=False):
         meter.set_classy_state(meter_state)
     task.scalars = dict(state["scalars"])
-    task.history.load_state_dict(state.get("history", {}))  # missing in older runs
-    if "unreadable" in state:  # missing in older runs, which keep their lists
-        task.data_module.restore_unreadable(state["unreadable"])
+    task.history.load_state_dict(state["history"])
+    task.data_module.restore_unreadable(state["unreadable"])
     if task.world.rank < len(state["rng"]):
         process_state.set_rng_state(state["rng"][task.world.rank])
     if task.device.type == "cpu":
-        _keep_threads(task, state.get("threads", []))  # missing in older runs
+        _keep_threads(task, state["threads"])
 
 
 def _restore_hooks(task: Task, states: dict[str, Any]) -> None:
@@ -185,9 +185,10 @@ def open_writer(config: Config, out: Path) -> CheckpointWriter:
 def _read(task: Task, path: Path) -> dict[str, Any]:
     """Load a checkpoint, or this rank's part of a sharded one.
 
-    Raises DamagedCheckpoint on every rank if it is damaged on any.
+    Raises DamagedCheckpoint or OSError on every rank if it cannot be read on any.
     """
-    damage, state = "", {}
+    failure: Exception | None = None
+    state: dict[str, Any] = {}
     try:
         if path.is_dir():
             from selftask.checkpoint import sharded
@@ -200,11 +201,13 @@ def _read(task: Task, path: Path) -> dict[str, Any]:
             )
         else:
             state = store.load(path)
-    except manifest.DamagedCheckpoint as error:
-        damage = str(error)
-    told = [text for text in gather_objects(damage) if text]
-    if told:
-        raise manifest.DamagedCheckpoint(told[0])
+    except (manifest.DamagedCheckpoint, UnreadableFile) as error:
+        failure = manifest.DamagedCheckpoint(str(error))
+    except OSError as error:
+        failure = error
+    for of_rank in gather_objects(failure):
+        if of_rank is not None:
+            raise of_rank
     return state
 
 
@@ -213,30 +216,30 @@ def resume(task: Task) -> bool:
     _check_space(task)
     folder = task.out / "checkpoints"
     asked = task.resume_from or asked_checkpoint(task.config)
-    found = store.find(asked, folder, partial(_read, task))
-    if found is not None:
-        _check_data(task, *found)
+    checkpoint = store.find(asked, folder, partial(_read, task))
+    if checkpoint is not None:
+        _check_data(task, *checkpoint)
         try:
-            task.load_state_dict(found[0])
+            task.load_state_dict(checkpoint[0])
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{found[1]} does not fit: it is of another method, network or optimizer than the "
-                f"config; use another out=, or another resume=\n{error}"
+                f"{checkpoint[1]} does not fit: it is of another method, network or optimizer than "
+                f"the config; use another out=, or another resume=\n{error}"
             ) from error
     else:
         task.data_module.restore_unreadable({})  # of an earlier run in this folder
     barrier()  # all ranks have read the checkpoint
     if task.rows is not None:  # drop rows after the checkpoint, or all without one
-        rotation.archive(folder, task.steps_done if found else -1)
-        task.rows.cut(found[0]["metrics_bytes"] if found else 0)
-    if found is None:
+        rotation.archive(folder, task.steps_done if checkpoint else -1)
+        task.rows.cut(checkpoint[0]["metrics_bytes"] if checkpoint else 0)
+    if checkpoint is None:
         return False
     task.run_hooks("after_load")
-    log.info("resumed from %s: step %d, epoch %d", found[1], task.steps_done, task.clock.epoch)
+    log.info("resumed from %s: step %d, epoch %d", checkpoint[1], task.steps_done, task.clock.epoch)
     if not task.clock.done:  # a finished run may be loaded
-        task.event("resume", f"resumed from {found[1]}", epoch=task.clock.epoch)
-    _log_new_length(task, found[0])
-    _log_new_statistics(task, found[0])
+        task.event("resume", f"resumed from {checkpoint[1]}", epoch=task.clock.epoch)
+    _log_new_length(task, checkpoint[0])
+    _log_new_statistics(task, checkpoint[0])
     return True
 
 
@@ -256,8 +259,6 @@ def _check_data(task: Task, state: dict[str, Any], path: Path) -> None:
 
 def _log_new_length(task: Task, state: dict[str, Any]) -> None:
     """Warn if the length of the run has changed, since progress and schedules then jump."""
-    if "length" not in state:
-        return
     before, now = RunLength(**state["length"]), task.length
     if before.total_batches == now.total_batches:
         return
@@ -276,7 +277,7 @@ def _log_new_length(task: Task, state: dict[str, Any]) -> None:
 
 def _log_new_statistics(task: Task, state: dict[str, Any]) -> None:
     """Warn if BatchNorm now computes its statistics over another number of images."""
-    if task.config.parallel.sync_batch_norm == "all" or "length" not in state:
+    if task.config.parallel.sync_batch_norm == "all":
         return
     before, now = len(state["rng"]), task.world.size
     images = state["length"]["batch_size"] // before, task.length.batch_size // now
@@ -309,4 +310,4 @@ def _check_space(task: Task) -> None:
 
 
 def _bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+    return value.nbytes if isinstance(value, Tensor) else 0

@@ -1,4 +1,4 @@
-"""The second half of a train step in one call, for custom train steps."""
+"""Parts of a train step that all steps share; ``train_steps/standard.py`` spells them out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,27 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from selftask.distributed.collectives import all_reduce_mean
+
 if TYPE_CHECKING:
+    from selftask.batch import Batch
     from selftask.task.task import Task
+
+
+def forward(task: Task, batch: Batch) -> None:
+    """Compute output and loss of ``task.last_batch``; call the hook points up to the loss."""
+    with task.autocast():
+        batch.output = task.model(batch.input)
+        task.run_hooks("on_forward")
+        batch.local_loss = task.loss(batch.output, batch)
+    record_loss(task, batch)
+
+
+def record_loss(task: Task, batch: Batch) -> None:
+    """Average the loss over ranks, update the meters and call ``on_loss_and_meter``."""
+    batch.loss = all_reduce_mean(batch.local_loss.detach())
+    task.update_meters(batch)
+    task.run_hooks("on_loss_and_meter")
 
 
 def update_weights(task: Task, loss: Tensor) -> None:
@@ -23,12 +42,27 @@ def update_weights(task: Task, loss: Tensor) -> None:
     """
     if not task.train:
         return
+    compute_gradients(task, loss)
+    apply_gradients(task)
+
+
+def compute_gradients(task: Task, loss: Tensor) -> None:
+    """Set the gradients of a loss, scaled by ``task.grad_scaler`` and averaged over ranks."""
     task.optimizer.zero_grad()
     task.grad_scaler.scale(loss).backward()
     task.reduce_gradients()
+
+
+def apply_gradients(task: Task, batches: int = 1) -> None:
+    """Unscale reduced gradients, step the optimizer and count the step.
+
+    Args:
+        task: The task; ``task.reduce_gradients`` has been called.
+        batches: Number of batches of this step.
+    """
     task.grad_scaler.unscale_(task.optimizer)
     task.run_hooks("on_backward")
     task.grad_scaler.step(task.optimizer, where=task.where)
     task.grad_scaler.update()
     task.run_hooks("on_update")
-    task.advance()
+    task.advance(batches)

@@ -6,9 +6,9 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from selftask.distributed.collectives import all_reduce_mean
 from selftask.registry import register_train_step
 from selftask.task import Task
+from selftask.task.update import apply_gradients, forward
 
 
 @register_train_step("accumulate")
@@ -22,34 +22,22 @@ def accumulate_train_step(task: Task) -> None:
     contrastive method, nor the batch over which BatchNorm or Barlow Twins compute statistics.
     """
     if not task.train:
-        _forward(task, share=1.0)
+        _forward(task)
         return
 
     batches = min(task.config.train.accumulate, task.batches_left)
     task.optimizer.zero_grad()
     for number in range(1, batches + 1):
         with nullcontext() if number == batches else task.no_sync():
-            loss = _forward(task, share=1.0 / batches)
+            loss = _forward(task) * (1.0 / batches)
             task.grad_scaler.scale(loss).backward()
 
     task.reduce_gradients()
-    task.grad_scaler.unscale_(task.optimizer)
-    task.run_hooks("on_backward")
-
-    task.grad_scaler.step(task.optimizer, where=task.where)
-    task.grad_scaler.update()
-    task.run_hooks("on_update")
-    task.advance(batches)
+    apply_gradients(task, batches)
 
 
-def _forward(task: Task, *, share: float) -> Tensor:
-    """Run one batch through network and loss; return the loss times ``share``, with its graph."""
+def _forward(task: Task) -> Tensor:
+    """Run one batch through network and loss; return the loss, with its graph."""
     batch = task.last_batch = next(task.batches)
-    with task.autocast():
-        batch.output = task.model(batch.input)
-        task.run_hooks("on_forward")
-        batch.local_loss = task.loss(batch.output, batch)
-    batch.loss = all_reduce_mean(batch.local_loss.detach())
-    task.update_meters(batch)
-    task.run_hooks("on_loss_and_meter")
-    return batch.local_loss * share
+    forward(task, batch)
+    return batch.local_loss

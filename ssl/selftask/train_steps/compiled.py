@@ -10,10 +10,10 @@ from typing import Any
 
 from selftask.batch import Batch, Loss
 from selftask.config.schema import CompileConfig
-from selftask.distributed.collectives import all_reduce_mean
 from selftask.parallel.compiled import compile_function
 from selftask.registry import register_train_step
 from selftask.task import Task
+from selftask.task.update import record_loss, update_weights
 
 
 @register_train_step("compiled")
@@ -51,23 +51,8 @@ class Compiled:
                 both = compiled(_network_and_loss)
                 batch.output, batch.local_loss = both(task, batch)
 
-        batch.loss = all_reduce_mean(batch.local_loss.detach())
-        task.update_meters(batch)
-        task.run_hooks("on_loss_and_meter")
-
-        if not task.train:
-            return
-
-        task.optimizer.zero_grad()
-        task.grad_scaler.scale(batch.local_loss).backward()  # compiled with the forward pass
-        task.reduce_gradients()
-        task.grad_scaler.unscale_(task.optimizer)
-        task.run_hooks("on_backward")
-
-        task.grad_scaler.step(task.optimizer, where=task.where)
-        task.grad_scaler.update()
-        task.run_hooks("on_update")
-        task.advance()
+        record_loss(task, batch)
+        update_weights(task, batch.local_loss)  # its backward pass is compiled, too
 
 
 @functools.cache

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.distributed.collectives import all_reduce_mean
 from selftask.errors import UserError
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.random.process_state import rng_state, set_rng_state
 from selftask.registry import METHODS, register_train_step
 from selftask.task import Task
 from selftask.task.second_pass import second_pass
+from selftask.task.update import apply_gradients, record_loss
 
 
 @register_train_step("grad_cache")
@@ -49,7 +49,7 @@ class GradCache:
         """Compute loss and gradient at outputs without graph; then go backward in chunks.
 
         The second forward pass of each chunk has a graph and repeats the dropout draws of the
-        first. BatchNorm normalises each chunk by its own statistics and updates the running ones
+        first. BatchNorm normalizes each chunk by its own statistics and updates the running ones
         once per chunk. A teacher's forward pass, which has no graph, is not divided.
         """
         batch = task.last_batch = next(task.batches)
@@ -60,10 +60,7 @@ class GradCache:
             task.run_hooks("on_forward")
             batch.local_loss = task.loss(batch.output, batch)
 
-        batch.loss = all_reduce_mean(batch.local_loss.detach())
-        task.update_meters(batch)
-        task.run_hooks("on_loss_and_meter")
-
+        record_loss(task, batch)
         if not task.train:
             return
 
@@ -72,13 +69,7 @@ class GradCache:
             task.grad_scaler.scale(batch.local_loss).backward()  # ends at batch.output
         _backward(task, batch, chunks, draws)
         task.reduce_gradients()
-        task.grad_scaler.unscale_(task.optimizer)
-        task.run_hooks("on_backward")
-
-        task.grad_scaler.step(task.optimizer, where=task.where)
-        task.grad_scaler.update()
-        task.run_hooks("on_update")
-        task.advance()
+        apply_gradients(task)
 
     def _chunks(self, size: int) -> list[slice]:
         number = min(self.chunks, size)

@@ -11,16 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from selftask.batch import total
 from selftask.config.fields import setting
-from selftask.distributed.collectives import all_reduce_mean
 from selftask.optim.gradients import total_norm
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_train_step
 from selftask.task import Task
 from selftask.task.second_pass import second_pass
+from selftask.task.update import apply_gradients, compute_gradients, forward
 
 
 @register_train_step("sam")
@@ -41,30 +40,16 @@ class SAM:
         """
         batch = task.last_batch = next(task.batches)
         draws = LAYER_DRAWS.words
-
-        with task.autocast():
-            batch.output = task.model(batch.input)
-            task.run_hooks("on_forward")
-            batch.local_loss = task.loss(batch.output, batch)
-        batch.loss = all_reduce_mean(batch.local_loss.detach())
-        task.update_meters(batch)
-        task.run_hooks("on_loss_and_meter")
-
+        forward(task, batch)
         if not task.train:
             return
 
-        _gradient(task, batch.local_loss)
+        compute_gradients(task, batch.local_loss)
         with self._climbed(task):
             with LAYER_DRAWS.again(draws), second_pass(task.base_model), task.autocast():
                 uphill = total(task.loss(task.model(batch.input), batch))
-            _gradient(task, uphill)
-        task.grad_scaler.unscale_(task.optimizer)
-        task.run_hooks("on_backward")
-
-        task.grad_scaler.step(task.optimizer, where=task.where)
-        task.grad_scaler.update()
-        task.run_hooks("on_update")
-        task.advance()
+            compute_gradients(task, uphill)
+        apply_gradients(task)
 
     @contextmanager
     @torch.no_grad()
@@ -81,10 +66,3 @@ class SAM:
             yield
         for weight, start in zip(weights, before, strict=True):
             weight.copy_(start)
-
-
-def _gradient(task: Task, loss: Tensor) -> None:
-    """Set the gradients of a loss, averaged over ranks."""
-    task.optimizer.zero_grad()
-    task.grad_scaler.scale(loss).backward()
-    task.reduce_gradients()

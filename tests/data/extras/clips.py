@@ -12,7 +12,7 @@ import torch
 from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.config.schema import Config
-from selftask.data.loading.data_module import DataModule
+from selftask.data.data_module import DataModule
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source
 from selftask.distributed.world import World

@@ -12,7 +12,7 @@ import torch
 from clips import Clips, batches, config
 
 from selftask.batch import Batch
-from selftask.data.loading.data_module import DataModule
+from selftask.data.data_module import DataModule
 from selftask.data.loading.open_data import Sources
 from selftask.data.reading.files import BadImage
 from selftask.data.subset import subset_of
@@ -168,7 +168,7 @@ def test_a_test_phase_has_extras_and_an_evaluation_none() -> None:
     module = DataModule(config(Path()), Sources(Clips(), Clips(4)), World(), torch.device("cpu"))
     (batch,) = module.test_batches()
     assert batch.extras["time"].tolist() == [0, 0.5, 1, 1.5]
-    assert next(module.test_samples())["extras"] == {}
+    assert next(module.test_samples()).extras == {}
     module.close()
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from selftask.config.schema import Component, num_views, total_views
 from selftask.data.extras import ExtrasReader
-from selftask.data.loading.open_data import open_source
+from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.sources.dataset_objects import DatasetSource

@@ -8,8 +8,8 @@ import pytest
 import torch
 from clips import Clips, config
 
+from selftask.data.data_module import DataModule
 from selftask.data.fingerprint import differences
-from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import Sources
 from selftask.data.tokenizers.byte_level import Bytes
 from selftask.distributed.world import World

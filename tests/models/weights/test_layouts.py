@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 from written_files import State, prefixed, resnet, to_detectron2, vit, zeroed
 
 from selftask.errors import UserError
@@ -44,6 +45,31 @@ def lightly_train(state: State, name: str) -> dict[str, Any]:
     return {"state_dict": {**networks, **head}, "epoch": 3}
 
 
+def dinov3() -> nn.Module:
+    name = "vit_small_patch16_dinov3_qkvb"
+    model: nn.Module = timm.create_model(name, img_size=32, depth=2, embed_dim=64, num_heads=2)
+    for block in model.blocks:  # type: ignore[union-attr]
+        nn.init.normal_(block.attn.q_bias)
+        nn.init.normal_(block.attn.v_bias)
+    return model
+
+
+def dinov3_file(model: nn.Module) -> State:
+    """The file that Meta publishes: one bias of qkv, of which a mask hides that of k."""
+    state: dict[str, Tensor] = {"mask_token": torch.zeros(1, 64)}
+    state |= {"rope_embed.periods": torch.ones(8), "local_cls_norm.weight": torch.ones(64)}
+    for key, value in model.state_dict().items():
+        name = re.sub(r"gamma_(\d)", r"ls\1.gamma", key).replace("reg_token", "storage_tokens")
+        if key.endswith("q_bias"):
+            part, hidden = key.removesuffix("q_bias"), torch.full_like(value, 3.0)
+            v = model.state_dict()[f"{part}v_bias"]
+            state[f"{part}qkv.bias"] = torch.cat([value, hidden, v])
+            state[f"{part}qkv.bias_mask"] = torch.cat([value * 0 + 1, value * 0, value * 0 + 1])
+        elif not key.endswith("v_bias"):
+            state[name] = value
+    return state
+
+
 FILES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "MoCo": (resnet, lambda m: moco(dict(m.state_dict()))),
     "MoCo v3": (
@@ -69,6 +95,7 @@ FILES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
             "args": pickle_of_namespace(),
         },
     ),
+    "DINOv3": (dinov3, dinov3_file),
     "I-JEPA": (
         vit,
         lambda m: {
@@ -169,6 +196,21 @@ def test_every_layout_loads_whole(writer: str, tmp_path: Path) -> None:
     own = fresh.state_dict()
     for key, value in model.state_dict().items():
         assert torch.equal(own[key], value) or "num_batches" in key, key
+
+
+def test_biases_of_dinov3_that_are_0_need_no_name(tmp_path: Path) -> None:
+    """timm has models with biases of q and v and models without; most released ones are all 0."""
+    model = dinov3()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_bias", "v_bias")):
+            nn.init.zeros_(parameter)
+    name = "vit_small_patch16_dinov3"
+    plain = timm.create_model(name, img_size=32, depth=2, embed_dim=64, num_heads=2)
+    load_weights(plain, dinov3_file(model))
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(plain.eval()(images), model.eval()(images))
+    with pytest.raises(UserError, match=r"unexpected: blocks\.0\.attn\.q_bias"):
+        load_weights(plain, dinov3_file(dinov3()))
 
 
 def test_every_row_of_the_table_has_its_file() -> None:

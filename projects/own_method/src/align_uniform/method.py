@@ -9,9 +9,7 @@ V: views, B: images per rank, W: ranks, D: width of the head's output.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,6 +29,7 @@ class AlignUniform(Method):
 
     loss_reduction = "gathered"  # distances to the images of all ranks
     views = 2
+    min_batch_size = 2  # uniformity compares images
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -39,10 +38,6 @@ class AlignUniform(Method):
         alpha: float = setting(2.0, above=0)  # power of the distance in eq. 5
         t: float = setting(2.0, above=0)  # parameter of the Gaussian potential in eq. 6
         weight: float = setting(1.0, min=0)  # of uniformity; lambda in appendix B of the paper
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            if config["train"]["batch_size"] < 2:
-                yield "train.batch_size: 1; uniformity compares images: at least 2 are needed"
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Return a projector of two layers."""

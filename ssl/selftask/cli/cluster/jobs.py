@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from selftask.cli.options import columns
 from selftask.errors import printable_line
 from selftask.report.overview.table import short_path
 from selftask.slurm.queue import find, stand
@@ -21,15 +22,10 @@ def main(argv: list[str]) -> int:
     if not runs:
         print("no submitted runs in runs/; selftask jobs OUT looks elsewhere")
         return 0
-    rows: list[tuple[str, ...]] = [("JOB", "RUN", "STEP", "STATE")]
+    rows: list[tuple[str, ...]] = [("JOB", "RUN", "STEP", "STATE", "LAST LINE")]
     for run in runs:
         step = "-" if run.step is None else str(run.step)
-        cells = (run.job or "-", short_path(run.folder), step, run.state)
+        cells = (run.job or "-", short_path(run.folder), step, run.state, run.last_line or run.note)
         rows.append(tuple(map(printable_line, cells)))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row, last in zip(
-        rows, ["LAST LINE", *(run.last_line or run.note for run in runs)], strict=True
-    ):
-        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join([*padded, printable_line(last)]).rstrip())
+    print("\n".join(columns(rows)))
     return 0

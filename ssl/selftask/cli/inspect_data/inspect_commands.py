@@ -81,8 +81,10 @@ class CountDone:
             return
         self.shown = now
         rate = done / (now - self.started)
-        left = (self.total - done) / rate
-        text = f"{self.doing} {done:,} of {self.total:,}, {rate:,.0f} images/s, {left:,.0f} s left"
+        seconds = (self.total - done) / rate
+        text = (
+            f"{self.doing} {done:,} of {self.total:,}, {rate:,.0f} images/s, {seconds:,.0f} s left"
+        )
         print(f"\r{text}\033[K" if self.in_place else text, end="", file=sys.stderr, flush=True)
         if not self.in_place:
             print(file=sys.stderr, flush=True)

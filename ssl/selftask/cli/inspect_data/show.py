@@ -13,7 +13,7 @@ usage: selftask data show RECIPE [--images 8] [--out views.png] [key=value ...]
 
 Writes a PNG: a row for each image with the image itself and every view of it, named by its group in
 `views:`. They are the first images of epoch 0, with the very draws that training would make for
-them (seed, epoch, sample, view), taken from the batch of floats and un-normalised. Of more
+them (seed, epoch, sample, view), taken from the batch of floats and un-normalized. Of more
 than three channels the first three are drawn, of one or two the first in gray."""
 
 OPTIONS = {"--images": int, "--out": str}

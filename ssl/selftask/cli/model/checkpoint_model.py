@@ -7,7 +7,7 @@ from pathlib import Path
 
 from selftask.cli.model.export import Average, export_run
 from selftask.cli.model.load_model import Frozen, open_frozen, take
-from selftask.config.compose.compose import import_plugins
+from selftask.config.compose.overrides import import_plugins
 from selftask.config.trust import take_trust
 from selftask.errors import UserError
 

@@ -33,8 +33,8 @@ usage: selftask eval knn|linear|svm RUN_OR_MODEL [key=value ...]
 
 {MODEL},
               or RUN@STEP or RUN@best: a checkpoint of a run (weights=ema: its average)
-data=DIR      the labelled images to learn from; default: those of the run
-data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbours
+data=DIR      the labeled images to learn from; default: those of the run
+data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbors
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last.
 `selftask eval retrieval --help` says more of that one, likewise of suite and predictions.
@@ -81,8 +81,8 @@ def main(argv: list[str]) -> int:
 
 def _check_name(name: str) -> None:
     if name not in EVALUATIONS:
-        known = [*EVALUATIONS.names(), *COMMANDS]
-        raise UserError(f"no evaluation named {name!r}; {nearest(name, known)}")
+        names = [*EVALUATIONS.names(), *COMMANDS]
+        raise UserError(f"no evaluation named {name!r}; {nearest(name, names)}")
 
 
 def _only(config: Config, name: str) -> Config:
@@ -94,7 +94,7 @@ def _only(config: Config, name: str) -> Config:
 def _spelt_out(name: str, overrides: list[str]) -> list[str]:
     """Expand ``k=[5]`` to ``eval.evaluations.knn.k=[5]``; raise UserError for unknown fields."""
     config = config_class(EVALUATIONS, name)
-    own = {field.name for field in fields(config)} if config is not None else set()
-    check_words(name, overrides, own)
+    names = {field.name for field in fields(config)} if config is not None else set()
+    check_words(name, overrides, names)
     prefix = f"eval.evaluations.{name}."
-    return [prefix + text if text.partition("=")[0] in own else text for text in overrides]
+    return [prefix + text if text.partition("=")[0] in names else text for text in overrides]

@@ -14,7 +14,7 @@ from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import MODEL, take
 from selftask.cli.options import take_options
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.config.compose.compose import import_plugins
+from selftask.config.compose.overrides import import_plugins
 from selftask.config.schema import Component
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError, nearest, plural
@@ -58,9 +58,6 @@ FORMATS = (*LIBRARIES, *FOREIGN, "safetensors", "checkpoint", "onnx")
 
 def main(argv: list[str]) -> int:
     """Export the model and print the folder."""
-    if not argv:
-        print(USAGE)
-        return 0
     words, options = take_options(argv, OPTIONS)
     words, trust = take_trust(words)
     weights, words = take("weights", words)
@@ -182,33 +179,33 @@ def export_run(
         wanted = partial(_of_average, average.kept)
     load = partial(store.load, wanted=wanted)
     read = partial(store.load_with, {"backbone": str, "clock": dict}, read=load)
-    found = (
+    loaded = (
         store.load_newest(run / "checkpoints", read)
         if checkpoint is None
         else (read(checkpoint), checkpoint)
     )
-    if found is None:
+    if loaded is None:
         raise UserError(f"{run}: has no checkpoint yet")
-    state, path = found
+    state, path = loaded
     if to == "checkpoint":
         return store.write(state, out, int(state["clock"]["steps_done"]))
     config = load_config(str(run / "config.yaml"), [], trust=trust)
     channels = state.get("channels", 3)
     backbone = build_backbone(config.backbone, channels)
-    told = None
+    averaging = None
     if average.kept is not None:
-        weights, told = kept_average(state, average.kept), average.kept
+        weights, averaging = kept_average(state, average.kept), average.kept
     elif average.checkpoints is not None:
         paths = _newest(run, average.checkpoints)
         weights = mean_backbone(map(read, paths))
-        told = f"mean of {', '.join(path.stem for path in paths)}"
+        averaging = f"mean of {', '.join(path.stem for path in paths)}"
     else:
         weights = backbone_state(state)
     load_weights(backbone, weights, what=str(path))
-    if told is not None:
+    if averaging is not None:
         backbone = _with_statistics(backbone, config, trust=trust)
     step = int(state["clock"]["steps_done"])
-    return write(backbone, out, facts(config, step, channels, told), to)
+    return write(backbone, out, facts(config, step, channels, averaging), to)
 
 
 def _of_average(kept: str, state: Mapping[str, Any], name: str) -> bool:
@@ -258,7 +255,7 @@ def _with_statistics(backbone: nn.Module, config: Config, *, trust: bool) -> nn.
     """Recompute the BatchNorm statistics of the averaged backbone if the run has ``precise_bn``."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from selftask.data.loading.data_module import DataModule
+    from selftask.data.data_module import DataModule
     from selftask.data.loading.open_data import open_received
     from selftask.distributed.device import pick_device
     from selftask.distributed.world import World

@@ -44,9 +44,6 @@ CLUSTERS, RANKING = "clusters.csv", "ranking.csv"
 
 def main(argv: list[str]) -> int:
     """Compute and write the features, and print the folder."""
-    if not argv:
-        print(USAGE)
-        return 0
     address, overrides = argv[0], argv[1:]
     if "=" in address:
         raise UserError(f"features needs a run or model before any key=value\n{USAGE}")
@@ -90,8 +87,8 @@ def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
     clusters, overrides = take("clusters", overrides)
     if clusters is not None and not (clusters.isdecimal() and int(clusters) > 0):
         raise UserError(f"clusters={clusters}: expected the number of clusters, such as 1000")
-    own = ("layers", "pool")
-    overrides = [f"eval.{t}" if t.partition("=")[0] in own else t for t in overrides]
+    evaluated = ("layers", "pool")
+    overrides = [f"eval.{t}" if t.partition("=")[0] in evaluated else t for t in overrides]
     return out, int(clusters or 0), overrides
 
 

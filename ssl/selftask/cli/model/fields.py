@@ -25,23 +25,23 @@ def take_fields(words: list[str], kind: type[T]) -> tuple[T, list[str]]:
     Raises:
         UserError: If a value has the wrong type or violates its limits, or if there are problems.
     """
-    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     types = typing.get_type_hints(kind)
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     rest: list[str] = []
     for word in words:
         key, equals, text = word.partition("=")
-        if not equals or key not in known:
+        if not equals or key not in fields:
             rest.append(word)
             continue
         try:
-            given[key] = convert(yaml.safe_load(text), types[key])
-            check_limits(given[key], known[key].metadata)
+            values[key] = convert(yaml.safe_load(text), types[key])
+            check_limits(values[key], fields[key].metadata)
         except (Mismatch, ValueError) as error:
             raise UserError(f"{word}: {error}") from error
         except yaml.YAMLError as error:
             raise UserError(f"{word}: is not YAML ({type(error).__name__})") from error
-    made = kind(**given)
+    made = kind(**values)
     for problem in getattr(made, "problems", tuple)():
         raise UserError(problem)
     return made, rest

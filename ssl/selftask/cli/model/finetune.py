@@ -1,4 +1,4 @@
-"""``selftask finetune``: train a pretrained backbone on labelled images."""
+"""``selftask finetune``: train a pretrained backbone on labeled images."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ USAGE = f"""\
 usage: selftask finetune RUN_OR_MODEL [data=DIR data.val=DIR] [key=value ...]
 
 {MODEL}
-data=DIR      labelled images, one folder a class; default: those of the run
-data.val=DIR  labelled images to test on after each epoch; without it, no accuracy is measured
+data=DIR      labeled images, one folder a class; default: those of the run
+data.val=DIR  labeled images to test on after each epoch; without it, no accuracy is measured
 data.subset='{{count: 10, per_class: true}}' or 0.1: train on fewer of the labels
 train.epochs=50 train.batch_size=32 optimizer.lr=1e-3: what to change first
 method.freeze_backbone=true  trains the classifier alone
@@ -38,9 +38,6 @@ normalization; `selftask config {RECIPE}` shows the recipe.
 
 def main(argv: list[str]) -> int:
     """Convert the model to config overrides and run ``selftask train``."""
-    if not argv:
-        print(USAGE)
-        return 0
     if "=" in argv[0]:
         raise UserError(f"finetune needs a run or model before any key=value\n{USAGE}")
     from selftask.cli import train
@@ -55,7 +52,7 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
         UserError: If there is no such model, or if its architecture is the user's code and
             ``trust=true`` is not given.
     """
-    from selftask.config.compose.compose import import_plugins
+    from selftask.config.compose.overrides import import_plugins
     from selftask.models.weights.address import NONE, PRETRAINED, check_model
 
     import_plugins(words)  # a plug-in may register a handler for the address
@@ -109,15 +106,15 @@ def _data(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
 
     Raises UserError if there are neither.
     """
-    own = expand_user(local_run(address)) / "config.yaml"
+    saved = expand_user(local_run(address)) / "config.yaml"
     keys = {word.partition("=")[0] for word in words}
     if keys & {"data", "data.name", "data.path"}:
         return {}
-    if not exists(own):
+    if not exists(saved):
         raise UserError(f"finetune: data is missing: {address} names no images; give data=DIR")
     from selftask.config.load import load_config
 
-    config = load_config(str(own), [], trust=trust)
+    config = load_config(str(saved), [], trust=trust)
     if not trust:
         refuse_addresses(config, "data")
     data = config.data

@@ -60,7 +60,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     """
     from selftask.checkpoint.mirror import local_run
     from selftask.config.compose import recipes
-    from selftask.config.compose.compose import import_plugins
+    from selftask.config.compose.overrides import import_plugins
     from selftask.config.compose.provenance import show_path
     from selftask.config.explain import explain_chosen
     from selftask.config.load import load_config
@@ -73,8 +73,8 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     prefix, overrides = take("prefix", overrides)
     check_model(address if export is None else str(export), weights)
     address = local_run(address)
-    own = expand_user(address) / "config.yaml"
-    recipe = str(own if exists(own) else recipes.folder() / SHIPPED)
+    saved = expand_user(address) / "config.yaml"
+    recipe = str(saved if exists(saved) else recipes.folder() / SHIPPED)
     config = load_config(recipe, overrides, trust=trust)
     if _has_lost_labels(config):
         overrides = ["data.labels=true", *overrides]
@@ -101,7 +101,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
         backbone, facts = open_model(
             model, weights=chosen, trust=trust, image_size=size, prefix=prefix
         )
-    if not exists(own) and facts.get("transforms"):
+    if not exists(saved) and facts.get("transforms"):
         shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))
         shown = f"eval.transforms={shown.strip()}"
         config = load_config(recipe, [shown, *rest], trust=trust)
@@ -127,12 +127,12 @@ def without_old_val(words: list[str]) -> list[str]:
 
 def _has_lost_labels(config: Config) -> bool:
     """Return whether other images than the run's have inherited its ``labels: false``."""
-    given = [config.place(key).startswith("command line") for key in ("data.path", "data.labels")]
-    return config.data.source.args.get("labels") is False and given == [True, False]
+    typed = [config.place(key).startswith("command line") for key in ("data.path", "data.labels")]
+    return config.data.source.args.get("labels") is False and typed == [True, False]
 
 
 def take(name: str, words: list[str]) -> tuple[str | None, list[str]]:
     """Return the last value of ``name=``, or None, and the remaining words."""
-    given = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
+    values = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
     rest = [word for word in words if not word.startswith(f"{name}=")]
-    return given[-1] if given else None, rest
+    return values[-1] if values else None, rest

@@ -1,4 +1,4 @@
-"""``selftask test``: evaluate a trained network with its classifier on labelled images."""
+"""``selftask test``: evaluate a trained network with its classifier on labeled images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USAGE = f"""\
 usage: selftask test RUN [data=DIR] [key=value ...]
 
 Loads the newest checkpoint of RUN (RUN@best, RUN@STEP: another one) and prints, as one JSON line,
-its meters and loss on labelled images. The run stays as it is.
+its meters and loss on labeled images. The run stays as it is.
 data=DIR      the images to test on; default: data.val of the run
 predictions=FILE.csv   also write path, label, predicted class and its probability of each image
 predictions=FILE.npz   also write all scores; `selftask eval predictions FILE` reads both
@@ -49,13 +49,13 @@ def main(argv: list[str]) -> int:
     config = load_config(str(run / "config.yaml"), words, trust=trust)
     if not trust:
         refuse_addresses(config, "data", "method")
-    found = [checkpoint] if checkpoint is not None else checkpoints(run / "checkpoints")
-    if not found:
+    checkpoint_paths = [checkpoint] if checkpoint is not None else checkpoints(run / "checkpoints")
+    if not checkpoint_paths:
         raise UserError(f"{run}: has no checkpoint yet")
     if config.data.val is None:
-        raise UserError("test: the run has no data.val; give the labelled images, data=DIR")
+        raise UserError("test: the run has no data.val; give the labeled images, data=DIR")
     with tempfile.TemporaryDirectory() as folder:
-        row = _scores(_beside(config, found[0], Path(folder), average), predictions)
+        row = _scores(_beside(config, checkpoint_paths[0], Path(folder), average), predictions)
     print(json_row(row))
     return 0
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.cli.model.suite_request import Request, read_request
-from selftask.cli.options import take_options
+from selftask.cli.options import columns, take_options
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.trust import TRUST
 from selftask.errors import UserError
@@ -26,7 +26,7 @@ Evaluates the checkpoints of a run and prints a table of their metrics. Results 
 RUN/evaluations; what is there already is not computed again.
 EVALUATION    knn, linear, svm or one of your own; default: those of the run. Their fields have
               the name in front: knn.k=[5,20]
-data=DIR data.val=DIR   the labelled images; default: those of the run
+data=DIR data.val=DIR   the labeled images; default: those of the run
 checkpoints=all         or last, best (by train.keep_best), or a pattern of steps: 1?00
 every=N       only those of steps that N divides
 weights=ema   the average that hooks.ema (swa) keeps, instead of the trained weights
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 def _evaluate(request: Request, *, follow: bool) -> None:
     """Run the evaluations that have no result yet, and print the table."""
-    from selftask.logs.checkpoint_results import CheckpointResults, format_table
+    from selftask.logs.checkpoint_results import CheckpointResults
     from selftask.report.overview.run_line import read_line
 
     results = CheckpointResults(request.run, request.settings)
@@ -84,7 +84,12 @@ def _evaluate(request: Request, *, follow: bool) -> None:
             f"checkpoints={request.checkpoints}: {request.run} has no such checkpoint; there are: "
             f"{there or 'none'}"
         )
-    print(format_table(table))
+    names = list(dict.fromkeys(name for row in table.values() for name in row))
+    rows = [["step", *names]]
+    for step, row in table.items():
+        cells = (row.get(name) for name in names)
+        rows.append([str(step), *("-" if cell is None else f"{cell:.4f}" for cell in cells)])
+    print("\n".join(columns(rows, right=range(len(rows[0])))))
 
 
 def _evaluate_one(

@@ -41,23 +41,23 @@ class Request:
         if self.checkpoints == "best":
             best = named_checkpoint(f"{self.run}@best")
             return [] if best is None else [best]
-        found = sorted(checkpoints(self.run / "checkpoints"), key=step_of)
-        found = [path for path in found if step_of(path) % self.every == 0]
+        paths = sorted(checkpoints(self.run / "checkpoints"), key=step_of)
+        paths = [path for path in paths if step_of(path) % self.every == 0]
         if self.checkpoints == "last":
-            return found[-1:]
+            return paths[-1:]
         pattern = "*" if self.checkpoints == "all" else self.checkpoints
-        return [path for path in found if fnmatch(str(step_of(path)), pattern)]
+        return [path for path in paths if fnmatch(str(step_of(path)), pattern)]
 
     def overrides(self, evaluations: list[str]) -> list[str]:
         """Return the config overrides for these evaluations, with complete keys."""
         asked = ", ".join(f"{name}: {{}}" for name in evaluations)
-        own = {word for word in self.words if word.partition(".")[0] in self.evaluations}
-        rest = [word for word in self.words if word not in own]
+        of_evaluations = {word for word in self.words if word.partition(".")[0] in self.evaluations}
+        rest = [word for word in self.words if word not in of_evaluations]
         named = [f"eval.evaluations={{{asked}}}"]
         return [
             *named,
             *without_old_val(rest),
-            *(f"eval.evaluations.{word}" for word in sorted(own)),
+            *(f"eval.evaluations.{word}" for word in sorted(of_evaluations)),
         ]
 
     @property
@@ -101,12 +101,12 @@ def read_request(words: list[str]) -> tuple[Request, Config]:
 
 
 def _check_words(request: Request) -> None:
-    known = {*SECTIONS, *OTHERS, *request.evaluations, "launch", "checkpoints", "every"}
-    known -= {"prefix"}  # a run has one backbone
+    sections = {*SECTIONS, *OTHERS, *request.evaluations, "launch", "checkpoints", "every"}
+    sections -= {"prefix"}  # a run has one backbone
     for word in request.words:
         first = _key(word).partition(".")[0]
-        if first not in known:
-            raise UserError(f"eval suite: there is no {first!r}; {nearest(first, known)}")
+        if first not in sections:
+            raise UserError(f"eval suite: there is no {first!r}; {nearest(first, sections)}")
 
 
 def _key(word: str) -> str:

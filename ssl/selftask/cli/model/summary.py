@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selftask.cli.options import take_options
+from selftask.cli.options import columns, take_options
 from selftask.errors import UserError
 
 USAGE = """\
@@ -47,10 +47,6 @@ def main(argv: list[str]) -> int:
         )
         for cost in costs
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
     print(f"{words[0]}: one image of {channels} x {side} x {side}")
-    for row in rows:
-        texts = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
-        texts += [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)]
-        print("  ".join(texts).rstrip())
+    print("\n".join(columns(rows, right=range(2, 6))))
     return 0

@@ -16,7 +16,14 @@ from selftask.files import paths
 from selftask.files.addresses import is_remote
 from selftask.report.overview.find import find_runs
 from selftask.report.overview.run_line import RunLine, read_line
-from selftask.report.overview.table import as_json, columns_of, sort_by, text_table, with_states
+from selftask.report.overview.table import (
+    as_json,
+    columns_of,
+    count_states,
+    sort_by,
+    text_table,
+    with_states,
+)
 from selftask.slurm import queue
 
 USAGE = """\
@@ -93,11 +100,11 @@ def lines_of(folders: list[Path]) -> list[RunLine]:
     runs: dict[Path, RunLine] = {}
     jobs: dict[Path, str] = {}
     for folder in folders:
-        found = find_runs(folder)
-        recorded, unread = queue.jobs_of((folder, *found.submissions))
+        below = find_runs(folder)
+        recorded, unread = queue.jobs_of((folder, *below.submissions))
         jobs |= {run.resolve(): job for run, job in recorded.items()}
         runs |= {line.folder.resolve() / queue.JOBS: line for line in unread}
-        runs |= {run.resolve(): read_line(run) for run in found.runs}
+        runs |= {run.resolve(): read_line(run) for run in below.runs}
     runs |= {run: read_line(run) for run in jobs if run not in runs}
     states = queue.queue(list(jobs.values())) if jobs else {}
     return [
@@ -118,11 +125,10 @@ def _text(wanted: _Wanted) -> list[str]:
         return [f"no runs in {where}" + (" in this state" if wanted.states else "")]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     table = text_table(lines, columns_of(lines, wanted.columns), width)
-    counts: dict[str, int] = {}
-    for line in lines:
-        counts[line.state] = counts.get(line.state, 0) + 1
-    told = ", ".join(f"{number} {state}" for state, number in counts.items())
-    return [*table, printable_line(f"{len(lines)} {plural('run', len(lines))}: {told}")]
+    return [
+        *table,
+        printable_line(f"{len(lines)} {plural('run', len(lines))}: {count_states(lines)}"),
+    ]
 
 
 def _watch(wanted: _Wanted) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from selftask.cli.main import COMMANDS
 from selftask.cli.shell.keys import override_candidates
 from selftask.cli.shell.paths import path_candidates, run_candidates
-from selftask.config.compose.endings import ENDINGS
+from selftask.config.compose.recipes import ENDINGS
 
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _LIBRARIES = ("timm:", "torchvision:")
@@ -36,8 +36,8 @@ def candidates(line: str) -> list[str]:
     takes_keys = "=" in COMMANDS[name][1]
     if "=" in last:
         return override_candidates(last, before) if takes_keys else []
-    found = _arguments(name, before, last)
-    return [*found, *(override_candidates(last, before) if takes_keys and before else ())]
+    arguments = _arguments(name, before, last)
+    return [*arguments, *(override_candidates(last, before) if takes_keys and before else ())]
 
 
 def _split(line: str) -> list[str]:
@@ -64,20 +64,20 @@ def _options(name: str) -> list[str]:
 
 def _arguments(name: str, before: list[str], last: str) -> list[str]:
     """Return completions of the next argument, by the command's line in ``selftask --help``."""
-    given = [word for word in before if "=" not in word and not word.startswith("-")]
+    names = [word for word in before if "=" not in word and not word.startswith("-")]
     if name == "list":
         from selftask.cli.list import KINDS
 
         return _matching(KINDS, last)
-    told = COMMANDS[name][1].translate(str.maketrans("", "", "[],")).split()
+    parts = COMMANDS[name][1].translate(str.maketrans("", "", "[],")).split()
     choices = [
-        word for part in told if part[0].islower() and "=" not in part for word in part.split("|")
+        word for part in parts if part[0].islower() and "=" not in part for word in part.split("|")
     ]
-    if choices and not given:
+    if choices and not names:
         return _matching(choices, last)
-    kinds = [part for part in told if part[0].isupper()]
-    place = len(given) - bool(choices)
-    repeats = "..." in told and "key=value" not in told
+    kinds = [part for part in parts if part[0].isupper()]
+    place = len(names) - bool(choices)
+    repeats = "..." in parts and "key=value" not in parts
     if not kinds or (place >= len(kinds) and not repeats):
         return []
     kind = " ".join(kinds) if name == "data" else kinds[min(place, len(kinds) - 1)]
@@ -86,17 +86,17 @@ def _arguments(name: str, before: list[str], last: str) -> list[str]:
 
 def _of_kind(kind: str, last: str) -> list[str]:
     """Return the names or paths that complete an argument ``RECIPE``, ``RUN_OR_MODEL``, ..."""
-    found: list[str] = []
+    words: list[str] = []
     if "RECIPE" in kind or "METHOD" in kind:
-        found += _matching(recipe_names(), last)
-        found += path_candidates(last, endings=ENDINGS)
+        words += _matching(recipe_names(), last)
+        words += path_candidates(last, endings=ENDINGS)
     if "RUN" in kind or "OUT" in kind:
-        found += run_candidates(last)
+        words += run_candidates(last)
     if "MODEL" in kind:
-        found += _matching(_LIBRARIES, last)
+        words += _matching(_LIBRARIES, last)
     if "SOURCE" in kind or "DIR" in kind:
-        found += path_candidates(last, endings=(".txt", ".csv", ".tar", ".npz", ".parquet"))
-    return list(dict.fromkeys(found))
+        words += path_candidates(last, endings=(".txt", ".csv", ".tar", ".npz", ".parquet"))
+    return list(dict.fromkeys(words))
 
 
 def recipe_names() -> list[str]:

@@ -16,7 +16,7 @@ from selftask.config.schema_reader import Schema
 from selftask.config.sections import SCHEMA
 from selftask.registry import REGISTRIES, Registry
 
-_BESIDE = ("import", "image_size")  # keys that are not fields of Config
+_BESIDE = ("import",)  # keys that are not fields of Config
 _GIVEN = ("recipe",)  # a field that is not a key
 
 
@@ -56,11 +56,11 @@ def override_candidates(word: str, before: list[str]) -> list[str]:
     parent, dot, start = key.rpartition(".")
     place = place_of(tuple(parent.split(".")) if parent else (), named)
     names = [name for name in _keys(place) if name.startswith(start)]
-    found = []
+    keys = []
     for name in names if place is not None else ():
         whole = f"{parent}{dot}{name}"
-        found += [f"{whole}{end}" for end in _ends(place_of(tuple(whole.split(".")), named))]
-    return found
+        keys += [f"{whole}{end}" for end in _ends(place_of(tuple(whole.split(".")), named))]
+    return keys
 
 
 def _names_in(words: list[str]) -> dict[str, str]:
@@ -102,9 +102,9 @@ def _of_field(field: Field[Any], kind: Any, name: str) -> Place:
         flat = next((f for f in schema.fields.values() if f.metadata.get("flat")), None)
         if flat is None:
             return Place(schema=schema, kind=kind)
-        own = REGISTRIES[flat.metadata["of"]]
+        kinds = REGISTRIES[flat.metadata["of"]]
         schema = Schema.of(typing.cast(type, section), without=[flat.name, "args"])
-        return Place(schema=_joined(schema, _component(own, name)), names=own, kind=kind)
+        return Place(schema=_joined(schema, _component(kinds, name)), names=kinds, kind=kind)
     if registry is not None and typing.get_origin(options[0]) is dict and len(options) == 1:
         return Place(entries=registry)
     if registry is not None and Component in options:
@@ -119,10 +119,7 @@ def _component(registry: Registry, name: str) -> Place:
 
 
 def _joined(schema: Schema | None, other: Place) -> Schema:
-    more = other.schema or Schema({}, {}, "")
-    if schema is None:
-        return more
-    return Schema({**schema.fields, **more.fields}, {**schema.types, **more.types}, "")
+    return (schema or Schema({}, {}, "")) | (other.schema or Schema({}, {}, ""))
 
 
 def _options(kind: Any) -> list[Any]:
@@ -139,9 +136,9 @@ def _keys(place: Place | None) -> list[str]:
         return place.entries.names()
     if place.schema is None:
         return []
-    own = place.schema is SCHEMA
-    names = [name for name in place.schema.fields if not (own and name in _GIVEN)]
-    return [*names, *(_BESIDE if own else ())]
+    is_top = place.schema is SCHEMA
+    names = [name for name in place.schema.fields if not (is_top and name in _GIVEN)]
+    return [*names, *(_BESIDE if is_top else ())]
 
 
 def _ends(place: Place | None) -> Iterator[str]:

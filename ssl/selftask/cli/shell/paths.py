@@ -11,24 +11,24 @@ _MANY = 2000  # largest number of names read from a folder; data sets have milli
 
 def path_candidates(text: str, endings: tuple[str, ...] = ()) -> list[str]:
     """Return the folders (with a slash) and the files with these extensions that match ``text``."""
-    found = []
+    paths = []
     for shown, entry in _entries(text):
         if entry.is_dir():
-            found.append(f"{shown}/")
+            paths.append(f"{shown}/")
         elif entry.name.endswith(endings):
-            found.append(shown)
-    return sorted(found)
+            paths.append(shown)
+    return sorted(paths)
 
 
 def run_candidates(text: str) -> list[str]:
     """Return the run folders that begin with ``text``, and folders that may contain others."""
-    found = []
+    paths = []
     for shown, entry in _entries(text):
         if (Path(entry.path) / "config.yaml").is_file():
-            found.append(shown)
+            paths.append(shown)
         elif entry.is_dir():
-            found.append(f"{shown}/")
-    return sorted(found)
+            paths.append(f"{shown}/")
+    return sorted(paths)
 
 
 def _entries(text: str) -> Iterator[tuple[str, os.DirEntry[str]]]:

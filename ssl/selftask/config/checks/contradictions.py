@@ -88,6 +88,10 @@ def _batch(config: Config) -> Iterator[Problem]:
             f"the {world} processes of launch; try {right}"
         )
         yield ("train", "batch_size"), text
+    least = METHODS.declared(config.method.name, "min_batch_size", 1)
+    if train.batch_size < least:
+        text = f"{config.method.name} compares the images of a batch, and needs at least {least}"
+        yield ("train", "batch_size"), f"train.batch_size={train.batch_size}: {text}"
     step = train.step.name
     ours = TRAIN_STEPS.address(step).module.startswith(TRAIN_STEPS.package)
     if train.accumulate > 1 and ours and step != "accumulate":
@@ -115,8 +119,8 @@ def _views(config: Config) -> Iterator[Problem]:
             others = [name for name in config.views if name != key[1]] if key[0] == "views" else []
             if not names and others:
                 last += f"; {key[1]!r} is a new group of views: {nearest(key[1], others)}"
-            known = " or ".join(repr(name) for name in TRANSFORMS if grid.normalizes(name))
-            yield key, f"{'.'.join(key)} must end with {known} ({last})"
+            choices = " or ".join(repr(name) for name in TRANSFORMS if grid.normalizes(name))
+            yield key, f"{'.'.join(key)} must end with {choices} ({last})"
         for index, name in enumerate(names[:-1]):
             if grid.normalizes(name):
                 where = (*key, str(index))

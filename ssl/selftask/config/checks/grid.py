@@ -50,15 +50,15 @@ def other_sizes(
         dynamic: Whether the backbone has an option ``dynamic_img_size``.
     """
     sides = _view_sides(config)
-    known = {side for side in sides.values() if side is not None}
-    taken = max(known, default=None) if built is None else built
+    fixed_sides = {side for side in sides.values() if side is not None}
+    taken = max(fixed_sides, default=None) if built is None else built
     name = title(config.backbone)
-    if patch is not None and (taken in known or None in sides.values()):
+    if patch is not None and (taken in fixed_sides or None in sides.values()):
         yield from undivided_sizes(config, patch, evaluated=False)
-    elif len(known | {taken}) > 1:
+    elif len(fixed_sides | {taken}) > 1:
         one = patch is not None or len(set(sides.values())) == 1
         field = size if one or not dynamic else "dynamic_img_size"
-        value = "true" if field == "dynamic_img_size" else max(known)
+        value = "true" if field == "dynamic_img_size" else max(fixed_sides)
         shown = [f"views.{name}: {side}" for name, side in sides.items() if side is not None]
         fixed = "" if built is None else f" for images of {built} pixels"
         others = "" if one or dynamic else ", and all views to that size"

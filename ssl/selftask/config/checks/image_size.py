@@ -11,48 +11,79 @@ from typing import Any
 
 from selftask.config.checks.grid import keeps_size, multiples, patch_size, resizes, title
 from selftask.config.compose.provenance import Layers
-from selftask.config.keys import Key
+from selftask.config.keys import Key, dotted
 from selftask.config.schema import Component, Config, DataConfig, ViewConfig
-from selftask.config.schema_reader import Reader
 from selftask.registry import BACKBONES, SOURCES
 
 KEY: Key = ("image_size",)
+Problem = tuple[Key, str]
 
 
-def with_image_size(config: Config, size: int, reader: Reader) -> Config:
+class _Setter:
+    """Decide by the order of layers which values ``image_size`` overrides.
+
+    Attributes:
+        places: Origins of all values, to which those of the overridden ones are added.
+        problems: Key and text of each value that is set by the same layer as ``image_size``.
+    """
+
+    def __init__(self, layers: Layers, places: dict[str, str]) -> None:
+        self.layers, self.places = layers, places
+        self.problems: list[Problem] = []
+
+    def may_set(self, keys: list[Key]) -> bool:
+        """Return whether ``image_size`` overrides the values at ``keys``."""
+        depths, limit = [self._depth(key) for key in keys], self._depth(KEY)
+        for key, depth in zip(keys, depths, strict=True):
+            if depth == limit:
+                text = f"{dotted(key)} and image_size set the same size differently; leave one out"
+                self.problems.append((key, text))
+        if max(depths) >= limit:
+            return False
+        origin = self.layers.place(KEY) or "image_size"
+        self.places.update({dotted(key): origin for key in keys})
+        return True
+
+    def _depth(self, key: Key) -> int:
+        """Return the index of the layer that sets ``key``, or -1."""
+        sets = [layer.holds(key) or layer.replaces(key) for layer in self.layers]
+        return max((index for index, is_set in enumerate(sets) if is_set), default=-1)
+
+
+def with_image_size(config: Config, size: int, layers: Layers) -> tuple[Config, list[Problem]]:
     """Return ``config`` with all its image sizes set for images of ``size`` pixels.
 
     The largest views get ``size``. Smaller views (multi-crop) and a resize before a crop keep their
     ratio to it. A size that a later layer than ``image_size`` sets is kept, such as one of the
-    command line over one of the recipe. A different size set by the same layer is added to the
-    problems of ``reader``.
+    command line over one of the recipe. A different size set by the same layer is a problem.
     """
     if text := undivided(config.backbone, size):
-        reader.problem(KEY, text)
-        return config
+        return config, [(KEY, text)]
+    setter = _Setter(layers, config.places)
     patch = patch_size(config.backbone)
-    data = _with_drawn_size(config.data, size, reader)
-    views, drawn = _resized_views(config, size, patch, reader), data is not config.data
+    data = _with_drawn_size(config.data, size, setter)
+    views, drawn = _resized_views(config, size, patch, setter), data is not config.data
     key = ("eval", "transforms")
     before = config.eval.transforms
     after = before if drawn and nominal_size(before) is None else resized_pipeline(before, size)
-    evaluation = replace(config.eval, transforms=_chosen(before, after, key, reader))
+    evaluation = replace(config.eval, transforms=_chosen(before, after, key, setter))
     backbone = resized_backbone(config.backbone, size)
     if backbone != config.backbone:
         places: list[Key] = [("backbone", "args", "img_size"), ("backbone", "args", "image_size")]
         if "patch_size" in backbone.args:
             places = [("backbone", "img_size")]
-        backbone = backbone if _may_set(places, reader) else config.backbone
-    return replace(config, data=data, views=views, eval=evaluation, backbone=backbone)
+        backbone = backbone if setter.may_set(places) else config.backbone
+    config = replace(config, data=data, views=views, eval=evaluation, backbone=backbone)
+    return config, setter.problems
 
 
-def _with_drawn_size(data: DataConfig, size: int, reader: Reader) -> DataConfig:
+def _with_drawn_size(data: DataConfig, size: int, setter: _Setter) -> DataConfig:
     """Return the data with ``size`` set for built-in sources with a ``size`` key (digits)."""
-    if not _has_size(data.source) or not _may_set([("data", "size")], reader):
+    if not _has_size(data.source) or not setter.may_set([("data", "size")]):
         return data
 
     def resized(source: Component, key: Key) -> Component:
-        if not (_has_size(source) and _may_set([(*key, "size")], reader)):
+        if not (_has_size(source) and setter.may_set([(*key, "size")])):
             return source
         return replace(source, args={**source.args, "size": size})
 
@@ -63,7 +94,7 @@ def _with_drawn_size(data: DataConfig, size: int, reader: Reader) -> DataConfig:
 
 
 def _resized_views(
-    config: Config, size: int, patch: int | None, reader: Reader
+    config: Config, size: int, patch: int | None, setter: _Setter
 ) -> dict[str, ViewConfig]:
     """Return all groups of views resized; add a problem for a group without a known size."""
     sizes = {name: nominal_size(group.transforms) for name, group in config.views.items()}
@@ -73,17 +104,17 @@ def _resized_views(
         key, side = ("views", name, "transforms"), sizes[name]
         if side is None:
             if not _has_size(config.data.source):
-                text = f"image_size: {'.'.join(key)} has no crop or resize whose size it could set"
-                reader.problem(KEY, text)
+                text = f"image_size: {dotted(key)} has no crop or resize whose size it could set"
+                setter.problems.append((KEY, text))
             continue
         share = size if side == largest else _rounded(side * size / largest, patch)
         after = resized_pipeline(group.transforms, share)
-        views[name] = replace(group, transforms=_chosen(group.transforms, after, key, reader))
+        views[name] = replace(group, transforms=_chosen(group.transforms, after, key, setter))
     return views
 
 
 def _chosen(
-    before: list[Component], after: list[Component], key: Key, reader: Reader
+    before: list[Component], after: list[Component], key: Key, setter: _Setter
 ) -> list[Component]:
     """Return ``after``, or ``before`` if one of its sizes was set explicitly."""
     if after == before:
@@ -93,31 +124,7 @@ def _chosen(
         for index, (old, new) in enumerate(zip(before, after, strict=False))
         if old.args.get("size") != new.args.get("size")
     ]
-    return after if _may_set(changed if len(before) == len(after) else [key], reader) else before
-
-
-def _may_set(keys: list[Key], reader: Reader) -> bool:
-    """Return whether ``image_size`` overrides the values at ``keys``; if so, record their origin.
-
-    Add a problem for each value that is set by the same layer.
-    """
-    depths = [_depth(reader.layers, key) for key in keys]
-    own = _depth(reader.layers, KEY)
-    for key, depth in zip(keys, depths, strict=True):
-        if depth == own:
-            text = f"{'.'.join(key)} and image_size set the same size differently; leave one out"
-            reader.problem(key, text)
-    if max(depths) >= own:
-        return False
-    for key in keys:
-        reader.places[".".join(key)] = reader.layers.place(KEY) or "image_size"
-    return True
-
-
-def _depth(layers: Layers, key: Key) -> int:
-    """Return the index of the layer that sets ``key``, or -1."""
-    decides = [layer.holds(key) or layer.replaces(key) for layer in layers]
-    return max((index for index, found in enumerate(decides) if found), default=-1)
+    return after if setter.may_set(changed if len(before) == len(after) else [key]) else before
 
 
 def undivided(backbone: Component, size: int) -> str | None:

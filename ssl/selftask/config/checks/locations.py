@@ -33,8 +33,8 @@ def problems(config: Config) -> Iterator[Problem]:
         yield from _unreadable(("resume", "checkpoint"), "resume", resume, wanted)
     yield from _broken_rules(config)
     for name in ("rename", "prefix", "skip", "head"):
-        if start is None and (given := getattr(config.init, name)):
-            yield ("init", name), f"init.{name}={given!r} has no effect without init.backbone"
+        if start is None and (value := getattr(config.init, name)):
+            yield ("init", name), f"init.{name}={value!r} has no effect without init.backbone"
     if start is None:
         return
     library, model = split_address(start)
@@ -67,9 +67,9 @@ def _broken_rules(config: Config) -> Iterator[Problem]:
 def _unreadable(key: Key, name: str, path: str, wanted: str) -> Iterator[Problem]:
     """Yield a problem unless the path is a file or folder; reading a pipe would block."""
     try:
-        found = addresses.exists(path) if is_remote(path) else is_file(path) or is_folder(path)
+        is_there = addresses.exists(path) if is_remote(path) else is_file(path) or is_folder(path)
     except UserError as error:
         yield key, f"{name}={error}"
         return
-    if not found:
+    if not is_there:
         yield key, f"{name}={path!r}: {wanted}"

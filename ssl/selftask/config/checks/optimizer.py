@@ -37,8 +37,8 @@ def _of_lr(config: Config) -> Iterator[tuple[Key, str]]:
                 yield ("optimizer", name), f"optimizer.{name} {text}"
         return
     key = ("optimizer", "schedule")
-    own = optimizer.schedule if isinstance(optimizer.schedule, dict) else {}
-    for name in own.keys() & _BY_LR.keys():
+    keys = optimizer.schedule if isinstance(optimizer.schedule, dict) else {}
+    for name in keys.keys() & _BY_LR.keys():
         text = f"optimizer.schedule.{name}: set by optimizer.{_BY_LR[name]}; give it there"
         yield (*key, name), text
     section = optimizer.lr_section(batch=1)

@@ -80,28 +80,28 @@ def of_backbone(config: Config, offered: Collection[str]) -> Iterator[str]:
             )
 
 
-def of_labels(config: Config, unlabelled: int, total: int, key: str = "data") -> Iterator[str]:
+def of_labels(config: Config, unlabeled: int, total: int, key: str = "data") -> Iterator[str]:
     """Yield a problem if the method needs labels and some of the images have none."""
     method = config.method.name
-    if unlabelled and "labels" in required(method):
-        if unlabelled == total:
+    if unlabeled and "labels" in required(method):
+        if unlabeled == total:
             yield (
                 f"{key}: method.name={method} needs labels, and these images have none; put those "
                 "of each class into a folder of its own, or give a table with a column of labels"
             )
         else:
             yield (
-                f"{key}: {unlabelled} of {total} images have no label, and method.name={method} "
+                f"{key}: {unlabeled} of {total} images have no label, and method.name={method} "
                 "needs all of them; leave those images out"
             )
 
 
 def of_extras(config: Config, kinds: Mapping[str, str]) -> Iterator[str]:
-    """Yield a problem for missing captions and for each missing further image.
+    """Yield a problem for missing captions and for each missing number or further image.
 
     Args:
-        config: The config; its method may require captions, and its groups of views may use
-            further images.
+        config: The config; its method may require captions or numbers, and its groups of views
+            may use further images.
         kinds: Kind of each field of the data besides image and label, as in ``Source.extras``.
     """
     method = config.method.name
@@ -110,6 +110,11 @@ def of_extras(config: Config, kinds: Mapping[str, str]) -> Iterator[str]:
             f"data: method.name={method} needs captions, and this data has none; name their column "
             "with data.caption (a table, Hugging Face's data sets), or take a source that has them"
         )
+    arrays = [name for name, kind in kinds.items() if kind == "array"]
+    for name in config.method.args["targets"] if "numbers" in required(method) else ():
+        if name not in arrays:
+            has = f"it has {', '.join(arrays)}" if arrays else "name columns with data.numbers"
+            yield f"method.targets: the data has no numbers {name!r}; {has}"
     images = [name for name, kind in kinds.items() if kind == "image"]
     has = f"it has {', '.join(images)}" if images else "it has one image a sample"
     for name, group in config.views.items():

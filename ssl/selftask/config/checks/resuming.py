@@ -32,9 +32,9 @@ def uses_newest(config: Config) -> bool:
 
 def asked_checkpoint(config: Config) -> str:
     """Return ``resume.checkpoint``; one below a remote ``out`` as a path in the local copy."""
-    asked, own = config.resume.checkpoint, f"{config.out.rstrip('/')}/"
-    if is_remote(config.out) and asked.startswith(own):
-        return str(config.out_folder / asked.removeprefix(own))
+    asked, prefix = config.resume.checkpoint, f"{config.out.rstrip('/')}/"
+    if is_remote(config.out) and asked.startswith(prefix):
+        return str(config.out_folder / asked.removeprefix(prefix))
     return asked
 
 

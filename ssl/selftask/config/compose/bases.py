@@ -14,7 +14,6 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from selftask.config.compose import recipes
-from selftask.config.compose.endings import find_recipe, is_recipe_file, recipe_files
 from selftask.config.compose.provenance import Layers, show_path
 from selftask.config.compose.recipe_files import SELF, RecipeFile, read_recipe
 from selftask.errors import ConfigError, UserError, nearest
@@ -22,20 +21,17 @@ from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import expand_user
 
 
-def compose_recipe(
-    path: Path, shipped: Path, *, may_fetch: bool = True
-) -> tuple[DictConfig, Layers]:
+def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[DictConfig, Layers]:
     """Return the merged config of a recipe file and its layers.
 
     Args:
         path: File of the recipe.
-        shipped: Folder of the shipped recipes.
         may_fetch: Whether bases may be downloaded.
 
     Raises:
         ConfigError: If a file is not valid yaml or a defaults list is wrong.
     """
-    bases = Bases(path.resolve().parent, shipped, may_fetch=may_fetch)
+    bases = Bases(path.resolve().parent, may_fetch=may_fetch)
     layers = Layers(file.layer for file in bases.in_order(path.resolve()))
     merged = OmegaConf.create()
     for layer in layers:  # without resolving references
@@ -49,8 +45,6 @@ class Bases:
 
     folder: Path
     """Folder of the recipe."""
-    shipped: Path
-    """Folder of the shipped recipes."""
     may_fetch: bool
     """Whether bases may be downloaded."""
     addresses: dict[Path, str] = field(default_factory=dict)
@@ -93,22 +87,22 @@ class Bases:
         if base is not None:
             return base.resolve()
         name = entry.removeprefix("/")
-        hint = nearest(name, [name for name, _ in recipe_files(self.shipped)])
+        hint = nearest(name, [name for name, _ in recipes.recipe_files(recipes.folder())])
         raise ConfigError([f"{file.defaults_place}: there is no recipe {name!r}; {hint}"])
 
     def _local(self, entry: str, folder: Path) -> Path | None:
         if entry.startswith("~"):
-            base = find_recipe(expand_user(entry))
+            base = recipes.find_recipe(expand_user(entry))
             if base is None:
                 raise UserError(f"there is no file {entry}")
             return base
-        if entry.startswith("/") and is_recipe_file(entry):
-            return find_recipe(Path(entry))
+        if entry.startswith("/") and recipes.is_recipe_file(entry):
+            return recipes.find_recipe(Path(entry))
         name = entry.removeprefix("/")
-        folders = [self.folder, self.shipped]
+        folders = [self.folder, recipes.folder()]
         if name == entry:
             folders.insert(0, folder)
-        files = (find_recipe(folder / name) for folder in folders)
+        files = (recipes.find_recipe(folder / name) for folder in folders)
         return next(filter(None, files), None) or _installed(name)
 
     def _address(self, entry: str, path: Path) -> str | None:
@@ -118,7 +112,7 @@ class Bases:
         if path not in self.addresses or entry.startswith(("/", "~")):
             return None
         folder = self.addresses[path].rpartition("/")[0]
-        return f"{folder}/{entry}" if is_recipe_file(entry) else f"{folder}/{entry}.yaml"
+        return f"{folder}/{entry}" if recipes.is_recipe_file(entry) else f"{folder}/{entry}.yaml"
 
     def _fetch(self, address: str) -> Path:
         if not self.may_fetch:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser import types as hydra_types
@@ -15,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from selftask.config.compose.provenance import Layer, Layers
 from selftask.config.compose.short_forms import expand
+from selftask.config.extensions import import_entry_points, import_extensions
 from selftask.config.keys import Key, is_path
 from selftask.config.schema import DEFAULT_HOOKS
 from selftask.errors import UserError, nearest, shorten
@@ -78,6 +80,31 @@ def _joined(texts: list[str]) -> Iterator[tuple[str, str]]:
 def _is_value(text: str) -> bool:
     """Return whether an argument is neither an override nor an option."""
     return "=" not in text and not text.startswith(("-", "~"))
+
+
+def import_plugins(overrides: Iterable[str]) -> None:
+    """Import the plug-ins of installed packages and the modules of ``import=``.
+
+    Raises:
+        ConfigError: If an import fails, with the line that failed.
+    """
+    import_entry_points()
+    words = [text for text in overrides if text.lstrip("+").startswith("import=")]
+    modules = last_value(parse_overrides(words)[0], ("import",))
+    if modules:
+        names = [modules] if isinstance(modules, str) else modules
+        import_extensions(names, [Path.cwd()], "command line")
+
+
+def last_value(overrides: list[Override], key: Key) -> Any:
+    """Return the value that overrides give for a key, alone or in its section, or None."""
+    section: dict[str, Any] = {}
+    for override in overrides:
+        if override.key == key:
+            section[key[-1]] = override.value
+        elif override.key == key[:-1] and not override.delete:
+            section = override.value if isinstance(override.value, dict) else {}
+    return section.get(key[-1])
 
 
 def split_override(text: str) -> tuple[Key, str | None]:
@@ -189,8 +216,8 @@ def _delete(config: DictConfig, override: Override) -> str | None:
     if isinstance(section, DictConfig) and name in section:
         del section[name]
         return None
-    known = [str(key) for key in section] if isinstance(section, DictConfig) else []
-    wrong, hint = ".".join(override.key), nearest(name, known)
+    names = [str(key) for key in section] if isinstance(section, DictConfig) else []
+    wrong, hint = ".".join(override.key), nearest(name, names)
     if parent == "hooks" and name in DEFAULT_HOOKS:
         return f"{override.place}: it is a default; {wrong}=null takes it out"
     return f"{override.place}: there is no {wrong!r} to delete; {hint}"

@@ -8,14 +8,15 @@ Merging loses the origin of a value, so the values before merging are kept as la
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from selftask.config.keys import NAMED, NAMED_ENTRIES, SCHEDULED, SOURCES, Key, default_name, dotted
+from selftask.errors import shorten
 
-from selftask.config.keys import Key, default_name, is_path, named_places
+MAX_MESSAGE = 800  # characters
 
 
 @dataclass
@@ -39,8 +40,8 @@ class Layer:
         If so, merging ignored the value of earlier layers.
         """
         return any(
-            found and not isinstance(value, dict)
-            for found, value in (_walk(self.values, key[:n]) for n in range(1, len(key) + 1))
+            is_set and not isinstance(value, dict)
+            for is_set, value in (_walk(self.values, key[:n]) for n in range(1, len(key) + 1))
         )
 
     def place(self, key: Key) -> str | None:
@@ -65,8 +66,8 @@ class Layer:
 
     def drop(self, key: Key) -> None:
         """Remove ``key`` from this layer."""
-        found, parent = _walk(self.values, key[:-1])
-        if found and isinstance(parent, dict):
+        is_set, parent = _walk(self.values, key[:-1])
+        if is_set and isinstance(parent, dict):
             parent.pop(key[-1], None)
 
 
@@ -90,6 +91,18 @@ class Layers(list[Layer]):
                 return place
         return None
 
+    def located(self, key: Key, text: str) -> str:
+        """Return the message of a problem with the value at ``key``, with its origin in front.
+
+        Key and value stand once in a message that begins with them as on the command line.
+        """
+        place = self.place_or_around(key)
+        name, _, value = (place or "").removeprefix("command line: ").partition("=")
+        shown = (f"={value}", f"={value!r}", f"={value.replace(',', ', ')}", f": {value};")
+        if name == dotted(key) and text.startswith(tuple(name + form for form in shown)):
+            place = "command line"
+        return shorten(f"{place}: {text}" if place else text, MAX_MESSAGE)
+
     def _place_inside(self, key: Key) -> str | None:
         marks = [m for layer in reversed(self) for m in layer.marks.items()]
         return next((place for inner, place in marks if inner[: len(key)] == key), None)
@@ -107,7 +120,7 @@ class Layers(list[Layer]):
             The removed keys with their origins.
         """
         removed: dict[Key, str] = {}
-        for place in sorted(named_places(values), key=len, reverse=True):  # data.val before data
+        for place in sorted(_named_sections(values), key=len, reverse=True):  # data.val before data
             renamed = self._last_renaming(place)
             section = _walk(values, place)[1]
             if not renamed or not isinstance(section, dict):
@@ -130,48 +143,14 @@ class Layers(list[Layer]):
         """Return the index of the last layer that changes the name of the section, or 0."""
         name, renamed = None, 0
         for index, layer in enumerate(self):
-            found, section = _walk(layer.values, place)
-            if not found or not isinstance(section, dict):
+            is_set, section = _walk(layer.values, place)
+            if not is_set or not isinstance(section, dict):
                 continue
             new = section.get("name", name or default_name(place))
             if name is not None and new != name:
                 renamed = index
             name = new
         return renamed
-
-
-def read_marks(node: yaml.Node | None, shown: str) -> dict[Key, str]:
-    """Return ``file:line`` for every key of a yaml document, with ``shown`` as the file."""
-    marks: dict[Key, str] = {}
-
-    def visit(node: yaml.Node, key: Key) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for name, value in node.value:
-                inner = (*key, str(name.value))
-                marks[inner] = f"{shown}:{name.start_mark.line + 1}"
-                visit(value, inner)
-        elif isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                inner = (*key, str(index))
-                marks[inner] = f"{shown}:{value.start_mark.line + 1}"
-                visit(value, inner)
-
-    if node is not None:
-        visit(node, ())
-    return marks
-
-
-def take_path_texts(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
-    """Return the values with paths as written text: the folder ``1e3`` is not 1000."""
-    if isinstance(values, dict) and isinstance(node, yaml.MappingNode):
-        inner = {str(name.value): value for name, value in node.value}
-        return {
-            name: take_path_texts(value, inner.get(str(name)), (*key, str(name)))
-            for name, value in values.items()
-        }
-    if isinstance(values, int | float) and isinstance(node, yaml.ScalarNode) and is_path(key):
-        return node.value
-    return values
 
 
 def show_path(path: Path) -> str:
@@ -190,3 +169,34 @@ def _walk(value: Any, key: Key) -> tuple[bool, Any]:
         else:
             return False, None
     return True, value
+
+
+def _named_sections(config: dict[str, Any]) -> list[Key]:
+    """Return the keys of all sections that may have a ``name``, also in lists of transforms."""
+    entries = [(*place, key) for place in sorted(NAMED_ENTRIES) for key in _mapping(config, place)]
+    lists: list[Key] = [("eval", "transforms")]
+    lists += [("views", group, "transforms") for group in _mapping(config, ("views",))]
+    transforms = [item for place in lists for item in _named_items(_at(config, place), place)]
+    return [*sorted(NAMED | SCHEDULED | SOURCES), *entries, *transforms]
+
+
+def _named_items(value: Any, path: Key) -> Iterator[Key]:
+    """Yield the keys of sections with a ``name`` in a list and in nested lists."""
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        place = (*path, str(index))
+        if isinstance(item, dict) and "name" in item:
+            yield place
+            for field, inner in item.items():
+                yield from _named_items(inner, (*place, field))
+
+
+def _mapping(config: dict[str, Any], path: Key) -> dict[str, Any]:
+    value = _at(config, path)
+    return value if isinstance(value, dict) else {}
+
+
+def _at(config: dict[str, Any], path: Key) -> Any:
+    value: Any = config
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

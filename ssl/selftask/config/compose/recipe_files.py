@@ -14,8 +14,9 @@ import yaml
 from omegaconf._utils import get_yaml_loader
 
 from selftask.config.compose.foreign_recipes import foreign_framework
-from selftask.config.compose.provenance import Layer, read_marks, take_path_texts
+from selftask.config.compose.provenance import Layer
 from selftask.config.compose.short_forms import expand
+from selftask.config.keys import Key, is_path
 from selftask.config.schema import Config
 from selftask.errors import ConfigError, UserError
 from selftask.files.received import read_bytes
@@ -48,12 +49,12 @@ def read_recipe(path: Path, shown: str) -> RecipeFile:
         ConfigError: If the file is not valid yaml, or not a recipe.
     """
     values, node = _load_yaml(path, shown)
-    values = {} if values is None else take_path_texts(values, node)
+    values = {} if values is None else _take_path_texts(values, node)
     if not isinstance(values, dict):
         raise ConfigError([f"{shown}:1: a recipe is `key: value` lines; this is not"])
     if message := foreign_framework(values, TOP_KEYS):
         raise ConfigError([f"{shown}: {message}"])
-    marks = read_marks(node, shown)
+    marks = _read_marks(node, shown)
     if "hydra" in values:
         line = marks[("hydra",)]
         raise ConfigError([f"{line}: unknown key 'hydra': recipes have no settings of Hydra"])
@@ -82,6 +83,40 @@ def _load_yaml(path: Path, shown: str) -> tuple[Any, yaml.Node | None]:
     except (ValueError, RecursionError) as error:  # such as 5,000 digits or 1,000 brackets
         reason = str(error).partition(";")[0]
         raise ConfigError([f"{shown}: cannot be read as yaml: {reason}"]) from error
+
+
+def _read_marks(node: yaml.Node | None, shown: str) -> dict[Key, str]:
+    """Return ``file:line`` for every key of a yaml document, with ``shown`` as the file."""
+    marks: dict[Key, str] = {}
+
+    def visit(node: yaml.Node, key: Key) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for name, value in node.value:
+                inner = (*key, str(name.value))
+                marks[inner] = f"{shown}:{name.start_mark.line + 1}"
+                visit(value, inner)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                inner = (*key, str(index))
+                marks[inner] = f"{shown}:{value.start_mark.line + 1}"
+                visit(value, inner)
+
+    if node is not None:
+        visit(node, ())
+    return marks
+
+
+def _take_path_texts(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
+    """Return the values with paths as written text: the folder ``1e3`` is not 1000."""
+    if isinstance(values, dict) and isinstance(node, yaml.MappingNode):
+        inner = {str(name.value): value for name, value in node.value}
+        return {
+            name: _take_path_texts(value, inner.get(str(name)), (*key, str(name)))
+            for name, value in values.items()
+        }
+    if isinstance(values, int | float) and isinstance(node, yaml.ScalarNode) and is_path(key):
+        return node.value
+    return values
 
 
 def _check_defaults(entries: Any, place: str) -> list[str]:

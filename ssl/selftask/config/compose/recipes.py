@@ -10,18 +10,19 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import selftask
-from selftask.config.compose.endings import is_recipe_file, recipe_files
 from selftask.config.compose.foreign_recipes import foreign_python
 from selftask.config.extensions import GROUP
 from selftask.errors import ConfigError, nearest
 from selftask.files.paths import expand_user, is_file
 from selftask.registry import METHODS
 
+ENDINGS = (".yaml", ".yml", ".json")  # JSON is read as YAML, of which it is a subset
 DEFAULT_SOURCE = "digits"  # data set of a bare method name; ships with scikit-learn
 
 
@@ -61,30 +62,31 @@ def available() -> dict[str, Recipe]:
     Raises:
         ConfigError: If two recipes have the same name.
     """
-    found = dict(shipped())
+    by_name = dict(shipped())
     problems = []
-    for place in _installed_folders():
-        for name, recipe in _recipes_in(place).items():
-            if name in found:
-                problems.append(f"{recipe.path}: the recipe {name!r} is taken: {found[name].path}")
-            found[name] = recipe
+    for folder in _installed_folders():
+        for name, recipe in _recipes_in(folder).items():
+            if name in by_name:
+                other = by_name[name].path
+                problems.append(f"{recipe.path}: the recipe {name!r} is taken: {other}")
+            by_name[name] = recipe
     if problems:
         raise ConfigError(problems)
-    return found
+    return by_name
 
 
-def _recipes_in(place: Path) -> dict[str, Recipe]:
-    found = {name: Recipe(name, path) for name, path in recipe_files(place)}
-    return {name: recipe for name, recipe in found.items() if not name.startswith("base/")}
+def _recipes_in(folder: Path) -> dict[str, Recipe]:
+    by_name = {name: Recipe(name, path) for name, path in recipe_files(folder)}
+    return {name: recipe for name, recipe in by_name.items() if not name.startswith("base/")}
 
 
 def _installed_folders() -> list[Path]:
     """Return the ``configs`` folders of packages with an entry point, without importing them."""
-    packages = _packages_on(tuple((place, _time_of_change(place)) for place in sys.path))
+    packages = _packages_on(tuple((path, _time_of_change(path)) for path in sys.path))
     specs = [importlib.util.find_spec(package) for package in packages]
     folders = [spec.submodule_search_locations or [] for spec in specs if spec is not None]
-    places = [Path(place) / "configs" for found in folders for place in found]
-    return [place for place in places if place.is_dir()]
+    candidates = [Path(path) / "configs" for paths in folders for path in paths]
+    return [path for path in candidates if path.is_dir()]
 
 
 @cache
@@ -115,20 +117,20 @@ def locate(recipe: str, source: str | None) -> Path:
     Raises:
         ConfigError: If there is no such recipe or file, with the nearest names.
     """
-    known = available()
+    names = available()
     path = expand_user(recipe)
     if is_recipe_file(recipe):
         if is_file(path):
             return path.resolve()
         raise _unknown(recipe, "there is no such file")
-    if recipe in known:
-        return known[recipe].path
-    own = [name for name in known if name.startswith(f"{recipe}/")]
-    if own:
+    if recipe in names:
+        return names[recipe].path
+    variants = [name for name in names if name.startswith(f"{recipe}/")]
+    if variants:
         chosen = f"{recipe}/{'digits' if source in (None, DEFAULT_SOURCE) else 'images'}"
-        if chosen in known:
-            return known[chosen].path
-        raise _unknown(recipe, f"there is no recipe {chosen!r}; known: {', '.join(own)}")
+        if chosen in names:
+            return names[chosen].path
+        raise _unknown(recipe, f"there is no recipe {chosen!r}; known: {', '.join(variants)}")
     if recipe in METHODS:
         lines = f"`defaults: [/base/{DEFAULT_SOURCE}]` and `method: {recipe}`"
         raise _unknown(recipe, f"the method has no recipe of its own; write a yaml with {lines}")
@@ -136,9 +138,27 @@ def locate(recipe: str, source: str | None) -> Path:
         raise _unknown(recipe, f"a folder; did you mean '{path}/config.yaml'?")
     if message := foreign_python(path):
         raise _unknown(recipe, message)
-    names = known if "/" in recipe else {name.partition("/")[0] for name in known}
-    raise _unknown(recipe, f"no method, recipe or yaml file of this name; {nearest(recipe, names)}")
+    shown = names if "/" in recipe else {name.partition("/")[0] for name in names}
+    raise _unknown(recipe, f"no method, recipe or yaml file of this name; {nearest(recipe, shown)}")
 
 
 def _unknown(recipe: str, reason: str) -> ConfigError:
     return ConfigError([f"command line: {recipe}: {reason}"])
+
+
+def is_recipe_file(name: str | Path) -> bool:
+    """Return whether a name has the extension of a recipe file."""
+    return str(name).endswith(ENDINGS)
+
+
+def find_recipe(path: Path) -> Path | None:
+    """Return the recipe file at a path, whose extension may be missing, or None."""
+    candidates = [path.with_name(path.name + ending) for ending in ENDINGS]
+    return next(filter(is_file, [*candidates, path]), None)
+
+
+def recipe_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name (``simclr/digits``) and file of all recipes below a folder, sorted."""
+    for path in sorted(folder.rglob("*")):
+        if is_recipe_file(path):
+            yield path.relative_to(folder).with_suffix("").as_posix(), path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -34,28 +33,35 @@ class HookComponent(Component):
         return {**super().to_dict(), **order}
 
 
+class Section:
+    """Base of the sections of a config, which are frozen dataclasses."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the section as in the yaml, with the keys of a flat component beside its own."""
+        values: dict[str, Any] = {}
+        for item in fields(self):  # type: ignore[arg-type]
+            value = plain(getattr(self, item.name))
+            flat = isinstance(value, dict) and (item.metadata.get("flat") or item.name == "args")
+            values |= value if flat else {item.name: value}
+        return values
+
+
 def plain(value: Any) -> Any:
     """Return a copy for yaml: tuples become lists, and sections become mappings."""
+    if isinstance(value, Component | Section):
+        return value.to_dict()
     if is_dataclass(value) and not isinstance(value, type):
-        return own(value)
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: _entry(str(key), item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
 
 
-def own(section: Any, *, without: Sequence[str] = ()) -> dict[str, Any]:
-    names = [f.name for f in fields(section) if f.name not in without]
-    return {name: plain(getattr(section, name)) for name in names}
-
-
-def entries(named: Mapping[str, Component]) -> dict[str, Any]:
-    """Return ``key: {args}`` entries, with ``name`` only if it differs from the key."""
-    entries = {}
-    for key, component in named.items():
-        entry = component.to_dict()
-        if component.name == key:
-            del entry["name"]
-        entries[key] = entry
-    return entries
+def _entry(key: str, value: Any) -> Any:
+    """Return a value of a mapping; a component has a ``name`` only if it differs from the key."""
+    entry = plain(value)
+    if isinstance(value, Component) and value.name == key:
+        del entry["name"]
+    return entry

@@ -8,7 +8,7 @@ from typing import Any
 
 from selftask.config.fields import setting
 from selftask.config.keys import Key
-from selftask.config.schema.component import Component, HookComponent, entries
+from selftask.config.schema.component import Component, HookComponent, Section
 from selftask.config.schema.data import DataConfig
 from selftask.config.schema.evaluation import EvalConfig
 from selftask.config.schema.launch import LaunchConfig, ParallelConfig
@@ -31,7 +31,7 @@ DEFAULT_HOOKS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Section):
     """Complete config of a training run; equal configs give equal runs."""
 
     recipe: str
@@ -103,28 +103,16 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of ``config.yaml``, which loads back to an equal Config."""
+        values = super().to_dict()
+        del values["places"], values["notes"]
+        if self.task == "standard":
+            del values["task"]
+        removed = dict.fromkeys(name for name in DEFAULT_HOOKS if name not in self.hooks)
         return {
-            "recipe": self.recipe,
-            "import": list(self.imports),
-            **({} if self.task == "standard" else {"task": self.task}),
-            "data": self.data.to_dict(),
-            "views": {name: view.to_dict() for name, view in self.views.items()},
-            "backbone": self.backbone.to_dict(),
-            "method": self.method.to_dict(),
-            "train": self.train.to_dict(),
-            "optimizer": self.optimizer.to_dict(),
-            "meters": entries(self.meters),
-            "hooks": {
-                **dict.fromkeys([n for n in DEFAULT_HOOKS if n not in self.hooks]),
-                **entries(self.hooks),
-            },
-            "eval": self.eval.to_dict(),
-            "expected": {name: list(bounds) for name, bounds in self.expected.items()},
-            "init": self.init.to_dict(),
-            "resume": self.resume.to_dict(),
-            "parallel": self.parallel.to_dict(),
-            "launch": self.launch.to_dict(),
-            "out": self.out,
+            "recipe": values.pop("recipe"),
+            "import": values.pop("imports"),
+            **values,
+            "hooks": {**removed, **values["hooks"]},
         }
 
 

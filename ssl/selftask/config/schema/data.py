@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from selftask.config.fields import setting
-from selftask.config.schema.component import Component, entries, own
+from selftask.config.schema.component import Component, Section
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """The data set and how it is read."""
 
     source: Component = setting(of="sources", flat=True)
@@ -18,7 +18,7 @@ class DataConfig:
     val: Component | None = setting(None, of="sources", shared=["subset"])
     """Labelled images for evaluations, in the form of ``data``; null: no k-NN during training."""
     val_sets: dict[str, Component] = setting({}, of="sources", also=["val_datasets", "test_sets"])
-    """Further labelled sets by name; their metrics are ``NAME/knn_top1`` and ``NAME/val_loss``."""
+    """Further labeled sets by name; their metrics are ``NAME/knn_top1`` and ``NAME/val_loss``."""
     sampler: Component = setting(Component(name="shuffled"), of="samplers")
     """Order of the images in an epoch."""
     tokenizer: Component = setting(Component(name="bytes"), of="tokenizers")
@@ -61,13 +61,3 @@ class DataConfig:
     """Longest time without data from a file's disk, in seconds; 0: no limit."""
     read_retries: int = setting(2, min=0, max=10)
     """Retries after a time-out or a temporary error."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml, with the source's keys."""
-        named = {
-            "val": self.val.to_dict() if self.val else None,
-            "val_sets": entries(self.val_sets),
-            "sampler": self.sampler.to_dict(),
-            "tokenizer": self.tokenizer.to_dict(),
-        }
-        return {**self.source.to_dict(), **named, **own(self, without=("source", *named))}

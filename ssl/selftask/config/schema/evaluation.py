@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from selftask.config.fields import setting
-from selftask.config.schema.component import Component, entries
+from selftask.config.schema.component import Component, Section
 from selftask.config.values.duration import steps_in
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(Section):
     """Evaluations of the frozen backbone during training."""
 
     transforms: list[Component] = setting([], of="transforms")
@@ -46,16 +46,3 @@ class EvalConfig:
         start = min(steps_in(self.start, length), length.total_steps) / length.steps_per_epoch
         cycles = start * length.phases_per_epoch / self.test_every
         return self.test_every * max(1, math.ceil(cycles - 1e-9))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml."""
-        return {
-            "transforms": [t.to_dict() for t in self.transforms],
-            "evaluations": entries(self.evaluations),
-            "every": self.every,
-            "start": self.start,
-            "loss": self.loss,
-            "test_every": self.test_every,
-            "layers": list(self.layers),
-            "pool": self.pool,
-        }

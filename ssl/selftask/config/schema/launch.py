@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from selftask.config.fields import setting
-from selftask.config.schema.component import own
+from selftask.config.schema.component import Section
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(Section):
     """Number of machines and processes, restarts, SLURM options."""
 
     nodes: int = setting(1, min=1, also=["num_nodes"])
@@ -40,13 +40,9 @@ class LaunchConfig:
         """Total number of processes."""
         return self.nodes * self.processes
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml."""
-        return own(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """How processes train together; costs nothing with one process."""
 
     reduce: Literal["manual", "ddp", "fsdp"] = setting("manual", also=["strategy", "backend"])
@@ -58,13 +54,13 @@ class ParallelConfig:
     grad_compression: Literal["none", "fp16", "bf16"] = "none"
     """Data type in which gradients are sent between ranks (manual)."""
     buffers: Literal["broadcast", "mean"] = "broadcast"
-    """How running statistics of BatchNorm and other buffers are synchronised: all ranks take those
+    """How running statistics of BatchNorm and other buffers are synchronized: all ranks take those
     of the first rank, or the mean over ranks.
     """
     sync_buffers: Literal["evaluation", "step", "never"] = setting(
         "evaluation", also=["broadcast_buffers", "broadcast_buffers_mode"]
     )
-    """When buffers are synchronised over ranks: before evaluations, exports and saves; also after
+    """When buffers are synchronized over ranks: before evaluations, exports and saves; also after
     every ``step``; or ``never``: each rank evaluates with its own buffers, and those of the first
     rank are saved.
     """
@@ -81,7 +77,7 @@ class ParallelConfig:
     then runs (fsdp).
     """
     meta_init: bool = setting(False, also=["meta_device", "delayed_init"])
-    """Whether only the first rank initialises or reads the weights; the others receive them part by
+    """Whether only the first rank initializes or reads the weights; the others receive them part by
     part and never hold the whole network (fsdp).
     """
     prefetch: int = setting(0, min=0, also=["forward_prefetch", "backward_prefetch"])
@@ -99,7 +95,3 @@ class ParallelConfig:
     """Groups of processes that share BatchNorm statistics: ``all``, those of a ``node``, or groups
     of this size; ``none``: each process computes its own.
     """
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml."""
-        return own(self)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from selftask.config.fields import setting
-from selftask.config.schema.component import own, plain
+from selftask.config.schema.component import Section
 
 _COMMON = (
     *("start", "end", "warmup", "warmup_start", "warmup_shape", "warmup_interval"),
@@ -64,7 +64,7 @@ class GroupRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """Optimizer, learning rate and weight decay over the training.
 
     A value that may change during training is a number, or a section with the name of a schedule:
@@ -110,10 +110,6 @@ class OptimizerConfig:
     """
     groups: list[GroupRule] = setting([], also=["param_groups", "paramwise_cfg", "custom_keys"])
     """Rules for some parameters; for each setting, the first matching rule applies."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml, with the optimizer's own keys."""
-        return {"name": self.name, **plain(self.args), **own(self, without=("name", "args"))}
 
     def lr_section(self, batch: int, instead: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the complete schedule of the learning rate.

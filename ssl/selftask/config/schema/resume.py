@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from selftask.config.fields import setting
-from selftask.config.schema.component import own
+from selftask.config.schema.component import Section
 
 
 @dataclass(frozen=True, kw_only=True)
-class InitConfig:
+class InitConfig(Section):
     """Weights to start from; not to be confused with ``resume``."""
 
     backbone: str | None = setting(None, path=True)
@@ -29,26 +29,18 @@ class InitConfig:
     ``state_dict.encoder_k.``; null: the network that matches best.
     """
     skip: list[str] = setting([], also=["skip_layers"])
-    """Patterns for tensors of the backbone that keep their random initialisation, such as
+    """Patterns for tensors of the backbone that keep their random initialization, such as
     ``["conv1.*"]``.
     """
     head: bool = False
     """Whether to load the head as well, from a checkpoint of the run."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml."""
-        return own(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeConfig:
+class ResumeConfig(Section):
     """Checkpoint to resume from; ``resume=auto`` is short for ``resume.checkpoint=auto``."""
 
     checkpoint: str = setting("auto", path=True)
     """``auto``: the newest checkpoint in ``out``; ``never``: none; or the path of a checkpoint."""
     data: Literal["refuse", "allow"] = "refuse"
     """What to do if images, names or classes have changed since the checkpoint."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml."""
-        return own(self)

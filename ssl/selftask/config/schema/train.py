@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from selftask.config.fields import setting
-from selftask.config.schema.component import Component, own
+from selftask.config.schema.component import Component, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class CompileConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Section):
     """Length, batch size, precision and checkpoints of the training."""
 
     epochs: int | float | None = setting(
@@ -139,11 +139,5 @@ class TrainConfig:
         return bool(self.compile) or self.step.name == "compiled"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml."""
-        inner = {
-            "keep_best": own(self.keep_best),
-            "step": self.step.to_dict() if self.step.args else self.step.name,
-            "grad_scaler": own(self.grad_scaler),
-            "compile_options": own(self.compile_options),
-        }
-        return {**own(self, without=[*inner]), **inner}
+        """Return the section as in the yaml, with the name of a step without arguments."""
+        return {**super().to_dict(), **({} if self.step.args else {"step": self.step.name})}

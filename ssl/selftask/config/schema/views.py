@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from selftask.config.fields import setting
-from selftask.config.schema.component import Component, own
+from selftask.config.schema.component import Component, Section
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewConfig:
+class ViewConfig(Section):
     """Group of views made by one list of transforms."""
 
     count: int = setting(1, min=0, also=["num", "crops", "num_crops", "number"])
@@ -33,11 +33,6 @@ class ViewConfig:
     def images(self) -> list[str | None]:
         """Names of the images that views are made of; None is the main image."""
         return list(self.image) if isinstance(self.image, list) else [self.image]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml."""
-        transforms = [t.to_dict() for t in self.transforms]
-        return {**own(self, without=["transforms"]), "transforms": transforms}
 
 
 def num_views(views: Mapping[str, ViewConfig]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Memory budgets: ``8 GB``, or a share of all activations."""
+"""Memory budgets: ``8 GB``, or a share of all activations; bytes and counts as short texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from selftask.errors import nearest
 
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]i?B)?\s*")
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGT]i?B)?\s*")
 _WORDS = ("none", "blocks")
 
 
@@ -25,8 +25,25 @@ class Budget:
 
 
 def show_bytes(size: float) -> str:
-    """Format bytes as ``1.5 GB`` or ``20.0 MB``, which ``parse_budget`` accepts."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    """Format bytes: ``640 B``, ``3.1 kB``, ``20.0 MB``, ``1.5 GB``, ``2.1 TB``."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= 0.9995 * unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size:.0f} B"
+
+
+def show_count(number: float, digits: int = 4) -> str:
+    """Format a number with at most ``digits`` digits: ``12``, ``697 k``, ``23.5 M``, ``4.1 G``.
+
+    From 1e15 on it is written as ``2.30e+21``.
+    """
+    if number >= 1e15:
+        return f"{number:.2e}"
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        text = f"{number / size:.{digits}g}"
+        if float(text) >= 1:  # what would round up to 1000 takes the next unit
+            return text + unit
+    return f"{number:.{digits}g}"
 
 
 def parse_budget(text: float | str) -> Budget:
@@ -48,4 +65,4 @@ def parse_budget(text: float | str) -> Budget:
             raise ValueError(f"a share is at most 1; for a size say what of: '{value:g} GB'")
         return Budget(value, "share")
     base = 1024 if "i" in unit else 1000
-    return Budget(value * base ** ("KMGT".index(unit[0]) + 1), "byte")
+    return Budget(value * base ** ("KMGT".index(unit[0].upper()) + 1), "byte")

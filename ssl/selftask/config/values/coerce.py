@@ -8,7 +8,8 @@ implemented here.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
@@ -52,24 +53,31 @@ def convert(value: Any, annotation: Any) -> Any:
     raise UserError(f"a config field may not be annotated with {annotation!r}")
 
 
-def describe(annotation: Any) -> str:
-    """Return an annotation in words: ``a whole number``, ``'sum' or 'mean'``."""
+def describe(annotation: Any, show: Callable[[Any], str] = repr) -> str:
+    """Return an annotation in words: ``a whole number``, ``'sum' or 'mean'``.
+
+    Args:
+        annotation: The type of a config field.
+        show: Formats the values of a Literal.
+    """
     if annotation in _WORDS:
         return _WORDS[annotation]
     if annotation is None or annotation is type(None):
         return "null"
+    if is_dataclass(annotation):
+        return "a section"
     origin, inner = get_origin(annotation) or annotation, get_args(annotation)
     if origin is Literal:
-        return " or ".join(repr(choice) for choice in inner)
+        return " or ".join(map(show, inner))
     if origin in (Union, types.UnionType):
         options = [option for option in inner if not (option is int and float in inner)]
-        return " or ".join(describe(option) for option in options)
-    if origin is list:
-        return f"a list, each {describe(inner[0])}" if inner else "a list"
+        return " or ".join(describe(option, show) for option in options)
+    if origin in (list, dict) and any(map(is_dataclass, inner)):
+        return "a list of sections" if origin is list else "sections by name"
+    if origin is list or (origin is tuple and inner[1:] == (Ellipsis,)):
+        return f"a list, each {describe(inner[0], show)}" if inner else "a list"
     if origin is tuple:
-        if len(inner) == 2 and inner[1] is Ellipsis:
-            return f"a list, each {describe(inner[0])}"
-        return f"a list of {len(inner)}: " + ", ".join(describe(item) for item in inner)
+        return f"a list of {len(inner)}: " + ", ".join(describe(item, show) for item in inner)
     return "key: value pairs" if origin is dict else "anything"
 
 
@@ -79,19 +87,21 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
         length = parse_duration(value)
         too_short = length.value < metadata.get("min", 0)
         if too_short and (length.unit == "step" or not length.value):  # half an epoch is allowed
-            raise ValueError("must be longer than nothing")
+            raise ValueError("must be above 0")
         return
     if isinstance(value, list | tuple):
         for item in value:
             check_limits(item, metadata)
+        if metadata.get("rising") and list(value) != sorted(value):
+            raise ValueError("the first number must not be above the second")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     if "min" in metadata and value < metadata["min"]:
         raise ValueError(f"must be at least {metadata['min']}")
     if "above" in metadata and value <= metadata["above"]:
-        raise ValueError(f"must be more than {metadata['above']}")
+        raise ValueError(f"must be above {metadata['above']}")
     if "below" in metadata and value >= metadata["below"]:
-        raise ValueError(f"must be less than {metadata['below']}")
+        raise ValueError(f"must be below {metadata['below']}")
     if "max" in metadata and value > metadata["max"]:
         raise ValueError(f"must be at most {metadata['max']}")
 

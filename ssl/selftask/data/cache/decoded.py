@@ -17,6 +17,7 @@ from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError
 
 _VERSION = "2"  # of the file format; other versions are ignored
+_ARRAYS = ("offsets", "sizes", "labels", "checksums")  # attributes of a Store in its table
 _LOOKED_AT = 8  # images whose pixels enter the name of a store
 
 
@@ -69,7 +70,14 @@ class Store:
         self._files: tuple[Path, Path] | None = None  # pixels and table, unless only in memory
 
     def put(self, file: IO[bytes], index: int, image: np.ndarray, label: int) -> None:
-        """Append one image; raises OSError."""
+        """Append one image; raises OSError.
+
+        Args:
+            file: File to append to.
+            index: Index of the image.
+            image: uint8 (H, W, C).
+            label: Its label.
+        """
         pixels = np.ascontiguousarray(image).data
         file.write(pixels)
         self.checksums[index] = zlib.crc32(pixels)
@@ -106,16 +114,9 @@ class Store:
         """Write everything but the pixels to ``path``, atomically."""
         new = path.with_suffix(f".{os.getpid()}.npz")
         reasons = json.dumps({str(index): why for index, why in self.reasons.items()})
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
         with open(new, "wb") as file:
-            np.savez(
-                file,
-                offsets=self.offsets,
-                sizes=self.sizes,
-                labels=self.labels,
-                checksums=self.checksums,
-                length=np.array(self.length),
-                reasons=np.array(reasons),
-            )
+            np.savez(file, length=self.length, reasons=np.array(reasons), **arrays)
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
@@ -127,13 +128,18 @@ class Store:
 
     @staticmethod
     def open(pixels: Path, table: Path, channels: int) -> Store:
-        """Open a saved store; raises DamagedStore."""
+        """Open a saved store; raises DamagedStore.
+
+        Args:
+            pixels: File of the pixels.
+            table: File of everything else.
+            channels: Number of channels of each image.
+        """
         try:
             with np.load(table) as saved:
                 store = Store(len(saved["labels"]), channels)
-                store.offsets, store.sizes = saved["offsets"], saved["sizes"]
-                store.labels, store.length = saved["labels"], int(saved["length"])
-                store.checksums = saved["checksums"]
+                vars(store).update({name: saved[name] for name in _ARRAYS})
+                store.length = int(saved["length"])
                 reasons: dict[str, str] = json.loads(str(saved["reasons"]))
         except Exception as error:  # a damaged zip may raise any error
             raise DamagedStore(f"{table} cannot be read: {error}") from error

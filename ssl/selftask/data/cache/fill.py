@@ -7,13 +7,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
 from selftask.data.cache.decoded import DamagedStore, Decoded, Store, store_name
 from selftask.data.cache.on_device import CacheDataset, free_bytes
-from selftask.data.loading.dataset import BadFiles
+from selftask.data.device.batches import DeviceBatch
+from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.source import channels_of
 from selftask.errors import UserError
@@ -37,6 +38,11 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
     With ``data.cache=ram`` each process of a run keeps its own images and shares them with its
     workers. With ``disk`` all processes of a machine share one file below ``$SELFTASK_CACHE``,
     which the next run finds.
+
+    Args:
+        source: Source of the images.
+        data: Config of the data.
+        bad_files: Record of unreadable images.
 
     Raises:
         UserError: If there are too many bad files or too little space.
@@ -87,7 +93,7 @@ class _Filling:
         """Fill an empty file and map it; ``free()`` returns the bytes free where the file is."""
         started = time.perf_counter()
         store = Store(len(self.source), channels_of(self.source))
-        images = EvalBatches(
+        images: Any = EvalBatches(
             CacheDataset(self.source, self.data.max_side),
             batch_size=_READ_AT_ONCE,
             num_workers=self.data.num_workers,
@@ -95,9 +101,9 @@ class _Filling:
         )
         missing = set(range(len(self.source)))
         try:
-            for sample in staged("cache", images, len(images)):
-                self._put(file, store, sample)
-                missing -= set(sample["index"].tolist())
+            for batch in staged("cache", images.read(), len(images)):
+                self._put(file, store, batch)
+                missing -= set(batch.index.tolist())
                 if store.length and len(self.source) - len(missing) <= _READ_AT_ONCE:
                     self._check_space(store, free())
         except OSError as error:
@@ -113,13 +119,11 @@ class _Filling:
         )
         return store
 
-    def _put(self, file: IO[bytes], store: Store, sample: dict[str, torch.Tensor]) -> None:
-        sizes = sample["sizes"].tolist()
-        labels = sample["target"].tolist()
-        for place, index in enumerate(sample["index"].tolist()):
-            height, width = sizes[place]
-            image = sample["input"][place, :height, :width].numpy()
-            store.put(file, index, image, labels[place])
+    def _put(self, file: IO[bytes], store: Store, batch: DeviceBatch) -> None:
+        assert batch.sizes is not None
+        rows = zip(batch.index, batch.views[0].numpy(), batch.sizes, batch.labels, strict=True)
+        for index, canvas, (height, width), label in rows:
+            store.put(file, int(index), canvas[:height, :width], int(label))
 
     def _check_space(self, store: Store, free: int) -> None:
         """Raise UserError if all images will not fit, estimated from the first ones."""

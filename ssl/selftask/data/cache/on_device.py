@@ -6,24 +6,24 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from selftask.data.device.batches import DeviceDataset, shrunk, to_canvas
-from selftask.data.device.packing import Packed
+from selftask.data.device.batches import DeviceBatch, DeviceDataset, shrunk, to_canvas
 from selftask.data.extras import ExtraImages, ExtrasReader
-from selftask.data.loading.collate import Batch, BatchBuffer, BatchFields
-from selftask.data.loading.dataset import MAX_REPLACEMENTS, BadFiles, EvalDataset, replacement
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.collate import BatchBuffer, BatchFields
+from selftask.data.loading.dataset import MAX_REPLACEMENTS, EvalDataset, replacement
 from selftask.data.loading.loader import Batches, EvalBatches
 from selftask.data.loading.sample import Sample
 from selftask.data.loading.workers import PREFETCH
 from selftask.data.sampling.sampler import epoch_of
 from selftask.data.source import Source, channels_of
-from selftask.data.views import Compose
+from selftask.data.transforms.pipeline import Compose
 from selftask.distributed import accelerator
 from selftask.distributed.out_of_memory import available_bytes
 from selftask.errors import UserError
@@ -37,28 +37,8 @@ _READ_AT_ONCE = 256  # batch size for reading
 _Keys = list[tuple[int, int]]  # keys of a batch: epoch (which encodes the repeat) and index
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Plan of a batch, made on the host: its images and the parameters of their views."""
-
-    shown: Tensor  # (B,) int64, indices of the images
-    sizes: Tensor | None  # (B, 2) float32; None: all fill the canvas
-    packed: Packed
-    key: Tensor  # (B, 2) int64, the keys of the samples
-    epoch: int
-    draws: dict[str, Tensor]  # rows of a DrawRecorder by its name, if draws are requested
-
-    def pin_memory(self) -> Plan:
-        """Return the plan in page-locked memory."""
-        sizes = None if self.sizes is None else self.sizes.pin_memory()
-        packed = self.packed.pin_memory()
-        draws = {name: rows.pin_memory() for name, rows in self.draws.items()}
-        shown = self.shown.pin_memory()
-        return replace(self, shown=shown, sizes=sizes, packed=packed, draws=draws)
-
-
 class CachedBatches(Batches):
-    """``Batches`` from images that are on the device; yields the same samples.
+    """``Batches`` from images that are on the device; yields the same batches.
 
     Worker processes read the images when training starts. Bad files are treated as in ``Batches``.
     Each rank keeps all images.
@@ -71,24 +51,7 @@ class CachedBatches(Batches):
         if self._cache is None:
             self._cache = Cache.read(self.dataset, self.num_workers, self.device, self.bad_files)
         planner = Planner(self._cache, self.dataset)
-        return PlannedAhead(planner, iter(self.sampler), pin=accelerator.pins_memory(self.device))
-
-    def _make(self) -> dict[str, Any]:
-        assert self._cache is not None and self._reader is not None
-        plan: Any = next(self._reader)
-        shown = plan.shown.to(self.device, non_blocking=True)
-        sizes = None if plan.sizes is None else plan.sizes.to(self.device, non_blocking=True)
-        pixels = self._cache.pixels.index_select(1, shown).flatten(0, 1)
-        draws = {n: rows.to(self.device, non_blocking=True) for n, rows in plan.draws.items()}
-        extras = {n: x.index_select(0, shown) for n, x in self._cache.extras.items()}
-        return {
-            "views": self.dataset.engine(pixels, sizes, plan.packed.to(self.device)),
-            "target": self._cache.targets.index_select(0, shown),
-            "index": shown,
-            "key": plan.key,
-            "extras": {**extras, **draws},
-            "epoch": plan.epoch,
-        }
+        return CacheReader(planner, iter(self.sampler), pin=accelerator.pins_memory(self.device))
 
 
 class Cache:
@@ -98,7 +61,7 @@ class Cache:
         """Create an empty cache; ``shape`` is (I, N)."""
         self.device = device
         self.pixels = torch.empty((*shape, 0, 0, channels), dtype=torch.uint8, device=device)
-        self.targets = torch.full(shape[1:], -1, dtype=torch.int64, device=device)
+        self.labels = torch.full(shape[1:], -1, dtype=torch.int64)  # on the host
         self.sizes = np.zeros((*shape, 2), dtype=np.int64)  # 0: unreadable
         self.extras: dict[str, Tensor] = {}  # (N, ...) by name
 
@@ -106,20 +69,27 @@ class Cache:
     def read(
         dataset: DeviceDataset, num_workers: int, device: torch.device, bad_files: BadFiles
     ) -> Cache:
-        """Read all images; raises UserError for too many bad ones or too little memory."""
+        """Read all images; raises UserError for too many bad ones or too little memory.
+
+        Args:
+            dataset: Dataset whose source is read.
+            num_workers: Number of worker processes.
+            device: Device that keeps the images.
+            bad_files: Record of unreadable images.
+        """
         started = time.perf_counter()
         source = dataset.source
-        further = [ExtraImages(source, name) for name in dataset.views.images]
-        cache = Cache((1 + len(further), len(source)), device, channels_of(source))
-        for number, images in enumerate([source, *further]):
-            batches = EvalBatches(
+        extra_images = [ExtraImages(source, name) for name in dataset.views.images]
+        cache = Cache((1 + len(extra_images), len(source)), device, channels_of(source))
+        for number, images in enumerate([source, *extra_images]):
+            batches: Any = EvalBatches(
                 CacheDataset(images, dataset.max_side, None if number else dataset.extras),
                 batch_size=_READ_AT_ONCE,
                 num_workers=num_workers,
                 bad_files=bad_files,
             )
-            for sample in staged("cache", batches, len(batches)):
-                cache.put(sample, number)
+            for batch in staged("cache", batches.read(), len(batches)):
+                cache.put(batch, number)
         cache.sizes *= cache.sizes.all((0, 2), keepdims=True)  # samples with an unreadable image: 0
         accelerator.wait_for(device)  # other streams read it
         log.info(
@@ -130,21 +100,29 @@ class Cache:
         )
         return cache
 
-    def put(self, sample: dict[str, Any], number: int = 0) -> None:
-        """Store image ``number`` of the samples of a batch; ``input`` is their canvas."""
-        canvas, index = sample["input"], sample["index"]
+    def put(self, batch: DeviceBatch, number: int = 0) -> None:
+        """Store image ``number`` of the samples of a batch of a CacheDataset."""
+        (canvas,) = batch.views
         height, width = canvas.shape[1:3]
         self._make_room(height, width)
-        where = index.to(self.device)
-        self.pixels[number, where, :height, :width] = canvas.to(self.device)
+        index = batch.index.to(self.device)
+        self.pixels[number, index, :height, :width] = canvas.to(self.device)
         if number == 0:
-            self.targets[where] = sample["target"].to(self.device)
-        self.sizes[number, index.numpy()] = sample["sizes"]
-        for name, values in sample["extras"].items():
+            self.labels[batch.index] = batch.labels
+        assert batch.sizes is not None
+        self.sizes[number, batch.index.numpy()] = batch.sizes.numpy()
+        for name, values in batch.extras.items():
             if name not in self.extras:
-                shape = len(self.targets), *values.shape[1:]
+                shape = len(self.labels), *values.shape[1:]
                 self.extras[name] = torch.zeros(shape, dtype=values.dtype, device=self.device)
-            self.extras[name][where] = values.to(self.device)
+            self.extras[name][index] = values.to(self.device)
+
+    def fill(self, plan: DeviceBatch) -> DeviceBatch:
+        """Return the batch of a plan with its images and their extras, on the device."""
+        index = plan.index.to(self.device, non_blocking=True)
+        pixels = self.pixels.index_select(1, index).flatten(0, 1)
+        extras = {name: values.index_select(0, index) for name, values in self.extras.items()}
+        return replace(plan, views=[pixels], index=index, extras={**plan.extras, **extras})
 
     def _make_room(self, height: int, width: int) -> None:
         """Enlarge the canvas to this size if it is smaller."""
@@ -182,53 +160,48 @@ class CacheDataset(EvalDataset):
             return sample
         return replace(sample, views=[shrunk(image, self.max_side) for image in sample.views])
 
-    def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> CacheBatch:
+    def collate(self, samples: Iterable[Sample], buffer: BatchBuffer) -> DeviceBatch:
         """Put images of any size into one canvas."""
-        listed = BatchFields()
-        images = [sample.views[0] for sample in samples if listed.add(sample)]
+        fields = BatchFields()
+        images = [sample.views[0] for sample in samples if fields.add(sample)]
         if not images:
-            return CacheBatch(views=[], **listed.of_batch(places.new))
-        canvas, sizes = to_canvas(images, places.new)
-        return CacheBatch(views=[canvas], **listed.of_batch(places.new), sizes=sizes)
-
-
-@dataclass(frozen=True)
-class CacheBatch(Batch):
-    """Images in one canvas, and their sizes (B, 2) int64."""
-
-    sizes: np.ndarray | None = None
-
-    def to_sample(self, device: torch.device, to_float: Any) -> dict[str, Any]:
-        """Return the fields unchanged."""
-        known = {"target": self.target, "index": self.index, "sizes": self.sizes}
-        return {"views": self.views, **known, "extras": self.extras}
+            return DeviceBatch(views=[], **fields.of_batch(buffer.new))
+        canvas, sizes = to_canvas(images, buffer.new)
+        rest = fields.of_batch(buffer.new)
+        return DeviceBatch(views=[canvas], **rest, sizes=torch.from_numpy(sizes))
 
 
 class Planner:
-    """Planner of batches from their keys."""
+    """Planner of batches from their keys: their images, and the parameters of the views."""
 
     def __init__(self, cache: Cache, dataset: DeviceDataset) -> None:
+        self.cache = cache
         self._sizes = cache.sizes
         self._engine = dataset.engine
         self._seed = dataset.seed
         self._recorder = dataset.recorder
 
-    def plan(self, keys: _Keys) -> Plan:
-        """Choose images and draw parameters for all their views; raises UserError."""
+    def plan(self, keys: _Keys) -> DeviceBatch:
+        """Return a batch without its images, on the host; raises UserError."""
         epochs, indices = np.array(keys, dtype=np.int64).T
         shown = indices.copy()
-        for place in np.flatnonzero(self._sizes[0, indices, 0] == 0):
-            shown[place] = self._instead(*keys[place])
+        for row in np.flatnonzero(self._sizes[0, indices, 0] == 0):
+            shown[row] = self._instead(*keys[row])
         sizes = self._sizes[:, shown].reshape(-1, 2)
         packed = self._engine.draw_batch(self._seed, epochs, indices, sizes)
         canvas_is_full = (sizes == self._sizes.max((0, 1))).all()
-        return Plan(
-            shown=torch.from_numpy(shown),
-            sizes=None if canvas_is_full else torch.from_numpy(sizes.astype(np.float32)),
-            packed=packed,
+        index = torch.from_numpy(shown)
+        return DeviceBatch(
+            views=[],
+            labels=self.cache.labels[index],
+            index=index,
             key=torch.tensor(keys),
             epoch=epoch_of(keys[0][0]),
-            draws=self._draws(keys, self._sizes[:, shown]),
+            bad=[],
+            num_left_out=0,
+            extras=self._draws(keys, self._sizes[:, shown]),
+            sizes=None if canvas_is_full else torch.from_numpy(sizes.astype(np.float32)),
+            packed=packed,
         )
 
     def _draws(self, keys: _Keys, sizes: np.ndarray) -> dict[str, Tensor]:
@@ -249,22 +222,22 @@ class Planner:
         raise UserError("data: no readable image was found in place of an unreadable one")
 
 
-class PlannedAhead:
-    """Iterator over plans of batches, which a thread makes a few batches ahead."""
+class CacheReader:
+    """Iterator over batches from a cache; a thread draws the parameters a few batches ahead."""
 
     def __init__(self, planner: Planner, batches: Iterator[_Keys], *, pin: bool) -> None:
         self._planner = planner
         self._batches = batches
         self._pin = pin
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draws")
-        self._plans: deque[Future[Plan]] = deque()
+        self._plans: deque[Future[DeviceBatch]] = deque()
 
-    def __next__(self) -> Plan:
+    def __next__(self) -> DeviceBatch:
         while len(self._plans) < PREFETCH:
             self._plans.append(self._thread.submit(self._plan, next(self._batches)))
-        return self._plans.popleft().result()
+        return self._planner.cache.fill(self._plans.popleft().result())
 
-    def _plan(self, keys: _Keys) -> Plan:
+    def _plan(self, keys: _Keys) -> DeviceBatch:
         plan = self._planner.plan(keys)
         return plan.pin_memory() if self._pin else plan
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from selftask.data.device.engine import Engine
 from selftask.data.device.packing import Packed
 from selftask.data.extras import ExtrasReader
-from selftask.data.loading.collate import Allocator, Batch, BatchBuffer, BatchFields
+from selftask.data.loading.collate import Allocator, BatchBuffer, BatchFields, RawBatch
 from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.sample import Sample
 from selftask.data.source import Source
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DeviceBatch(Batch):
+class DeviceBatch(RawBatch):
     """Batch whose views are not made yet: ``views`` is one canvas with all images.
 
     With I images per sample the canvas has I * B rows, the first images of all samples first.
@@ -47,15 +47,13 @@ class DeviceBatch(Batch):
             packed=None if self.packed is None else self.packed.pin_memory(),
         )
 
-    def to_sample(self, device: torch.device, to_float: Any) -> dict[str, Any]:
-        """Make the sample; ``to_float`` is the engine, which makes the views."""
+    def make_views(self, dataset: Any, device: torch.device) -> list[Tensor]:
+        """Make the views with the engine of a DeviceDataset."""
         assert self.packed is not None, "batches without images are rejected before"
         pixels = self.views[0].to(device, non_blocking=True)
         sizes = None if self.sizes is None else self.sizes.to(device, non_blocking=True)
-        return {
-            "views": to_float(pixels, sizes, self.packed.to(device)),
-            **self.rest(device),
-        }
+        views: list[Tensor] = dataset.engine(pixels, sizes, self.packed.to(device))
+        return views
 
 
 class DeviceDataset(ViewDataset):
@@ -78,11 +76,6 @@ class DeviceDataset(ViewDataset):
         self.engine = engine
         self.max_side = max_side
 
-    @property
-    def to_float(self) -> Any:
-        """Engine that turns a batch into the input of a network."""
-        return self.engine
-
     def read(self, index: int) -> tuple[list[np.ndarray], int, dict[str, np.ndarray] | None]:
         images, target, extras = super().read(index)
         if self.max_side is not None:
@@ -95,15 +88,15 @@ class DeviceDataset(ViewDataset):
         """Return the images to send, and the draws of all views."""
         return self.engine.prepare(images, self.seed, epoch, index)
 
-    def collate(self, samples: Iterable[Sample], places: BatchBuffer) -> DeviceBatch:
+    def collate(self, samples: Iterable[Sample], buffer: BatchBuffer) -> DeviceBatch:
         """Put all images into one canvas, and all parameters into one tensor."""
-        listed = BatchFields()
-        shown = [sample for sample in samples if listed.add(sample)]
-        batch = DeviceBatch(views=[], **listed.of_batch(places.new))
+        fields = BatchFields()
+        shown = [sample for sample in samples if fields.add(sample)]
+        batch = DeviceBatch(views=[], **fields.of_batch(buffer.new))
         if not shown:
             return batch
         images = chain.from_iterable(zip(*(sample.views for sample in shown), strict=True))
-        canvas, sizes = to_canvas([*images], places.new)
+        canvas, sizes = to_canvas([*images], buffer.new)
         try:
             packed = self.engine.pack([sample.traces for sample in shown], sizes)
         except UserError as error:
@@ -130,8 +123,8 @@ def to_canvas(images: list[np.ndarray], new: Allocator) -> tuple[Tensor, np.ndar
     shape = len(images), *sizes.max(0).tolist(), images[0].shape[2]
     canvas = new(shape, np.uint8)
     canvas.fill(0)
-    for place, image in zip(canvas, images, strict=True):
-        place[: image.shape[0], : image.shape[1]] = image
+    for row, image in zip(canvas, images, strict=True):
+        row[: image.shape[0], : image.shape[1]] = image
     return torch.from_numpy(canvas), sizes
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from selftask.config.checks.contradictions import is_unbatched
 from selftask.data.device.operation import Operation, find_batched_transform
 from selftask.data.device.packing import Packed, ViewParameters, pack
+from selftask.data.transforms.pipeline import Compose
 from selftask.data.transforms.transform import Drawn, Trace
-from selftask.data.views import Compose, View, Views
+from selftask.data.views import View, Views
 from selftask.errors import UserError
 from selftask.random.views import Streams, ViewDraws
 
@@ -102,7 +103,14 @@ class Engine:
     def draw(
         self, sizes: Sequence[tuple[int, int]], seed: int, epoch: int, index: int
     ) -> list[Trace]:
-        """Return the draws of ``prepare`` for images of these sizes, if no worker is needed."""
+        """Return the draws of ``prepare`` for images of these sizes, if no worker is needed.
+
+        Args:
+            sizes: Height and width of each image of the sample.
+            seed: Seed of the run.
+            epoch: First number of the sample's key.
+            index: Index of the sample.
+        """
         blank = [np.empty((*size, 0), dtype=np.uint8) for size in sizes]
         return self.prepare(blank, seed, epoch, index)[1]
 
@@ -159,14 +167,14 @@ class Engine:
             parent = program.parent
             now = before = images[program.image] if parent is None else after[parent]
             steps = []
-            for place, operation in enumerate(program.operations):
+            for position, operation in enumerate(program.operations):
                 if _differ(now) and not operation.crops:
                     raise UserError(
                         f"view {number}: {type(operation.transform).__name__} comes before any "
                         f"crop, and images have different sizes ({_listed(now)}); put a crop "
                         "first, or set data.augment_on=cpu"
                     )
-                steps.append(step(number, place, operation, now))
+                steps.append(step(number, position, operation, now))
                 now = operation.sizes_after(now)
             if _differ(now):
                 raise UserError(
@@ -200,8 +208,8 @@ class Engine:
             now = images[program.image] if parent is None else made[parent]
             now = now[:, :, :height, :width]
             ragged = each[program.image] if packed.views[number].ragged else None
-            for place, operation in enumerate(program.operations):
-                now = operation.apply(now, packed.step(number, place), ragged)
+            for position, operation in enumerate(program.operations):
+                now = operation.apply(now, packed.step(number, position), ragged)
                 ragged = None  # only a crop accepts different sizes, and makes them equal
             made.append(now)
         shown = (values for view, values in zip(self.made, made, strict=True) if view.shown)
@@ -216,7 +224,7 @@ def _num_in_worker(made: Sequence[View], config: Mapping[str, ViewConfig]) -> li
     numbers: list[int | None] = []
     for view in made:
         names = [component.name for component in config[view.group].transforms]
-        unbatched = [place for place, name in enumerate(names) if is_unbatched(name)]
+        unbatched = [position for position, name in enumerate(names) if is_unbatched(name)]
         numbers.append(unbatched[-1] + 1 if unbatched else None)
     for view, number in reversed([*zip(made, numbers, strict=True)]):
         if view.of is not None and number is not None:

@@ -155,6 +155,12 @@ def on_chosen(
     """Return ``change(values, *parameters)`` where ``chosen`` (B,) is not zero, else ``values``.
 
     All images are changed, and the result is selected, so that no shape depends on a draw.
+
+    Args:
+        values: (B, C, H, W).
+        chosen: (B,).
+        change: Function of a copy of the values and of ``parameters``; may write into the copy.
+        *parameters: (B, ...) each.
     """
     changed = change(values.clone(), *parameters)
     return torch.where(per_image(chosen) != 0, changed, values)

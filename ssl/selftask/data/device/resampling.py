@@ -34,10 +34,10 @@ def filter_matrix(
     scale = length / num_out
     widen = 1 / scale.clamp(min=1)  # (B,)
     centers = (outs + 0.5) * (scale * widen)[:, None]  # (B, O), in widths of the filter
-    places = (ins + (0.5 - start)[:, None]).mul_(widen[:, None])  # (B, I), from the crop's edge
-    inside = (places > 0) & (places < (length * widen)[:, None])
-    places = torch.where(inside, places, 1e6)  # beyond any filter
-    distance = (places[:, None, :] - centers[:, :, None]).abs_()
+    positions = (ins + (0.5 - start)[:, None]).mul_(widen[:, None])  # (B, I), from the crop's edge
+    inside = (positions > 0) & (positions < (length * widen)[:, None])
+    positions = torch.where(inside, positions, 1e6)  # beyond any filter
+    distance = (positions[:, None, :] - centers[:, :, None]).abs_()
     weights = _triangle(distance) if interpolation == "bilinear" else _cubic(distance)
     return weights.div_(weights.sum(2, keepdim=True))
 

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from selftask.data.inspect.worker_pool import Lost, map_images
-from selftask.data.loading.dataset import BadLimit
+from selftask.data.loading.bad_files import BadLimit
 from selftask.data.reading.files import BadImage, now_reading, read_bytes
 from selftask.data.reading.skipped_files import describe
 from selftask.data.source import Source
@@ -116,8 +116,8 @@ def check(
         return examine(source, index)
 
     bad: list[tuple[int, str]] = []
-    found = map_images(look, range(len(source)), num_workers, silence_s)
-    for done, (index, facts) in enumerate(found, 1):
+    results = map_images(look, range(len(source)), num_workers, silence_s)
+    for done, (index, facts) in enumerate(results, 1):
         if isinstance(facts, Lost):
             facts = Facts(problem=facts.reason)
         if facts.problem:
@@ -222,17 +222,17 @@ class _Table:
 
     def duplicates(self, source: Source) -> list[list[str]]:
         """Return groups of paths with equal content, in the order of the source."""
-        known = np.flatnonzero(self.has_digest)
-        pairs = self.digests[known].view(np.uint64).reshape(-1, 2)
-        order = np.lexsort((known, pairs[:, 1], pairs[:, 0]))
+        indices = np.flatnonzero(self.has_digest)
+        pairs = self.digests[indices].view(np.uint64).reshape(-1, 2)
+        order = np.lexsort((indices, pairs[:, 1], pairs[:, 0]))
         same = (pairs[order][1:] == pairs[order][:-1]).all(axis=1)
         groups: list[list[int]] = []
-        for place in np.flatnonzero(same):
-            left, right = (int(known[order[place + side]]) for side in (0, 1))
-            if groups and groups[-1][-1] == left:
-                groups[-1].append(right)
+        for pair in np.flatnonzero(same):
+            first, second = (int(indices[order[pair + side]]) for side in (0, 1))
+            if groups and groups[-1][-1] == first:
+                groups[-1].append(second)
             else:
-                groups.append([left, right])
+                groups.append([first, second])
         return [[source.path(index) for index in group] for group in sorted(groups)]
 
 

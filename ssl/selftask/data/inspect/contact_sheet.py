@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from selftask.config.schema import num_views
-from selftask.data.loading.data_module import DataModule
+from selftask.data.data_module import DataModule
 from selftask.data.transforms.normalize import Normalize
 from selftask.distributed.world import World
 

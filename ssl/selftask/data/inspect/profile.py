@@ -7,19 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
+from selftask.batch import Batch
 from selftask.config.schema import num_views
 from selftask.config.values.auto_values import cores
+from selftask.data.data_module import DataModule, train_dataset
 from selftask.data.inspect.check import has_own_files
 from selftask.data.loading.collate import BatchBuffer
-from selftask.data.loading.data_module import DataModule
 from selftask.data.loading.open_data import Sources
 from selftask.data.loading.sample import Sample
-from selftask.data.loading.train_dataset import train_dataset
 from selftask.data.reading.files import BadImage, read_bytes
 from selftask.data.source import Source, Wrapped
 from selftask.distributed.accelerator import wait_for
@@ -141,12 +141,12 @@ def _one_process(
         raise UserError(batch.problem)
     torch.set_num_threads(threads)
 
-    def to_device() -> dict[str, Any]:
-        sample = batch.to_sample(device, dataset.to_float)
-        wait_for(sample["index"].device)
-        return sample
+    def to_device() -> Batch:
+        finished = batch.finish(dataset, device)
+        wait_for(device)
+        return finished
 
-    to_device_s, sample = _repeat(to_device, seconds / 4)
+    to_device_s, finished = _repeat(to_device, seconds / 4)
     return StageTimes(
         read_s=read_s,
         decode_s=decode_s,
@@ -163,7 +163,7 @@ def _one_process(
         num_cores=cores(),
         augment_on=config.data.augment_on,
         cache=config.data.cache,
-        views=[(view.shape[-1], view.shape[-2]) for view in sample["views"]],
+        views=[(view.shape[-1], view.shape[-2]) for view in finished.all_views],
         image_pixels=float(np.median([image.shape[0] * image.shape[1] for image, *_ in images_of])),
         transforms=transform_shares(config, [image for image, *_ in images_of[:32]]),
     )

@@ -25,9 +25,9 @@ class Op(IntEnum):
 
     CROP_RESIZE = 1  # left, top, width, height, rows, columns, Filter
     HFLIP = 2
-    MATRIX = 3  # 3 x 4, row by row; the last column is an offset in grey levels
+    MATRIX = 3  # 3 x 4, row by row; the last column is an offset in gray levels
     CONTRAST = 4  # factor: x * factor + (1 - factor) * round(mean luma)
-    HUE = 5  # fraction of the colour circle
+    HUE = 5  # fraction of the color circle
     GRAY = 6
     BLUR = 7  # sigma in pixels, above 0 and up to MAX_SIGMA
     SOLARIZE = 8  # values from this threshold on are inverted

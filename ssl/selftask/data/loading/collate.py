@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from selftask.batch import Batch, Extras
 from selftask.data.loading.sample import Sample
 from selftask.data.reading.files import BadImage
-from selftask.data.views import Normalizer
 from selftask.errors import UserError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from selftask.data.loading.dataset import Dataset
 
 
 class Allocator(Protocol):
@@ -25,11 +28,11 @@ class Allocator(Protocol):
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Batch of B samples, without those that were left out."""
+class RawBatch:
+    """Batch of B samples as workers return it, without those that were left out."""
 
     views: list[torch.Tensor]  # V uint8 (B, H, W, C)
-    target: torch.Tensor  # (B,) int64
+    labels: torch.Tensor  # (B,) int64
     index: torch.Tensor  # (B,) int64, of the images shown
     key: torch.Tensor  # (B, 2) int64, keys that the draws depend on
     epoch: int
@@ -43,50 +46,56 @@ class Batch:
         return replace(
             self,
             views=[view.pin_memory() for view in self.views],
-            target=self.target.pin_memory(),
+            labels=self.labels.pin_memory(),
             index=self.index.pin_memory(),
             extras={name: values.pin_memory() for name, values in self.extras.items()},
         )
 
-    def to_sample(self, device: torch.device, to_float: Sequence[Normalizer]) -> dict[str, Any]:
-        """Return the sample on the device, each view converted by its ``to_float``.
+    def finish(self, dataset: Dataset, device: torch.device) -> Batch:
+        """Return the batch on the device, with float views by group.
 
         The key stays on the host, where draws are looked up.
+
+        Args:
+            dataset: Dataset of the samples, which knows how the views become floats.
+            device: Device of the result.
         """
-        pixels = [view.to(device, non_blocking=True) for view in self.views]
-        return {
-            "views": [convert(view) for convert, view in zip(to_float, pixels, strict=True)],
-            **self.rest(device),
-        }
-
-    def rest(self, device: torch.device) -> dict[str, Any]:
-        """Return everything but views, on the device; the key stays on the host."""
+        views = iter(self.make_views(dataset, device))
         extras = {name: x.to(device, non_blocking=True) for name, x in self.extras.items()}
-        return {
-            "target": self.target.to(device, non_blocking=True),
-            "index": self.index.to(device, non_blocking=True),
-            "key": self.key,
-            "extras": extras,
-        }
+        recorder = dataset.recorder
+        return Batch(
+            views={name: list(islice(views, count)) for name, count in dataset.groups.items()},
+            labels=self.labels.to(device, non_blocking=True),
+            index=self.index.to(device, non_blocking=True),
+            key=self.key,
+            draws={} if recorder is None else recorder.unpack(extras.pop(recorder.name)),
+            extras=Extras(extras),
+            epoch=self.epoch,
+        )
+
+    def make_views(self, dataset: Dataset, device: torch.device) -> list[torch.Tensor]:
+        """Return V float32 views (B, C, H, W) on the device."""
+        pixels = [view.to(device, non_blocking=True) for view in self.views]
+        return [convert(view) for convert, view in zip(dataset.to_float, pixels, strict=True)]
 
 
-def broken(problem: str) -> Batch:
+def broken(problem: str) -> RawBatch:
     """Return an empty batch with an error that the user must fix."""
     none = torch.empty(0, dtype=torch.int64)
-    return Batch([], none, none, none.view(0, 2), 0, [], 0, problem)
+    return RawBatch([], none, none, none.view(0, 2), 0, [], 0, problem)
 
 
 @dataclass
 class BatchFields:
-    """Fields of a batch except its views, collected sample by sample."""
+    """Fields of a RawBatch except its views, collected sample by sample."""
 
-    target: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
     index: list[int] = field(default_factory=list)
     key: list[tuple[int, int]] = field(default_factory=list)
     epoch: int = 0
     bad: list[BadImage] = field(default_factory=list)
     num_left_out: int = 0
-    given: list[dict[str, np.ndarray]] = field(default_factory=list)  # extras per sample
+    extras: list[dict[str, np.ndarray]] = field(default_factory=list)  # of each sample
 
     def add(self, sample: Sample) -> bool:
         """Add a sample; return True if it has views."""
@@ -95,15 +104,15 @@ class BatchFields:
         if not sample.views:
             self.num_left_out += 1
             return False
-        self.target.append(sample.target)
+        self.labels.append(sample.label)
         self.index.append(sample.index)
         self.key.append(sample.key)
         if sample.extras:
-            self.given.append(sample.extras)
+            self.extras.append(sample.extras)
         return True
 
     def of_batch(self, new: Allocator) -> dict[str, Any]:
-        """Return the fields of a Batch except its views.
+        """Return the fields of a RawBatch except its views.
 
         Args:
             new: Allocator of the extras' arrays.
@@ -115,14 +124,14 @@ class BatchFields:
             "epoch": self.epoch,
             "bad": self.bad,
             "num_left_out": self.num_left_out,
-            "extras": {name: self._stack(name, new) for name in (self.given or [{}])[0]},
-            "target": torch.tensor(self.target, dtype=torch.int64),
+            "extras": {name: self._stack(name, new) for name in (self.extras or [{}])[0]},
+            "labels": torch.tensor(self.labels, dtype=torch.int64),
             "index": torch.tensor(self.index, dtype=torch.int64),
             "key": torch.tensor(self.key, dtype=torch.int64).view(-1, 2),
         }
 
     def _stack(self, name: str, new: Allocator) -> torch.Tensor:
-        arrays = [extras[name] for extras in self.given]
+        arrays = [extras[name] for extras in self.extras]
         kinds = sorted({f"{array.dtype} {array.shape}" for array in arrays})
         if len(kinds) > 1:
             raise UserError(
@@ -133,16 +142,16 @@ class BatchFields:
         return torch.from_numpy(np.stack(arrays, out=stacked))
 
 
-def collate(samples: Iterable[Sample], places: BatchBuffer) -> Batch:
+def collate(samples: Iterable[Sample], buffer: BatchBuffer) -> RawBatch:
     """Stack samples, each as soon as it is read, so that its views are not kept."""
-    listed = BatchFields()
+    fields = BatchFields()
     for sample in samples:
-        if listed.add(sample):
-            places.add(sample.views)
-    problem = places.problem()
-    filled = [] if problem else [view[: places.count] for view in places.views]
+        if fields.add(sample):
+            buffer.add(sample.views)
+    problem = buffer.problem()
+    filled = [] if problem else [view[: buffer.count] for view in buffer.views]
     views = [torch.from_numpy(view) for view in filled]
-    return Batch(views=views, **listed.of_batch(places.new), problem=problem)
+    return RawBatch(views=views, **fields.of_batch(buffer.new), problem=problem)
 
 
 class BatchBuffer:
@@ -162,13 +171,13 @@ class BatchBuffer:
         if not self.views:
             self.views = [self.new((self._size, *view.shape), np.uint8) for view in views]
             self.next = [view[0] for view in self.views]
-        for number, (place, view) in enumerate(zip(self.next, views, strict=True)):
+        for number, (row, view) in enumerate(zip(self.next, views, strict=True)):
             if view.dtype != np.uint8 or view.ndim != 3:
                 self._odd.setdefault(number, view)
-            elif view.shape != place.shape:
-                self._others.setdefault(number, {place.shape}).add(view.shape)
-            elif view is not place:
-                place[:] = view
+            elif view.shape != row.shape:
+                self._others.setdefault(number, {row.shape}).add(view.shape)
+            elif view is not row:
+                row[:] = view
         self.count += 1
         self.next = [view[self.count] for view in self.views] if self.count < self._size else []
 

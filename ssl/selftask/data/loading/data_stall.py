@@ -34,7 +34,7 @@ class WaitWatch:
     started: bool = False
     steps: int = 0  # in consecutive rows with too much waiting
     waited: float = 0.0  # these steps, weighted by the share of waiting
-    told: bool = False
+    reported: bool = False
 
     def saw(self, steps: int, data_wait: float) -> float | None:
         """Record a row of ``steps`` steps; return the share of waiting once, else None."""
@@ -46,9 +46,9 @@ class WaitWatch:
             return None
         self.steps += steps
         self.waited += steps * data_wait
-        if self.told or self.steps < LONG_ENOUGH:
+        if self.reported or self.steps < LONG_ENOUGH:
             return None
-        self.told = True
+        self.reported = True
         return self.waited / self.steps
 
 
@@ -68,7 +68,14 @@ def workers_advice(num_workers: int, cores: Cores) -> str | None:
 
 
 def wait_advice(data_wait: float, num_workers: int, cores: Cores, recipe: str) -> str:
-    """Return the line for the log, with advice."""
+    """Return the line for the log, with advice.
+
+    Args:
+        data_wait: Share of time spent waiting.
+        num_workers: Number of worker processes.
+        cores: Cores of this machine.
+        recipe: Recipe of the run.
+    """
     change = workers_advice(num_workers, cores)
     if change is None:
         change = "the cores are all at work: cheaper or fewer views, or smaller images, would help"

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
-from selftask.data.loading.dataset import BadFiles, Dataset, ViewDataset
-from selftask.data.loading.prefetch import Ahead
+from selftask.batch import Batch
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.collate import RawBatch
+from selftask.data.loading.dataset import Dataset, ViewDataset
+from selftask.data.loading.prefetch import Prefetcher
 from selftask.data.loading.workers import BatchReader
 from selftask.data.sampling.sampler import BatchSampler, Pool, Sampler
 from selftask.data.sampling.shuffled import Shuffled
@@ -24,13 +27,8 @@ class Batches:
     ``start(step)`` goes to any global step in O(1) time. The samples do not depend on the number
     of workers or ranks, nor on where the run was stopped. Workers are started once, for all epochs.
 
-    Each sample is a dict:
-
-    * ``views``: V float32 tensors (B, C, H, W)
-    * ``target`` and ``index``: (B,) int64, of the images shown
-    * ``key``: (B, 2) int64 on the host; draws are looked up by its columns, as epoch and index
-    * ``extras``: tensors (B, ...) by name
-    * ``epoch`` and ``step``: ints
+    ``labels`` and ``index`` of a batch are those of the images shown. Its ``key``, on the host, is
+    that of the samples, by which draws are looked up.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Batches:
         self.step = 0  # of the next batch
         self.data_wait_s = 0.0  # time that callers of next() have waited so far
         self._reader: Any = None
-        self._ahead: Ahead | None = None  # makes the next views on the device during a step
+        self._ahead: Prefetcher | None = None  # makes the next views on the device during a step
 
     @property
     def steps_per_epoch(self) -> int:
@@ -85,17 +83,17 @@ class Batches:
         self.step = self.sampler.start = step
         self._reader = self._open_reader()
         if is_accelerator(self.device) and self.dataset.makes_views_on_device:
-            self._ahead = Ahead(self._make, self.device)
+            self._ahead = Prefetcher(self._make, self.device)
 
     def _open_reader(self) -> Any:
         """Return an iterator over the batches from ``sampler.start`` on, with ``close()``."""
         return BatchReader(self.dataset, self.sampler, self.num_workers, self.device)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> dict[str, Any]:
-        """Return the sample of the next step.
+    def __next__(self) -> Batch:
+        """Return the batch of the next step.
 
         Raises:
             UserError: If too many files are bad, or one has no readable replacement.
@@ -103,13 +101,13 @@ class Batches:
         """
         started = time.perf_counter()
         self.start(self.step)
-        sample = self._make() if self._ahead is None else self._ahead.next()
-        sample["step"] = self.step
+        batch = self._make() if self._ahead is None else self._ahead.next()
+        batch.number = self.step
         self.step += 1
         self.data_wait_s += time.perf_counter() - started
-        return sample
+        return batch
 
-    def _make(self) -> dict[str, Any]:
+    def _make(self) -> Batch:
         """Return the next batch of the workers, on the device."""
         assert self._reader is not None
         batch = next(self._reader)
@@ -119,7 +117,8 @@ class Batches:
                 "data: no readable image was found in place of an unreadable one; "
                 f"{len(self.bad_files)} are known to be bad"
             )
-        return {**batch.to_sample(self.device, self.dataset.to_float), "epoch": batch.epoch}
+        finished: Batch = batch.finish(self.dataset, self.device)
+        return finished
 
     def close(self) -> None:
         """Stop the workers."""
@@ -131,8 +130,8 @@ class Batches:
 class EvalBatches:
     """Batches of this rank's contiguous part of a dataset, in order.
 
-    A sample has ``views``, ``input`` (the first view), ``target`` and ``index``. Samples without
-    views (unreadable images of an EvalDataset) are left out, so use ``index`` to count.
+    ``input`` of a batch is the first view. Samples without views (unreadable images of an
+    EvalDataset) are left out, so use ``index`` to count.
     """
 
     def __init__(
@@ -151,20 +150,26 @@ class EvalBatches:
         self.num_workers = num_workers
         self.device = device or torch.device("cpu")
         self.bad_files = BadFiles(None, len(dataset)) if bad_files is None else bad_files
-        first, stop = (len(dataset) * place // world_size for place in (rank, rank + 1))
+        first, stop = (len(dataset) * part_number // world_size for part_number in (rank, rank + 1))
         part = range(first, stop)  # as many as on other ranks, or one more or less
         self.batches: Sequence[Sequence[int]] = in_batches(part, batch_size)  # image indices
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
+        for raw in self.read():
+            batch = raw.finish(self.dataset, self.device)
+            batch.input = batch.all_views[0]
+            yield batch
+
+    def read(self) -> Iterator[RawBatch]:
+        """Yield the batches as the workers return them, except those without views."""
         keys = ([(0, index) for index in batch] for batch in self.batches)
         for batch in BatchReader(self.dataset, keys, self.num_workers, self.device):
             self.bad_files.add(batch.bad)
             if batch.views:
-                sample = batch.to_sample(self.device, self.dataset.to_float)
-                yield {**sample, "input": sample["views"][0]}
+                yield batch
 
 
 def in_batches(indices: Sequence[int], size: int) -> list[Sequence[int]]:

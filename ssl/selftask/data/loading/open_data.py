@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from selftask.config.checks.requirements import of_extras, of_labels, required
 from selftask.config.trust import refuse_addresses
-from selftask.data.labels import align_classes, check_labels, count_unlabelled
+from selftask.data.labels import align_classes, count_unlabelled
+from selftask.data.open_source import open_source
 from selftask.data.reading.files import Policy, set_policy
 from selftask.data.relabelled import relabelled
 from selftask.data.sampling.sampler import Sampler, build_sampler, steps_per_epoch
@@ -18,7 +19,6 @@ from selftask.data.staging.staged_source import copied
 from selftask.data.subset import subset_of
 from selftask.data.transforms.channels import list_problems
 from selftask.errors import AddressError, ConfigError, UserError
-from selftask.registry import SOURCES
 
 if TYPE_CHECKING:
     from selftask.config.schema import Component, Config, DataConfig
@@ -30,21 +30,6 @@ class Sources(NamedTuple):
     train: Source
     val: Source | None
     val_sets: Mapping[str, Source] = MappingProxyType({})  # further ones, by name
-
-
-def open_source(component: Component, max_pixels: int | None = None) -> Source:
-    """Open a registered source; raises UserError or ConfigError for mistakes of the user.
-
-    The argument ``subset``, if given, selects a part of it.
-    """
-    registered = SOURCES[component.name]
-    config = getattr(registered, "Config", None)
-    args = {name: value for name, value in component.args.items() if name != "subset"}
-    source: Source = registered(config(**args)) if config else registered(**args)
-    if max_pixels is not None:
-        source.max_pixels = max_pixels
-    check_labels(source)
-    return subset_of(source, component.args.get("subset"))
 
 
 def open_data(data: DataConfig) -> Sources:
@@ -119,13 +104,13 @@ def check_data(config: Config, source: Source) -> Sampler:
             the data does not have, or if an epoch has fewer batches than one optimizer step.
     """
     channels = channels_of(source)
-    found: list[Iterable[str]] = [
+    checks: list[Iterable[str]] = [
         list_problems(ts, ".".join(key), channels) for key, ts in config.pipelines.items()
     ]
     if "labels" in required(config.method.name):  # counting may read an image
-        found.append(of_labels(config, count_unlabelled(source), len(source)))
-    found.append(of_extras(config, extras_of(source)))
-    if problems := list(chain.from_iterable(found)):
+        checks.append(of_labels(config, count_unlabelled(source), len(source)))
+    checks.append(of_extras(config, extras_of(source)))
+    if problems := list(chain.from_iterable(checks)):
         raise ConfigError(problems)
     batch_size, accumulate = config.train.batch_size, config.train.accumulate
     sampler = build_sampler(config, source)
@@ -141,8 +126,14 @@ def check_data(config: Config, source: Source) -> Sampler:
 
 
 def check_val(config: Config, source: Source, key: str) -> None:
-    """Raise ConfigError if a set has labels, the method needs them and some images have none."""
+    """Raise ConfigError if a set has labels, the method needs them and some images have none.
+
+    Args:
+        config: Config of the run.
+        source: The validation set.
+        key: Its config key.
+    """
     if source.labels is not None:
-        found = of_labels(config, count_unlabelled(source), len(source), key)
-        if problems := list(found):
+        checks = of_labels(config, count_unlabelled(source), len(source), key)
+        if problems := list(checks):
             raise ConfigError(problems)

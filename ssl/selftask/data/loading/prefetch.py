@@ -1,4 +1,4 @@
-"""Prefetching: samples are made one step ahead, on a side stream."""
+"""Prefetching: batches are made one step ahead, on a side stream."""
 
 from __future__ import annotations
 
@@ -8,56 +8,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selftask.batch import Batch
 from selftask.distributed import accelerator
 from selftask.errors import UserError
 
-Sample = dict[str, Any]
 
-
-class Ahead:
-    """Returns the samples of ``make()`` in order; each is made one call earlier.
+class Prefetcher:
+    """Returns the batches of ``make()`` in order; each is made one call earlier.
 
     On an accelerator with streams, the copies and kernels of ``make`` run on a side stream, during
-    the previous step. A UserError of ``make`` is raised when its own sample is requested, after the
+    the previous step. A UserError of ``make`` is raised when its own batch is requested, after the
     previous steps.
     """
 
-    def __init__(self, make: Callable[[], Sample], device: torch.device) -> None:
+    def __init__(self, make: Callable[[], Batch], device: torch.device) -> None:
         self._make = make
         self._device = device
         self._stream = accelerator.side_stream(device)
-        self._made: tuple[Sample | UserError, Any] | None = None
+        self._made: tuple[Batch | UserError, Any] | None = None
 
-    def next(self) -> Sample:
-        """Return the next sample, ready for use on the current stream; may raise its UserError."""
-        made = self._one() if self._made is None else self._made
-        sample, done = made
-        if isinstance(sample, UserError):
+    def next(self) -> Batch:
+        """Return the next batch, ready for use on the current stream; may raise its UserError."""
+        made = self._make_one() if self._made is None else self._made
+        batch, done = made
+        if isinstance(batch, UserError):
             self._made = made  # the next call raises it again
-            raise sample
+            raise batch
         if done is not None:
             now = accelerator.current_stream(self._device)
             now.wait_event(done)
-            for tensor in _tensors(sample):  # keep their memory until the current stream is done
+            for tensor in _tensors(batch):  # keep their memory until the current stream is done
                 tensor.record_stream(now)
-        self._made = self._one()
-        return sample
+        self._made = self._make_one()
+        return batch
 
-    def _one(self) -> tuple[Sample | UserError, Any]:
+    def _make_one(self) -> tuple[Batch | UserError, Any]:
         try:
             with accelerator.on_stream(self._stream, self._device):
-                sample = self._make()
+                batch = self._make()
                 done = None if self._stream is None else accelerator.record_event(self._device)
         except UserError as error:
             return error, None
-        return sample, done
+        return batch, done
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors on an accelerator, at any depth of dicts and lists."""
-    if isinstance(value, Tensor):
-        if accelerator.is_accelerator(value.device):
-            yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
+def _tensors(batch: Batch) -> Iterator[Tensor]:
+    draws = (draw.matrix for group in batch.draws.values() for draw in group)  # one memory for all
+    tensors = (*batch.all_views, batch.labels, batch.index, *batch.extras.values(), *draws)
+    return (tensor for tensor in tensors if accelerator.is_accelerator(tensor.device))

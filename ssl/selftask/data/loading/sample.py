@@ -20,7 +20,7 @@ class Sample:
     """One item of a dataset, on its way from a worker to the batch."""
 
     views: list[np.ndarray]  # V uint8 (H, W, C); empty if the image was left out
-    target: int  # -1 without a label
+    label: int  # -1 if there is none
     index: int  # of the image shown
     key: tuple[int, int]  # the requested key, which the draws depend on
     bad: list[BadImage]  # images that could not be read before this one

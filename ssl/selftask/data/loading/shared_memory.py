@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from selftask.data.loading.collate import Batch
+from selftask.data.loading.collate import RawBatch
 from selftask.errors import UserError
 
 _STRIDE = 1 << 36  # bytes between the starts of slots; unused ranges of the file take no memory
@@ -47,16 +47,16 @@ class SlotPool:
 
     def map(self, slot: int, size: int) -> mmap.mmap:
         """Map at least ``size`` bytes of a slot into this process; raises UserError if it fails."""
-        found = self._mapped.get(slot)
-        if found is None or len(found) < size:
+        mapped = self._mapped.get(slot)
+        if mapped is None or len(mapped) < size:
             try:
-                found = self._mapped[slot] = self._map(slot, 1 << (size - 1).bit_length())
+                mapped = self._mapped[slot] = self._map(slot, 1 << (size - 1).bit_length())
             except OSError as error:
                 raise UserError(
                     f"data: no memory to share a batch of {size / 2**20:.0f} MiB: "
                     f"{error.strerror}; use fewer data.num_workers or smaller batches"
                 ) from error
-        return found
+        return mapped
 
     def _map(self, slot: int, size: int) -> mmap.mmap:
         start, size = slot * _STRIDE, max(size, mmap.PAGESIZE)
@@ -111,7 +111,7 @@ class SlotWriter:
         self._used = -(-end // _START) * _START
         return array
 
-    def send(self, batch: Batch) -> Batch | SlotRef:
+    def send(self, batch: RawBatch) -> RawBatch | SlotRef:
         """Return what to send through the queue; the next array belongs to the next batch."""
         if self._slot is None:
             return batch
@@ -137,13 +137,13 @@ class SlotRef:
     size: int  # bytes in use
     pickled: bytes  # the batch without the arrays in the slot
 
-    def open(self) -> Batch:
+    def open(self) -> RawBatch:
         """Return the batch; called in the main process."""
         lent = _MEMORIES[self.memory].lent(self.slot, self.size)
-        batch: Batch = _Unpickler(io.BytesIO(self.pickled), lent).load()
+        batch: RawBatch = _Unpickler(io.BytesIO(self.pickled), lent).load()
         return batch
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> RawBatch:
         """Return the batch in page-locked memory; called by DataLoader's pinning thread."""
         return self.open().pin_memory()
 

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from selftask.config.values.auto_values import cores
-from selftask.data.loading.collate import Allocator, Batch, BatchBuffer, broken
+from selftask.data.loading.collate import Allocator, BatchBuffer, RawBatch, broken
 from selftask.data.loading.dataset import Dataset
 from selftask.data.loading.shared_memory import SlotPool, SlotRef, SlotWriter
 from selftask.data.reading.files import last_file
@@ -51,7 +51,7 @@ class _Maker:
         self.memory = memory
         self._outbox: SlotWriter | None = None  # only in a worker
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> Batch | SlotRef:
+    def __getitems__(self, keys: list[tuple[int, int]]) -> RawBatch | SlotRef:
         worker = get_worker_info()
         if worker is None:
             return self._make(keys, np.empty)
@@ -59,11 +59,11 @@ class _Maker:
             self._outbox = SlotWriter(self.memory, worker.id, worker.num_workers)
         return self._outbox.send(self._make(keys, self._outbox.new))
 
-    def _make(self, keys: list[tuple[int, int]], new: Allocator) -> Batch:
-        places = BatchBuffer(len(keys), new)
-        samples = (self.dataset.sample(key, places.next) for key in keys)
+    def _make(self, keys: list[tuple[int, int]], new: Allocator) -> RawBatch:
+        buffer = BatchBuffer(len(keys), new)
+        samples = (self.dataset.sample(key, buffer.next) for key in keys)
         try:
-            return self.dataset.collate(samples, places)
+            return self.dataset.collate(samples, buffer)
         except UserError as error:
             return broken(str(error))
 
@@ -127,10 +127,10 @@ class BatchReader:
     def __iter__(self) -> BatchReader:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> RawBatch:
         try:
             with activity("waiting for images"):
-                received: Batch | SlotRef = next(self._iterator)
+                received: RawBatch | SlotRef = next(self._iterator)
         except (RuntimeError, OSError, EOFError) as error:  # OSError: batch of a dead worker
             death = _describe_death(self._workers, self._kills)
             if death is None:

@@ -245,7 +245,13 @@ _STUCK: list[threading.Thread] = []
 
 
 def in_time(function: Callable[[str], T], path: str, timeout_s: float) -> T:
-    """Call ``function(path)``; raises TimeoutError after ``timeout_s`` seconds (0: no limit)."""
+    """Call ``function(path)``; raises TimeoutError after ``timeout_s`` seconds (0: no limit).
+
+    Args:
+        function: Function of a path.
+        path: Its argument.
+        timeout_s: Time limit in seconds.
+    """
     if timeout_s <= 0:
         return function(path)
     try:

@@ -26,7 +26,13 @@ def no_traceback(message: str) -> Iterator[None]:
 
 
 def check_memory(num_bytes: int, what: str, advice: str) -> None:
-    """Raise UserError if ``what``, which needs ``num_bytes``, does not fit into free memory."""
+    """Raise UserError if ``what``, which needs ``num_bytes``, does not fit into free memory.
+
+    Args:
+        num_bytes: Bytes that are needed.
+        what: What needs them.
+        advice: What the user can do.
+    """
     free = available_bytes()
     if free is not None and num_bytes > free:
         raise UserError(

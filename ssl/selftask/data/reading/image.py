@@ -27,6 +27,7 @@ MAX_PIXELS = 178_956_970  # Pillow's limit for decompression bombs
 
 _ORIENTATION_TAG = 0x0112
 _JPEG = b"\xff\xd8\xff"
+_NPY = b"\x93NUMPY"
 _SCAN = b"\xff\xda"  # begins each scan of a JPEG
 _PIECE = 1 << 24  # bytes searched at once
 _END = b"\xff\xd9"
@@ -49,7 +50,13 @@ def read_image(path: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
 
 def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Do ``read_image`` for the bytes of a file; ``name`` is for BadImage."""
+    """Do ``read_image`` for the bytes of a file; ``name`` is for BadImage.
+
+    Args:
+        data: Content of the file.
+        name: Name of the image for messages.
+        max_pixels: As in ``read_image``.
+    """
     try:
         check_size(len(data))
         pixels = None
@@ -61,6 +68,36 @@ def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.nda
         raise
     except Exception as error:  # decoders may raise any error on damaged data
         raise BadImage(name, _reason(error)) from error
+
+
+def decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
+    """Decode an image or .npy file to uint8 (H, W, 3); raises BadImage about ``name``.
+
+    Args:
+        data: Encoded image, or content of a .npy file.
+        name: Name of the image for messages.
+        max_pixels: As in ``read_image``.
+    """
+    if not data.startswith(_NPY):
+        return decode_image(data, name, max_pixels)
+    try:
+        return from_array(np.load(io.BytesIO(data), allow_pickle=False))
+    except (ValueError, EOFError, OSError) as error:
+        raise BadImage(name, str(error)) from error
+
+
+def image_of(array: np.ndarray, name: str, channels: int = 3) -> np.ndarray:
+    """Convert an array to an image, uint8 (H, W, C); raises BadImage about ``name``.
+
+    Args:
+        array: As in ``from_array``.
+        name: Name of the image for messages.
+        channels: Number of channels of the result.
+    """
+    try:
+        return from_array(array, channels)
+    except ValueError as error:
+        raise BadImage(name, str(error)) from error
 
 
 def _decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
@@ -212,8 +249,8 @@ def _to_8_bit(array: np.ndarray, *, deep: bool = False) -> np.ndarray:
     low, high = float(values.min()), float(values.max())
     is_float = np.issubdtype(array.dtype, np.floating)
     bytes_too = array.dtype.itemsize != 2 and not deep
-    known = (1.0, 255.0) if is_float else (255.0, 65535.0) if bytes_too else (65535.0,)
-    full = next((top for top in known if low >= 0 and high <= top), None)
+    tops = (1.0, 255.0) if is_float else (255.0, 65535.0) if bytes_too else (65535.0,)
+    full = next((top for top in tops if low >= 0 and high <= top), None)
     if full is None:  # no scale is declared: use the range of the values
         values, full = values - low, max(high - low, 1e-12)
     return np.rint(values * (255.0 / full)).astype(np.uint8)
@@ -243,11 +280,11 @@ def _count_marks(data: bytes) -> int:
 
 def _count_scans(data: bytes) -> int:
     """Count the scans of a JPEG up to its end marker, after which phones may append videos."""
-    scans, found = 0, _MARKER.search(data, 2)
-    while found is not None and found[0] != _END:
-        scans += found[0] == _SCAN
-        length = int.from_bytes(data[found.end() : found.end() + 2], "big")
-        found = _MARKER.search(data, found.end() + length)
+    scans, marker = 0, _MARKER.search(data, 2)
+    while marker is not None and marker[0] != _END:
+        scans += marker[0] == _SCAN
+        length = int.from_bytes(data[marker.end() : marker.end() + 2], "big")
+        marker = _MARKER.search(data, marker.end() + length)
     return scans
 
 

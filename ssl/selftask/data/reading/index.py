@@ -14,21 +14,19 @@ import hashlib
 import json
 import mmap
 import os
-import secrets
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.progress_log import say
-from selftask.data.source import PathTable
 from selftask.distributed.heartbeat import activity
-from selftask.errors import UserError
 from selftask.files.cache_dir import cache_path, take_lock
 from selftask.logs import get_logger
 
@@ -58,7 +56,7 @@ class Index:
 
     @property
     def paths(self) -> PathTable:
-        return PathTable.of_arrays(self.arrays) if self.file is None else StoredPaths(self)
+        return PathTable.of_arrays(self.arrays)
 
     @property
     def labels(self) -> np.ndarray | None:
@@ -79,25 +77,6 @@ class Index:
         return int(self.header["num_folders"])
 
 
-class StoredPaths(PathTable):
-    """Paths in an index file; pickled as the file name, and mapped again when unpickled."""
-
-    def __init__(self, index: Index) -> None:
-        self.__dict__.update(PathTable.of_arrays(index.arrays).__dict__)
-        self.labels = index.labels
-        self._file, self._stamp = index.file, index.header["stamp"]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self._file, self._stamp)
-
-
-def _reopen(file: Path, stamp: str) -> PathTable:
-    index = load(file)
-    if index is None or index.header["stamp"] != stamp:
-        raise UserError(f"data: the index {file} was replaced just now; start again")
-    return index.paths
-
-
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -106,6 +85,44 @@ def index_file(kind: str, path: str, *more: str) -> Path:
     name = "\0".join([kind, os.path.realpath(path), *more])
     digest = hashlib.blake2b(os.fsencode(name), digest_size=12).hexdigest()
     return cache_path() / "index" / f"{digest}.{kind}"
+
+
+def cached(
+    file: Path,
+    state: Callable[[], list[list[Any]]],
+    make: Callable[[], Index],
+    *,
+    always: bool = False,
+) -> Index:
+    """Return the index in a file if its content is up to date; otherwise make it and save it.
+
+    Args:
+        file: File of the index.
+        state: Returns size and modification time of each file with content of the index.
+        make: Makes the index.
+        always: Whether a short index is saved too, since making it is expensive. Changes within the
+            resolution of the clock are then not detected.
+    """
+    now = state()
+    if (current := _load_current(file, now)) is not None:
+        return current
+    with contextlib.ExitStack() as stack:
+        is_long = always or sum(size for size, *_ in now) > MIN_INDEXED
+        alone = not is_long or stack.enter_context(only_one(file))
+        theirs = None if alone else _load_current(file, state())
+        if theirs is not None:
+            return theirs
+        started, now = time.time_ns(), state()
+        if not always:
+            now = [[size, settled(changed, started)] for size, changed in now]
+        index = make()
+        index.header["state"] = now
+        return save(index, file) if always or len(index) >= MIN_INDEXED else index
+
+
+def _load_current(file: Path, state: list[list[Any]]) -> Index | None:
+    index = load(file)
+    return index if index is not None and index.header["state"] == state else None
 
 
 def load(file: Path) -> Index | None:
@@ -132,13 +149,12 @@ def save(index: Index, file: Path) -> Index:
 
     The file is replaced atomically: other processes see either the old or the new file.
     """
-    stamped = replace(index, header={**index.header, "stamp": secrets.token_hex(8)})
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
         try:
             with open(descriptor, "wb") as stream:
-                _write(stream, stamped)
+                _write(stream, index)
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, file)

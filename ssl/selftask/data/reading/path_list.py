@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from selftask.data.reading import index as store
-from selftask.data.reading.index import Index, settled
+from selftask.data.reading.index import Index
+from selftask.data.reading.path_table import in_no_folder, split_bytes
 from selftask.data.reading.progress_log import ScanProgress
-from selftask.data.source import in_no_folder, split_bytes
 from selftask.errors import UserError
 from selftask.logs.stages import stage
 
@@ -37,25 +35,10 @@ def read_list(path: str) -> Index:
         UserError: Only some lines have a label, or the file cannot be read.
     """
     try:
-        return _read_list(path)
+        file = store.index_file("list", path)
+        return store.cached(file, lambda: [_state(path)], lambda: _Reading(path).index())
     except OSError as error:
         raise UserError(f"data: cannot read {path}: {error.strerror or error}") from error
-
-
-def _read_list(path: str) -> Index:
-    file = store.index_file("list", path)
-    known = store.load(file)
-    if known is not None and known.header["state"] == _state(path):
-        return known
-    looked, state = time.time_ns(), _state(path)
-    with ExitStack() as stack:
-        if state[0] > store.MIN_INDEXED and not stack.enter_context(store.only_one(file)):
-            theirs = store.load(file)
-            if theirs is not None and theirs.header["state"] == state:
-                return theirs
-        state[1] = settled(state[1], looked)
-        index = _Reading(path).index(state)
-        return index if len(index) < store.MIN_INDEXED else store.save(index, file)
 
 
 def _state(path: str) -> list[int]:
@@ -76,7 +59,7 @@ class _Reading:
         self._labels: list[np.ndarray] = []
         self._folders: set[bytes] = set()
 
-    def index(self, state: list[int]) -> Index:
+    def index(self) -> Index:
         """Parse the whole list."""
         joined = bytearray()
         with stage("scan") as line, open(self._path, "rb") as file:
@@ -90,7 +73,7 @@ class _Reading:
                 joined += paths
         names = np.frombuffer(joined, dtype=np.uint8)
         arrays = in_no_folder(names, split_bytes(names, b"\n"))
-        header = {"num_folders": len(self._folders), "first_line": self._first_line, "state": state}
+        header: dict[str, Any] = {"num_folders": len(self._folders), "first_line": self._first_line}
         if self._has_labels:
             arrays["labels"] = _label_values(self._numbers)[np.concatenate(self._labels)]
             if not _are_numbers(self._numbers):
@@ -156,6 +139,6 @@ def _label_values(numbers: dict[bytes, int]) -> np.ndarray:
     labels = sorted(numbers)
     values = np.zeros(len(labels), dtype=np.int64)
     are_numbers = _are_numbers(labels)
-    for place, label in enumerate(labels):
-        values[numbers[label]] = int(label) if are_numbers else place
+    for rank, label in enumerate(labels):
+        values[numbers[label]] = int(label) if are_numbers else rank
     return values

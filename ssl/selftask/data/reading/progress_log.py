@@ -34,7 +34,7 @@ class ScanProgress:
         self._where = where
         self._line = line
         self._images = self._folders = 0
-        self._started = self._said = time.monotonic()
+        self._started = self._reported = time.monotonic()
 
     def add(self, images: int, folders: int = 0) -> None:
         """Add to the counts. There is no lock: races may lose counts, but only in messages."""
@@ -42,8 +42,8 @@ class ScanProgress:
         self._folders += folders
         self._line.update(self._images, f"images in {self._where}")
         now = time.monotonic()
-        if not self._line.is_drawn and now - self._said > _EVERY_S:
-            self._said = now
+        if not self._line.is_drawn and now - self._reported > _EVERY_S:
+            self._reported = now
             where = f" in {self._folders:,} folders" if self._folders else ""
             seconds = now - self._started
             say(f"{self._where}: {self._images:,} images{where} so far ({seconds:.0f} s)")

@@ -19,10 +19,11 @@ from itertools import chain
 import numpy as np
 
 from selftask.data.reading import index as store
+from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.index import Index, settled
+from selftask.data.reading.path_table import join_bytes, split_bytes
 from selftask.data.reading.progress_log import ScanProgress
 from selftask.data.reading.skipped_files import kind_of
-from selftask.data.source import NO_LABEL, join_bytes, split_bytes
 from selftask.distributed.heartbeat import track
 from selftask.errors import UserError
 from selftask.logs.stages import stage
@@ -55,27 +56,27 @@ def scan_folder(root: str, extensions: Sequence[str]) -> Index:
         UserError: A folder cannot be read. Otherwise its images would be missing unnoticed.
     """
     file = store.index_file("folder", root, *extensions)
-    known = store.load(file)
-    if known is not None and _is_current(root, known):
-        return known
+    earlier = store.load(file)
+    if earlier is not None and _is_current(root, earlier):
+        return earlier
     endings = tuple(os.fsencode(ending) for ending in extensions)
     with ExitStack() as stack:
-        found: list[Folder] = []
+        listed: list[Folder] = []
         alone, total = None, 0
-        for level in walk(root, endings, _rows(known)):
-            found += level
+        for level in walk(root, endings, _rows(earlier)):
+            listed += level
             total += sum(folder.count for folder in level)
             if alone is None and total >= store.MIN_INDEXED:
                 alone = stack.enter_context(store.only_one(file))
                 theirs = None if alone else store.load(file)
                 if theirs is not None and _is_current(root, theirs):
                     return theirs
-        index = _assemble(found)
+        index = _assemble(listed)
         return index if total < store.MIN_INDEXED else store.save(index, file)
 
 
 def walk(
-    root: str, endings: tuple[bytes, ...], known: Mapping[bytes, Folder] | None = None
+    root: str, endings: tuple[bytes, ...], earlier: Mapping[bytes, Folder] | None = None
 ) -> Iterator[list[Folder]]:
     """Yield all folders level by level, then those behind links.
 
@@ -91,7 +92,7 @@ def walk(
     frontier: list[tuple[bytes, int]] = [(b"", _REAL)]
     links: list[bytes] = []
     with stage("scan") as line, ThreadPoolExecutor(THREADS) as pool:
-        looker = _Looker(ScanProgress(root, line), os.fsencode(root), endings, known or {})
+        looker = _Looker(ScanProgress(root, line), os.fsencode(root), endings, earlier or {})
         while frontier or links:
             if not frontier:
                 frontier, links = [(path, _LINK) for path in sorted(links)], []
@@ -120,16 +121,16 @@ class _Looker:
         progress: ScanProgress,
         root: bytes,
         endings: tuple[bytes, ...],
-        known: Mapping[bytes, Folder],
+        earlier: Mapping[bytes, Folder],
     ) -> None:
         self._progress = progress
         self._root = root
         self._endings = endings
-        self._known = known
+        self._earlier = earlier
 
-    def map_images(self, places: list[tuple[bytes, int]]) -> list[Folder]:
+    def map_images(self, paths: list[tuple[bytes, int]]) -> list[Folder]:
         """List these folders; folders that were removed meanwhile are left out."""
-        looked = (self._look_at(path, kind) for path, kind in places)
+        looked = (self._look_at(path, kind) for path, kind in paths)
         return [folder for folder in looked if folder is not None]
 
     def _look_at(self, path: bytes, kind: int) -> Folder | None:
@@ -138,9 +139,13 @@ class _Looker:
             started = time.time_ns()
             status = os.stat(where)
             ident = (status.st_dev, status.st_ino)
-            known = self._known.get(path)
-            if known is not None and known.kind != _ALIAS and known.mtime_ns == status.st_mtime_ns:
-                return replace(known, kind=kind, ident=ident)
+            earlier = self._earlier.get(path)
+            if (
+                earlier is not None
+                and earlier.kind != _ALIAS
+                and earlier.mtime_ns == status.st_mtime_ns
+            ):
+                return replace(earlier, kind=kind, ident=ident)
             mtime_ns = settled(status.st_mtime_ns, started)
             return self._read(where, Folder(path, mtime_ns, kind, ident=ident))
         except (FileNotFoundError, NotADirectoryError):
@@ -186,36 +191,36 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
         return False
 
 
-def _assemble(found: list[Folder]) -> Index:
+def _assemble(listed: list[Folder]) -> Index:
     """Build the index of these folders, which may be in any order."""
-    found = sorted(found, key=lambda folder: folder.path)
-    counts = np.array([folder.count for folder in found], dtype=np.int64)
-    names = np.frombuffer(b"".join(folder.names for folder in found), dtype=np.uint8)
-    folders = join_bytes([folder.path for folder in found], b"\0")
+    listed = sorted(listed, key=lambda folder: folder.path)
+    counts = np.array([folder.count for folder in listed], dtype=np.int64)
+    names = np.frombuffer(b"".join(folder.names for folder in listed), dtype=np.uint8)
+    folders = join_bytes([folder.path for folder in listed], b"\0")
     arrays = {
         "names": names,
         "offsets": split_bytes(names, b"/"),
         "firsts": np.cumsum(counts) - counts,
         "folders": np.frombuffer(folders, dtype=np.uint8),
-        "mtimes": np.array([folder.mtime_ns for folder in found], dtype=np.int64),
-        "kinds": np.array([folder.kind for folder in found], dtype=np.int8),
+        "mtimes": np.array([folder.mtime_ns for folder in listed], dtype=np.int64),
+        "kinds": np.array([folder.kind for folder in listed], dtype=np.int8),
     }
     arrays["folder_offsets"] = split_bytes(arrays["folders"], b"\0")
-    labels = _top_folder_labels(found)
+    labels = _top_folder_labels(listed)
     if labels is not None:
         arrays["labels"] = np.repeat(labels, counts)
-    passed_over = [(row, *item) for row, folder in enumerate(found) for item in folder.passed_over]
+    passed_over = [(row, *item) for row, folder in enumerate(listed) for item in folder.passed_over]
     header = {"num_folders": int((counts > 0).sum()), "passed_over": passed_over}
     return Index(header, arrays)
 
 
-def _top_folder_labels(found: list[Folder]) -> np.ndarray | None:
+def _top_folder_labels(listed: list[Folder]) -> np.ndarray | None:
     """Return the label of each folder, which is the rank of its top folder by name.
 
     None if fewer than two top folders have images.
     """
-    tops = [folder.path.partition(b"/")[0] for folder in found]
-    used = {top for top, folder in zip(tops, found, strict=True) if folder.count and top}
+    tops = [folder.path.partition(b"/")[0] for folder in listed]
+    used = {top for top, folder in zip(tops, listed, strict=True) if folder.count and top}
     if len(used) < 2:
         return None
     numbers = {top: number for number, top in enumerate(sorted(used))}
@@ -224,19 +229,19 @@ def _top_folder_labels(found: list[Folder]) -> np.ndarray | None:
 
 def _is_current(root: str, index: Index) -> bool:
     """Return whether no folder of the index has changed since the scan."""
-    places = [os.path.join(os.fsencode(root), path) for path in _folder_paths(index)]
+    paths = [os.path.join(os.fsencode(root), path) for path in _folder_paths(index)]
     parts = [
-        (places[first::THREADS], index.arrays["mtimes"][first::THREADS]) for first in range(THREADS)
+        (paths[first::THREADS], index.arrays["mtimes"][first::THREADS]) for first in range(THREADS)
     ]
     with ThreadPoolExecutor(THREADS) as pool:
         return all(pool.map(lambda part: _all_of(*part), parts))
 
 
-def _all_of(places: list[bytes], mtimes: np.ndarray) -> bool:
+def _all_of(paths: list[bytes], mtimes: np.ndarray) -> bool:
     try:
         return all(
-            os.stat(place).st_mtime_ns == mtime
-            for place, mtime in zip(places, mtimes.tolist(), strict=True)
+            os.stat(path).st_mtime_ns == mtime
+            for path, mtime in zip(paths, mtimes.tolist(), strict=True)
         )
     except OSError:
         return False

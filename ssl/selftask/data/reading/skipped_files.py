@@ -1,10 +1,14 @@
-"""Image-like files in a folder that are not read: HEIC, raw formats, archives."""
+"""Files that are read as images, and image-like files that are not: HEIC, raw, archives."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
+EXTENSIONS = (
+    *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".jp2", ".avif"),
+)
 IMAGE_LIKE = frozenset(
     {".heic", ".heif", ".hif", ".jxl", ".jfif", ".jpe", ".j2k", ".jpx", ".psd", ".svg", ".tga"}
     | {".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".pef", ".srw", ".raw"}

@@ -16,7 +16,7 @@ from selftask.data.reading.files import (
     now_reading,
     with_retries,
 )
-from selftask.data.sources.glob_pattern import expand_braces, is_pattern, match_files, no_match
+from selftask.data.reading.patterns import expand_braces, is_pattern, match_files, no_match
 from selftask.errors import UserError, nearest_path
 from selftask.files import addresses
 from selftask.files.addresses import is_remote
@@ -44,13 +44,13 @@ def find_files(patterns: list[str], key: str) -> list[FileStat]:
     Raises:
         UserError: A pattern matches nothing, a file does not exist, or a file is found twice.
     """
-    found: list[FileStat] = []
+    result: list[FileStat] = []
     for pattern in patterns:
         find = _find_remote if is_remote(pattern) else _find_local
-        found += find(os.path.expanduser(pattern), key)
-    if len({file.path for file in found}) < len(found):
+        result += find(os.path.expanduser(pattern), key)
+    if len({file.path for file in result}) < len(result):
         raise UserError(f"{key}: the same file is named twice")
-    return found
+    return result
 
 
 def open_file(path: str) -> BinaryIO:
@@ -59,7 +59,14 @@ def open_file(path: str) -> BinaryIO:
 
 
 def read_part(path: str, offset: int, size: int, name: str) -> bytes:
-    """Read ``size`` bytes of a file from ``offset`` on; raises BadImage about ``name``."""
+    """Read ``size`` bytes of a file from ``offset`` on; raises BadImage about ``name``.
+
+    Args:
+        path: Path or address of the file.
+        offset: First byte.
+        size: Number of bytes.
+        name: Name of the image for messages.
+    """
     now_reading(name)
 
     try:
@@ -95,10 +102,10 @@ os.register_at_fork(after_in_child=_OPEN.clear)
 
 def _find_local(pattern: str, key: str) -> list[FileStat]:
     matches = is_pattern(pattern) and not exists(pattern)
-    found = match_files(pattern) if matches else [pattern]
-    if not found:
+    result = match_files(pattern) if matches else [pattern]
+    if not result:
         raise UserError(f"{key}: {no_match(pattern)}")
-    return [stat_file(path, key) for path in found]
+    return [stat_file(path, key) for path in result]
 
 
 def stat_file(path: str, key: str) -> FileStat:
@@ -113,7 +120,7 @@ def stat_file(path: str, key: str) -> FileStat:
 
 
 def _find_remote(pattern: str, key: str) -> list[FileStat]:
-    found: list[FileStat] = []
+    result: list[FileStat] = []
     for address in expand_braces(pattern):
         try:
             files = addresses.find(address, pattern=is_pattern(address))
@@ -124,5 +131,5 @@ def _find_remote(pattern: str, key: str) -> list[FileStat]:
             raise UserError(f"{key}: {address} cannot be read: {reason}") from error
         if not files:
             raise UserError(f"{key}: no file matches {address}")
-        found += [FileStat(*file) for file in files]
-    return found
+        result += [FileStat(*file) for file in files]
+    return result

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from selftask.data.labels import number_labels
+from selftask.data.reading import index as store
+from selftask.data.reading.class_numbers import NO_LABEL, number_labels
+from selftask.data.reading.index import Index
+from selftask.data.reading.path_table import arrays_of_paths
 from selftask.data.reading.progress_log import say
-from selftask.data.reading.skipped_files import kind_of
+from selftask.data.reading.skipped_files import EXTENSIONS, kind_of
 from selftask.data.reading.storage import FileStat, open_file
 from selftask.data.reading.tar_walk import Damaged, Member, walk
-from selftask.data.sources.files import EXTENSIONS
 from selftask.distributed.heartbeat import track
 from selftask.errors import UserError, nearest
-from selftask.files.cache_dir import cache_folder, locked
 from selftask.logs.stages import staged
 
 THREADS = 8  # that read headers at the same time
-VERSION = 2  # of the file format; other versions are ignored
+VERSION = 3  # of the file format; other versions are ignored
 MAX_LABEL = 1 << 20  # bytes of a member with a label; larger members are ignored
 IMAGE_NAMES = (*(name.removeprefix(".") for name in EXTENSIONS), "npy")
-_ARRAYS = ("shards", "offsets", "sizes", "labels", "name_ends", "names")
 
 
 @dataclass(frozen=True)
@@ -39,28 +35,6 @@ class Wanted:
 
     image: str | None  # None: the first image
     label: str | None  # an extension such as `cls`, or `json.FIELD`; None: no labels
-
-
-@dataclass
-class TarIndex:
-    """Index with one row per image, in the order of the shards; arrays are memory-mapped."""
-
-    shards: np.ndarray  # (N,) int32
-    offsets: np.ndarray  # (N,) int64, bytes
-    sizes: np.ndarray  # (N,) int64, bytes
-    labels: np.ndarray  # (N,) int64, -1: none
-    name_ends: np.ndarray  # (N,) int64, end of each name in ``names``
-    names: np.ndarray  # uint8, all names of members, concatenated
-    damaged: list[tuple[int, int]]  # number of a shard, and byte from which it is unreadable
-    passed_over: dict[str, int]  # image-like members that are not read, by extension
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def name(self, index: int) -> str:
-        """Return the name of the image's member."""
-        start = int(self.name_ends[index - 1]) if index else 0
-        return os.fsdecode(self.names[start : int(self.name_ends[index])].tobytes())
 
 
 @dataclass
@@ -74,34 +48,23 @@ class _Shard:
     passed_over: Counter[str] = field(default_factory=Counter)
 
 
-def open_index(shards: list[FileStat], wanted: Wanted) -> Path:
-    """Return the folder of the index of these shards; make the index if it is missing.
+def index_shards(shards: list[FileStat], wanted: Wanted) -> Index:
+    """Return the index of the images in these shards; make it if it is missing or out of date.
 
-    The index depends on their paths, sizes and stamps: if one changes, a new index is made.
+    The index has one path per image, the name of its member, and further arrays: ``shard``
+    (N,) int32, and ``start`` and ``size`` (N,) int64 in bytes. Its header has ``damaged``, the
+    number of each damaged shard and the byte from which it is unreadable.
 
     Raises:
         UserError: The shards have no images, or none of the requested labels.
     """
-    described = [VERSION, wanted.image, wanted.label, [tuple(shard) for shard in shards]]
-    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:24]
-    folder = cache_folder() / "tar" / digest
-    if not (folder / "index.json").exists():
-        with locked(folder.with_suffix(".lock")):
-            if not (folder / "index.json").exists():
-                _write(folder, _build(shards, wanted))
-    return folder
+    described = json.dumps([VERSION, wanted.image, wanted.label, [shard.path for shard in shards]])
+    file = store.index_file("tar", shards[0].path, described)
+    state: list[list[Any]] = [[shard.size, shard.stamp] for shard in shards]
+    return store.cached(file, lambda: state, lambda: _build(shards, wanted), always=True)
 
 
-def map_index(folder: Path) -> TarIndex:
-    """Memory-map the index in a folder; processes share the memory."""
-    mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS}
-    arrays = {name: array.view(np.ndarray) for name, array in mapped.items()}  # faster to index
-    more = json.loads((folder / "index.json").read_text())
-    damaged = [tuple(where) for where in more["damaged"]]
-    return TarIndex(**arrays, damaged=damaged, passed_over=more["passed_over"])
-
-
-def _build(shards: list[FileStat], wanted: Wanted) -> TarIndex:
+def _build(shards: list[FileStat], wanted: Wanted) -> Index:
     say(f"reading the headers of {len(shards)} tar files")
     with ThreadPoolExecutor(max_workers=THREADS) as pool:
         reads = pool.map(lambda shard: _read_shard(shard, wanted), shards)
@@ -110,27 +73,32 @@ def _build(shards: list[FileStat], wanted: Wanted) -> TarIndex:
     _check_found(shards, parts, wanted)
     counts = [len(part.members) for part in parts]
     members = [member for part in parts for member in part.members]
-    names = [os.fsencode(member.name) for member in members]
-    return TarIndex(
-        shards=np.repeat(np.arange(len(parts), dtype=np.int32), counts),
-        offsets=np.array([member.offset for member in members], dtype=np.int64),
-        sizes=np.array([member.size for member in members], dtype=np.int64),
-        labels=number_labels([label for part in parts for label in part.labels]),
-        name_ends=np.cumsum([len(name) for name in names], dtype=np.int64),
-        names=np.frombuffer(b"".join(names), dtype=np.uint8),
-        damaged=[(n, part.damaged) for n, part in enumerate(parts) if part.damaged is not None],
-        passed_over=dict(sum((part.passed_over for part in parts), Counter[str]())),
-    )
+    labels = number_labels([label for part in parts for label in part.labels])
+    arrays = {
+        **arrays_of_paths([os.fsencode(member.name) for member in members]),
+        "shard": np.repeat(np.arange(len(parts), dtype=np.int32), counts),
+        "start": np.array([member.offset for member in members], dtype=np.int64),
+        "size": np.array([member.size for member in members], dtype=np.int64),
+    }
+    if (labels != NO_LABEL).any():
+        arrays["labels"] = labels
+    passed_over = sum((part.passed_over for part in parts), Counter[str]())
+    header = {
+        "num_folders": 0,
+        "damaged": [(n, part.damaged) for n, part in enumerate(parts) if part.damaged is not None],
+        "passed_over": [(0, *item) for item in passed_over.items()],
+    }
+    return Index(header, arrays)
 
 
 def _read_shard(shard: FileStat, wanted: Wanted) -> _Shard:
-    found = _Shard()
+    content = _Shard()
     sample, image, label = "", None, None
 
     def finish() -> None:
         if image is not None:
-            found.members.append(image)
-            found.labels.append(label)
+            content.members.append(image)
+            content.labels.append(label)
 
     try:
         with open_file(shard.path) as file:
@@ -144,16 +112,16 @@ def _read_shard(shard: FileStat, wanted: Wanted) -> _Shard:
                 if image is None and _is_image(extension, wanted):
                     image = member
                 elif wanted.label is not None and extension == wanted.label.partition(".")[0]:
-                    label = _read_label(file, member, wanted.label, found.seen)
+                    label = _read_label(file, member, wanted.label, content.seen)
                 elif kind := kind_of(member.name):
-                    found.passed_over[kind] += 1
-                found.seen.add(extension)
+                    content.passed_over[kind] += 1
+                content.seen.add(extension)
     except Damaged as damage:
-        found.damaged = damage.offset
+        content.damaged = damage.offset
     except OSError as error:
         raise UserError(f"data: {shard.path} cannot be read: {error}") from error
     finish()
-    return found
+    return content
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -183,7 +151,7 @@ def _read_label(file: BinaryIO, member: Member, wanted: str, seen: set[str]) -> 
     for name in path.split("."):
         if not isinstance(value, dict):
             return None
-        seen.update(f"json.{known}" for known in value)
+        seen.update(f"json.{key}" for key in value)
         value = value.get(name)
     return None if value is None or isinstance(value, dict | list) else str(value)
 
@@ -201,21 +169,7 @@ def _check_found(shards: list[FileStat], parts: list[_Shard], wanted: Wanted) ->
     if wanted.label in (None, "cls"):  # cls is the default and may be missing
         return
     if not any(label is not None for part in parts for label in part.labels):
-        known = [name for name in seen if name not in IMAGE_NAMES]
+        names = [name for name in seen if name not in IMAGE_NAMES]
         raise UserError(
-            f"data.labels: no sample has a label {wanted.label!r}; {nearest(wanted.label, known)}"
+            f"data.labels: no sample has a label {wanted.label!r}; {nearest(wanted.label, names)}"
         )
-
-
-def _write(folder: Path, index: TarIndex) -> None:
-    """Write all files atomically, as other processes may read them at the same time."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
-    try:
-        for name in _ARRAYS:
-            np.save(made / f"{name}.npy", getattr(index, name))
-        more = {"damaged": index.damaged, "passed_over": index.passed_over}
-        (made / "index.json").write_text(json.dumps(more))
-        os.replace(made, folder)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)

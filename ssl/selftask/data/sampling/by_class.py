@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.sampling.sampler import Pool, Sampler
+from selftask.data.sampling.sampler import FlatOrder, Pool, Sampler
 from selftask.errors import UserError
 from selftask.random.permutation import EpochOrder, SetOrders, epoch_order
 from selftask.random.splitmix import hash_words
@@ -52,11 +52,16 @@ class _ByClass(Sampler):
             numbers: Number of each sample among those of its class in the epoch, from 0, (P,).
         """
         sizes = self._sizes[classes]
-        rounds, places = np.divmod(numbers, sizes)
+        rounds, slots_in_batch = np.divmod(numbers, sizes)
         orders = SetOrders(hash_words(self.pool.seed, _IMAGES), epoch)
-        chosen = orders.at(classes + rounds * len(self._sizes), sizes, places)
+        chosen = orders.at(classes + rounds * len(self._sizes), sizes, slots_in_batch)
         images: np.ndarray = self._by_class[self._firsts[classes] + chosen]
         return images
+
+    def shuffled(self, epoch: int) -> EpochOrder:
+        """Return all slots of an epoch in shuffled order."""
+        order = epoch_order(self.pool.seed, epoch, self.num_samples)
+        return FlatOrder(lambda positions: self.images(epoch, order.at(positions)))
 
     def _mix(self) -> str:
         """Describe how many samples the rarest and the most frequent class have in an epoch."""
@@ -76,7 +81,25 @@ class Stratified(_ByClass):
         super().__init__(config, pool, power=1.0, num_samples=None)
 
     def order(self, epoch: int) -> EpochOrder:
-        return _Strata(self, epoch)
+        """Return an order whose batch k has every S-th slot from the k-th on, in S steps.
+
+        The batches are shuffled, and so are the slots within a batch. The slots that do not fill a
+        batch are left out evenly over the list, and so from all classes. The list is rotated, so
+        that other slots are left out in each epoch.
+        """
+        pool, total = self.pool, self.num_samples
+        size, steps = pool.batch_size, total // pool.batch_size
+        batch_order = epoch_order(hash_words(pool.seed, _BATCHES), epoch, steps)
+        slot_orders = SetOrders(hash_words(pool.seed, _PLACES), epoch)
+        turn = hash_words(pool.seed, _BATCHES, epoch) % total
+
+        def at(positions: np.ndarray) -> np.ndarray:
+            batches, slots = np.divmod(positions, size)
+            slots = slot_orders.at(batches, np.full_like(batches, size), slots)
+            used = batch_order.at(batches) + slots * steps
+            return self.images(epoch, (used * total // (steps * size) + turn) % total)
+
+        return FlatOrder(at)
 
     def describe(self) -> str:
         return f"stratified, each image once, {self._mix()}, the same in all batches"
@@ -99,7 +122,7 @@ class PowerLaw(_ByClass):
         super().__init__(config, pool, power=config.power, num_samples=config.samples)
 
     def order(self, epoch: int) -> EpochOrder:
-        return _Shuffle(self, epoch)
+        return self.shuffled(epoch)
 
     def describe(self) -> str:
         return f"power_law, {self._mix()} by their frequency to the power {self.config.power:g}"
@@ -120,7 +143,7 @@ class Balanced(_ByClass):
         super().__init__(config, pool, power=0.0, num_samples=config.samples)
 
     def order(self, epoch: int) -> EpochOrder:
-        return _Shuffle(self, epoch)
+        return self.shuffled(epoch)
 
     def describe(self) -> str:
         return f"balanced, {self._mix()} samples"
@@ -145,88 +168,43 @@ class FewClasses(_ByClass):
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=0.0, num_samples=config.samples)
-        given, known = config.classes_per_batch, len(self._sizes)
-        if given > known:
+        per_batch, num_classes = config.classes_per_batch, len(self._sizes)
+        if per_batch > num_classes:
             raise UserError(
-                f"data.sampler.classes_per_batch={given}: there are {known} classes; at most that"
+                f"data.sampler.classes_per_batch={per_batch}: must be at most {num_classes}, the "
+                "number of classes"
             )
-        if pool.batch_size % given:
+        if pool.batch_size % per_batch:
             raise UserError(
-                f"data.sampler.classes_per_batch={given}: train.batch_size={pool.batch_size} "
+                f"data.sampler.classes_per_batch={per_batch}: train.batch_size={pool.batch_size} "
                 "cannot be divided into as many classes; choose a multiple of it"
             )
-        self.num_classes = known
+        self.num_classes = num_classes
 
     def order(self, epoch: int) -> EpochOrder:
-        return _FewClasses(self, epoch)
+        """Return batches in rounds through all classes; each round has its own shuffled order.
+
+        Classes that do not fill a batch at the end of a round are left out; they differ by round.
+        """
+        per_batch, size = self.config.classes_per_batch, self.pool.batch_size
+        orders = SetOrders(hash_words(self.pool.seed, _BATCHES), epoch)
+
+        def at(positions: np.ndarray) -> np.ndarray:
+            batches, slots = np.divmod(positions, size)
+            rounds, batches = np.divmod(batches, self.num_classes // per_batch)
+            turns, numbers = np.divmod(slots, size // per_batch)
+            turns += batches * per_batch
+            classes = orders.at(rounds, np.full_like(rounds, self.num_classes), turns)
+            return self.images_of(epoch, classes, numbers + rounds * (size // per_batch))
+
+        return FlatOrder(at)
 
     def describe(self) -> str:
-        given = self.config.classes_per_batch
-        each = self.pool.batch_size // given
-        return f"few_classes, {given} of {self.num_classes} classes a batch, {each} images of each"
-
-
-class _FewClasses:
-    """Batches in rounds through all classes; each round has its own shuffled order.
-
-    Classes that do not fill a batch at the end of a round are left out; they differ by round.
-    """
-
-    def __init__(self, sampler: FewClasses, epoch: int) -> None:
-        self._sampler, self._epoch = sampler, epoch
-        self._orders = SetOrders(hash_words(sampler.pool.seed, _BATCHES), epoch)
-
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices (int64) at ``positions`` of full batches, of the same shape."""
-        sampler, size = self._sampler, self._sampler.pool.batch_size
-        num_classes, per_batch = sampler.num_classes, sampler.config.classes_per_batch
-        batches, places = np.divmod(positions.ravel(), size)
-        rounds, batches = np.divmod(batches, num_classes // per_batch)
-        turns, numbers = np.divmod(places, size // per_batch)
-        turns += batches * per_batch
-        classes = self._orders.at(rounds, np.full_like(rounds, num_classes), turns)
-        numbers += rounds * (size // per_batch)
-        return sampler.images_of(self._epoch, classes, numbers).reshape(positions.shape)
-
-
-class _Shuffle:
-    """All slots of an epoch in shuffled order."""
-
-    def __init__(self, sampler: _ByClass, epoch: int) -> None:
-        self._sampler, self._epoch = sampler, epoch
-        self._order = epoch_order(sampler.pool.seed, epoch, sampler.num_samples)
-
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices (int64) at ``positions`` of the epoch, of the same shape."""
-        slots = self._order.at(positions).ravel()
-        return self._sampler.images(self._epoch, slots).reshape(positions.shape)
-
-
-class _Strata:
-    """Batch k has every S-th slot from the k-th on, in an epoch of S steps.
-
-    The batches are shuffled, and so are the slots within a batch. The slots that do not fill a
-    batch are left out evenly over the list, and so from all classes. The list is rotated, so that
-    other slots are left out in each epoch.
-    """
-
-    def __init__(self, sampler: _ByClass, epoch: int) -> None:
-        pool = sampler.pool
-        self._sampler, self._epoch = sampler, epoch
-        self._steps = sampler.num_samples // pool.batch_size
-        self._batches = epoch_order(hash_words(pool.seed, _BATCHES), epoch, self._steps)
-        self._places = SetOrders(hash_words(pool.seed, _PLACES), epoch)
-        self._turn = hash_words(pool.seed, _BATCHES, epoch) % sampler.num_samples
-
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices (int64) at ``positions`` of full batches, of the same shape."""
-        size = self._sampler.pool.batch_size
-        batches, places = np.divmod(positions.ravel(), size)
-        places = self._places.at(batches, np.full_like(batches, size), places)
-        numbers = self._batches.at(batches) + places * self._steps  # of the slots that are used
-        total = self._sampler.num_samples
-        slots = numbers * total // (self._steps * size) + self._turn
-        return self._sampler.images(self._epoch, slots % total).reshape(positions.shape)
+        per_batch = self.config.classes_per_batch
+        each = self.pool.batch_size // per_batch
+        return (
+            f"few_classes, {per_batch} of {self.num_classes} classes a batch, {each} images of each"
+        )
 
 
 def _complete_labels(pool: Pool) -> np.ndarray:
@@ -250,6 +228,6 @@ def _whole_numbers(shares: np.ndarray, total: int) -> np.ndarray:
     """Return integers that add up to ``total``, each within one of its share."""
     exact = shares / shares.sum() * total
     whole = np.floor(exact).astype(np.int64)
-    left = total - int(whole.sum())
-    whole[np.argsort(whole - exact, kind="stable")[:left]] += 1
+    remaining = total - int(whole.sum())
+    whole[np.argsort(whole - exact, kind="stable")[:remaining]] += 1
     return whole

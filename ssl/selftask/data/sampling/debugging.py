@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from selftask.data.sampling.sampler import Pool, Sampler
+from selftask.data.sampling.sampler import FlatOrder, Pool, Sampler
 from selftask.errors import UserError
 from selftask.random.permutation import EpochOrder, epoch_order
 from selftask.registry import register_sampler
@@ -19,7 +17,7 @@ class Sequential(Sampler):
     """Every image once per epoch, unshuffled; for debugging, not for training."""
 
     def order(self, epoch: int) -> EpochOrder:
-        return _Unshuffled()
+        return FlatOrder(lambda positions: positions)
 
     def describe(self) -> str:
         return "sequential, each image once, never shuffled"
@@ -56,11 +54,3 @@ class First(Sampler):
 
     def describe(self) -> str:
         return f"the first {self.num_samples:,} of {self.pool.num_images:,} images, each once"
-
-
-class _Unshuffled:
-    """Position i holds image i."""
-
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the positions."""
-        return positions

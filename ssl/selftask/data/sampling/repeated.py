@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.sampling.sampler import Pool, Sampler
+from selftask.data.sampling.sampler import FlatOrder, Pool, Sampler
 from selftask.random.permutation import EpochOrder, epoch_order
 from selftask.registry import register_sampler
 
@@ -45,22 +45,16 @@ class Repeated(Sampler):
         self.num_samples = whole or pool.num_images  # too few images: steps_per_epoch raises
 
     def order(self, epoch: int) -> EpochOrder:
-        return _Part(self.pool, self.config.times, epoch)
+        pool, times = self.pool, self.config.times
+        num_images = pool.batch_size // times  # different images per batch
+        first = epoch % times * (pool.num_images // pool.batch_size)
+        order = epoch_order(pool.seed, epoch // times, pool.num_images)
+
+        def at(positions: np.ndarray) -> np.ndarray:
+            batches, slots = np.divmod(positions, pool.batch_size)
+            return order.at((first + batches) * num_images + slots % num_images)
+
+        return FlatOrder(at)
 
     def describe(self) -> str:
         return f"repeated, each image {self.config.times} times in its batch"
-
-
-class _Part:
-    """One epoch of a shuffled order that takes ``times`` epochs."""
-
-    def __init__(self, pool: Pool, times: int, epoch: int) -> None:
-        self._batch_size = pool.batch_size
-        self._images = pool.batch_size // times  # different images per batch
-        self._first = epoch % times * (pool.num_images // pool.batch_size)
-        self._order = epoch_order(pool.seed, epoch // times, pool.num_images)
-
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices (int64) at ``positions`` of the epoch, of the same shape."""
-        batch, place = np.divmod(positions, self._batch_size)
-        return self._order.at((self._first + batch) * self._images + place % self._images)

@@ -8,7 +8,7 @@ and the samples of a global batch are the same for any number of ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,17 @@ class Pool:
     batch_size: int  # of all ranks together
     seed: int
     labels: np.ndarray | None = None  # (num_images,) int64, -1: no label; None: no labels at all
+
+
+@dataclass(frozen=True)
+class FlatOrder:
+    """Order of an epoch, by a function of positions (P,) that returns indices (P,)."""
+
+    function: Callable[[np.ndarray], np.ndarray]
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the indices (int64) at ``positions`` of the epoch, of the same shape."""
+        return self.function(positions.ravel()).reshape(positions.shape)
 
 
 class Sampler(ABC):
@@ -64,11 +75,11 @@ def build_sampler(config: Config, source: Source) -> Sampler:
     """Build the sampler of ``data.sampler``; raises UserError or ConfigError."""
     chosen = config.data.sampler
     registered = SAMPLERS[chosen.name]
-    own = getattr(registered, "Config", None)
+    config_class = getattr(registered, "Config", None)
     train = config.train
     labels = None if source.labels is None else np.asarray(source.labels)
     pool = Pool(len(source), train.batch_size, train.seed, labels)
-    sampler: Sampler = registered(own(**chosen.args) if own else None, pool)
+    sampler: Sampler = registered(config_class(**chosen.args) if config_class else None, pool)
     steps_per_epoch(sampler.num_samples, pool.batch_size)  # raises if there is none
     return sampler
 
@@ -98,12 +109,12 @@ class BatchSampler:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, batch = divmod(self.start, self.steps_per_epoch)
         batches_at_once = max(1, BLOCK // self.batch_size_per_rank)
-        own = self.rank * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
+        offsets = self.rank * self.batch_size_per_rank + np.arange(self.batch_size_per_rank)
         while True:
             order = self.sampler.order(epoch)
             while batch < self.steps_per_epoch:
                 stop = min(batch + batches_at_once, self.steps_per_epoch)
-                positions = np.arange(batch, stop)[:, None] * self.batch_size + own
+                positions = np.arange(batch, stop)[:, None] * self.batch_size + offsets
                 yield from self._keys(epoch, positions, order.at(positions))
                 batch = stop
             epoch, batch = epoch + 1, 0
@@ -115,8 +126,11 @@ class BatchSampler:
         if not self.sampler.repeats:
             yield from ([(epoch, index) for index in batch] for batch in indices.tolist())
             return
-        for places, batch in zip(positions.tolist(), indices.tolist(), strict=True):
-            yield [(_repeat(epoch, at), index) for at, index in zip(places, batch, strict=True)]
+        for batch_positions, batch in zip(positions.tolist(), indices.tolist(), strict=True):
+            yield [
+                (_repeat(epoch, at), index)
+                for at, index in zip(batch_positions, batch, strict=True)
+            ]
 
     def describe(self) -> str:
         """Describe the length of an epoch, in one line for the log."""

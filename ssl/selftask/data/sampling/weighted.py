@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.sampling.sampler import Pool, Sampler
+from selftask.data.sampling.sampler import FlatOrder, Pool, Sampler
 from selftask.errors import UserError, nearest_path
 from selftask.files.paths import is_file
 from selftask.random.permutation import EpochOrder
@@ -44,27 +44,21 @@ class Weighted(Sampler):
         self._last = int(np.flatnonzero(weights)[-1])
 
     def order(self, epoch: int) -> EpochOrder:
-        return _Draws(self._sums, self._last, hash_words(self.pool.seed, _STREAM, epoch))
+        key = np.uint64(hash_words(self.pool.seed, _STREAM, epoch))
+
+        def at(positions: np.ndarray) -> np.ndarray:
+            bits = mix(mix(positions.astype(np.uint64) + key))
+            points = (bits >> np.uint64(11)) * 2.0**-53 * self._sums[-1]
+            indices = np.searchsorted(self._sums, points, side="right")
+            return np.minimum(indices, self._last)  # rounding may give an index above the last
+
+        return FlatOrder(at)
 
     def describe(self) -> str:
         return (
             f"weighted, draws from {self._num_drawn:,} of {self.pool.num_images:,} images "
             f"by {self.config.weights}"
         )
-
-
-class _Draws:
-    """One independent draw at each position."""
-
-    def __init__(self, sums: np.ndarray, last: int, key: int) -> None:
-        self._sums, self._last, self._key = sums, last, np.uint64(key)
-
-    def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices (int64) at ``positions`` of the epoch, of the same shape."""
-        bits = mix(mix(positions.astype(np.uint64) + self._key))
-        points = (bits >> np.uint64(11)) * 2.0**-53 * self._sums[-1]
-        indices: np.ndarray = np.searchsorted(self._sums, points, side="right")
-        return np.minimum(indices, self._last)  # rounding may give an index above the last
 
 
 def _read(path: str, num_images: int) -> np.ndarray:

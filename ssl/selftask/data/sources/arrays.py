@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.labels import name_classes, number_labels, refuse_misspelt
+from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelt
 from selftask.data.reading.guards import check_memory, no_traceback
 from selftask.data.reading.image import from_array
 from selftask.data.source import ExtraKind, Source
@@ -47,18 +47,14 @@ class ArrayFile(Source):
                 f"data: {self.file}: images have shape {self.images.shape}; "
                 "(N, H, W), (N, H, W, C) or (N, C, H, W) is expected"
             )
-        try:
-            from_array(self.images[0], self.channels)
-        except ValueError as error:
-            raise UserError(f"data.channels={self.channels}: {self.file}: {error}") from error
+        check_shape(self.images.shape[1:], self.channels, self.file)
         if labels is not None and labels.shape != (len(self.images),):
             raise UserError(
                 f"data: {self.file}: {len(self.images)} images but labels of shape {labels.shape}"
             )
         self.extras = {name: self._kind(name) for name in self._extras}
-        self._classes: list[str] | None = None
         if labels is not None:
-            self.labels = _numbers(labels, self.file)
+            self.labels = label_numbers(labels, self.file)
             if labels.dtype.kind in "US":
                 self._classes = name_classes(labels.astype(str).tolist())
 
@@ -78,10 +74,6 @@ class ArrayFile(Source):
     def extra(self, index: int, name: str) -> Any:
         entry = self._extras[name][index]
         return str(entry) if self.extras[name] == "text" else entry
-
-    def class_names(self) -> list[str] | None:
-        """Return the class names if the labels are texts."""
-        return self._classes
 
     def __len__(self) -> int:
         return len(self.images)
@@ -155,7 +147,21 @@ def _unpack(file: Any, key: str, path: str) -> np.ndarray:
     return array
 
 
-def _numbers(labels: np.ndarray, file: str) -> np.ndarray:
+def check_shape(shape: tuple[int, ...], channels: int, file: str) -> None:
+    """Raise UserError if an array of this shape is no image with this number of channels.
+
+    Args:
+        shape: Shape of an image in the file.
+        channels: ``data.channels``.
+        file: The file, for the message.
+    """
+    try:
+        from_array(np.zeros(shape, dtype=np.uint8), channels)
+    except ValueError as error:
+        raise UserError(f"data.channels={channels}: {file}: {error}") from error
+
+
+def label_numbers(labels: np.ndarray, file: str) -> np.ndarray:
     """Convert labels to int64 (N,): integers are kept, texts are numbered in sorted order."""
     if labels.dtype.kind in "US":
         return number_labels(labels.astype(str).tolist())

@@ -10,15 +10,16 @@ import numpy as np
 
 from selftask.config.fields import setting
 from selftask.config.schema import Component
-from selftask.data.loading.open_data import open_source
+from selftask.data.open_source import open_source
+from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage
-from selftask.data.source import NO_LABEL, Source, channels_of, extras_of
+from selftask.data.source import Delegating, Source, channels_of, extras_of
 from selftask.errors import UserError
 from selftask.registry import register_source
 
 
 @register_source("concat")
-class Concat(Source):
+class Concat(Delegating):
     """Concatenates sources; an epoch can show the images of a source several times.
 
     With weights [1, 3], an epoch has each image of the first source once and each image of the
@@ -63,19 +64,18 @@ class Concat(Source):
     def _labels(self, times: list[int], names: list[list[str] | None]) -> np.ndarray | None:
         """Return the labels of all indices, -1 for sources without labels; None if all are -1."""
         parts = []
-        for source, n, own in zip(self.sources, times, names, strict=True):
+        for source, n, class_names in zip(self.sources, times, names, strict=True):
             labels = source.labels
             if labels is None:
                 labels = np.full(len(source), NO_LABEL, dtype=np.int64)
-            elif self._classes is not None and own:
-                numbers = [self._classes.index(name) for name in own]
+            elif self._classes is not None and class_names:
+                numbers = [self._classes.index(name) for name in class_names]
                 labels = np.append(numbers, NO_LABEL)[labels]
             parts.append(np.tile(labels, n))
         joined = np.concatenate(parts)
         return joined if (joined >= 0).any() else None
 
-    def _at(self, index: int) -> tuple[Source, int]:
-        """Return the source of an image, and the index of the image in it."""
+    def origin(self, index: int) -> tuple[Source, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         number = int(self.ends.searchsorted(index, "right"))
@@ -87,32 +87,12 @@ class Concat(Source):
         return int(self.ends[-1])
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        source, row = self._at(index)
-        return source[row][0], self.label_of(index)
-
-    def extra(self, index: int, name: str) -> Any:
-        source, row = self._at(index)
-        return source.extra(row, name)
-
-    def extra_path(self, index: int, name: str) -> str:
-        source, row = self._at(index)
-        return source.extra_path(row, name)
-
-    def path(self, index: int) -> str:
-        source, row = self._at(index)
-        return source.path(row)
-
-    def stored_bytes(self, index: int) -> bytes | None:
-        source, row = self._at(index)
-        return source.stored_bytes(row)
+        return super().__getitem__(index)[0], self.label_of(index)
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
         for source, end in zip(self.sources, self.ends.tolist(), strict=True):
             add(b"%d\0" % end)
             source.hash_names(add)
-
-    def class_names(self) -> list[str] | None:
-        return self._classes
 
     def describe(self) -> str:
         """Return a line such as ``3000 images of 2 sources, 10 classes: ...``."""
@@ -122,12 +102,12 @@ class Concat(Source):
 
     def unreadable(self) -> dict[int, BadImage]:
         first = 0
-        found: dict[int, BadImage] = {}
+        result: dict[int, BadImage] = {}
         for source, end in zip(self.sources, self.ends.tolist(), strict=True):
             for row, bad in source.unreadable().items():
-                found |= dict.fromkeys(range(first + row, end, len(source)), bad)
+                result |= dict.fromkeys(range(first + row, end, len(source)), bad)
             first = end
-        return found
+        return result
 
 
 def _component(section: dict[str, Any]) -> Component:
@@ -136,5 +116,5 @@ def _component(section: dict[str, Any]) -> Component:
 
 def _union(names: list[list[str] | None]) -> list[str] | None:
     """Return all class names in order of appearance, or None if there are none."""
-    known = [own for own in names if own]
-    return list(dict.fromkeys(name for own in known for name in own)) or None
+    named = [class_names for class_names in names if class_names]
+    return list(dict.fromkeys(name for class_names in named for name in class_names)) or None

@@ -11,9 +11,10 @@ import numpy as np
 
 from selftask.config.extensions import explain_failure, import_object
 from selftask.config.fields import setting
+from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.image import as_pixels
-from selftask.data.source import NO_LABEL, ExtraKind, Source
+from selftask.data.source import ExtraKind, Source
 from selftask.errors import UserError, nearest
 from selftask.files.paths import is_folder
 from selftask.registry import register_source
@@ -142,8 +143,8 @@ class Custom(DatasetSource):
         except UserError:
             raise
         except Exception as error:  # user code may raise any error
-            told = f"data.dataset: {config.dataset!r} {explain_failure(error)}"
-            raise UserError(told) from error
+            message = f"data.dataset: {config.dataset!r} {explain_failure(error)}"
+            raise UserError(message) from error
         super().__init__(dataset, config.dataset, config.channels)
 
 
@@ -160,13 +161,13 @@ def _open_torchvision(config: Torchvision.Config, root: str) -> Any:
         hint = nearest(config.dataset, classes)
         raise UserError(f"data.dataset: torchvision has no data set {config.dataset!r}; {hint}")
     factory = getattr(torchvision.datasets, config.dataset)
-    known = inspect.signature(factory).parameters
+    parameters = inspect.signature(factory).parameters
     args = dict(config.args)
-    if "train" in known:
+    if "train" in parameters:
         args.setdefault("train", config.split == "train")
-    elif "split" in known:
+    elif "split" in parameters:
         args.setdefault("split", config.split)
-    if "download" in known:
+    if "download" in parameters:
         args["download"] = False
     try:
         return factory(root, **args)
@@ -180,10 +181,10 @@ def _open_torchvision(config: Torchvision.Config, root: str) -> Any:
 def _known_labels(dataset: Any) -> np.ndarray | None:
     """Return the labels in ``targets`` or ``labels`` of a data set, if they are numbers."""
     for name in ("targets", "labels"):
-        found = getattr(dataset, name, None)
-        if found is None or callable(found):
+        values = getattr(dataset, name, None)
+        if values is None or callable(values):
             continue
-        labels = np.asarray(found)
+        labels = np.asarray(values)
         if labels.shape == (len(dataset),) and np.issubdtype(labels.dtype, np.integer):
             return labels.astype(np.int64)
     return None

@@ -6,20 +6,21 @@ import gzip
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 
 from selftask.config.fields import setting
 from selftask.data.reading.image import from_array
-from selftask.data.source import Source
+from selftask.data.source import ExtraKind, Source
 from selftask.errors import UserError
 from selftask.registry import register_source
 
 NUM_VAL = 450  # the last digits of the file, by other writers
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDINGS = ("a handwritten {}", "the digit {}", "{}, written by hand", "a photo of the number {}")
+NUMBERS = {"even": (0, 2, 4, 6, 8), "prime": (2, 3, 5, 7), "loop": (0, 6, 8, 9)}
 INK_LEVELS = 16  # the file holds 8x8 counts of 0..16
 
 
@@ -38,6 +39,10 @@ class Digits(Source):
         """Height and width, in pixels; the 8x8 images are enlarged by bicubic interpolation."""
         captions: bool = False
         """Whether samples have captions such as "a handwritten three"."""
+        numbers: bool = False
+        """Whether samples have the numbers ``even``, ``prime`` and ``loop``: 1 if this holds for
+        the digit (0, 6, 8 and 9 have a loop), otherwise 0.
+        """
 
     def __init__(self, config: Config) -> None:
         with gzip.open(_packaged_file(), "rt") as file:
@@ -47,7 +52,8 @@ class Digits(Source):
         self.split = config.split
         self.size = config.size
         self.labels = table[rows, -1].astype(np.int64)
-        self.extras = {"caption": "text"} if config.captions else {}
+        self.extras: dict[str, ExtraKind] = {"caption": "text"} if config.captions else {}
+        self.extras |= dict.fromkeys(NUMBERS, "array") if config.numbers else {}
         self.images = np.stack([_enlarge(row, config.size) for row in table[rows, :-1]])
 
     def __len__(self) -> int:
@@ -56,8 +62,10 @@ class Digits(Source):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         return from_array(self.images[index]), int(self.labels[index])
 
-    def extra(self, index: int, name: str) -> str:
-        """Return the caption; the wording depends on the index."""
+    def extra(self, index: int, name: str) -> Any:
+        """Return a number as float32, or the caption, whose wording depends on the index."""
+        if name in NUMBERS:
+            return np.float32(self.labels[index] in NUMBERS[name])
         word = WORDS[self.labels[index]]
         return WORDINGS[(self.first + index) % len(WORDINGS)].format(word)
 

@@ -7,27 +7,24 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from selftask.data.labels import label_top_folders, name_top_folders
-from selftask.data.reading.files import BadImage, read_sample
-from selftask.data.reading.image import check_header, read_image
+from selftask.data.reading.class_numbers import label_top_folders, name_top_folders
+from selftask.data.reading.files import BadImage, read_bytes, read_sample
+from selftask.data.reading.image import check_header, decode_image
+from selftask.data.reading.index import Index
 from selftask.data.reading.path_list import read_list
+from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.scan import scan_folder
-from selftask.data.reading.skipped_files import ARCHIVES, describe, kind_of
-from selftask.data.source import PathTable, Source
+from selftask.data.reading.skipped_files import ARCHIVES, EXTENSIONS, describe, kind_of
+from selftask.data.source import Source
 from selftask.errors import UserError, nearest_path, plural
 from selftask.files import addresses
 from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import exists, expand_user, is_file, is_folder
 from selftask.registry import register_source
 
-EXTENSIONS = (
-    *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".jp2", ".avif"),
-)
 MAX_HEADERS = 5_000  # larger sets are not checked at the start, as that takes seconds
 HIDDEN = re.compile(r"(^|/)\.")  # a file or folder whose name begins with a dot
 
@@ -41,27 +38,27 @@ class FileSource(Source):
     _passed_over: dict[str, int] | None = None
     _unreadable: dict[int, BadImage] | None = None  # None: not checked yet
 
+    def _take_index(self, index: Index) -> None:
+        self.paths, self.num_folders = index.paths, index.num_folders
+        self.labels, self._classes = index.labels, index.header.get("classes")
+
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out labels of an index file; the receiving process maps the file again."""
-        state = dict(self.__dict__)
-        if self.labels is not None and self.labels is getattr(self.paths, "labels", None):
-            del state["labels"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if "labels" not in state:
-            self.labels = getattr(self.paths, "labels", None)
-
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        image = read_image(self.path(index), self.max_pixels)
-        return self.cut(index, image), self.label_of(index)
+        path = self.path(index)
+        return self.cut(index, self.decode(read_bytes(path), path)), self.label_of(index)
+
+    def decode(self, data: bytes, path: str) -> np.ndarray:
+        """Decode the content of one of the files; raises BadImage about ``path``."""
+        return decode_image(data, path, self.max_pixels)
 
     def path(self, index: int) -> str:
-        path = self.paths[index]
+        return self.path_of_row(index)
+
+    def path_of_row(self, row: int) -> str:
+        """Return an entry of ``paths`` as a path or address."""
+        path = self.paths[row]
         return path if is_remote(path) else os.path.join(self.root, path)
 
     def stored_bytes(self, index: int) -> bytes | None:
@@ -77,11 +74,11 @@ class FileSource(Source):
         a file is decoded. If headers are not checked (see ``unreadable``), the line says so.
         """
         images, folders = plural("image", len(self)), plural("folder", self.num_folders)
-        found = f"{len(self)} {images}, {self.num_folders} {folders}"
+        text = f"{len(self)} {images}, {self.num_folders} {folders}"
         checked = self._checks_headers
-        found += f", {len(self.unreadable())} unreadable" if checked else ", headers not checked"
+        text += f", {len(self.unreadable())} unreadable" if checked else ", headers not checked"
         others = self.passed_over()
-        return f"{found}; {describe(others)}" if others else found
+        return f"{text}; {describe(others)}" if others else text
 
     @property
     def _checks_headers(self) -> bool:
@@ -103,11 +100,23 @@ class FileSource(Source):
         return self._passed_over or {}
 
 
+class LabeledByFolder(FileSource):
+    """Base class of sources whose classes are the top folders below ``root``."""
+
+    def _take_names(self, names: list[str], *, labels: bool) -> None:
+        self.paths = PathTable(names)
+        self.num_folders = len({os.path.dirname(name) for name in names})
+        self.labels = label_top_folders(names) if labels else None
+
+    def class_names(self) -> list[str] | None:
+        return name_top_folders(self.paths, self.labels)
+
+
 ARRAYS = (".npy", ".npz")  # read by the source ``bands``
 
 
 @register_source("folder")
-class Folder(FileSource):
+class Folder(LabeledByFolder):
     """Folder tree of images; top folders are used as labels if there are several."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -124,32 +133,25 @@ class Folder(FileSource):
             return
         if not is_folder(self.root):
             raise UserError(f"data: {_missing(self.root, 'folder')}")
-        found = scan_folder(self.root, EXTENSIONS)
-        self._passed_over = found.passed_over
-        if not len(found):
+        index = scan_folder(self.root, EXTENSIONS)
+        self._passed_over = index.passed_over
+        if not len(index):
             others = f"; {describe(self._passed_over)}" if self._passed_over else ""
             if len(scan_folder(self.root, ARRAYS)):
                 others += "; data.name=bands reads the .npy and .npz files there"
             raise UserError(
                 f"data: no images (looked for {' '.join(EXTENSIONS)}) under {config.path}{others}"
             )
-        self.paths = found.paths
-        self.num_folders = found.num_folders
-        self.labels = found.labels if config.labels else None
+        self._take_index(index)
+        self.labels = index.labels if config.labels else None
 
     def _list_address(self, *, labels: bool) -> None:
-        names = addresses.walk(self.root)
-        found = [n for n in names if n.lower().endswith(EXTENSIONS) and not HIDDEN.search(n)]
-        if not found:
+        below = addresses.walk(self.root)
+        names = [n for n in below if n.lower().endswith(EXTENSIONS) and not HIDDEN.search(n)]
+        if not names:
             looked = " ".join(EXTENSIONS)
             raise UserError(f"data: no images (looked for {looked}) under {self.root}")
-        self.paths = PathTable(found)
-        self.num_folders = len({os.path.dirname(name) for name in found})
-        self.labels = label_top_folders(found) if labels else None
-
-    def class_names(self) -> list[str] | None:
-        """Return the names of the top folders, which are the classes."""
-        return name_top_folders(self.paths, self.labels)
+        self._take_names(names, labels=labels)
 
 
 @register_source("list")
@@ -165,21 +167,14 @@ class ListFile(FileSource):
         file = fetch(config.path)
         if not is_file(file):
             raise UserError(f"data: {_missing(str(file), 'list of images')}")
-        found = read_list(str(file))
-        if not len(found):
+        index = read_list(str(file))
+        if not len(index):
             raise UserError(f"data: no images: {file} is empty (one path a line is expected)")
         self.root = folder_of(config.path)
-        self.paths = found.paths
-        self.num_folders = found.num_folders
-        self.labels = found.labels
-        self._classes = found.header.get("classes")
+        self._take_index(index)
         if not is_there(self.path(0)):
-            line = found.header["first_line"]
+            line = index.header["first_line"]
             raise UserError(f"data: {file}:{line}: no such image: {self.path(0)}")
-
-    def class_names(self) -> list[str] | None:
-        """Return the class names if the labels are texts."""
-        return self._classes
 
 
 def folder_of(path: str) -> str:

@@ -10,11 +10,12 @@ from typing import Literal
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.labels import label_top_folders
+from selftask.data.reading.class_numbers import label_top_folders
 from selftask.data.reading.image import read_image
+from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.skipped_files import describe
 from selftask.data.source import Source
-from selftask.data.sources.files import Folder
+from selftask.data.sources.files import FileSource, Folder
 from selftask.errors import UserError
 from selftask.registry import register_source
 
@@ -22,7 +23,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 @register_source("frames")
-class Frames(Source):
+class Frames(FileSource):
     """Frames of videos: each folder of images is a clip, with frames sorted by number."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -43,9 +44,11 @@ class Frames(Source):
         """Label of a frame: the number of its clip or of its top folder; null: no labels."""
 
     def __init__(self, config: Config) -> None:
-        self.folder = Folder(Folder.Config(path=config.path, labels=False))
+        folder = Folder(Folder.Config(path=config.path, labels=False))
+        self.root, self.paths, self._passed_over = folder.root, folder.paths, folder.passed_over()
+        self._unreadable = {}  # found when frames are read
         self.every = config.every
-        rows, clip_of = _order(self.folder, config.every)
+        rows, clip_of = _order(self.paths, config.every)
         offsets = {f"frame_{number}": number for number in range(1, config.clip or 1)}
         if config.next is not None:
             offsets["next"] = config.next
@@ -63,33 +66,26 @@ class Frames(Source):
         if config.labels == "clip":
             self.labels = self.clip_of
         elif config.labels == "folder":
-            self.labels = label_top_folders([self.folder.paths[row] for row in rows])
+            self.labels = label_top_folders([self.paths[row] for row in rows])
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return read_image(self.path(index), self.max_pixels), self.label_of(index)
+    hash_names = Source.hash_names  # of the used frames only
 
     def extra(self, index: int, name: str) -> np.ndarray:
         """Return a later frame of the clip."""
         return read_image(self.extra_path(index, name), self.max_pixels)
 
     def path(self, index: int) -> str:
-        return self.folder.path(int(self.rows[index]))
-
-    def stored_bytes(self, index: int) -> bytes | None:
-        return self.folder.stored_bytes(int(self.rows[index]))
+        return self.path_of_row(int(self.rows[index]))
 
     def extra_path(self, index: int, name: str) -> str:
-        return self.folder.path(int(self.later_rows[name][index]))
-
-    def passed_over(self) -> dict[str, int]:
-        return self.folder.passed_over()
+        return self.path_of_row(int(self.later_rows[name][index]))
 
     def describe(self) -> str:
         """Return a line such as ``12000 frames of 40 clips, 1 in 5 of 60000, no labels``."""
-        taken = "" if self.every == 1 else f", 1 in {self.every} of {len(self.folder)}"
+        taken = "" if self.every == 1 else f", 1 in {self.every} of {len(self.paths)}"
         others = self.passed_over()
         more = f"; {describe(others)}" if others else ""
         return (
@@ -97,15 +93,15 @@ class Frames(Source):
         )
 
 
-def _order(folder: Folder, every: int) -> tuple[np.ndarray, np.ndarray]:
+def _order(paths: PathTable, every: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the used frames and the number of the clip of each, both (N,) int64.
 
     Clips are sorted by path and frames by name. Numbers in names are sorted by value: ``frame2``
     comes before ``frame10``.
     """
     clips: dict[str, list[tuple[list[str | int], int]]] = {}
-    for row in range(len(folder)):
-        clip, name = os.path.split(folder.paths[row])
+    for row in range(len(paths)):
+        clip, name = os.path.split(paths[row])
         clips.setdefault(clip, []).append((_natural(name), row))
     rows, numbers = [], []
     for number, clip in enumerate(sorted(clips, key=_natural)):

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.labels import number_labels, refuse_misspelt
-from selftask.data.reading.encoded import decode, image_of
+from selftask.data.reading.class_numbers import number_labels, refuse_misspelt
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.guards import check_memory, no_traceback
 from selftask.data.reading.handles import PerProcess
-from selftask.data.reading.image import from_array
+from selftask.data.reading.image import decode, image_of
 from selftask.data.reading.storage import find_files
 from selftask.data.source import Source
+from selftask.data.sources.arrays import check_shape, label_numbers
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest
 from selftask.files.addresses import fetch
@@ -69,10 +69,7 @@ class Hdf5(Source):
                 "(N, H, W, C), (N, C, H, W), or (N,) encoded images are expected"
             )
         if self.channels != 3 and not self.encoded:
-            try:
-                from_array(np.empty(self.shape[1:], dtype=np.uint8), self.channels)
-            except ValueError as error:
-                raise UserError(f"data.channels={self.channels}: {self.file}: {error}") from error
+            check_shape(self.shape[1:], self.channels, self.file)
 
     def _read_labels(self, config: Config) -> np.ndarray | None:
         if config.labels is None:
@@ -93,12 +90,9 @@ class Hdf5(Source):
             check_memory(size, f"data.labels: {config.labels!r} of {file.path}", _LEAVE_OUT)
             texts = values.dtype.kind in "OS"
             values = values.asstr(errors="surrogateescape")[:] if texts else values[:]
-        values = values.reshape(-1)
-        if values.dtype.kind in "iub":
-            return values.astype(np.int64)
-        if values.dtype.kind == "f":
-            raise UserError(f"data.labels: {config.labels!r} of {file.path} holds {values.dtype}")
-        return number_labels(values.tolist())
+        if texts:
+            return number_labels(values.reshape(-1).tolist())
+        return label_numbers(values.reshape(-1), f"{config.labels!r} of {file.path}")
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -160,12 +154,12 @@ def _open_images(path: str, key: str) -> Any:
 def _dataset(file: Any, key: str, path: str, field: str) -> Any:
     import h5py
 
-    found = file.get(key)
-    if not isinstance(found, h5py.Dataset):
+    dataset = file.get(key)
+    if not isinstance(dataset, h5py.Dataset):
         hint = nearest(key, _keys(file))
         raise UserError(f"data.{field}: {path} has no data set {key!r}; {hint}")
-    _check_files(found, Path(path), f"data.{field}: {key!r} of {path}")
-    return found
+    _check_files(dataset, Path(path), f"data.{field}: {key!r} of {path}")
+    return dataset
 
 
 def _check_files(dataset: Any, path: Path, name: str) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.labels import number_labels
-from selftask.data.reading.encoded import decode, image_of
+from selftask.data.reading.class_numbers import number_labels
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.handles import PerProcess
-from selftask.data.reading.image import read_image
+from selftask.data.reading.image import decode, image_of, read_image
 from selftask.data.source import Source
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest
@@ -113,15 +112,15 @@ def _split_folder(folder: str, split: str | None) -> str:
     if not is_file(os.path.join(folder, "dataset_dict.json")):
         what = "was not written by save_to_disk" if os.path.isdir(folder) else "is not there"
         raise UserError(f"data.path: {folder} {what} (a data set of Hugging Face's is expected)")
-    found = os.path.join(folder, "")
-    splits = [name for name in os.listdir(folder) if os.path.isfile(f"{found}{name}/state.json")]
+    prefix = os.path.join(folder, "")
+    splits = [name for name in os.listdir(folder) if os.path.isfile(f"{prefix}{name}/state.json")]
     chosen = split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
     if chosen not in splits:
         raise UserError(
             f"data.split={split or 'none'}: {folder} has other splits; "
             f"{nearest(split or '', splits)}"
         )
-    return found + str(chosen)
+    return prefix + str(chosen)
 
 
 def _open(folder: str, image_column: str | None) -> Any:

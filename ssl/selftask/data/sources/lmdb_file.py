@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.labels import number_labels
-from selftask.data.reading.encoded import decode, image_of
+from selftask.data.reading.class_numbers import number_labels
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.guards import no_traceback
-from selftask.data.source import PathTable, Source
+from selftask.data.reading.image import decode, image_of
+from selftask.data.reading.path_table import PathTable
+from selftask.data.source import Source
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest_path
 from selftask.files.paths import is_file, is_folder
@@ -47,8 +48,8 @@ class Lmdb(Source):
             raise UserError(f"data: no images in {self.file}")
         self.keys = PathTable(os.fsdecode(key) for key in keys)
         if config.labels and labels:
-            found = (labels.get(os.path.splitext(key)[0]) for key in keys)
-            texts = [None if text is None else os.fsdecode(text).strip() for text in found]
+            values = (labels.get(os.path.splitext(key)[0]) for key in keys)
+            texts = [None if text is None else os.fsdecode(text).strip() for text in values]
             self.labels = number_labels(texts)
 
     def __len__(self) -> int:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import glob
 import io
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.labels import label_top_folders, name_top_folders
-from selftask.data.reading.files import BadImage, read_bytes, read_sample
-from selftask.data.source import PathTable, Source
-from selftask.data.sources.glob_pattern import fixed_folder, is_pattern, match_files
+from selftask.data.reading.files import BadImage, read_bytes
+from selftask.data.reading.patterns import fixed_folder, is_pattern, match_files
+from selftask.data.source import Source
+from selftask.data.sources.files import LabeledByFolder
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest
 from selftask.files.paths import is_folder
@@ -25,7 +24,7 @@ MAX_TRIED = 20  # number of first files among which a readable one must be
 
 
 @register_source("bands")
-class Bands(Source):
+class Bands(LabeledByFolder):
     """Arrays of any number of channels in .npy, .npz and .tif files, as 8-bit images."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -48,19 +47,16 @@ class Bands(Source):
         if span is not None and (len(span) != 2 or not span[0] < span[1]):
             raise UserError(f"data.value_range={span}: [lowest, highest] is expected")
         self.value_range, self.key = span, config.key
-        self.root, found = _find(os.path.expanduser(config.path))
-        self.paths = PathTable(found)
-        self.labels = label_top_folders(found) if config.labels else None
-        self._copy_of: Callable[[str], str] | None = None
-        if any(path.lower().endswith((".tif", ".tiff")) for path in found):
+        self.root, names = _find(os.path.expanduser(config.path))
+        self._take_names(names, labels=config.labels)
+        self._unreadable = {}  # found when files are read
+        if any(path.lower().endswith((".tif", ".tiff")) for path in names):
             require("tifffile", "data", "TIFF files of many channels")
         self.bands = self._check_first(config.bands)
         self.takes_all = config.bands is None
         self.channels = len(self.bands)
 
-    def class_names(self) -> list[str] | None:
-        """Return the names of the top folders."""
-        return name_top_folders(self.paths, self.labels)
+    hash_names = Source.hash_names
 
     def _check_first(self, bands: list[int] | None) -> list[int]:
         """Return the channels to read, and check the config with the first readable file.
@@ -68,8 +64,8 @@ class Bands(Source):
         Raises:
             UserError: No file can be read, or the config would make every image unreadable.
         """
-        index, array = self._first_readable()
-        name, channels = self.path(index), array.shape[2]
+        name, array = self._first_readable()
+        channels = array.shape[2]
         if bands is not None and max(bands) >= channels:
             raise UserError(
                 f"data.bands={bands}: {name} has {channels} channels, from 0 to {channels - 1}"
@@ -82,38 +78,31 @@ class Bands(Source):
             )
         return list(range(channels)) if bands is None else bands
 
-    def _first_readable(self) -> tuple[int, np.ndarray]:
+    def _first_readable(self) -> tuple[str, np.ndarray]:
         bad: list[BadImage] = []
         for index in range(min(len(self), MAX_TRIED)):
+            path = self.path(index)
             try:
-                return index, self._array(index)
+                return path, self._array(read_bytes(path), path)
             except BadImage as error:
                 bad.append(error)
         raise UserError(f"data.path: none of the first {len(bad)} files can be read: {bad[0]}")
 
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        array = self._array(index)
+    def decode(self, data: bytes, path: str) -> np.ndarray:
+        array = self._array(data, path)
         channels = array.shape[2]
         if self.takes_all and channels != self.channels:
             reason = f"it has {channels} channels, and the first file {self.channels}"
-            raise BadImage(self.path(index), f"{reason}; data.bands says which to take")
+            raise BadImage(path, f"{reason}; data.bands says which to take")
         if max(self.bands) >= channels:
-            raise BadImage(self.path(index), f"it has {channels} channels only")
+            raise BadImage(path, f"it has {channels} channels only")
         taken = array if self.takes_all else array[..., self.bands]
-        return np.ascontiguousarray(_to_8_bit(taken, self.value_range)), self.label_of(index)
+        return np.ascontiguousarray(_to_8_bit(taken, self.value_range))
 
-    def _array(self, index: int) -> np.ndarray:
-        """Read all channels, (H, W, C); raises BadImage."""
-        path = self.path(index)
+    def _array(self, data: bytes, path: str) -> np.ndarray:
+        """Return all channels of a file, (H, W, C); raises BadImage."""
         try:
-            data = read_bytes(path if self._copy_of is None else self._copy_of(path))
-        except BadImage as error:
-            raise BadImage(path, error.reason) from error
-        try:
-            array = _channels_last(self._decode(data, path))
+            array = _channels_last(self._load(data, path))
         except MemoryError:
             raise
         except Exception as error:  # decoders may raise any error on damaged data
@@ -123,7 +112,7 @@ class Bands(Source):
             raise BadImage(path, f"{size} pixels, more than data.max_pixels={self.max_pixels}")
         return array
 
-    def _decode(self, data: bytes, path: str) -> np.ndarray:
+    def _load(self, data: bytes, path: str) -> np.ndarray:
         if path.lower().endswith((".tif", ".tiff")):
             import tifffile
 
@@ -138,25 +127,11 @@ class Bands(Source):
         array: np.ndarray = loaded[key]
         return array
 
-    def path(self, index: int) -> str:
-        return os.path.join(self.root, self.paths[index])
-
-    def stored_bytes(self, index: int) -> bytes | None:
-        return read_sample(self.path(index))
-
     def describe(self) -> str:
         """Return a line such as ``27000 images, channels 3, 2, 1, no labels``."""
         listed = ", ".join(map(str, self.bands))
         taken = f"all {self.channels} channels" if self.takes_all else f"channels {listed}"
         return f"{len(self)} images, {taken}, {self.describe_labels()}"
-
-    def files(self) -> list[str]:
-        """Return the files that can be staged."""
-        return [self.path(index) for index in range(len(self))]
-
-    def use_copies(self, copy_of: Callable[[str], str]) -> None:
-        """Read from the staged copies from now on."""
-        self._copy_of = copy_of
 
 
 def _find(path: str) -> tuple[str, list[str]]:
@@ -167,10 +142,10 @@ def _find(path: str) -> tuple[str, list[str]]:
         root, pattern = fixed_folder(path), path
     if not is_folder(root):
         raise UserError(f"data.path: there is no folder {root}")
-    found = [name for name in match_files(pattern) if name.lower().endswith(EXTENSIONS)]
-    if not found:
+    names = [name for name in match_files(pattern) if name.lower().endswith(EXTENSIONS)]
+    if not names:
         raise UserError(f"data.path: no arrays (looked for {' '.join(EXTENSIONS)}) in {path}")
-    return root, [os.path.relpath(name, root) for name in found]
+    return root, [os.path.relpath(name, root) for name in names]
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:

@@ -8,7 +8,13 @@ from selftask.errors import UserError
 
 
 def require(package: str, extra: str, purpose: str) -> None:
-    """Raise UserError with an install command if a package is missing; nothing is imported."""
+    """Raise UserError with an install command if a package is missing; nothing is imported.
+
+    Args:
+        package: Name of the package.
+        extra: Extra of selftask that installs it.
+        purpose: What needs it, in the plural.
+    """
     if importlib.util.find_spec(package) is None:
         raise UserError(
             f"data: {purpose} need the package {package}: pip install {package}, or "

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from selftask.data.reading.encoded import decode
+from selftask.data.reading.image import decode
 from selftask.data.reading.progress_log import say
 from selftask.data.reading.skipped_files import describe
 from selftask.data.reading.storage import find_files, read_part
-from selftask.data.reading.tar_index import TarIndex, Wanted, map_index, open_index
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.reading.tar_index import Wanted, index_shards
+from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.files.addresses import is_remote
 from selftask.registry import register_source
@@ -44,44 +43,43 @@ class WebDataset(Source):
         wanted = Wanted(_extension(config.images), _label(config.labels))
         self.shards = [shard.path for shard in shards]
         self._read_from = self.shards
-        self.folder = open_index(shards, wanted)
-        self._open()
-        if self.index.damaged:
-            say(self._tell_damage())
-
-    def _open(self) -> None:
-        self.index: TarIndex = map_index(self.folder)
-        has_labels = bool((self.index.labels != NO_LABEL).any())
-        self.labels = self.index.labels if has_labels else None
+        self.index = index_shards(shards, wanted)
+        self.names, self.labels = self.index.paths, self.index.labels
+        self._shard, self._start, self._size = (
+            self.index.arrays[name] for name in ("shard", "start", "size")
+        )
+        self._damaged = self.index.header["damaged"]
+        if self._damaged:
+            say(self._describe_damage())
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
-        rows, name = self.index, self.path(index)
-        shard = self._read_from[rows.shards[index]]
-        data = read_part(shard, int(rows.offsets[index]), int(rows.sizes[index]), name)
-        return decode(data, name, self.max_pixels), int(rows.labels[index])
+        name = self.path(index)
+        data = self._bytes(self._read_from, index)
+        return decode(data, name, self.max_pixels), self.label_of(index)
 
     def stored_bytes(self, index: int) -> bytes | None:
-        shard = self.shards[self.index.shards[index]]
-        if is_remote(shard):
-            return None
-        offset, size = int(self.index.offsets[index]), int(self.index.sizes[index])
-        return read_part(shard, offset, size, self.path(index))
+        is_stored_here = not is_remote(self.shards[self._shard[index]])
+        return self._bytes(self.shards, index) if is_stored_here else None
+
+    def _bytes(self, shards: list[str], index: int) -> bytes:
+        start, size = int(self._start[index]), int(self._size[index])
+        return read_part(shards[self._shard[index]], start, size, self.path(index))
 
     def path(self, index: int) -> str:
         """Return a name such as ``train-003.tar:n01440764/10026.jpg``."""
-        return f"{self.shards[self.index.shards[index]]}:{self.index.name(index)}"
+        return f"{self.shards[self._shard[index]]}:{self.names[index]}"
 
     def describe(self) -> str:
         """Return a line such as ``50000 images in 12 tar files, 10 classes``."""
-        damage = f"; {self._tell_damage()}" if self.index.damaged else ""
-        found = f"{len(self)} images in {len(self.shards)} tar files"
+        damage = f"; {self._describe_damage()}" if self._damaged else ""
+        text = f"{len(self)} images in {len(self.shards)} tar files"
         others = f"; {describe(self.passed_over())}" if self.passed_over() else ""
-        return f"{found}, {self.describe_labels()}{others}{damage}"
+        return f"{text}, {self.describe_labels()}{others}{damage}"
 
     def passed_over(self) -> dict[str, int]:
         return self.index.passed_over
@@ -94,20 +92,12 @@ class WebDataset(Source):
         """Read from the staged copies from now on."""
         self._read_from = [copy_of(path) for path in self.shards]
 
-    def _tell_damage(self) -> str:
-        shard, byte = self.index.damaged[0]
+    def _describe_damage(self) -> str:
+        shard, byte = self._damaged[0]
         return (
-            f"{len(self.index.damaged)} tar files cannot be read to their end, the first "
+            f"{len(self._damaged)} tar files cannot be read to their end, the first "
             f"{self.shards[shard]} from byte {byte} on"
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out mapped arrays; the receiving process maps them again."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("index", "labels")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
 
 
 def _extension(images: str | None) -> str | None:

@@ -45,8 +45,8 @@ class Synthetic(Source):
         size, label = self.config.size, int(self.labels[index])
         noise = _generator(self.config.seed, 0, index)
         image = noise.integers(0, 128, (size, size, self.channels), dtype=np.uint8)
-        colour = _generator(self.config.seed, 1, label)
-        return image + colour.integers(0, 128, self.channels, dtype=np.uint8), label
+        color = _generator(self.config.seed, 1, label)
+        return image + color.integers(0, 128, self.channels, dtype=np.uint8), label
 
     def path(self, index: int) -> str:
         return f"synthetic:{self.config.seed}:{index}"

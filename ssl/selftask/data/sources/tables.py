@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.labels import name_classes, number_labels, refuse_misspelt
 from selftask.data.reading import index as store
+from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelt
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.guards import no_traceback
 from selftask.data.reading.image import read_image
 from selftask.data.reading.index import Index
-from selftask.data.source import ExtraKind, PathTable, arrays_of_paths
+from selftask.data.reading.path_table import PathTable, arrays_of_paths
+from selftask.data.source import ExtraKind
 from selftask.data.sources.files import FileSource, folder_of, is_there
 from selftask.data.sources.packages import require
 from selftask.errors import UserError, nearest, nearest_path
@@ -84,17 +84,14 @@ class TableSource(FileSource):
         self.root = os.path.expanduser(config.root) if config.root else folder_of(config.path)
         if not (is_remote(self.root) or is_folder(self.root)):
             raise UserError(f"data.root: no such folder: {self.root}")
-        found = _indexed(file, config, self.root)
-        self.paths = found.paths
-        self.num_folders = found.num_folders
-        self.labels = found.labels
-        self._classes = found.header.get("classes")
+        index = _indexed(file, config, self.root)
+        self._take_index(index)
         self.extras = _kinds(config)
-        self._extras = {name: _extra_of(found, name) for name in self.extras}
-        self._box = [found.arrays[f"box/{side}/values"] for side in BOX if config.box]
+        self._extras = {name: _extra_of(index, name) for name in self.extras}
+        self._box = [index.arrays[f"box/{side}/values"] for side in BOX if config.box]
         if not is_there(self.path(0)):
             raise UserError(
-                f"data: {found.header['first']}: no such image: {self.path(0)}; data.root is the "
+                f"data: {index.header['first']}: no such image: {self.path(0)}; data.root is the "
                 f"folder that its paths start from, now {self.root}"
             )
 
@@ -134,10 +131,6 @@ class TableSource(FileSource):
     def extra_path(self, index: int, name: str) -> str:
         return os.path.join(self.root, self._extras[name][index])
 
-    def class_names(self) -> list[str] | None:
-        """Return the class names if the labels are texts."""
-        return self._classes
-
 
 def _kinds(config: TableSource.Config) -> dict[str, ExtraKind]:
     """Return the names and kinds of the samples' further data."""
@@ -172,17 +165,7 @@ def _indexed(file: Path, config: TableSource.Config, root: str) -> Index:
     ]
     asked += _extra_columns(config).items()
     kept = store.index_file("table", str(file), json.dumps(asked))
-    known = store.load(kept)
-    if known is not None and known.header["state"] == _state(file):
-        return known
-    with store.only_one(kept) as alone:
-        theirs = None if alone else store.load(kept)
-        if theirs is not None and theirs.header["state"] == _state(file):
-            return theirs
-        looked, state = time.time_ns(), _state(file)
-        state = [[size, store.settled(changed, looked)] for size, changed in state]
-        index = _read(file, config, root, state)
-        return index if len(index) < store.MIN_INDEXED else store.save(index, kept)
+    return store.cached(kept, lambda: _state(file), lambda: _read(file, config, root))
 
 
 def _state(file: Path) -> list[list[int]]:
@@ -191,14 +174,13 @@ def _state(file: Path) -> list[list[int]]:
     return [[status.st_size, status.st_mtime_ns] for status in map(os.stat, parts)]
 
 
-def _read(file: Path, config: TableSource.Config, root: str, state: list[list[int]]) -> Index:
-    read = _READERS.get(file.suffix.lower(), _read_text)
-    table = read(file, config, root)
+def _read(file: Path, config: TableSource.Config, root: str) -> Index:
+    table = _READERS.get(file.suffix.lower(), _read_text)(file, config, root)
     if not len(table.paths):
         raise UserError(f"data: no images: {file} has no rows")
     names = [os.fsencode(path) for path in _checked(table, file)]
     arrays = arrays_of_paths(names)
-    header: dict[str, Any] = {"state": state, "first": _place(file, table, 0)}
+    header: dict[str, Any] = {"first": _place(file, table, 0)}
     if table.labels is not None:
         arrays["labels"] = number_labels(table.labels)
         header["classes"] = name_classes(table.labels)
@@ -233,8 +215,8 @@ def _numbers(
         try:
             yield float(value)
         except (TypeError, ValueError):
-            place = _place(file, table, number)
-            raise UserError(f"data.{key}: {place}: {name} is {value!r}, no number") from None
+            line = _place(file, table, number)
+            raise UserError(f"data.{key}: {line}: {name} is {value!r}, no number") from None
 
 
 def _check_boxes(
@@ -304,31 +286,46 @@ def _read_text(file: Path, config: TableSource.Config, root: str) -> Table:
     names = rows[0][1]
     if _has_header(names, config, root):
         rows = rows[1:]
-    else:  # columns are named by their number; ``_chosen`` takes the second one as the label
+    else:  # columns are named by their number
         names = [str(number) for number in range(len(names))]
     if len(set(names)) < len(names):
         raise UserError(f"data: {file}: two columns have the same name: {', '.join(names)}")
     for number, row in rows:
         if len(row) != len(names):
             raise UserError(f"data: {file}:{number}: {len(row)} columns, expected {len(names)}")
-    return _chosen(rows, names, config, file)
-
-
-def _chosen(
-    rows: list[tuple[int, list[str]]], names: list[str], config: TableSource.Config, file: Path
-) -> Table:
-    further = _extra_columns(config)
+    extra_columns = _extra_columns(config)
     if names[0] == "0" and config.column is None:  # no header: the second column is the label
-        used = [column for _, column in further.values()]
+        used = [column for _, column in extra_columns.values()]
         second = "1" if len(names) > 1 and "1" not in used else None
         label = second if config.label_column == _LABELS else config.label_column
         config = replace(config, column="0", label_column=label)
+
+    def cells(column: str) -> list[str]:
+        position = names.index(column)
+        return [row[position] for _, row in rows]
+
+    return _table(file, config, names, cells, [number for number, _ in rows])
+
+
+def _table(
+    file: Path,
+    config: TableSource.Config,
+    names: list[str],
+    cells: Callable[[str], list[Any]],
+    lines: list[int] | None = None,
+) -> Table:
+    """Return the columns that the config asks for.
+
+    Args:
+        file: The table.
+        config: Config of the source.
+        names: Names of all columns.
+        cells: Returns the cells of a column by its name.
+        lines: Line of each row, if the file has lines.
+    """
     column, label = _columns(config, names, file)
-    at = names.index(column)
-    labels = None if label is None else [row[names.index(label)] for _, row in rows]
-    places = {name: names.index(column) for name, (_, column) in further.items()}
-    extras = {name: [row[place] for _, row in rows] for name, place in places.items()}
-    return Table([row[at] for _, row in rows], labels, extras, [number for number, _ in rows])
+    extras = {name: cells(of) for name, (_, of) in _extra_columns(config).items()}
+    return Table(cells(column), None if label is None else cells(label), extras, lines)
 
 
 def _has_header(first: list[str], config: TableSource.Config, root: str) -> bool:
@@ -349,11 +346,8 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
     with no_traceback(f"data: {file} is not a parquet file, or is damaged"):
         dataset = parquet.ParquetDataset(file)
         names = [str(name) for name in dataset.schema.names]
-        column, label = _columns(config, names, file)
-        further = {name: wanted for name, (_, wanted) in _extra_columns(config).items()}
-        wanted = dict.fromkeys([column, *([] if label is None else [label]), *further.values()])
-        read = dataset.read(columns=[*wanted])
-    kind = read.schema.field(column).type
+        column, _ = _columns(config, names, file)
+    kind = dataset.schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind  # pandas' categories
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise UserError(
@@ -361,9 +355,7 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
             "inside of parquet files: open them with Hugging Face datasets and save_to_disk)"
         )
     with no_traceback(f"data: {file} is damaged"):
-        labels = None if label is None else read.column(label).to_pylist()
-        extras = {name: read.column(wanted).to_pylist() for name, wanted in further.items()}
-        return Table(read.column(column).to_pylist(), labels, extras, None)
+        return _table(file, config, names, lambda of: dataset.read([of]).column(of).to_pylist())
 
 
 def _read_json(file: Path, config: TableSource.Config, root: str) -> Table:
@@ -379,12 +371,8 @@ def _read_json(file: Path, config: TableSource.Config, root: str) -> Table:
     names = list(dict.fromkeys(str(name) for row in rows for name in row))
     if not names:
         raise UserError(f"data: no images: {file} has no rows")
-    column, label = _columns(config, names, file)
-    labels = None if label is None else [row.get(label) for row in rows]
-    further = {name: wanted for name, (_, wanted) in _extra_columns(config).items()}
-    extras = {name: [row.get(wanted) for row in rows] for name, wanted in further.items()}
     numbers = None if whole else [number for number, _ in lines]
-    return Table([row.get(column) for row in rows], labels, extras, numbers)
+    return _table(file, config, names, lambda of: [row.get(of) for row in rows], numbers)
 
 
 _READERS = {

@@ -13,12 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from selftask.data.reading.files import BadImage, read_bytes
-from selftask.data.reading.image import decode_image
 from selftask.data.reading.progress_log import say
 from selftask.data.reading.storage import FileStat, find_files
 from selftask.data.source import Source, Wrapped
 from selftask.data.sources.files import FileSource
-from selftask.data.sources.frames import Frames
 from selftask.data.staging.copies import THREADS, copy_files, copy_path, folder_for
 from selftask.data.subset import Subset
 from selftask.errors import UserError
@@ -50,8 +48,8 @@ def copied(source: Source, stage_to: str) -> Source:
     """
     folder = folder_for(stage_to)
     inner = source.source if isinstance(source, Subset) else source
-    if isinstance(inner, FileSource | Frames):
-        return LocalFiles(source, folder)
+    if isinstance(inner, FileSource):
+        return LocalFiles(source, inner, folder)
     if not isinstance(inner, InFiles):
         raise UserError(
             f"data.stage_to: a {type(inner).__name__} source cannot be copied: the files it reads "
@@ -65,14 +63,15 @@ def copied(source: Source, stage_to: str) -> Source:
 class LocalFiles(Wrapped):
     """A source of image files that reads their copies, or the original if there is no copy."""
 
-    def __init__(self, source: Source, folder: Path) -> None:
+    def __init__(self, source: Source, files: FileSource, folder: Path) -> None:
         super().__init__(source)
+        self.files = files  # the source, or the one that it is a subset of
         self.folder = folder
         with ThreadPoolExecutor(max_workers=THREADS) as pool:
-            found = list(pool.map(_stat, _paths(source)))
-        files = {file.path: file for file in found if file is not None}
-        copy_files(list(files.values()), folder)
-        left_out = sum(file is None for file in found)
+            stats = list(pool.map(_stat, _paths(source)))
+        distinct = {file.path: file for file in stats if file is not None}
+        copy_files(list(distinct.values()), folder)
+        left_out = sum(file is None for file in stats)
         if left_out:
             say(f"{left_out} paths are not files: they cannot be copied, nor read")
 
@@ -94,7 +93,7 @@ class LocalFiles(Wrapped):
             data = read_bytes(copy_path(self.folder, path))
         except BadImage:
             return None
-        return decode_image(data, path, self.max_pixels)
+        return self.files.decode(data, path)
 
     def describe(self) -> str:
         """``1108 images, 20 folders, 0 unreadable; copied to /scratch``."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from selftask.data.transforms.transform import SCALARS
 
+Box = tuple[int, int, int, int]  # left, top, right, bottom, in pixels
 TRIES = 10  # attempts to draw a box that fits into the image
 
 # A function of four uniforms, height, width and ``xp``, as in ``UniformTransform.params_of``. It
@@ -17,7 +18,14 @@ Attempt = Callable[..., Any]
 
 
 def first_fit(rng: np.random.Generator, height: int, width: int, attempt: Attempt) -> Any:
-    """Return the first box that fits into an image of this size, or None after ``TRIES``."""
+    """Return the first box that fits into an image of this size, or None after ``TRIES``.
+
+    Args:
+        rng: Generator of the draws.
+        height: Height of the image, in pixels.
+        width: Width of the image, in pixels.
+        attempt: Function that computes a box from uniforms.
+    """
     for _ in range(TRIES):
         fits, box = attempt(rng.random(4).tolist(), height, width, SCALARS)
         if fits:

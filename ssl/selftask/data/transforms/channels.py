@@ -43,9 +43,9 @@ def for_channels(transform: Any, channels: int) -> Any:
     asks = isinstance(getattr(type(transform), "channels", None), int)
     if not asks or "channels" in vars(transform) or transform.channels == channels:
         return transform
-    told = copy.copy(transform)
-    object.__setattr__(told, "channels", channels)  # most are frozen dataclasses
-    return told
+    copied = copy.copy(transform)
+    object.__setattr__(copied, "channels", channels)  # most are frozen dataclasses
+    return copied
 
 
 def channel_problems(transform: Any, channels: int) -> Iterator[str]:
@@ -55,7 +55,13 @@ def channel_problems(transform: Any, channels: int) -> Iterator[str]:
 
 
 def list_problems(transforms: Iterable[Component], key: str, channels: int) -> Iterator[str]:
-    """Build the transforms of a list and yield their problems; ``key`` is its config key."""
+    """Build the transforms of a list and yield their problems; ``key`` is its config key.
+
+    Args:
+        transforms: Transforms in order.
+        key: Config key of the list.
+        channels: Number of channels of the images.
+    """
     for position, component in enumerate(transforms):
         try:
             transform = TRANSFORMS[component.name](**component.args)
@@ -67,13 +73,26 @@ def list_problems(transforms: Iterable[Component], key: str, channels: int) -> I
 
 
 def needs_rgb(what: str, channels: int, instead: str) -> Iterator[str]:
-    """Yield a problem if there are not three channels, which ``what`` needs."""
+    """Yield a problem if there are not three channels, which ``what`` needs.
+
+    Args:
+        what: Key and value that need three channels.
+        channels: Number of channels of the images.
+        instead: What the user can do.
+    """
     if channels != RGB:
         yield f"{what} needs 3 channels, the data have {channels}; {instead}"
 
 
 def needs_number(what: str, number: int, channels: int, instead: str) -> Iterator[str]:
-    """Yield a problem if a list of ``number`` values does not have one for each channel."""
+    """Yield a problem if a list of ``number`` values does not have one for each channel.
+
+    Args:
+        what: Key and value.
+        number: Number of values.
+        channels: Number of channels of the images.
+        instead: What the user can do.
+    """
     if number != channels:
         yield (
             f"{what} is for {number} {plural('channel', number)}, the data have {channels}; "

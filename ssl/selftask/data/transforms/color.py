@@ -148,12 +148,8 @@ class GaussianBlur(UniformTransform):
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
-    sigma: tuple[float, float] = (0.1, 2.0)
+    sigma: tuple[float, float] = setting((0.1, 2.0), min=0, rising=True)
     """Range of the standard deviation, in pixels."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.sigma[0] <= self.sigma[1]:
-            yield f"sigma: {list(self.sigma)}; 0 <= least <= largest is expected"
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """Return whether the image is changed, and sigma in pixels."""
@@ -201,18 +197,12 @@ class ContrastNoise(UniformTransform):
 
     num_uniforms: ClassVar[int] = 2
 
-    contrast: tuple[float, float] = (1.0, 1.0)
+    contrast: tuple[float, float] = setting((1.0, 1.0), min=0, rising=True)
     """Range of the factor, which changes the contrast."""
-    offset: tuple[float, float] = (0.0, 0.0)
+    offset: tuple[float, float] = setting((0.0, 0.0), rising=True)
     """Range of the offset, on the scale [0, 1]."""
     noise: float = setting(0.0, min=0)
     """Standard deviation of the noise, on the scale [0, 1]."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.contrast[0] <= self.contrast[1]:
-            yield f"contrast: {list(self.contrast)}; 0 <= least <= largest is expected"
-        if not self.offset[0] <= self.offset[1]:
-            yield f"offset: {list(self.offset)}; least <= largest is expected"
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """Return True, the factor, and the offset on the scale [0, 255]."""

@@ -10,7 +10,7 @@ random_crop -, 8, 852 (``python tools/bench/transform_forms.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -20,13 +20,12 @@ import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.kernel import Filter, Op
-from selftask.data.transforms.boxes import first_fit, random_box
+from selftask.data.transforms.boxes import Box, first_fit, random_box
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import resize
 from selftask.data.transforms.transform import Deterministic, Matrix, Transform, UniformTransform
 from selftask.registry import register_transform
 
-Box = tuple[int, int, int, int]  # left, top, right, bottom, in pixels
 _FILTERS = {"bilinear": Filter.BILINEAR, "bicubic": Filter.BICUBIC}
 
 
@@ -39,18 +38,12 @@ class RandomResizedCrop(Transform):
 
     size: int = setting(min=1)
     """Height and width, in pixels."""
-    scale: tuple[float, float] = (0.08, 1.0)
+    scale: tuple[float, float] = setting((0.08, 1.0), above=0, max=1, rising=True)
     """Range of the crop's area, as a fraction of the image's area."""
-    ratio: tuple[float, float] = (0.75, 1.3333333333333333)
+    ratio: tuple[float, float] = setting((0.75, 1.3333333333333333), above=0, rising=True)
     """Range of the crop's width / height, drawn log-uniformly."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     """How pixels are interpolated."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            yield f"scale: {list(self.scale)}; 0 < least <= largest <= 1 is expected"
-        if not 0 < self.ratio[0] <= self.ratio[1]:
-            yield f"ratio: {list(self.ratio)}; 0 < least <= largest is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Box:
         box: Box | None = first_fit(rng, height, width, self.attempt)

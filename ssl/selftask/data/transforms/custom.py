@@ -51,11 +51,11 @@ class Custom(Transform):
         Raises:
             UserError: There is no such object, or the class does not accept the arguments.
         """
-        found = import_object(self.transform, "transform")
-        if not isinstance(found, type):
-            return partial(found, **self.args)
+        thing = import_object(self.transform, "transform")
+        if not isinstance(thing, type):
+            return partial(thing, **self.args)
         try:
-            made: Callable[..., Any] = found(**self.args)
+            made: Callable[..., Any] = thing(**self.args)
         except (TypeError, ValueError, AssertionError) as error:
             raise UserError(f"args: {self.transform} takes no {self.args}: {error}") from error
         return made

@@ -9,9 +9,9 @@ random_affine 183, 1150 (``python tools/bench/transform_forms.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import cv2
 import numpy as np
@@ -20,17 +20,13 @@ from selftask.config.fields import setting
 from selftask.data.kernel import Op
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import warp
-from selftask.data.transforms.transform import Matrix, RandomlyApplied, UniformTransform
+from selftask.data.transforms.transform import Matrix, Resampled, Toggled, UniformTransform
 from selftask.registry import register_transform
 
 
 @register_transform("horizontal_flip")
-@dataclass(frozen=True, kw_only=True)
-class HorizontalFlip(RandomlyApplied):
+class HorizontalFlip(Toggled):
     """Flip the image from left to right, with probability p."""
-
-    p: float = setting(0.5, min=0, max=1)
-    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return by_groups(lambda part: cv2.flip(part, 1), image)
@@ -43,12 +39,8 @@ class HorizontalFlip(RandomlyApplied):
 
 
 @register_transform("vertical_flip")
-@dataclass(frozen=True, kw_only=True)
-class VerticalFlip(RandomlyApplied):
+class VerticalFlip(Toggled):
     """Flip the image upside down, with probability p."""
-
-    p: float = setting(0.5, min=0, max=1)
-    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return by_groups(lambda part: cv2.flip(part, 0), image)
@@ -57,19 +49,26 @@ class VerticalFlip(RandomlyApplied):
         return 1.0, 0.0, 0.0, 0.0, -1.0, height
 
 
+@dataclass(frozen=True, kw_only=True)
+class RandomMatrix(UniformTransform, Resampled):
+    """Affine map whose parameters are its matrix, from output to input coordinates."""
+
+    def apply(self, image: np.ndarray, params: Matrix) -> np.ndarray:
+        return warp(image, params, self.interpolation, self.fill)
+
+    def source_matrix(self, params: Matrix, height: int, width: int) -> Matrix:
+        return params
+
+
 @register_transform("rotation")
 @dataclass(frozen=True, kw_only=True)
-class Rotation(UniformTransform):
+class Rotation(RandomMatrix):
     """Rotate about the center by a random angle of up to ``degrees``; the image size is kept."""
 
     num_uniforms: ClassVar[int] = 1
 
     degrees: float = setting(min=0, max=360)
     """Largest angle in either direction, in degrees."""
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """Return True, and the matrix from output to input coordinates.
@@ -79,12 +78,6 @@ class Rotation(UniformTransform):
         angle = self.degrees * (2 * uniforms[0] - 1)
         return True, inverse_affine((width, height), -angle, 1.0, (0.0, 0.0), xp)
 
-    def apply(self, image: np.ndarray, params: Matrix) -> np.ndarray:
-        return warp(image, params, self.interpolation, self.fill)
-
-    def source_matrix(self, params: Matrix, height: int, width: int) -> Matrix:
-        return params
-
     def numbers(self, params: Matrix | None) -> Sequence[float]:
         """Return the angle in degrees, counterclockwise."""
         return (math.degrees(math.atan2(-params[1], params[0])) if params else 0.0,)
@@ -92,7 +85,7 @@ class Rotation(UniformTransform):
 
 @register_transform("random_affine")
 @dataclass(frozen=True, kw_only=True)
-class RandomAffine(UniformTransform):
+class RandomAffine(RandomMatrix):
     """Rotate, scale and translate randomly, in a single resampling.
 
     Like torchvision's RandomAffine without shear, but translations are not rounded to whole pixels.
@@ -102,18 +95,10 @@ class RandomAffine(UniformTransform):
 
     degrees: float = setting(0.0, min=0, max=360)
     """Largest angle in either direction, in degrees."""
-    scale: tuple[float, float] = (1.0, 1.0)
+    scale: tuple[float, float] = setting((1.0, 1.0), above=0, rising=True)
     """Range of the scaling factor."""
     translate: float = setting(0.0, min=0, max=1)
     """Largest translation in either direction, as a fraction of the width and of the height."""
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 < self.scale[0] <= self.scale[1]:
-            yield f"scale: {list(self.scale)}; 0 < least <= largest is expected"
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """Return True, and the matrix from output to input coordinates."""
@@ -125,12 +110,6 @@ class RandomAffine(UniformTransform):
             (width * self.translate * (2 * right - 1), height * self.translate * (2 * down - 1)),
             xp,
         )
-
-    def apply(self, image: np.ndarray, params: Matrix) -> np.ndarray:
-        return warp(image, params, self.interpolation, self.fill)
-
-    def source_matrix(self, params: Matrix, height: int, width: int) -> Matrix:
-        return params
 
 
 def inverse_affine(

@@ -15,8 +15,8 @@ import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.transforms.channels import channel_problems, for_channels
+from selftask.data.transforms.pipeline import Compose
 from selftask.data.transforms.transform import Drawn, Nested
-from selftask.data.views import Compose
 from selftask.registry import TRANSFORMS, register_transform
 
 

@@ -19,9 +19,9 @@ import cv2
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.transforms.boxes import first_fit, random_box
+from selftask.data.transforms.boxes import Box, first_fit, random_box
 from selftask.data.transforms.channels import RGB, needs_number
-from selftask.data.transforms.transform import SCALARS, Transform
+from selftask.data.transforms.transform import Transform
 from selftask.registry import register_transform
 
 _NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / 256) for i in range(256)])
@@ -38,41 +38,57 @@ class Hole(NamedTuple):
     values: Any
 
 
+@dataclass(frozen=True, kw_only=True)
+class _WithHoles(Transform):
+    """Transform that overwrites rectangles."""
+
+    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)
+    """Gray level, list of levels (one for each channel), or ``noise`` for random values."""
+
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        if isinstance(self.fill, list):
+            what = f"fill: {self.fill}"
+            yield from needs_number(what, len(self.fill), channels, "or give one gray level")
+
+    def hole(self, rng: np.random.Generator, left: int, top: int, right: int, bottom: int) -> Hole:
+        """Return a rectangle with its fill, which may be drawn.
+
+        Args:
+            rng: Generator of the draws.
+            left: Left side, in pixels.
+            top: Upper side.
+            right: Right side.
+            bottom: Lower side.
+        """
+        values: Any = self.fill
+        if values == "noise":
+            values = _bytes(rng, bottom - top, right - left, self.channels)
+        return Hole(left, top, right, bottom, np.asarray(values, dtype=np.uint8))
+
+    def apply(self, image: np.ndarray, params: list[Hole]) -> np.ndarray:
+        changed = image.copy()
+        for hole in params:
+            changed[hole.top : hole.bottom, hole.left : hole.right] = hole.values
+        return changed
+
+
 @register_transform("random_erasing")
 @dataclass(frozen=True, kw_only=True)
-class RandomErasing(Transform):
+class RandomErasing(_WithHoles):
     """Overwrite a random rectangle, with probability p (arXiv:1708.04896)."""
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
-    scale: tuple[float, float] = (0.02, 0.33)
+    scale: tuple[float, float] = setting((0.02, 0.33), min=0, max=1, rising=True)
     """Range of the rectangle's area, as a fraction of the image's area."""
-    ratio: tuple[float, float] = (0.3, 3.3)
+    ratio: tuple[float, float] = setting((0.3, 3.3), above=0, rising=True)
     """Range of the rectangle's height / width, drawn log-uniformly."""
-    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)
-    """Gray level, list of levels (one for each channel), or ``noise`` for random values."""
 
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.scale[0] <= self.scale[1] <= 1:
-            yield f"scale: {list(self.scale)}; 0 <= least <= largest <= 1 is expected"
-        if not 0 < self.ratio[0] <= self.ratio[1]:
-            yield f"ratio: {list(self.ratio)}; 0 < least <= largest is expected"
-        values = self.fill if isinstance(self.fill, list) else [self.fill]
-        if not all(isinstance(value, str) or 0 <= value <= 255 for value in values):
-            yield f"fill: {self.fill}; a gray level from 0 to 255, one for each channel, or noise"
-
-    def channel_problems(self, channels: int) -> Iterator[str]:
-        return _number_problems(self.fill, channels)
-
-    def draw(self, rng: np.random.Generator, height: int, width: int) -> Hole | None:
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> list[Hole] | None:
         if rng.random() >= self.p:
             return None
         box = first_fit(rng, height, width, self.attempt)
-        if box is None:
-            return None
-        left, top, right, bottom = box
-        values = _values(self.fill, rng, bottom - top, right - left, self.channels)
-        return Hole(left, top, right, bottom, values)
+        return None if box is None else [self.hole(rng, *box)]
 
     def attempt(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``."""
@@ -85,64 +101,41 @@ class RandomErasing(Transform):
     def _log_ratio(self) -> tuple[float, float]:
         return math.log(self.ratio[0]), math.log(self.ratio[1])
 
-    def apply(self, image: np.ndarray, params: Hole) -> np.ndarray:
-        return _with_holes(image, [params])
-
 
 @register_transform("cutout")
 @dataclass(frozen=True, kw_only=True)
-class Cutout(Transform):
+class Cutout(_WithHoles):
     """Overwrite squares around random pixels, clipped at the border (arXiv:1708.04552)."""
 
     length: int = setting(16, min=1)
     """Side of a square, in pixels."""
     num_holes: int = setting(1, min=1)
     """Number of squares."""
-    fill: int | list[int] | Literal["noise"] = setting(0, min=0, max=255)
-    """Gray level, list of levels (one for each channel), or ``noise`` for random values."""
     p: float = setting(1.0, min=0, max=1)
     """Probability that the transform is applied."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        values = self.fill if isinstance(self.fill, list) else [self.fill]
-        if not all(isinstance(value, str) or 0 <= value <= 255 for value in values):
-            yield f"fill: {self.fill}; a gray level from 0 to 255, one for each channel, or noise"
-
-    def channel_problems(self, channels: int) -> Iterator[str]:
-        return _number_problems(self.fill, channels)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> list[Hole] | None:
         if rng.random() >= self.p:
             return None
         holes = []
         for of_width, of_height in rng.random((self.num_holes, 2)).tolist():
-            left, top, right, bottom = self.box(of_width, of_height, height, width, SCALARS)
-            values = _values(self.fill, rng, bottom - top, right - left, self.channels)
-            holes.append(Hole(left, top, right, bottom, values))
+            box = self.box(of_width, of_height, height, width)
+            holes.append(self.hole(rng, *box))
         return holes
 
-    def box(self, of_width: Any, of_height: Any, height: Any, width: Any, xp: Any) -> Any:
-        """Return the square around a pixel, clipped at the border.
-
-        All arguments but ``xp`` are numbers, or arrays for a batch.
+    def box(self, of_width: float, of_height: float, height: int, width: int) -> Box:
+        """Return left, top, right and bottom of the square around a pixel, clipped at the border.
 
         Args:
             of_width: Horizontal position of the pixel, as a fraction of the width.
             of_height: Vertical position of the pixel, as a fraction of the height.
             height: Height of the image, in pixels.
             width: Width of the image, in pixels.
-            xp: ``SCALARS`` or NumPy.
-
-        Returns:
-            Left, top, right and bottom.
         """
-        left = xp.floor(of_width * width) - self.length // 2
-        top = xp.floor(of_height * height) - self.length // 2
-        right, bottom = xp.minimum(left + self.length, width), xp.minimum(top + self.length, height)
-        return xp.maximum(left, 0), xp.maximum(top, 0), right, bottom
-
-    def apply(self, image: np.ndarray, params: list[Hole]) -> np.ndarray:
-        return _with_holes(image, params)
+        left = math.floor(of_width * width) - self.length // 2
+        top = math.floor(of_height * height) - self.length // 2
+        right, bottom = min(left + self.length, width), min(top + self.length, height)
+        return max(left, 0), max(top, 0), right, bottom
 
 
 @register_transform("gaussian_noise")
@@ -155,16 +148,12 @@ class GaussianNoise(Transform):
     the time of exact draws.
     """
 
-    sigma: tuple[float, float] = (0.0, 0.1)
+    sigma: tuple[float, float] = setting((0.0, 0.1), min=0, max=1, rising=True)
     """Range of the standard deviation, on the scale [0, 1]."""
     gray: bool = False
     """Whether all channels get the same noise, so that gray pixels stay gray."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.sigma[0] <= self.sigma[1] <= 1:
-            yield f"sigma: {list(self.sigma)}; 0 <= least <= largest <= 1 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Return the noise in gray levels, int16 (H, W, C), or None."""
@@ -173,8 +162,8 @@ class GaussianNoise(Transform):
             return None
         sigma = 255 * (self.sigma[0] + (self.sigma[1] - self.sigma[0]) * strength)
         table = np.rint(sigma * _NORMAL).astype(np.int16)
-        places = _bytes(rng, height, width, 1 if self.gray else self.channels)
-        noise: np.ndarray = cv2.LUT(places, table).reshape(places.shape)
+        indices = _bytes(rng, height, width, 1 if self.gray else self.channels)
+        noise: np.ndarray = cv2.LUT(indices, table).reshape(indices.shape)
         if not self.gray:
             return noise
         if self.channels == RGB:  # in an eighth of the time of np.repeat
@@ -190,14 +179,10 @@ class GaussianNoise(Transform):
 class SaltAndPepper(Transform):
     """Set random pixels to black or white, with probability p."""
 
-    amount: tuple[float, float] = (0.0, 0.05)
+    amount: tuple[float, float] = setting((0.0, 0.05), min=0, max=1, rising=True)
     """Range of the fraction of pixels that are drawn; a pixel may be drawn more than once."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.amount[0] <= self.amount[1] <= 1:
-            yield f"amount: {list(self.amount)}; 0 <= least <= largest <= 1 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Return pixel indices, row by row, int64 (N,), or None.
@@ -218,27 +203,8 @@ class SaltAndPepper(Transform):
         return changed
 
 
-def _number_problems(fill: Any, channels: int) -> Iterator[str]:
-    if isinstance(fill, list):
-        yield from needs_number(f"fill: {fill}", len(fill), channels, "or give one gray level")
-
-
-def _values(fill: Any, rng: np.random.Generator, height: int, width: int, channels: int) -> Any:
-    """Return the fill of a hole, which broadcasts to uint8 (height, width, channels)."""
-    if fill == "noise":
-        return _bytes(rng, height, width, channels)
-    return np.uint8(fill) if isinstance(fill, int) else np.array(fill, dtype=np.uint8)
-
-
 def _bytes(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """Draw random bytes as 64-bit words, in two thirds of the time of single bytes."""
     count = math.prod(shape)
     words = rng.integers(0, 2**64 - 1, -(-count // 8), dtype=np.uint64, endpoint=True)
     return words.astype("<u8", copy=False).view(np.uint8)[:count].reshape(shape)
-
-
-def _with_holes(image: np.ndarray, holes: list[Hole]) -> np.ndarray:
-    changed = image.copy()
-    for hole in holes:
-        changed[hole.top : hole.bottom, hole.left : hole.right] = hole.values
-    return changed

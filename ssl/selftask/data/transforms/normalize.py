@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from selftask.config.fields import setting
 from selftask.data.transforms.channels import needs_number
 from selftask.registry import register_transform
 
@@ -36,7 +37,7 @@ class Normalize:
     and ``std`` are given."""
     mean: list[float] | None = None
     """Mean of each channel on the scale [0, 1]; needs ``std``. Null: that of ``stats``."""
-    std: list[float] | None = None
+    std: list[float] | None = setting(None, above=0)
     """Standard deviation of each channel on the scale [0, 1]; needs ``mean``. Null: that of
     ``stats``."""
 
@@ -45,8 +46,6 @@ class Normalize:
             yield "mean: mean and std go together; give both or neither"
         if self.mean is not None and self.std is not None and len(self.mean) != len(self.std):
             yield f"mean: {len(self.mean)} numbers, and std has {len(self.std)}"
-        if self.std is not None and min(self.std, default=1) <= 0:
-            yield "std: must be above 0"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         what = f"stats: {self.stats}" if self.mean is None else f"mean: {self.mean}"
@@ -65,5 +64,5 @@ class Normalize:
     def scale_and_shift(self, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:
         """Return factors and offsets for pixels in 0..255, float32 (C,) each."""
         mean, std = self.moments(channels)
-        centre, width = np.array(mean, dtype=np.float64), np.array(std, dtype=np.float64)
-        return (1 / (255 * width)).astype(np.float32), (-centre / width).astype(np.float32)
+        center, width = np.array(mean, dtype=np.float64), np.array(std, dtype=np.float64)
+        return (1 / (255 * width)).astype(np.float32), (-center / width).astype(np.float32)

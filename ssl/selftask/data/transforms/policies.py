@@ -22,7 +22,7 @@ from selftask.data.transforms import color, tones
 from selftask.data.transforms.channels import needs_rgb
 from selftask.data.transforms.geometry import inverse_affine
 from selftask.data.transforms.policy_tables import (
-    COLOURS,
+    COLORS,
     GEOMETRY,
     MIX,
     NEUTRAL,
@@ -35,18 +35,30 @@ from selftask.data.transforms.policy_tables import (
     magnitude,
 )
 from selftask.data.transforms.resampling import warp
-from selftask.data.transforms.transform import SCALARS, UNMOVED, Matrix, Transform, after
+from selftask.data.transforms.transform import SCALARS, UNMOVED, Matrix, Resampled, after
 from selftask.registry import register_transform
 
 Operation = tuple[str, float]  # name and signed magnitude
-ALL = (*NEUTRAL, *GEOMETRY, *COLOURS, *TABLES)
+ALL = (*NEUTRAL, *GEOMETRY, *COLORS, *TABLES)
 POLICY_BINS = 10  # magnitude bins of AutoAugment
 INSTEAD = "use aug_mix with all_ops: false, or random_choice of others"
 MIX_BINS = 10  # magnitude bins of AugMix, most severe last
 
 
-class _Policy(Transform):
+@dataclass(frozen=True, kw_only=True)
+class _Policy(Resampled):
     """A sequence of random operations."""
+
+    name: ClassVar[str]  # under which it is registered
+
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
+    """How pixels are interpolated."""
+
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        return needs_rgb(f"name: {self.name} changes saturation and", channels, INSTEAD)
+
+    def apply(self, image: np.ndarray, params: tuple[Operation, ...]) -> np.ndarray:
+        return perform(image, params, self.interpolation, self.fill)
 
     def source_matrix(self, params: tuple[Operation, ...], height: int, width: int) -> Matrix:
         matrix = UNMOVED
@@ -61,23 +73,18 @@ class _Policy(Transform):
 class RandAugment(_Policy):
     """Apply several random operations of the same magnitude (arXiv:1909.13719)."""
 
+    name = "rand_augment"
+
     num_ops: int = setting(2, min=1)
     """Number of operations, applied one after the other."""
     magnitude: int = setting(9, min=0)
     """Magnitude bin, from 0 to ``num_bins`` - 1."""
     num_bins: int = setting(31, min=2)
     """Number of magnitude bins."""
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if self.magnitude >= self.num_bins:
             yield f"magnitude: {self.magnitude}; 0 to {self.num_bins - 1} (num_bins) is expected"
-
-    def channel_problems(self, channels: int) -> Iterator[str]:
-        return needs_rgb("name: rand_augment changes saturation and", channels, INSTEAD)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
         level = self.magnitude / (self.num_bins - 1)
@@ -87,32 +94,21 @@ class RandAugment(_Policy):
             for which, sign in draws
         )
 
-    def apply(self, image: np.ndarray, params: tuple[Operation, ...]) -> np.ndarray:
-        return perform(image, params, self.interpolation, self.fill)
-
 
 @register_transform("trivial_augment_wide")
 @dataclass(frozen=True, kw_only=True)
 class TrivialAugmentWide(_Policy):
     """Apply one random operation of a random magnitude (arXiv:2103.10158)."""
 
+    name = "trivial_augment_wide"
+
     num_bins: int = setting(31, min=2)
     """Number of magnitude bins."""
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
-
-    def channel_problems(self, channels: int) -> Iterator[str]:
-        return needs_rgb("name: trivial_augment_wide changes saturation and", channels, INSTEAD)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
         which, strength, sign = rng.random(3).tolist()
         level = int(strength * self.num_bins) / (self.num_bins - 1)
         return (_signed(ALL[int(which * len(ALL))], level, sign, height, width, WIDE),)
-
-    def apply(self, image: np.ndarray, params: tuple[Operation, ...]) -> np.ndarray:
-        return perform(image, params, self.interpolation, self.fill)
 
 
 @register_transform("auto_augment")
@@ -120,15 +116,10 @@ class TrivialAugmentWide(_Policy):
 class AutoAugment(_Policy):
     """Apply one of 25 pairs of operations, learned for a data set (arXiv:1805.09501)."""
 
+    name = "auto_augment"
+
     policy: Literal["imagenet", "cifar10", "svhn"] = "imagenet"
     """Data set for which the policy was learned."""
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
-
-    def channel_problems(self, channels: int) -> Iterator[str]:
-        return needs_rgb("name: auto_augment changes saturation and", channels, INSTEAD)
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
         policy = POLICIES[self.policy]
@@ -140,13 +131,10 @@ class AutoAugment(_Policy):
             if chance < p
         )
 
-    def apply(self, image: np.ndarray, params: tuple[Operation, ...]) -> np.ndarray:
-        return perform(image, params, self.interpolation, self.fill)
-
 
 @register_transform("aug_mix")
 @dataclass(frozen=True, kw_only=True)
-class AugMix(Transform):
+class AugMix(Resampled):
     """Average the image and the results of random chains of operations (arXiv:1912.02781)."""
 
     affine: ClassVar[bool] = False
@@ -157,20 +145,12 @@ class AugMix(Transform):
     """Number of chains of operations that are mixed."""
     depth: int | None = setting(None, min=1)
     """Number of operations in each chain; null: 1 to 3 at random."""
-    alpha: float = 1.0
+    alpha: float = setting(1.0, above=0)
     """Parameter of the Dirichlet and Beta distributions of the weights."""
     all_ops: bool = True
     """Whether brightness, color, contrast and sharpness are among the operations; the paper leaves
     them out.
     """
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.alpha <= 0:
-            yield f"alpha: {self.alpha}; above 0 is expected"
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         if self.all_ops:
@@ -185,7 +165,7 @@ class AugMix(Transform):
         return weights, [self._chain(rng, height, width) for _ in range(self.num_chains)]
 
     def _chain(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
-        names = (*GEOMETRY, *TABLES, *(COLOURS if self.all_ops else ()))
+        names = (*GEOMETRY, *TABLES, *(COLORS if self.all_ops else ()))
         depth = self.depth or 1 + int(3 * rng.random())
         chain = []
         for which, strength, sign in rng.random((depth, 3)).tolist():
@@ -215,7 +195,14 @@ def _signed(
 def perform(
     image: np.ndarray, operations: tuple[Operation, ...], interpolation: str, fill: int
 ) -> np.ndarray:
-    """Apply operations in sequence to an image, uint8 (H, W, C)."""
+    """Apply operations in sequence to an image, uint8 (H, W, C).
+
+    Args:
+        image: uint8 (H, W, C).
+        operations: Names and magnitudes.
+        interpolation: How pixels are interpolated.
+        fill: Gray level of pixels from outside the image.
+    """
     for name, size in operations:
         if name in GEOMETRY:
             matrix = affine_of(name, size, *image.shape[:2])
@@ -229,6 +216,12 @@ def affine_of(name: str, size: float, height: int, width: int) -> tuple[float, .
     """Return the matrix (2x3, row by row) from output to input coordinates.
 
     Shear keeps the upper left corner in place.
+
+    Args:
+        name: Name of a geometric operation.
+        size: Its signed magnitude.
+        height: Height of the image, in pixels.
+        width: Width of the image, in pixels.
     """
     if name == "Rotate":
         return inverse_affine((width, height), -size, 1.0, (0.0, 0.0), SCALARS)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 NEUTRAL = ("Identity",)
 GEOMETRY = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
-COLOURS = ("Brightness", "Color", "Contrast", "Sharpness")
+COLORS = ("Brightness", "Color", "Contrast", "Sharpness")
 TABLES = ("Posterize", "Solarize", "AutoContrast", "Equalize")
-SIGNED = frozenset({*GEOMETRY, *COLOURS})  # magnitudes with a random sign
+SIGNED = frozenset({*GEOMETRY, *COLORS})  # magnitudes with a random sign
 
 
 class Strengths(NamedTuple):
@@ -20,13 +20,13 @@ class Strengths(NamedTuple):
     shear: float  # tangent of the angle
     shift: float  # fraction of the side, or pixels if above 1
     degrees: float
-    colour: float  # distance of a factor from 1
+    color: float  # distance of a factor from 1
     bits: tuple[int, int]  # kept by posterize in the first and in the last bin
 
 
-RAND = Strengths(shear=0.3, shift=150 / 331, degrees=30.0, colour=0.9, bits=(8, 4))
-WIDE = Strengths(shear=0.99, shift=32.0, degrees=135.0, colour=0.99, bits=(8, 2))
-MIX = Strengths(shear=0.3, shift=1 / 3, degrees=30.0, colour=0.9, bits=(4, 0))
+RAND = Strengths(shear=0.3, shift=150 / 331, degrees=30.0, color=0.9, bits=(8, 4))
+WIDE = Strengths(shear=0.99, shift=32.0, degrees=135.0, color=0.99, bits=(8, 2))
+MIX = Strengths(shear=0.3, shift=1 / 3, degrees=30.0, color=0.9, bits=(4, 0))
 
 
 def magnitude(name: str, level: float, height: int, width: int, strengths: Strengths) -> float:
@@ -35,6 +35,13 @@ def magnitude(name: str, level: float, height: int, width: int, strengths: Stren
     The unit depends on the operation: tangent of the angle (shear), pixels (translate), degrees
     (rotate), distance of a factor from 1 (brightness, color, contrast, sharpness), bits (posterize)
     or gray levels (solarize).
+
+    Args:
+        name: Name of the operation.
+        level: From 0 for the first bin to 1 for the last.
+        height: Height of the image, in pixels.
+        width: Width of the image, in pixels.
+        strengths: Magnitudes of the last bin.
     """
     if name.startswith("Shear"):
         return strengths.shear * level
@@ -43,8 +50,8 @@ def magnitude(name: str, level: float, height: int, width: int, strengths: Stren
         return strengths.shift * level * (1 if strengths.shift > 1 else side)
     if name == "Rotate":
         return strengths.degrees * level
-    if name in COLOURS:
-        return strengths.colour * level
+    if name in COLORS:
+        return strengths.color * level
     if name == "Posterize":
         first, last = strengths.bits
         return first - round((first - last) * level)

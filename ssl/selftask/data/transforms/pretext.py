@@ -25,8 +25,8 @@ import cv2
 import numpy as np
 
 from selftask.config.fields import setting
+from selftask.data.transforms.boxes import Box
 from selftask.data.transforms.channels import by_groups
-from selftask.data.transforms.crops import Box
 from selftask.data.transforms.transform import Matrix, Transform
 from selftask.errors import UserError
 from selftask.random.views import draw_at, draw_rng
@@ -141,10 +141,10 @@ class Jigsaw(Transform):
         size = self.grid * rows, self.grid * columns, image.shape[2]
         puzzle = np.empty(size, dtype=np.uint8)
         order = permutations(self.grid**2, self.num_permutations)[params.permutation]
-        for place, tile in enumerate(order.tolist()):
+        for position, tile in enumerate(order.tolist()):
             down, across = divmod(tile, self.grid)
             top, left = down * cell[0] + params.top[tile], across * cell[1] + params.left[tile]
-            down, across = divmod(place, self.grid)
+            down, across = divmod(position, self.grid)
             puzzle[down * rows : (down + 1) * rows, across * columns : (across + 1) * columns] = (
                 image[top : top + rows, left : left + columns]
             )
@@ -222,7 +222,15 @@ class Tile(Transform):
 def drawn_permutation(
     seed: int, epoch: int, index: int, view: int, num_permutations: int = 100
 ) -> int:
-    """Return the number of the permutation that ``jigsaw`` drew for a view."""
+    """Return the number of the permutation that ``jigsaw`` drew for a view.
+
+    Args:
+        seed: Seed of the run.
+        epoch: First number of the sample's ``key``.
+        index: Second number of the sample's ``key``.
+        view: Number of the view among all views of the sample, from 0.
+        num_permutations: ``num_permutations`` of the transform.
+    """
     return int(draw_at(draw_rng(seed, epoch, index, view), PERMUTATION) * num_permutations)
 
 

@@ -78,12 +78,12 @@ def warp(
         fill: Gray level for pixels outside the image.
     """
     a, b, c, d, e, f = output_to_input
-    centred = ((a, b, c + (a + b - 1) / 2), (d, e, f + (d + e - 1) / 2))
+    centered = ((a, b, c + (a + b - 1) / 2), (d, e, f + (d + e - 1) / 2))
 
     def change(part: np.ndarray) -> np.ndarray:
         return cv2.warpAffine(
             part,
-            np.array(centred),
+            np.array(centered),
             (image.shape[1], image.shape[0]),
             flags=MODES[interpolation] | cv2.WARP_INVERSE_MAP,
             borderMode=cv2.BORDER_CONSTANT,

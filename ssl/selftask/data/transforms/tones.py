@@ -9,7 +9,7 @@ sharpness 36, 577 (``python tools/bench/transform_forms.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.transforms.channels import by_groups
-from selftask.data.transforms.transform import RandomlyApplied, UniformTransform
+from selftask.data.transforms.transform import Toggled, UniformTransform
 from selftask.registry import register_transform
 
 _VALUES = np.arange(256)
@@ -26,49 +26,35 @@ _VALUES = np.arange(256)
 
 @register_transform("posterize")
 @dataclass(frozen=True, kw_only=True)
-class Posterize(RandomlyApplied):
+class Posterize(Toggled):
     """Keep the highest ``bits`` bits of every value, with probability p."""
 
     bits: int = setting(4, min=1, max=8)
     """Number of bits to keep of each value; 8 changes nothing."""
-    p: float = setting(0.5, min=0, max=1)
-    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return posterize(image, self.bits)
 
 
 @register_transform("equalize")
-@dataclass(frozen=True, kw_only=True)
-class Equalize(RandomlyApplied):
+class Equalize(Toggled):
     """Equalize the histogram of each channel, with probability p."""
-
-    p: float = setting(0.5, min=0, max=1)
-    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return equalize(image)
 
 
 @register_transform("autocontrast")
-@dataclass(frozen=True, kw_only=True)
-class Autocontrast(RandomlyApplied):
+class Autocontrast(Toggled):
     """Stretch the values of each channel to the full range 0..255, with probability p."""
-
-    p: float = setting(0.5, min=0, max=1)
-    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return autocontrast(image)
 
 
 @register_transform("invert")
-@dataclass(frozen=True, kw_only=True)
-class Invert(RandomlyApplied):
+class Invert(Toggled):
     """Invert all values to 255 - x, with probability p."""
-
-    p: float = setting(0.5, min=0, max=1)
-    """Probability that the transform is applied."""
 
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
         return cv2.bitwise_not(image).reshape(image.shape)
@@ -81,14 +67,10 @@ class Sharpness(UniformTransform):
 
     num_uniforms: ClassVar[int] = 2
 
-    factor: tuple[float, float] = (0.0, 2.0)
+    factor: tuple[float, float] = setting((0.0, 2.0), min=0, rising=True)
     """Range of the factor: 0 is smooth, 1 unchanged, 2 sharp."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if not 0 <= self.factor[0] <= self.factor[1]:
-            yield f"factor: {list(self.factor)}; 0 <= least <= largest is expected"
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """Return whether the image is changed, and the factor."""

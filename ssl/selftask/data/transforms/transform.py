@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+
+from selftask.config.fields import setting
 
 Matrix = tuple[float, ...]  # affine map, 2x3, row by row
 UNMOVED: Matrix = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
@@ -157,6 +160,24 @@ class RandomlyApplied(UniformTransform):
     def numbers(self, params: Any) -> Sequence[float]:
         """Return 1 if the image is changed, else 0."""
         return (float(params is not None),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resampled(Transform):
+    """Transform that interpolates pixels, also from outside the image."""
+
+    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    """How pixels are interpolated."""
+    fill: int = setting(0, min=0, max=255)
+    """Gray level of pixels from outside the image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toggled(RandomlyApplied):
+    """Transform that is applied to every second image by default."""
+
+    p: float = setting(0.5, min=0, max=1)
+    """Probability that the transform is applied."""
 
 
 class Deterministic(Transform):

@@ -8,17 +8,18 @@ tools/bench/transform_forms.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import cv2
 import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.transforms.channels import by_groups
-from selftask.data.transforms.resampling import MODES, warp
-from selftask.data.transforms.transform import Matrix, Transform, UniformTransform
+from selftask.data.transforms.geometry import RandomMatrix
+from selftask.data.transforms.resampling import MODES
+from selftask.data.transforms.transform import Resampled
 from selftask.registry import register_transform
 
 _HALF = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # pixel centers at .5
@@ -27,24 +28,15 @@ _BACK = np.array([[1, 0, -0.5], [0, 1, -0.5], [0, 0, 1]])
 
 @register_transform("random_shear")
 @dataclass(frozen=True, kw_only=True)
-class RandomShear(UniformTransform):
+class RandomShear(RandomMatrix):
     """Shear randomly about the center, like torchvision's RandomAffine."""
 
     num_uniforms: ClassVar[int] = 2
 
-    x: float = 0.0
+    x: float = setting(0.0, min=0, below=90)
     """Largest shear angle along the x axis in either direction, in degrees."""
-    y: float = 0.0
+    y: float = setting(0.0, min=0, below=90)
     """Largest shear angle along the y axis in either direction, in degrees."""
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        for key in ("x", "y"):
-            if not 0 <= getattr(self, key) < 90:
-                yield f"{key}: {getattr(self, key)}; 0 to 89 degrees is expected"
 
     def params_of(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
         """Return True, and the matrix (2x3, row by row) from output to input coordinates."""
@@ -55,16 +47,10 @@ class RandomShear(UniformTransform):
         a, left, top = 1 + b * d, width / 2, height / 2
         return True, (a, b, left - a * left - b * top, d, 1.0, top - d * left - top)
 
-    def apply(self, image: np.ndarray, params: tuple[float, ...]) -> np.ndarray:
-        return warp(image, params, self.interpolation, self.fill)
-
-    def source_matrix(self, params: Matrix, height: int, width: int) -> Matrix:
-        return params
-
 
 @register_transform("random_perspective")
 @dataclass(frozen=True, kw_only=True)
-class RandomPerspective(Transform):
+class RandomPerspective(Resampled):
     """Apply a random perspective, with probability p, like torchvision's RandomPerspective."""
 
     affine: ClassVar[bool] = False
@@ -73,10 +59,6 @@ class RandomPerspective(Transform):
     """Largest inward shift of a corner, as a fraction of half a side."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Return the new corners clockwise from the upper left, (4, 2): x and y in pixels."""
@@ -108,7 +90,7 @@ class RandomPerspective(Transform):
 
 @register_transform("elastic")
 @dataclass(frozen=True, kw_only=True)
-class Elastic(Transform):
+class Elastic(Resampled):
     """Displace pixels smoothly, with probability p, like torchvision's ElasticTransform.
 
     Much slower than the other transforms: two numbers are drawn for each pixel.
@@ -118,18 +100,10 @@ class Elastic(Transform):
 
     alpha: float = setting(50.0, min=0)
     """Strength: displacements are drawn from -alpha / 2 to alpha / 2 pixels, then smoothed."""
-    sigma: float = 5.0
+    sigma: float = setting(5.0, above=0)
     """Standard deviation of the smoothing, in pixels."""
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    """How pixels are interpolated."""
-    fill: int = setting(0, min=0, max=255)
-    """Gray level of pixels from outside the image."""
-
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if self.sigma <= 0:
-            yield f"sigma: {self.sigma}; above 0 is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
         """Return displacements to the right and down in pixels, float32 (2, H, W)."""

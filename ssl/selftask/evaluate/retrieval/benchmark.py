@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from selftask.data.source import NO_LABEL, Source
+from selftask.data.reading.class_numbers import NO_LABEL
+from selftask.data.source import Source
 from selftask.errors import UserError, nearest, nearest_path
 from selftask.evaluate.retrieval.buildings import Truth, read_truth
 from selftask.evaluate.retrieval.names import ImageNames
@@ -98,16 +99,16 @@ def _of_buildings(source: Source, truth: Truth, path: Path) -> Benchmark:
     names = ImageNames(source)
     database = [names.find(name, f"truth={path}: imlist") for name in truth.images]
     queries = [
-        Query(names.find(name, f"truth={path}: qimlist"), known.box)
-        for name, known in zip(truth.queries, truth.known, strict=True)
+        Query(names.find(name, f"truth={path}: qimlist"), truth_of.box)
+        for name, truth_of in zip(truth.queries, truth.known, strict=True)
     ]
 
     def judge(
         positives: tuple[str, ...], ignored: tuple[str, ...], query: int
     ) -> tuple[Positions, Positions]:
-        known = truth.known[query]
+        truth_of = truth.known[query]
         right, left_out = (
-            np.concatenate([getattr(known, name) for name in names])
+            np.concatenate([getattr(truth_of, name) for name in names])
             for names in (positives, ignored)
         )
         return right, left_out
@@ -144,8 +145,8 @@ def _of_copydays(source: Source) -> Benchmark:
     if not copies:
         raise UserError("truth=copydays: there are no copies beside the folder `original`")
     blocks = {
-        _block(paths[image]): place
-        for place, image in enumerate(database)
+        _block(paths[image]): position
+        for position, image in enumerate(database)
         if splits[image][0] == "original"
     }
     orphans = [paths[image] for image in copies if _block(paths[image]) not in blocks]
@@ -179,7 +180,7 @@ def _of_table(source: Source, path: Path) -> Benchmark:
     names = ImageNames(source)
     delimiter = "\t" if path.suffix == ".tsv" else ","
     queries: list[Query] = []
-    known: list[tuple[Positions, Positions]] = []
+    truths: list[tuple[Positions, Positions]] = []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file, delimiter=delimiter))
@@ -202,8 +203,8 @@ def _of_table(source: Source, path: Path) -> Benchmark:
         query = names.find(row["query"] or "", where)
         queries.append(Query(query, _box(row.get("box"), where)))
         ignored = [*all_of(row.get("junk")), query]
-        known.append((np.array(all_of(row["positives"]), np.int64), np.array(ignored)))
-    return Benchmark(queries, np.arange(len(source)), {"": lambda query: known[query]})
+        truths.append((np.array(all_of(row["positives"]), np.int64), np.array(ignored)))
+    return Benchmark(queries, np.arange(len(source)), {"": lambda query: truths[query]})
 
 
 def _box(cell: str | None, where: str) -> tuple[float, float, float, float] | None:

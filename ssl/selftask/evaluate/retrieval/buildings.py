@@ -62,14 +62,14 @@ def read_truth(path: Path) -> Truth:
     try:
         images, queries = (list(map(str, content[name])) for name in ("imlist", "qimlist"))
         rows = list(content["gnd"])
-        known = [_known(row, len(images)) for row in rows]
+        truths = [_known(row, len(images)) for row in rows]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"truth={path}: is no ground truth of Oxford or Paris ({error!r})"
         ) from error
-    if len(known) != len(queries):
-        raise UserError(f"truth={path}: {len(queries)} queries, and {len(known)} entries of gnd")
-    return Truth(images, queries, known, is_revisited=all("ok" not in row for row in rows))
+    if len(truths) != len(queries):
+        raise UserError(f"truth={path}: {len(queries)} queries, and {len(truths)} entries of gnd")
+    return Truth(images, queries, truths, is_revisited=all("ok" not in row for row in rows))
 
 
 def _known(row: dict[str, Any], num_images: int) -> Known:
@@ -82,11 +82,11 @@ def _known(row: dict[str, Any], num_images: int) -> Known:
 
 def _positions(row: dict[str, Any], name: str, num_images: int) -> np.ndarray:
     """Return positions in the list of images, which MATLAB may store as floats."""
-    given = np.asarray(row[name]).reshape(-1)
-    if given.dtype.kind not in "iuf":
+    numbers = np.asarray(row[name]).reshape(-1)
+    if numbers.dtype.kind not in "iuf":
         raise ValueError(f"{name} holds no numbers")
-    positions = given.astype(np.int64)
-    inside = (positions == given) & (positions >= 0) & (positions < num_images)
+    positions = numbers.astype(np.int64)
+    inside = (positions == numbers) & (positions >= 0) & (positions < num_images)
     if not inside.all():
         raise ValueError(f"{name} holds no positions in imlist")
     return positions

@@ -18,7 +18,7 @@ from selftask.errors import UserError
 from selftask.evaluate.retrieval.whitening import Whitening
 from selftask.models.features.extract import adapter_of, extract, fixed_size, interpolates, pooled
 
-_OVERLAP = 0.4  # target overlap of neighbouring regions on the first level
+_OVERLAP = 0.4  # target overlap of neighboring regions on the first level
 _MOST = 7  # maximum number of regions along the longer side on the first level
 
 
@@ -27,7 +27,7 @@ class DescriptorOptions:
     """Options of image descriptors."""
 
     pool: Literal["pooled", "mean", "gem", "rmac"] = "pooled"
-    """Output of the backbone, or a pooling of its last map: mean, generalised mean, R-MAC."""
+    """Output of the backbone, or a pooling of its last map: mean, generalized mean, R-MAC."""
     p: float = setting(3.0, above=0)
     """Exponent of ``gem``: 1 is the mean, large values approach the maximum."""
     levels: int = setting(3, min=1)
@@ -135,7 +135,7 @@ def unit(rows: Tensor) -> Tensor:
 
 
 def gem(dense: Tensor, p: float) -> Tensor:
-    """Return the generalised mean (E,) of the positive part of a map (E, h, w).
+    """Return the generalized mean (E,) of the positive part of a map (E, h, w).
 
     Radenovic et al. (arXiv:1711.02512), eq. 3: (mean of x^p)^(1/p). Values are first divided by the
     maximum, so that no power overflows.
@@ -166,7 +166,7 @@ def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
     if longer > shorter:
         overlaps = [1 - (longer - shorter) / (shorter * (m - 1)) for m in range(2, _MOST + 1)]
         extra = 1 + min(range(len(overlaps)), key=lambda n: abs(overlaps[n] - _OVERLAP))
-    found = []
+    squares = []
     for level in range(1, levels + 1):
         side = 2 * shorter // (level + 1)
         if side == 0:
@@ -175,8 +175,8 @@ def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
             _starts(length, side, level + (extra if length > shorter else 0))
             for length in (height, width)
         )
-        found += [(y, x, side) for y in rows for x in columns]
-    return found
+        squares += [(y, x, side) for y in rows for x in columns]
+    return squares
 
 
 def _starts(length: int, side: int, count: int) -> list[int]:

@@ -91,13 +91,13 @@ def evaluate_retrieval(
         queries = [q if options.crop_queries else Query(q.image) for q in benchmark.queries]
         database, unreadable = _describe_database(model, images(source), benchmark)
         good = np.flatnonzero(~unreadable).tolist()
-        known = {int(benchmark.database[place]): database[place] for place in good}
-        found = _describe_queries(model, images(source), queries, known)
-    lost = {query.image for query, row in zip(queries, found, strict=True) if row is None}
-    lost |= {*benchmark.database.tolist()} - known.keys()
+        described = {int(benchmark.database[position]): database[position] for position in good}
+        descriptors = _describe_queries(model, images(source), queries, described)
+    lost = {query.image for query, row in zip(queries, descriptors, strict=True) if row is None}
+    lost |= {*benchmark.database.tolist()} - described.keys()
     if lost:
         tell(f"warning: images that cannot be read are left out: {len(lost)}")
-    row = _judge(benchmark, found, database.to(device), np.flatnonzero(unreadable), options.k)
+    row = _judge(benchmark, descriptors, database.to(device), np.flatnonzero(unreadable), options.k)
     facts = {"queries": len(queries), "database": len(database), "dimensions": database.shape[1]}
     tell(
         "{queries} queries in {database} images, by descriptors of {dimensions} features".format(
@@ -135,7 +135,7 @@ def _describe_database(
 
 
 def _describe_queries(
-    model: Descriptors, images: SizedImages, queries: Sequence[Query], known: dict[int, Tensor]
+    model: Descriptors, images: SizedImages, queries: Sequence[Query], described: dict[int, Tensor]
 ) -> list[Tensor | None]:
     """Return the descriptor (D,) of each query, or None if it is unreadable.
 
@@ -143,9 +143,9 @@ def _describe_queries(
         model: Model for descriptors.
         images: Reader of the images.
         queries: The queries.
-        known: Known descriptors of whole images by index, which are not computed again.
+        described: Known descriptors of whole images by index, which are not computed again.
     """
-    rows = [known.get(query.image) if query.box is None else None for query in queries]
+    rows = [described.get(query.image) if query.box is None else None for query in queries]
     new = [number for number, row in enumerate(rows) if row is None]
     seen = _vectors(model, images, [queries[number] for number in new])
     for number, vectors in zip(new, seen, strict=True):
@@ -171,7 +171,7 @@ def _judge(
     """
     precision = trapezoidal_average_precision if benchmark.trapezoidal else average_precision
     names = ["map", *(f"precision_at_{k}" for k in depths)]
-    found: dict[str, list[list[float]]] = {part: [] for part in benchmark.parts}
+    results: dict[str, list[list[float]]] = {part: [] for part in benchmark.parts}
     for number, scores in _similarities(queries, database):
         for part, judge in benchmark.parts.items():
             judged = judge(number)
@@ -181,12 +181,12 @@ def _judge(
             ranks = ranks_of_positives(scores, positives, np.append(ignored, unreadable))
             if len(ranks):
                 row = [precision(ranks), *(precision_at(ranks, k) for k in depths)]
-                found[part].append(row)
-    if not any(found.values()):
+                results[part].append(row)
+    if not any(results.values()):
         raise UserError("retrieval: no query has an image to find")
     return {
         "_".join(filter(None, ("retrieval", part, name))): value
-        for part, rows in found.items()
+        for part, rows in results.items()
         if rows
         for name, value in zip(names, np.mean(rows, axis=0).tolist(), strict=True)
     }

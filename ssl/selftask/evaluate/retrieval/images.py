@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from selftask.config.schema import Config
-from selftask.data.loading.dataset import BadFiles, read
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import read
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, channels_of
+from selftask.data.transforms.pipeline import build_pipeline
 from selftask.data.transforms.resampling import resize
-from selftask.data.views import build_pipeline
 from selftask.errors import UserError
 from selftask.evaluate.retrieval.benchmark import Query
 
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class SizedImages:
-    """Images of a source, limited to a longest side and normalised as in ``eval.transforms``.
+    """Images of a source, limited to a longest side and normalized as in ``eval.transforms``.
 
     Args:
         source: The images.

@@ -24,10 +24,10 @@ def ranks_of_positives(
     irrelevant = np.ones(len(scores), dtype=bool)
     irrelevant[positives] = False
     irrelevant[ignored] = False
-    found = np.sort(scores[np.setdiff1d(positives, ignored)])[::-1]
+    hits = np.sort(scores[np.setdiff1d(positives, ignored)])[::-1]
     others = np.sort(scores[irrelevant])
-    before = len(others) - np.searchsorted(others, found, side="left")
-    ranks: np.ndarray = before + np.arange(len(found))
+    before = len(others) - np.searchsorted(others, hits, side="left")
+    ranks: np.ndarray = before + np.arange(len(hits))
     return ranks
 
 

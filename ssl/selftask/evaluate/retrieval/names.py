@@ -29,17 +29,17 @@ class ImageNames:
             UserError: If no image or several images match.
         """
         end = "/" + name.removeprefix("./")
-        found = [
+        matches = [
             index
             for index in self._by_stem.get(_stem(name), ())
             if (path := "/" + self._source.path(index)).endswith(end)
             or os.path.splitext(path)[0].endswith(end)
         ]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            first = ", ".join(self._source.path(index) for index in found[:2])
-            raise UserError(f"{where}: {name!r} may be any of {len(found)} images: {first}, ...")
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            first = ", ".join(self._source.path(index) for index in matches[:2])
+            raise UserError(f"{where}: {name!r} may be any of {len(matches)} images: {first}, ...")
         hint = nearest(_stem(name), self._by_stem, show=4)
         raise UserError(f"{where}: no image of data is called {name!r}; {hint}")
 

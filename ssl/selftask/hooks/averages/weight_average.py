@@ -76,11 +76,11 @@ class WeightAverage(Hook):
     def _begin(self, task: Task, values: dict[str, Tensor] | None = None) -> None:
         """Start the average from ``values``, or from the network's weights."""
         network = task.base_model
-        own: dict[str, Tensor] = dict(network.named_parameters())
+        parameters: dict[str, Tensor] = dict(network.named_parameters())
         saved = network.state_dict().keys()  # some buffers are not saved
         buffers = network.named_buffers() if self.buffers == "average" else ()
         averaged = {name: b for name, b in buffers if name in saved and b.is_floating_point()}
-        current = {**own, **averaged}
+        current = {**parameters, **averaged}
         self.weights = {
             name: value.detach().to(
                 "cpu" if self.device == "cpu" else current[name].device, copy=True
@@ -90,7 +90,7 @@ class WeightAverage(Hook):
         self.averaged_buffers = list(averaged)
         self.pairs = [  # (average, network); parameters may be sharded, buffers are not
             ([self.weights[name] for name in part], list(part.values()))
-            for part in (own, averaged)
+            for part in (parameters, averaged)
             if part
         ]
         task.averages[self.key] = self
@@ -98,8 +98,8 @@ class WeightAverage(Hook):
     @torch.no_grad()
     def update(self, weight: float) -> None:
         """Move the average by ``weight`` of the way to the current weights."""
-        for average, own in self.pairs:
-            pairs = zip(average, own, strict=True)
+        for average, current in self.pairs:
+            pairs = zip(average, current, strict=True)
             torch._foreach_lerp_(average, [value.to(mine.device) for mine, value in pairs], weight)
         self.updates += 1
 
@@ -112,19 +112,19 @@ class WeightAverage(Hook):
         pairs = [(network[name], value) for name, value in self.weights.items()]
         exported = task.loss.export_backbone(task.base_model)
         if all(module is not exported for module in task.base_model.modules()):
-            for name, own in exported.state_dict().items():
+            for name, current in exported.state_dict().items():
                 inner = f"backbone.{name}"
-                pairs.append((own, self.weights.get(inner, network[inner])))
-        saved = [own.clone() for own, _ in pairs]
+                pairs.append((current, self.weights.get(inner, network[inner])))
+        saved = [current.clone() for current, _ in pairs]
         with torch.no_grad():
-            for own, value in pairs:
-                own.copy_(value)
+            for current, value in pairs:
+                current.copy_(value)
         try:
             yield
         finally:
             with torch.no_grad():
-                for (own, _), value in zip(pairs, saved, strict=True):
-                    own.copy_(value)
+                for (current, _), value in zip(pairs, saved, strict=True):
+                    current.copy_(value)
 
     def on_phase_end(self, task: Task) -> None:
         """Repeat a test phase with the average."""

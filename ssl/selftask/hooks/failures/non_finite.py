@@ -73,7 +73,7 @@ class NonFiniteGuard(Hook):
         self.policy, self.budget, self.until, self.cause = policy, budget, until, cause
         self.in_row = 0  # consecutive steps skipped
         self.dumps = 0
-        self.found = False
+        self.has_failed = False
 
     def checks(self, task: Task) -> bool:
         """Return True if this step is checked."""
@@ -85,7 +85,7 @@ class NonFiniteGuard(Hook):
             self.kept = [(buffer, buffer.clone()) for buffer in _statistics(task)]
 
     def on_forward(self, task: Task) -> None:
-        if self.policy == "rollback" and self.found and self.checks(task):
+        if self.policy == "rollback" and self.has_failed and self.checks(task):
             self._skip()
 
     def on_loss_and_meter(self, task: Task) -> None:
@@ -109,7 +109,7 @@ class NonFiniteGuard(Hook):
         if self.cause is None or task.clock.batch < self.until:
             return
         cause, self.cause = self.cause, None
-        if not self.found:
+        if not self.has_failed:
             text = f"{cause}; all was finite when the steps were repeated, so look at the hardware"
             if self.policy == "stop":
                 raise NonFiniteLoss(text, step=cause.step, exact=True)
@@ -118,7 +118,7 @@ class NonFiniteGuard(Hook):
     def _handle(self, task: Task, what: str, here: Cause | None) -> None:
         """Dump the step; raise NonFiniteLoss or StepSkipped on every rank."""
         _restore(self.kept)
-        self.found = True
+        self.has_failed = True
         self.in_row += 1
         step, text = task.steps_done + 1, describe(task, what, here)
         if self.dumps < MOST_DUMPS:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from selftask.config.fields import setting
 from selftask.hooks.base import Hook
+from selftask.hooks.gradients.trained import updated_parameters
 from selftask.optim.gradients import clip_adaptively, clip_norm, clip_value, gradients, total_norm
 from selftask.registry import register_hook
 
@@ -50,7 +51,7 @@ class ClipGradients(Hook):
             yield f"max_value: has no effect with mode {self.mode!r}; set mode: value"
 
     def on_backward(self, task: Task) -> None:
-        parameters = [p for group in task.optimizer.param_groups for p in group["params"]]
+        parameters = updated_parameters(task)
         grads = gradients(parameters)
         p = math.inf if self.norm_type == "max" else self.norm_type
         if self.mode in ("norm", "per_parameter"):

@@ -12,6 +12,7 @@ from torch import Tensor
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_mean, world_size
 from selftask.hooks.base import Hook
+from selftask.hooks.gradients.trained import updated_parameters
 from selftask.logs import get_logger
 from selftask.optim.gradients import gradients, total_norm
 from selftask.registry import register_hook
@@ -56,9 +57,7 @@ class GradientNoise(Hook):
             return
         self.square = torch.zeros((), device=task.device)  # summed over the parts of this rank
         self.parts = min(task.config.train.accumulate, task.batches_left)
-        for group in task.optimizer.param_groups:
-            for parameter in group["params"]:
-                self.handles.append(parameter.register_hook(self._add))
+        self.handles = [p.register_hook(self._add) for p in updated_parameters(task)]
 
     def _add(self, grad: Tensor) -> None:
         """Add the squared norm of a part's gradient, which is scaled like the loss."""
@@ -71,15 +70,14 @@ class GradientNoise(Hook):
         number = self.parts * world_size()
         if number == 1:
             return
-        parameters = [p for group in task.optimizer.param_groups for p in group["params"]]
-        big = float(total_norm(gradients(parameters)) ** 2)
+        big = float(total_norm(gradients(updated_parameters(task))) ** 2)
         scale = task.grad_scaler.get_scale() / self.parts  # scale of a part's loss
         small = float(all_reduce_mean(self.square)) / self.parts / scale**2
         size = task.length.batch_size * self.parts
-        found = estimate(small, big, size / number, size)
+        estimates = estimate(small, big, size / number, size)
         self.means = tuple(  # type: ignore[assignment]
             self.decay * mean + (1 - self.decay) * new
-            for mean, new in zip(self.means, found, strict=True)
+            for mean, new in zip(self.means, estimates, strict=True)
         )
         noise, signal = self.means
         if signal > 0:  # the estimate may be negative at first

@@ -93,8 +93,10 @@ class EarlyStopping(Hook):
 
     def on_end(self, task: Task) -> None:
         if self.best is None and not self.waited:
-            known = nearest(self.metric, sorted(self.names))
-            log.warning("hooks.early_stopping.metric=%s: no row had it; %s", self.metric, known)
+            suggestion = nearest(self.metric, sorted(self.names))
+            log.warning(
+                "hooks.early_stopping.metric=%s: no row had it; %s", self.metric, suggestion
+            )
 
     def state_dict(self) -> dict[str, Any]:
         if not hasattr(self, "waited"):

@@ -58,13 +58,9 @@ class Fault(Hook):
         if self.at < 1:
             yield f"at: {self.at}; the first step is 1"
 
-    def on_phase_start(self, task: Task) -> None:
-        if self.kind == "nan_input" and task.train:
-            task.batches = self._with_nan(task, task.batches)
-
-    def _with_nan(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def wrap_batches(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            if self._is_due(task):
+            if self.kind == "nan_input" and self._is_due(task):
                 batch.all_views[0][0].fill_(torch.nan)
             yield batch
 

@@ -43,7 +43,7 @@ class Activations(Hook):
 
     def on_start(self, task: Task) -> None:
         self.handles: list[Any] = []  # of the forward hooks, during a logged step
-        self.found: dict[str, dict[str, Tensor]] = {}
+        self.statistics: dict[str, dict[str, Tensor]] = {}
         self.samples: dict[str, Tensor] = {}  # for histograms
         self.takes_media = False
 
@@ -58,7 +58,7 @@ class Activations(Hook):
         ]
 
     def on_update(self, task: Task) -> None:
-        for name, statistics in self.found.items():
+        for name, statistics in self.statistics.items():
             for statistic, value in statistics.items():
                 task.log(f"activations/{name}/{statistic}", value)
         for name, values in self.samples.items():
@@ -69,17 +69,19 @@ class Activations(Hook):
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self.found.clear()
+        self.statistics.clear()
         self.samples.clear()
 
     def _keeping(self, name: str) -> Any:
         def keep(layer: nn.Module, args: Any, output: Any) -> None:
-            is_first = isinstance(output, Tensor) and output.ndim > 1 and name not in self.found
+            is_first = (
+                isinstance(output, Tensor) and output.ndim > 1 and name not in self.statistics
+            )
             if not is_first:  # a later forward pass of the same step
                 return
             # computed now, since the next layer may work in place
             with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-                self.found[name] = describe_output(output, self.max_rows)
+                self.statistics[name] = describe_output(output, self.max_rows)
                 if self.takes_media:
                     self.samples[name] = output.detach().flatten()[:SAMPLES].clone()
 

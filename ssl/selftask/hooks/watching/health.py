@@ -11,6 +11,7 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.hooks.base import Hook
+from selftask.hooks.gradients.trained import updated_parameters
 from selftask.hooks.watching.limits import (
     CHANCE_AT_WHERE,
     CHANCE_STEPS,
@@ -54,7 +55,7 @@ class Health(Hook):
     """Embeddings used for each row."""
 
     def __post_init__(self) -> None:
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self.before: Tensor | None = None  # values of the weights before this step
         self.moved = False  # whether the weights have changed in a logged step
         self.ratios: list[float] = []  # the first and the smallest chance_ratio of the run
@@ -145,11 +146,11 @@ class Health(Hook):
 
     def _may_warn(self, task: Task, kind: str) -> bool:
         in_time = task.steps_done + 1 >= FROM_STEP and task.where <= UNTIL_WHERE
-        return in_time and kind not in self.told
+        return in_time and kind not in self.warned
 
     def _warn(self, task: Task, kind: str, text: str) -> None:
-        if kind not in self.told:
-            self.told.add(kind)
+        if kind not in self.warned:
+            self.warned.add(kind)
             log.warning("step %d: %s", task.steps_done + 1, text, extra={"about": kind})
 
 
@@ -161,11 +162,10 @@ def _peak(task: Task) -> float:
 def _sample(task: Task) -> Tensor:
     """Return a sample of values of every trained parameter of this rank."""
     values = []
-    for group in task.optimizer.param_groups:
-        for parameter in group["params"]:
-            own = parameter.detach()
-            flat = (own.to_local() if hasattr(own, "to_local") else own).flatten()
-            values.append(flat[:: max(1, flat.numel() // NUM_SAMPLED)].float())
+    for parameter in updated_parameters(task):
+        shard = parameter.detach()
+        flat = (shard.to_local() if hasattr(shard, "to_local") else shard).flatten()
+        values.append(flat[:: max(1, flat.numel() // NUM_SAMPLED)].float())
     return torch.cat(to_one_device(values))
 
 
@@ -182,13 +182,13 @@ def mean_cosine(rows: Tensor) -> Tensor:
 
 
 def effective_rank(rows: Tensor) -> Tensor:
-    """Return the exponential of the entropy of normalised singular values of centred (N, E) rows.
+    """Return the exponential of the entropy of normalized singular values of centered (N, E) rows.
 
     Roy and Vetterli, The effective rank, EUSIPCO 2007: between 1 and min(N, E). NaN if the rows are
     not finite; the loss then stops the run with an explanation.
     """
-    centred = rows - rows.mean(dim=0)
-    gram = centred @ centred.T if len(rows) < rows.shape[1] else centred.T @ centred
+    centered = rows - rows.mean(dim=0)
+    gram = centered @ centered.T if len(rows) < rows.shape[1] else centered.T @ centered
     if not gram.isfinite().all():
         return gram.new_tensor(torch.nan)  # eigvalsh would raise
     singular = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()

@@ -53,15 +53,15 @@ class Profiler(Hook):
     def on_start(self, task: Task) -> None:
         self.profile: Any = None
         self.steps = 0  # of this attempt
-        self.left = self.repeat if self.all_ranks or is_primary() else 0  # remaining windows
+        self.remaining = self.repeat if self.all_ranks or is_primary() else 0  # windows
         self.next = self.wait  # step before which the next window opens
 
     def before_step(self, task: Task) -> None:
-        if self.left and self.profile is None and self.steps == self.next:
+        if self.remaining and self.profile is None and self.steps == self.next:
             self._open(task)
 
     def on_step(self, task: Task) -> None:
-        if not (self.left and task.train):
+        if not (self.remaining and task.train):
             return
         self.steps += 1
         if self.profile is None:
@@ -69,7 +69,7 @@ class Profiler(Hook):
         self.profile.step()
         if self.steps == self.next + self.warmup + self.active:
             self._close()
-            self.left -= 1
+            self.remaining -= 1
             self.next = self.steps + self.wait
 
     def on_end(self, task: Task) -> None:

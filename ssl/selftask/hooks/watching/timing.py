@@ -69,19 +69,9 @@ class Timing(Hook):
             module.register_forward_hook(self._beginning("hooks"))
         task.optimizer.optimizer.register_step_pre_hook(self._beginning("update"))
         task.optimizer.optimizer.register_step_post_hook(self._beginning("hooks"))
-        reduce_gradients = task.reduce_gradients
-
-        def reduce() -> None:
-            self._begin("reduce")
-            reduce_gradients()
-            self._begin("hooks")
-
-        task.reduce_gradients = reduce  # type: ignore[method-assign]
 
     def on_phase_start(self, task: Task) -> None:
         self.listening = task.train
-        if task.train:
-            task.batches = self._reading(task.batches)
 
     def on_loss_and_meter(self, task: Task) -> None:
         self._begin("backward")
@@ -111,7 +101,15 @@ class Timing(Hook):
     def on_exception(self, task: Task) -> None:
         self._begin(None)
 
-    def _reading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def wrap_reduction(self, task: Task, reduce: Callable[[], None]) -> Callable[[], None]:
+        def timed() -> None:
+            self._begin("reduce")
+            reduce()
+            self._begin("hooks")
+
+        return timed
+
+    def wrap_batches(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
             self._begin("read")
             batch = next(batches, None)

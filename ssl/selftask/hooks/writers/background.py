@@ -44,22 +44,22 @@ class Background:
     def wait(self) -> int:
         """Wait until no call is pending, or none returns for ``PATIENCE_S``; return the rest."""
         with self._changed:
-            left = len(self._calls)
-            while left:
-                fewer = self._changed.wait_for(lambda: len(self._calls) < left, PATIENCE_S)  # noqa: B023
+            remaining = len(self._calls)
+            while remaining:
+                fewer = self._changed.wait_for(lambda: len(self._calls) < remaining, PATIENCE_S)  # noqa: B023
                 if not fewer:
                     break
-                left = len(self._calls)
-            return left
+                remaining = len(self._calls)
+            return remaining
 
     def close(self) -> int:
         """Wait as ``wait`` does, then end the thread; return the number of pending calls."""
-        left = self.wait()
+        remaining = self.wait()
         atexit.unregister(self.wait)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        return left
+        return remaining
 
     def _run(self) -> None:
         while True:

@@ -104,10 +104,10 @@ class Writer(Hook):
             return
         if self.background is not None:
             with activity(f"waiting for hooks.{self.title} to write its rows"):
-                left = self.background.close()
-            self._tell_of(left)
+                remaining = self.background.close()
+            self._tell_of(remaining)
             self.background = None
-            self.alive &= not left  # a writer that does not respond is not closed
+            self.alive &= not remaining  # a writer that does not respond is not closed
         if self.alive:
             self._guarded(lambda: self.close(failed=failed))
             self.alive = False
@@ -148,13 +148,13 @@ class Writer(Hook):
         with activity(f"waiting for hooks.{self.title}"):
             self.background.add(lambda: self._guarded(write) if self.alive else None)
 
-    def _tell_of(self, left: int) -> None:
-        if left:
+    def _tell_of(self, remaining: int) -> None:
+        if remaining:
             log.warning(
                 "hooks.%s does not answer: %d %s not written yet, training goes on",
                 self.title,
-                left,
-                "row is" if left == 1 else "rows are",
+                remaining,
+                "row is" if remaining == 1 else "rows are",
             )
 
     def _guarded(self, do: Callable[[], None]) -> None:
@@ -186,8 +186,8 @@ class TrackingWriter(Writer):
     takes_media: ClassVar[bool] = True
     in_background: ClassVar[bool] = True
 
-    def connect(self, task: Task, known: str | None) -> str:
-        """Resume the run named ``known``, or create a new one if it is None; return its id."""
+    def connect(self, task: Task, run_id: str | None) -> str:
+        """Resume the run ``run_id``, or create a new one if it is None; return its id."""
         raise NotImplementedError
 
     def send(self, step: int, row: dict[str, float]) -> None:

@@ -30,17 +30,17 @@ class MLflow(TrackingWriter):
     uri: str | None = None
     """Address of the server; null: MLFLOW_TRACKING_URI if set, else MLflow's default."""
 
-    def connect(self, task: Task, known: str | None) -> str:
+    def connect(self, task: Task, run_id: str | None) -> str:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         self.client: Any = MlflowClient(self.uri)
-        if known:
-            self.client.update_run(known, status="RUNNING")
-            return known
-        found = self.client.get_experiment_by_name(self.experiment)
+        if run_id:
+            self.client.update_run(run_id, status="RUNNING")
+            return run_id
+        existing = self.client.get_experiment_by_name(self.experiment)
         experiment = (
-            found.experiment_id if found else self.client.create_experiment(self.experiment)
+            existing.experiment_id if existing else self.client.create_experiment(self.experiment)
         )
         run = self.client.create_run(experiment, run_name=self.run_name or task.out.name)
         params = [Param(name, str(value)[:500]) for name, value in _flat(task.config.to_dict())]

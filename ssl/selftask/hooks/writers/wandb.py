@@ -51,15 +51,15 @@ class Wandb(TrackingWriter):
                 "hooks.wandb.mode=offline to write to OUT/wandb for `wandb sync`"
             )
 
-    def connect(self, task: Task, known: str | None) -> str:
+    def connect(self, task: Task, run_id: str | None) -> str:
         import wandb
 
         self.run: Any = wandb.init(
             project=self.project,
             entity=self.entity,
             name=self.run_name or task.out.name,
-            id=known,
-            resume="allow" if known else None,
+            id=run_id,
+            resume="allow" if run_id else None,
             mode=self.mode,
             dir=str(task.out),
             config=task.config.to_dict(),

@@ -82,13 +82,13 @@ class MemoryContrast(Method):
             self.pending.append((batch.index, features))
 
     def contrast(self, batch: Batch, *features: Tensor) -> list[Tensor]:
-        """Return the loss of each of some features (B, D), with own entries and negatives."""
-        own, negatives = self.memory[batch.index], self.memory[batch["negatives"]]
+        """Return the losses of features (B, D) each, by entries of the images and negatives."""
+        entries, negatives = self.memory[batch.index], self.memory[batch["negatives"]]
         loss: Callable[..., Tensor] = noise_contrast.info_nce
         if self.config.loss == "nce":
             constants = {"normalizer": batch["normalizer"], "num_images": len(self.memory)}
             loss = partial(noise_contrast.nce, **constants)
-        return [loss(rows, own, negatives, self.config.temperature) for rows in features]
+        return [loss(rows, entries, negatives, self.config.temperature) for rows in features]
 
     def on_update(self, task: Task) -> None:
         """Update the memory; in the first step, set NCE's constant for the rest of the run."""
@@ -100,7 +100,7 @@ class MemoryContrast(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if every entry is equally likely."""
+        """Loss of equal similarities: ln(1 + ``num_negatives``); with ``loss: nce`` as ``npid``."""
         negatives: int = self.config.num_negatives
         is_nce = self.config.loss == "nce"
         return noise_contrast.chance_of_nce(negatives) if is_nce else math.log1p(negatives)

@@ -83,5 +83,5 @@ class MomentumContrast(Method):
 
     @property
     def chance_loss(self) -> float:
-        """Loss if all similarities are equal: the key is one of 1 + K."""
+        """Loss of equal similarities: ln(1 + ``queue_size``)."""
         return math.log(1 + self.config.queue_size)

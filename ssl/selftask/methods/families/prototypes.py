@@ -103,9 +103,9 @@ class PrototypeHeads(Method):
             embed_dim: Number of features of the backbone, E.
             checkpoint: Checkpoint of a run.
             center: (K,).
-            head: Name of the head in the network.
+            head: Name of the head in the network, which the method ``build_NAME`` builds.
         """
-        trained = self.build_head(embed_dim)
+        trained = getattr(self, f"build_{head}")(embed_dim)
         load_part(trained, checkpoint, f"method.teacher.network.{head}")
         length = RunLength(**checkpoint["length"])
         temperature = last_value(self.config.teacher_temperature, length)

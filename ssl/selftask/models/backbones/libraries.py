@@ -187,9 +187,9 @@ def _refuse_given(config: Timm | Torchvision, library: str, *weights: str) -> No
 
     These include files of weights, which a library may unpickle.
     """
-    if given := [name for name in weights if config.args.get(name)]:
+    if names := [name for name in weights if config.args.get(name)]:
         raise UserError(
-            f"backbone.args.{given[0]}={config.args[given[0]]!r}: a backbone is made with random "
+            f"backbone.args.{names[0]}={config.args[names[0]]!r}: a backbone is made with random "
             f"weights; to start from those of {library}: init.backbone={library}:{config.model}"
         )
     if config.args.get("num_classes"):

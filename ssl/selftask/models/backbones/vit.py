@@ -70,7 +70,7 @@ class _ViT:
             num_heads=self.num_heads,
             global_pool=self.pool,
             class_token=self.class_token,
-            fc_norm=False,  # features are normalised before pooling: one layout for both pools
+            fc_norm=False,  # features are normalized before pooling: one layout for both pools
             drop_path_rate=self.drop_path,
             dynamic_img_size=self.dynamic_img_size,
             num_classes=0,

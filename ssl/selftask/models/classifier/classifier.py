@@ -19,12 +19,12 @@ from selftask.registry import HEAD_BLOCKS
 
 
 class Classifier(nn.Module):
-    """``head(backbone(images))``; a frozen backbone stays in eval mode and gets no gradient.
+    """``head(backbone(images))``; a frozen backbone stays in eval mode.
 
     Args:
         backbone: Images (N, C, H, W) -> features (N, E).
         num_classes: Number of classes, C.
-        frozen: Whether the backbone is not trained.
+        frozen: Whether the backbone is not trained; its parameters are frozen by a group rule.
         head: Result of ``build_chain`` or a ``Heads``; None: one linear layer.
     """
 
@@ -33,7 +33,7 @@ class Classifier(nn.Module):
     ) -> None:
         super().__init__()
         self.frozen = frozen
-        self.backbone = backbone.requires_grad_(not frozen)
+        self.backbone = backbone
         self.head = nn.Linear(embed_dim(backbone), num_classes) if head is None else head
         self.takes_tokens = takes_tokens(self.head)
         if frozen and head is None:  # as in MoCo's linear probe
@@ -50,8 +50,7 @@ class Classifier(nn.Module):
             return self.head(features.unflatten(0, (len(images), -1)))
         if self.takes_tokens:
             return self.head(extract(self.backbone, images))
-        features = self.backbone(images)  # a frozen backbone stores no activations
-        return self.head(features)
+        return self.head(self.backbone(images))
 
     def train(self, mode: bool = True) -> Classifier:
         """Set the mode of all modules except a frozen backbone, which stays in eval mode."""

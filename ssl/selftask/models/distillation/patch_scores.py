@@ -52,11 +52,11 @@ class PatchScoreNetwork(Network):
     def forward(self, views: Sequence[Tensor]) -> ImageAndPatchScores:  # type: ignore[override]
         """V tensors (B, C, H, W) -> scores. Adjacent views of the same size share a pass."""
         pooled, tokens = list[Tensor](), list[Tensor]()
-        for _, neighbours in groupby(range(len(views)), key=lambda place: views[place].shape):
-            places = list(neighbours)
-            features = self.extract([views[place] for place in places])
+        for _, neighbors in groupby(range(len(views)), key=lambda index: views[index].shape):
+            indices = list(neighbors)
+            features = self.extract([views[index] for index in indices])
             pooled.append(features.pooled)
-            tokens.extend(features.tokens.patches.chunk(len(places)))  # (B, N, E) of each view
+            tokens.extend(features.tokens.patches.chunk(len(indices)))  # (B, N, E) of each view
         every = torch.cat(pooled)  # (V * B, E)
         patches = torch.cat([view.flatten(0, 1) for view in tokens[: self.num_patch_views]])
         images: Tensor = self.head(every)

@@ -16,16 +16,16 @@ from selftask.models.weights.trained import Scores, Targets
 class ScoreTargets(nn.Module):
     """Conversion of scores into targets, as in the teacher's own method or as specified.
 
-    It has no state of its own, since temperature and centre belong to the teacher.
+    It has no state of its own, since temperature and center belong to the teacher.
 
     Args:
-        scores: Head of the teacher, with its temperature, centre and targets.
+        scores: Head of the teacher, with its temperature, center and targets.
         how: Kind of targets; None for the teacher's own.
         temperature: Temperature, or epsilon of Sinkhorn-Knopp; None for the teacher's own.
         iterations: Number of iterations of Sinkhorn-Knopp.
 
     Raises:
-        ValueError: If ``centering`` is requested and there is no centre.
+        ValueError: If ``centering`` is requested and there is no center.
     """
 
     center: Tensor  # (K,), or 0
@@ -44,7 +44,7 @@ class ScoreTargets(nn.Module):
         self.power, self.iterations = scores.power, iterations
         center = scores.center if self.how == "centering" else torch.zeros(())
         if center is None:
-            raise ValueError("centering needs a centre, and these scores have none")
+            raise ValueError("centering needs a center, and these scores have none")
         self.register_buffer("center", center, persistent=False)
 
     @torch.no_grad()

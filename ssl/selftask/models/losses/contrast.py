@@ -52,7 +52,7 @@ def gathered_cross_entropy(query: Tensor, key: Tensor, *, scale: float | Tensor)
 def shuffle_bn(images: Tensor) -> Tensor:
     """Return every W-th image of the global batch, for shuffled BatchNorm (MoCo, section 3.3).
 
-    A query and its key are then normalised with statistics of different images; otherwise these
+    A query and its key are then normalized with statistics of different images; otherwise these
     statistics would reveal the match. The global batch is in random order, so taking every W-th
     image replaces the paper's random permutation.
     """

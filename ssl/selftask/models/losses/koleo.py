@@ -1,7 +1,7 @@
 """KoLeo regularizer, which spreads features evenly over the unit sphere.
 
 Sablayrolles et al., Spreading Vectors for Similarity Search, ICLR 2019, arXiv:1806.03198, eq. 2;
-DINOv2 (arXiv:2304.07193) normalises the features first.
+DINOv2 (arXiv:2304.07193) normalizes the features first.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _EPS = 1e-8  # as in DINOv2's published code
 
 @in_full_precision
 def koleo(features: Tensor) -> Tensor:
-    """Return the mean of -log of the distance to the nearest neighbour on the unit sphere.
+    """Return the mean of -log of the distance to the nearest neighbor on the unit sphere.
 
-    Neighbours are searched in the global batch. DINOv2's code searches on each GPU separately, so
+    Neighbors are searched in the global batch. DINOv2's code searches on each GPU separately, so
     its loss depends on the number of GPUs.
 
     Args:
@@ -30,8 +30,8 @@ def koleo(features: Tensor) -> Tensor:
     everyone = gather_cat_with_grad(features)  # (W * B, D)
     with torch.no_grad():
         similarity = features @ everyone.T  # (B, W * B)
-        own = torch.arange(len(features), device=features.device)
-        similarity[own, own + rank() * len(features)] = -1.0
+        rows = torch.arange(len(features), device=features.device)
+        similarity[rows, rows + rank() * len(features)] = -1.0
         nearest = similarity.argmax(dim=1)
     distance = F.pairwise_distance(features, everyone[nearest], eps=_EPS)
     return -torch.log(distance + _EPS).mean()

@@ -29,8 +29,8 @@ def variance_covariance(features: Tensor) -> tuple[Tensor, Tensor]:
     """
     num_images = features.shape[-2] * world_size()
     mean = sum_with_grad(features.sum(dim=-2, keepdim=True)) / num_images
-    centred = features - mean
-    covariance = sum_with_grad(centred.mT @ centred) / (num_images - 1)  # (..., D, D)
+    centered = features - mean
+    covariance = sum_with_grad(centered.mT @ centered) / (num_images - 1)  # (..., D, D)
     variance = covariance.diagonal(dim1=-2, dim2=-1)  # (..., D)
     hinge = (1 - (variance + EPS).sqrt()).relu().mean()
     others = covariance - torch.diag_embed(variance)

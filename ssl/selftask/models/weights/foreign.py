@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,18 @@ from torch import Tensor, nn
 from selftask.checkpoint.manifest import write_checked
 from selftask.errors import UserError
 from selftask.models.weights.export import portable_state, write_whole
+from selftask.models.weights.layouts import Layout, Rename
 
 FILES = {"detectron2": "detectron2.pkl", "vissl": "vissl.torch"}
 
-_TO_DETECTRON2 = (  # as in MoCo's convert-pretrain-to-detectron2.py
+_RENAMES: tuple[Rename, ...] = (  # as in MoCo's convert-pretrain-to-detectron2.py
     (r"^(?=conv1|bn1)", "stem."),
     (r"^layer(\d)", lambda match: f"res{int(match[1]) + 1}"),
     (r"\bbn(\d)", r"conv\1.norm"),
     (r"downsample\.0", "shortcut"),
     (r"downsample\.1", "shortcut.norm"),
 )
+_TO_DETECTRON2 = Layout("detectron2", "", renames=_RENAMES)
 
 
 def check_foreign(backbone: nn.Module, layout: str) -> None:
@@ -60,7 +61,5 @@ def to_detectron2(state: dict[str, Tensor]) -> dict[str, Any]:
     for key, value in state.items():
         if key.endswith("num_batches_tracked"):
             continue
-        for pattern, replacement in _TO_DETECTRON2:
-            key = re.sub(pattern, replacement, key)  # type: ignore[arg-type]
-        arrays[key] = value.numpy()
+        arrays[_TO_DETECTRON2.rename(key)] = value.numpy()
     return {"model": arrays, "__author__": "selftask", "matching_heuristics": True}

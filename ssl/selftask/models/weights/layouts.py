@@ -8,7 +8,7 @@ exceptions: which of several networks to use, and other names of its parts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_
 """Parts of keys added by torch.compile, FSDP and activation checkpointing."""
 
 
+Rename = tuple[str, str | Callable[[re.Match[str]], str]]
+"""A regular expression, and its replacement."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Layout of one framework's checkpoints."""
@@ -29,7 +33,7 @@ class Layout:
     writer: str
     prefix: str  # before the backbone's own keys, including keys of enclosing dicts
     network: str = ""  # part of the prefix to prefer if a file has several networks
-    renames: tuple[tuple[str, str], ...] = ()  # (regular expression, replacement), in this order
+    renames: tuple[Rename, ...] = ()  # in this order
 
     def rename(self, key: str) -> str:
         """Return the key under torchvision's or timm's name."""
@@ -38,7 +42,12 @@ class Layout:
         return key
 
 
-_CLASSY_REGNET = (  # Classy Vision's blocks -> names in torchvision's RegNet
+def _stages(pattern: str, first: int) -> Rename:
+    """Return the renaming of a ResNet's stages, which a pattern (before)(number) matches."""
+    return pattern, lambda match: f"{match[1]}layer{int(match[2]) - first + 1}."
+
+
+_CLASSY_REGNET: tuple[Rename, ...] = (  # Classy Vision's blocks -> names in torchvision's RegNet
     (r"(^|\.)(conv1|stem)\.stem\.", r"\1stem."),
     (r"(^|\.)res\d\.(block\d)-(\d+)\.", r"\1trunk_output.\2.\2-\3."),
     (r"(block\d-\d+)\.proj\.", r"\1.proj.0."),
@@ -49,33 +58,26 @@ _CLASSY_REGNET = (  # Classy Vision's blocks -> names in torchvision's RegNet
     (r"\.f\.se\.excitation\.2\.", ".f.se.fc2."),
 )
 
-_DETECTRON2 = (  # the inverse of MoCo's and VISSL's converters of a ResNet to detectron2
+_DETECTRON2: tuple[
+    Rename, ...
+] = (  # the inverse of MoCo's and VISSL's converters of a ResNet to detectron2
     (r"(^|\.)stem\.", r"\1"),
-    (r"(^|\.)res2\.", r"\1layer1."),
-    (r"(^|\.)res3\.", r"\1layer2."),
-    (r"(^|\.)res4\.", r"\1layer3."),
-    (r"(^|\.)res5\.", r"\1layer4."),
+    _stages(r"(^|\.)res([2-5])\.", 2),
     (r"conv(\d)\.norm\.", r"bn\1."),
     (r"shortcut\.norm\.", "downsample.1."),
     (r"shortcut\.", "downsample.0."),
 )
 
-_CHILDREN = (  # nn.Sequential(*list(resnet.children())[:-1])
+_CHILDREN: tuple[Rename, ...] = (  # nn.Sequential(*list(resnet.children())[:-1])
     (r"^((?:[^.\d][^.]*\.)*)0\.(weight)$", r"\1conv1.\2"),
     (r"^((?:[^.\d][^.]*\.)*)1\.(?=\w+$)", r"\1bn1."),
-    (r"^((?:[^.\d][^.]*\.)*)4\.", r"\1layer1."),
-    (r"^((?:[^.\d][^.]*\.)*)5\.", r"\1layer2."),
-    (r"^((?:[^.\d][^.]*\.)*)6\.", r"\1layer3."),
-    (r"^((?:[^.\d][^.]*\.)*)7\.", r"\1layer4."),
+    _stages(r"^((?:[^.\d][^.]*\.)*)([4-7])\.", 4),
 )
 
-_CLASSY_RESNET = (
+_CLASSY_RESNET: tuple[Rename, ...] = (
     (r"(^|\.)initial_block\._module\.0\.", r"\1conv1."),
     (r"(^|\.)initial_block\._module\.1\.", r"\1bn1."),
-    (r"(^|\.)blocks\.0\.block0-", r"\1layer1."),
-    (r"(^|\.)blocks\.1\.block1-", r"\1layer2."),
-    (r"(^|\.)blocks\.2\.block2-", r"\1layer3."),
-    (r"(^|\.)blocks\.3\.block3-", r"\1layer4."),
+    _stages(r"(^|\.)blocks\.([0-3])\.block\2-", 0),
     (r"\.convolutional_block\.0\.", ".conv1."),
     (r"\.convolutional_block\.1\.", ".bn1."),
     (r"\.convolutional_block\.3\.", ".conv2."),
@@ -83,7 +85,9 @@ _CLASSY_RESNET = (
     (r"\.convolutional_block\.6\.", ".conv3."),
 )
 
-_CAFFE2 = (  # blobs of Detectron's ResNets: conv1_w, res_conv1_bn_s, res2_0_branch2a_w
+_CAFFE2: tuple[
+    Rename, ...
+] = (  # blobs of Detectron's ResNets: conv1_w, res_conv1_bn_s, res2_0_branch2a_w
     (r"_bn_(s|gamma)$", "_bn.weight"),
     (r"_bn_(b|beta)$", "_bn.bias"),
     (r"_bn_(rm|running_mean)$", "_bn.running_mean"),
@@ -91,19 +95,18 @@ _CAFFE2 = (  # blobs of Detectron's ResNets: conv1_w, res_conv1_bn_s, res2_0_bra
     (r"_w$", ".weight"),
     (r"_b$", ".bias"),
     (r"(^|\.)res_conv1_bn\.", r"\1bn1."),
-    (r"(^|\.)res2_(\d+)_", r"\1layer1.\2."),
-    (r"(^|\.)res3_(\d+)_", r"\1layer2.\2."),
-    (r"(^|\.)res4_(\d+)_", r"\1layer3.\2."),
-    (r"(^|\.)res5_(\d+)_", r"\1layer4.\2."),
+    _stages(r"(^|\.)res([2-5])_(?=\d)", 2),
+    (r"(^|\.)(layer\d\.\d+)_", r"\1\2."),
     (r"branch1_bn\.", "downsample.1."),
     (r"branch1\.", "downsample.0."),
-    (r"branch2a_bn\.", "bn1."),
-    (r"branch2a\.", "conv1."),
-    (r"branch2b_bn\.", "bn2."),
-    (r"branch2b\.", "conv2."),
-    (r"branch2c_bn\.", "bn3."),
-    (r"branch2c\.", "conv3."),
+    (r"branch2([a-c])_bn\.", lambda match: f"bn{'abc'.index(match[1]) + 1}."),
+    (r"branch2([a-c])\.", lambda match: f"conv{'abc'.index(match[1]) + 1}."),
     (r"(^|\.)(fc1000|pred)\.", r"\1fc."),
+)
+
+_DINOV3 = (  # Meta's vision transformer -> timm's
+    (r"\.ls([12])\.gamma$", r".gamma_\1"),
+    (r"(^|\.)storage_tokens$", r"\1reg_token"),
 )
 
 _VISSL = "classy_state_dict.base_model.model.trunk."
@@ -113,6 +116,7 @@ LAYOUTS = (
     Layout("VISSL, vision transformer", _VISSL, "base_model"),
     Layout("VISSL, RegNet", f"{_VISSL}_feature_blocks.", "base_model", _CLASSY_REGNET),
     Layout("DINO, DINOv2", "teacher.backbone.", "teacher"),
+    Layout("DINOv3", "teacher.backbone.", "teacher", _DINOV3),
     Layout("MoCo", "state_dict.module.encoder_q.", "encoder_q"),
     Layout("MoCo v3", "state_dict.module.base_encoder.", "base_encoder"),
     Layout("BYOL", "online_encoder.net.", "online_encoder"),
@@ -160,35 +164,36 @@ class Placement:
 
 def flatten(content: Any) -> dict[str, Tensor]:
     """Return the tensors and arrays in nested dicts, with keys joined by dots."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def visit(value: Any, path: str) -> None:
         if isinstance(value, Tensor):
-            found[path] = value
+            tensors[path] = value
         elif isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
-            found[path] = torch.from_numpy(value)
+            tensors[path] = torch.from_numpy(value)
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 visit(item, f"{path}.{key}" if path else str(key))
 
     visit(content, "")
-    return found
+    return tensors
 
 
-def place(state: State, own: State) -> Placement:
-    """Match the tensors of a file with a backbone's state dict ``own``.
+def place(state: State, backbone: State) -> Placement:
+    """Match the tensors of a file with a backbone's state dict ``backbone``.
 
     The renames of each of ``LAYOUTS`` are tried on all keys, then every prefix whose removal gives
     some key of the backbone. The result with the most tensors of equal name and shape is used; ties
     are resolved by the order of ``LAYOUTS``, then by the shorter prefix.
     """
     clean = with_statistics({_WRAPPERS.sub("", key): value for key, value in state.items()})
+    clean = with_masked_biases(clean, backbone)
     forms: list[tuple[tuple[int, int], dict[str, str], list[str]]] = []
     for layout in (_PLAIN, *(row for row in LAYOUTS if row.renames)):
         names = {layout.rename(key): key for key in clean}
-        score, prefixes = _best_prefixes(names, clean, own)
+        score, prefixes = _best_prefixes(names, clean, backbone)
         forms.append((score, names, prefixes))
-        if score[0] == len(own):
+        if score[0] == len(backbone):
             break
     _, names, prefixes = max(forms, key=lambda form: form[0])
     chosen, *others = sorted(prefixes, key=lambda prefix: (_rank(prefix), len(prefix), prefix))
@@ -217,6 +222,26 @@ def with_statistics(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return complete
 
 
+def with_masked_biases(state: dict[str, Tensor], backbone: State) -> dict[str, Tensor]:
+    """Return the state of a DINOv3 file with biases as timm has them: of q and v, or none.
+
+    There a mask keeps the biases of k at 0; those of most released models are all 0. The periods of
+    RoPE and the norm of local crops are dropped. Other files are returned unchanged.
+    """
+    masks = [key for key in state if key.endswith(".qkv.bias_mask")]
+    if not masks:
+        return state
+    has_biases = any(key.endswith(".q_bias") for key in backbone)
+    dropped = re.compile(r"(^|\.)(rope_embed|local_cls_norm)\.")
+    complete = {key: value for key, value in state.items() if not dropped.search(key)}
+    for key in masks:
+        mask, part = complete.pop(key).nan_to_num(), key.removesuffix("qkv.bias_mask")
+        bias = complete.pop(f"{part}qkv.bias") * mask
+        if has_biases or bias.any():
+            complete[f"{part}q_bias"], _, complete[f"{part}v_bias"] = bias.chunk(3)
+    return complete
+
+
 def grouped(keys: Iterable[str], prefix: str) -> dict[str, int]:
     """Count keys by the first part in which they differ from ``prefix``."""
     beside, counts = prefix.split("."), dict[str, int]()
@@ -229,7 +254,7 @@ def grouped(keys: Iterable[str], prefix: str) -> dict[str, int]:
 
 
 def _best_prefixes(
-    names: Mapping[str, str], state: State, own: State
+    names: Mapping[str, str], state: State, backbone: State
 ) -> tuple[tuple[int, int], list[str]]:
     """Return the largest number of matches, and the prefixes whose removal gives it."""
     counts: dict[str, tuple[int, int]] = {"": (0, 0)}
@@ -237,11 +262,11 @@ def _best_prefixes(
         parts = name.split(".")
         for start in range(len(parts)):
             rest = ".".join(parts[start:])
-            if rest in own:
+            if rest in backbone:
                 prefix = name[: len(name) - len(rest)]
-                fitting, found = counts.get(prefix, (0, 0))
-                fits = state[key].shape == own[rest].shape
-                counts[prefix] = (fitting + fits, found + 1)
+                fitting, named = counts.get(prefix, (0, 0))
+                fits = state[key].shape == backbone[rest].shape
+                counts[prefix] = (fitting + fits, named + 1)
     best = max(counts.values())
     return best, [prefix for prefix, count in counts.items() if count == best]
 

@@ -42,9 +42,9 @@ _COUNTER = "num_batches_tracked"
 """A BatchNorm counter that is missing in files from before 2018 and in some recent ones."""
 
 
-def load_part(module: nn.Module, checkpoint: Mapping[str, Any], place: str) -> None:
-    """Load all of ``weights_at(checkpoint, place)``; do nothing on the meta device of a plan."""
-    weights = weights_at(checkpoint, place)
+def load_part(module: nn.Module, checkpoint: Mapping[str, Any], path: str) -> None:
+    """Load all of ``weights_at(checkpoint, path)``; do nothing on the meta device of a plan."""
+    weights = weights_at(checkpoint, path)
     if not is_on_meta(module):
         module.load_state_dict(weights)
 
@@ -59,17 +59,17 @@ def with_prefix(state: State, prefix: str, what: str) -> dict[str, Tensor]:
 
     Raises UserError, with the parts of the file, if there are no such tensors.
     """
-    found = {key.removeprefix(prefix): v for key, v in state.items() if key.startswith(prefix)}
-    if not found:
+    matches = {key.removeprefix(prefix): v for key, v in state.items() if key.startswith(prefix)}
+    if not matches:
         ends = ((key, dot.end()) for key in state for dot in re.finditer(r"\.", key))
-        known = list(dict.fromkeys(key[:end] for key, end in ends))
-        close = get_close_matches(prefix, known, n=1, cutoff=0.0)
+        prefixes = list(dict.fromkeys(key[:end] for key, end in ends))
+        close = get_close_matches(prefix, prefixes, n=1, cutoff=0.0)
         raise UserError(
             f"{what}: no tensor has the prefix {prefix!r}; the nearest is {close[0]!r}"
             if close
             else f"{what}: no tensor has a prefix"
         )
-    return found
+    return matches
 
 
 def renamed(state: State, rules: Sequence[tuple[str, str]], what: str) -> dict[str, Tensor]:
@@ -144,10 +144,10 @@ def load_weights(
             f"{name} ({count} {plural('tensor', count)})" for name, count in match.left_out.items()
         ]
         log.info("%s: left out: %s", what, join_some(parts, show=8))
-    own = module.state_dict()
+    tensors = module.state_dict()
     with torch.no_grad():
         for key, value in match.found.items():
-            own[key].copy_(value)
+            tensors[key].copy_(value)
 
 
 @dataclass(frozen=True)
@@ -178,20 +178,20 @@ class _Match:
             count = tops.setdefault(key.partition(".")[0], [0, 0])
             count[0] += key in self.found
             count[1] += 1
-        parts = ", ".join(f"{top} {found}/{wanted}" for top, (found, wanted) in tops.items())
+        parts = ", ".join(f"{top} {matched}/{wanted}" for top, (matched, wanted) in tops.items())
         return f"{len(self.found)}/{self.num_wanted} tensors ({parts})"
 
 
 def _skipped(module: nn.Module, patterns: Sequence[str], what: str) -> set[str]:
     """Return the names of tensors that match a pattern; raise UserError if one matches none."""
-    known = list(module.state_dict())
+    names = list(module.state_dict())
     skipped: set[str] = set()
     for pattern in patterns:
-        matches = fnmatch.filter(known, pattern)
+        matches = fnmatch.filter(names, pattern)
         if not matches:
             raise UserError(
                 f"{what}: skip: {pattern!r} matches no tensor of the backbone; "
-                f"{nearest(pattern, known)}"
+                f"{nearest(pattern, names)}"
             )
         skipped.update(matches)
     if skipped:
@@ -201,27 +201,27 @@ def _skipped(module: nn.Module, patterns: Sequence[str], what: str) -> set[str]:
 
 def _match(module: nn.Module, state: State, what: str, skipped: Set[str]) -> _Match:
     """Compare the module, without ``skipped`` tensors, with the best network of the file."""
-    own = {key: value for key, value in module.state_dict().items() if key not in skipped}
-    placed = place(state, own)
-    known = {key: value for key, value in placed.inner.items() if key in own}
-    found, misshapen = {}, {}
-    for key, value in known.items():
+    wanted = {key: value for key, value in module.state_dict().items() if key not in skipped}
+    placed = place(state, wanted)
+    named = {key: value for key, value in placed.inner.items() if key in wanted}
+    fitting_tensors, misshapen = {}, {}
+    for key, value in named.items():
         fitting: Tensor | None = value
-        if value.shape != own[key].shape:
+        if value.shape != wanted[key].shape:
             fitting = interpolate_positions(module, key, value)
         if fitting is None:
-            misshapen[key] = (tuple(value.shape), tuple(own[key].shape))
+            misshapen[key] = (tuple(value.shape), tuple(wanted[key].shape))
             continue
         if fitting is not value and not is_on_meta(module):
             shapes = tuple(value.shape), tuple(fitting.shape)
             log.info("%s: %s is interpolated from %s to %s", what, key, *shapes)
-        found[key] = fitting
-    beyond = [key for key in placed.inner if key not in own and key not in skipped]
+        fitting_tensors[key] = fitting
+    beyond = [key for key in placed.inner if key not in wanted and key not in skipped]
     heads = [placed.prefix + key for key in beyond if key.startswith(_HEADS)]
     return _Match(
-        wanted=[key for key in own if key in placed.inner or not key.endswith(_COUNTER)],
-        found=found,
-        missing=[key for key in own if key not in placed.inner and not key.endswith(_COUNTER)],
+        wanted=[key for key in wanted if key in placed.inner or not key.endswith(_COUNTER)],
+        found=fitting_tensors,
+        missing=[key for key in wanted if key not in placed.inner and not key.endswith(_COUNTER)],
         unexpected=[key for key in beyond if not key.startswith(_HEADS)],
         misshapen=misshapen,
         prefix=placed.prefix,
@@ -251,6 +251,6 @@ def _explain(match: _Match, min_matched: float, what: str) -> str:
     return "\n".join(lines)
 
 
-def _nearest_key(key: str, known: list[str]) -> str:
-    close = get_close_matches(key, known, n=1, cutoff=0.6)
+def _nearest_key(key: str, keys: list[str]) -> str:
+    close = get_close_matches(key, keys, n=1, cutoff=0.6)
     return f" (the file has {close[0]})" if close else ""

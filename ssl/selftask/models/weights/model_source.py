@@ -70,18 +70,18 @@ def open_model(
     Raises:
         UserError: If something is missing or does not match.
     """
-    facts, place = _describe(address, weights, trust, image_size)
+    facts, location = _describe(address, weights, trust, image_size)
     library, name = split_address(address)
     try:
         backbone = build_backbone(Component(**facts["architecture"]), facts.get("channels", 3))
     except TypeError as error:
-        origin = place.origin if place else address
+        origin = location.origin if location else address
         raise UserError(f"{origin}: architecture: cannot be built: {error}") from error
     if is_on_meta(backbone):
         log.debug("%s: on the meta device, its weights are not read", address)
         state, what = None, address
-    elif place is not None:
-        state, what = place.read(), str(place.weights)
+    elif location is not None:
+        state, what = location.read(), str(location.weights)
     elif weights == PRETRAINED:
         state, what = download(library, name), address
     else:
@@ -111,14 +111,14 @@ def _describe(
     library, name = split_address(address)
     if library:
         return _for_size(_describe_library(library, name, weights), image_size), None
-    place = find_weights(address)
-    facts = _for_size(place.facts(), image_size)
+    location = find_weights(address)
+    facts = _for_size(location.facts(), image_size)
     if not trust:
         architecture = Component(**facts["architecture"])
         named = {**architecture.args, "name": architecture.name}
-        found = code_in({"architecture": named, "transforms": facts.get("transforms")})
-        refuse_code(found, str(place.origin))
-    return facts, place
+        code = code_in({"architecture": named, "transforms": facts.get("transforms")})
+        refuse_code(code, str(location.origin))
+    return facts, location
 
 
 def read_init(config: Config) -> State | None:
@@ -181,7 +181,7 @@ def _fit_init(backbone: nn.Module, config: Config, weights: State) -> None:
 
 
 def read_weights(address: str) -> dict[str, Tensor]:
-    """Return the weights at an address, to initialise a network (``init.backbone``).
+    """Return the weights at an address, to initialize a network (``init.backbone``).
 
     The address is one of ``open_model``, any file of weights, ``RUN@best`` or ``RUN@STEP``. Its
     architecture may be unknown: ``load_weights`` checks whether the weights match.
@@ -223,10 +223,10 @@ def open_checkpoint(address: str) -> dict[str, Any]:
     path = named_checkpoint(address) or fetch(local_run(address, num_checkpoints=1))
     read, folder = partial(store.load, wanted=of_networks), path / "checkpoints"
     if is_folder(folder):
-        found = store.load_newest(folder, read)
-        if found is None:
+        newest = store.load_newest(folder, read)
+        if newest is None:
             raise UserError(f"{address}: the run has no checkpoint yet")
-        return found[0]
+        return newest[0]
     if not exists(path):
         raise UserError(f"{address}: there is no such run or checkpoint")
     try:
@@ -275,9 +275,9 @@ def _input_size(library: str, name: str) -> int:
     if library == "timm":
         import timm
 
-        known = timm.get_pretrained_cfg(name)
-        if known is not None:
-            return int(known.input_size[-1])
+        config = timm.get_pretrained_cfg(name)
+        if config is not None:
+            return int(config.input_size[-1])
     return 224
 
 
@@ -306,7 +306,7 @@ def _transforms(
     std: Sequence[float],
     interpolation: str = "bilinear",
 ) -> list[dict[str, Any]]:
-    """Resize the short side to ``resized``, crop ``size`` pixels at the center and normalise."""
+    """Resize the short side to ``resized``, crop ``size`` pixels at the center and normalize."""
     return [
         {"name": "resize", "size": resized, "interpolation": interpolation},
         {"name": "center_crop", "size": size},

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor
 
 from selftask.checkpoint import store
 from selftask.checkpoint.mirror import local_run
 from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
 from selftask.config.schema import Component
-from selftask.errors import UserError
+from selftask.errors import UserError, shorten
 from selftask.files import addresses
 from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import expand_user, is_file, is_folder
-from selftask.files.received import UnreadableFile, read_json
+from selftask.files.received import read_json
+from selftask.files.yaml_file import parse_yaml
 from selftask.logs import get_logger
 from selftask.models.weights.address import no_model
 from selftask.models.weights.export import META, WEIGHTS, metadata
 from selftask.models.weights.read import backbone_state, of_backbone, read_backbone, read_state
 
 log = get_logger(__name__)
+
+
+_UNEXPECTED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
+
+
+@contextmanager
+def written_by_selftask(origin: str | Path) -> Iterator[None]:
+    """Context in which errors of unexpected content become a UserError in one line.
+
+    Args:
+        origin: The file or run with the content, for the message.
+    """
+    try:
+        yield
+    except _UNEXPECTED as error:
+        reason = shorten(repr(error), 300)
+        raise UserError(f"{origin}: is not what selftask writes ({reason})") from error
+
+
+def config_of(checkpoint: Mapping[str, Any], origin: str | Path) -> dict[str, Any]:
+    """Return the config in a checkpoint as plain values; raise UnreadableFile if it is none."""
+    return parse_yaml(checkpoint["config"].encode(errors="surrogatepass"), origin)
 
 
 @dataclass(frozen=True)
@@ -53,7 +76,7 @@ class Exported:
                 f"{self.weights}: nothing says which architecture it is for, {self.meta} is "
                 f"missing; use timm:NAME or torchvision:NAME with weights={self.weights}"
             )
-        try:
+        with written_by_selftask(self.meta):
             facts = read_json(self.meta)
             if facts.keys() >= {"bytes", "crc32"}:  # the manifest of a checkpoint
                 raise UserError(
@@ -61,9 +84,7 @@ class Exported:
                     "`selftask export` takes out of the newest one"
                 )
             {**Component(**facts["architecture"]).args}  # raises TypeError if it is not a mapping
-        except (UnreadableFile, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{self.meta}: is not what selftask writes ({error!r})") from error
-        return dict(facts)
+        return facts
 
 
 @dataclass(frozen=True)
@@ -84,8 +105,8 @@ class Saved:
 
     def facts(self) -> dict[str, Any]:
         """Return the metadata that an export of this checkpoint would have."""
-        try:
-            config = yaml.safe_load(self.state["config"])
+        with written_by_selftask(self.weights):
+            config = config_of(self.state, self.weights)
             return metadata(
                 component(config["backbone"]),
                 [component(transform) for transform in config["eval"]["transforms"]],
@@ -94,8 +115,6 @@ class Saved:
                 step=int(self.state["clock"]["steps_done"]),
                 recipe=config["recipe"],
             )
-        except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.weights}: is not what selftask writes ({error!r})") from error
 
 
 def find_weights(address: str) -> Exported | Saved:
@@ -119,10 +138,10 @@ def find_weights(address: str) -> Exported | Saved:
         return Saved(path, read_backbone(path))
     for folder in (path / "export", path):
         if is_file(folder / WEIGHTS):
-            place = Exported(folder / WEIGHTS, folder / META)
-            _warn_of_newer(path, place)
-            return place
-    found = store.load_newest(
+            export = Exported(folder / WEIGHTS, folder / META)
+            _warn_of_newer(path, export)
+            return export
+    newest = store.load_newest(
         expand_user(local_run(address, num_checkpoints=1)) / "checkpoints",
         partial(
             store.load_with,
@@ -130,12 +149,12 @@ def find_weights(address: str) -> Exported | Saved:
             read=partial(store.load, wanted=of_backbone),
         ),
     )
-    if found is None:
+    if newest is None:
         raise UserError(
             f"{path}: holds no {WEIGHTS}, nor does {path / 'export'}, and there is no checkpoint: "
             "is it a run?"
         )
-    state, checkpoint = found
+    state, checkpoint = newest
     log.info("%s: has no export; taking its newest checkpoint, %s", address, checkpoint.name)
     return Saved(checkpoint, state)
 
@@ -145,15 +164,15 @@ def component(section: Mapping[str, Any]) -> Component:
     return Component(name=section["name"], args={k: v for k, v in section.items() if k != "name"})
 
 
-def _warn_of_newer(run: Path, place: Exported) -> None:
+def _warn_of_newer(run: Path, export: Exported) -> None:
     """Warn if the export is older than the newest checkpoint, since the run was continued."""
     newest = next(iter(checkpoints(run / "checkpoints")), None)
-    if newest is None or not is_file(place.meta):
+    if newest is None or not is_file(export.meta):
         return
-    there, exported = step_of(newest), place.facts().get("step")
+    there, exported = step_of(newest), export.facts().get("step")
     if exported is not None and exported != there:
         log.warning(
             "%s is of step %d, and the newest checkpoint of step %d; `selftask export %s` writes "
             "that of the newest",
-            *(place.weights, exported, there, run),
+            *(export.weights, exported, there, run),
         )

@@ -54,12 +54,12 @@ def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     return weights_at(checkpoint, checkpoint["backbone"])
 
 
-def weights_at(checkpoint: Mapping[str, Any], place: str) -> dict[str, Tensor]:
+def weights_at(checkpoint: Mapping[str, Any], path: str) -> dict[str, Tensor]:
     """Return the weights of a module in a checkpoint, such as ``method.teacher.network.head``."""
-    part, _, prefix = place.partition(".")
+    part, _, prefix = path.partition(".")
     weights = checkpoint.get(part)
     if not isinstance(weights, Mapping):
-        raise UserError(f"the checkpoint lacks {part!r}, which has the weights of {place}")
+        raise UserError(f"the checkpoint lacks {part!r}, which has the weights of {path}")
     prefix += "."
     return {k.removeprefix(prefix): value for k, value in weights.items() if k.startswith(prefix)}
 

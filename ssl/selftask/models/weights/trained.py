@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from selftask.checkpoint.kept import named_checkpoint
@@ -28,7 +27,7 @@ from selftask.models.weights.model_source import (
     open_checkpoint,
     open_model,
 )
-from selftask.models.weights.places import component
+from selftask.models.weights.places import component, config_of, written_by_selftask
 from selftask.models.weights.read import backbone_state, read_state
 from selftask.registry import BACKBONES, METHODS
 
@@ -126,9 +125,10 @@ def open_scores(module: FrozenModule) -> TrainedNetwork:
         return _with_scores(backbone, Scores(head), facts["channels"], facts["transforms"])
     checkpoint = open_checkpoint(address)
     backbone, channels, transforms = _read_run(module, checkpoint)
-    method = component(yaml.safe_load(checkpoint["config"])["method"])
-    scores = _scores(method, backbone, checkpoint, address)
-    return _with_scores(backbone, scores, channels, transforms)
+    with written_by_selftask(address):
+        method = component(config_of(checkpoint, address)["method"])
+        scores = _scores(method, backbone, checkpoint, address)
+        return _with_scores(backbone, scores, channels, transforms)
 
 
 def build_own(module: FrozenModule) -> nn.Module:
@@ -143,12 +143,15 @@ def _read_run(
     module: FrozenModule, checkpoint: Mapping[str, Any]
 ) -> tuple[nn.Module, int, list[dict[str, Any]]]:
     """Return the backbone of a checkpoint, its number of channels, and its transforms."""
-    config, address = yaml.safe_load(checkpoint["config"]), module.model
-    if not module.trust:
-        refuse_code(code_in({key: config[key] for key in ("backbone", "eval")}), address)
-    backbone = build_backbone(component(config["backbone"]), checkpoint["channels"])
+    address = module.model
+    with written_by_selftask(address):
+        config = config_of(checkpoint, address)
+        if not module.trust:
+            refuse_code(code_in({key: config[key] for key in ("backbone", "eval")}), address)
+        backbone = build_backbone(component(config["backbone"]), checkpoint["channels"])
+        transforms = list(config["eval"]["transforms"])
     load_weights(backbone, backbone_state(checkpoint), what=address)
-    return backbone, checkpoint["channels"], config["eval"]["transforms"]
+    return backbone, checkpoint["channels"], transforms
 
 
 def _with_scores(
@@ -168,10 +171,10 @@ def _scores(
         embed_dim(backbone), checkpoint
     )
     if scores is None:
-        known = [name for name in METHODS if "load_scores" in vars(METHODS[name])]
+        names = [name for name in METHODS if "load_scores" in vars(METHODS[name])]
         raise UserError(
             f"{address}: {component.name} has no scores of classes or prototypes; runs of "
-            f"{', '.join(known)} have"
+            f"{', '.join(names)} have"
         )
     return scores
 

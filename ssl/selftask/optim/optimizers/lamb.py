@@ -44,7 +44,7 @@ class LAMB(PerGroup):
         torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_lerp_(squares, torch._foreach_mul(grads, grads), 1 - beta2)
         counts = [self._count(weight) for weight in weights]
-        updates: Any = torch._foreach_div(means, [1 - beta1**count for count in counts])
+        updates = list(torch._foreach_div(means, [1 - beta1**count for count in counts]))
         scales = torch._foreach_div(squares, [1 - beta2**count for count in counts])
         torch._foreach_sqrt_(scales)
         torch._foreach_add_(scales, self.eps)

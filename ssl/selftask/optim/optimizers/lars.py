@@ -54,9 +54,8 @@ class LARS(PerGroup):
 
     def update_group(self, weights: list[Tensor], grads: list[Tensor], group: Any) -> None:
         velocities = local_parts(self.states(weights, "momentum"))
-        steps: Any = torch._foreach_add(
-            local_parts(grads), local_parts(weights), alpha=group["weight_decay"]
-        )
+        decay = group["weight_decay"]
+        steps = list(torch._foreach_add(local_parts(grads), local_parts(weights), alpha=decay))
         if group["adapt"]:
             rates = self._rates(weights, grads, steps, group)
             torch._foreach_mul_(steps, list(rates.unbind()))

@@ -1,4 +1,4 @@
-"""Muon, orthogonalised momentum for matrices (Jordan et al., kellerjordan.github.io/posts/muon)."""
+"""Muon, orthogonalized momentum for matrices (Jordan et al., kellerjordan.github.io/posts/muon)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ class Muon(torch.optim.Optimizer):
         loss = None if closure is None else closure()
         for part in self._parts:
             part.state = self.state
-            for own, group in zip(part.param_groups, self.param_groups, strict=True):
-                own.update({k: v for k, v in group.items() if k in own and k != "params"})
+            for part_group, group in zip(part.param_groups, self.param_groups, strict=True):
+                part_group.update(
+                    {k: v for k, v in group.items() if k in part_group and k != "params"}
+                )
             part.step()
         return loss

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from selftask.errors import UserError, nearest, plural, shorten
-from selftask.report.charts import Chart, Curve, Line, charts_html
+from selftask.report.charts import Chart, Curve, Format, Line, charts_html
 from selftask.report.compare.groups import Comparison, Group, Member, compare
 from selftask.report.compare.tables import (
     Link,
@@ -18,7 +18,7 @@ from selftask.report.compare.tables import (
     swatch,
 )
 from selftask.report.curves import chance_loss, clock_of
-from selftask.report.overview.table import small_is_good
+from selftask.report.overview.table import count_states, small_is_good
 from selftask.report.page import Section, escape, static_text, write_page
 from selftask.report.record import RunRecord
 
@@ -90,18 +90,15 @@ def read_comparison(
 
 def names_of(folders: Sequence[Path]) -> list[str]:
     """Return names for runs: their folders relative to the common parent folder."""
-    whole = [folder.resolve() for folder in folders]
-    shared = os.path.commonpath([folder.parent for folder in whole])
-    return [folder.relative_to(shared).as_posix() for folder in whole]
+    paths = [folder.resolve() for folder in folders]
+    shared = os.path.commonpath([folder.parent for folder in paths])
+    return [folder.relative_to(shared).as_posix() for folder in paths]
 
 
 def comparison_head(comparison: Comparison) -> str:
     """Return the heading: number of runs, the best one, and caveats."""
     members = comparison.members
-    counts: dict[str, int] = {}
-    for member in members:
-        counts[member.line.state] = counts.get(member.line.state, 0) + 1
-    states = ", ".join(f"{number} {state}" for state, number in counts.items())
+    states = count_states(member.line for member in members)
     groups = len(comparison.groups)
     about = f"{groups} {plural('configuration', groups)}; {states}"
     notes = "".join(f"<li>{text}</li>" for text in _notes(comparison))
@@ -116,15 +113,15 @@ def comparison_head(comparison: Comparison) -> str:
 def best_line(comparison: Comparison) -> str:
     """Return a sentence that names the best group; empty if there is nothing to rank by."""
     name, first = comparison.ranked_by, comparison.groups[0]
-    found = first.final(name) if name else None
-    if found is None:
+    best = first.final(name) if name else None
+    if best is None:
         return ""
-    half = "" if found.half is None else f" ± {found.half:.2g}"
-    over = f", mean of {found.count} runs" if found.count > 1 else ""
+    half = "" if best.half is None else f" ± {best.half:.2g}"
+    over = f", mean of {best.count} runs" if best.count > 1 else ""
     if not any(member.is_complete for member in first.members):
         over += ", not finished"
     what = "lowest" if small_is_good(name) else "highest"
-    return f"{what} {name}: {found.mean:.4g}{half}, {first.label}{over}"
+    return f"{what} {name}: {best.mean:.4g}{half}, {first.label}{over}"
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -136,17 +133,17 @@ def _notes(comparison: Comparison) -> list[str]:
             continue
         reached = "" if line.step is None else f" at step {line.step:,}"
         reached += f" of {line.total_steps:,}" if line.total_steps else ""
-        told = f"{line.state}{reached}" + (f": {line.note}" if line.note else "")
-        told = line.note if line.note.startswith("RUN ") else told
-        notes.append(f"<b>{escape(member.name)}</b>: {escape(shorten(told, 320))}")
+        text = f"{line.state}{reached}" + (f": {line.note}" if line.note else "")
+        text = line.note if line.note.startswith("RUN ") else text
+        notes.append(f"<b>{escape(member.name)}</b>: {escape(shorten(text, 320))}")
     if any(not m.is_complete for m in comparison.members):
         notes.append("values with * are not from the end of training; means are over finished runs")
     if any(len(group.members) > 1 for group in comparison.groups):
         notes.append("± is the 95 % interval of the mean over seeds (Student's t)")
     lengths = {m.line.total_steps for m in comparison.members if m.line.total_steps}
     if len(lengths) > 1:
-        told = ", ".join(f"{length:,}" for length in sorted(lengths))
-        notes.append(f"the runs are of different length: {told} steps")
+        steps = ", ".join(f"{length:,}" for length in sorted(lengths))
+        notes.append(f"the runs are of different length: {steps} steps")
     if not comparison.of_one_loss and "loss" in comparison.metrics:
         what = "methods" if "method.name" in comparison.keys else "settings of the method"
         notes.append(f"the {what} differ: losses of different scale, not comparable")
@@ -182,8 +179,12 @@ def _curves(comparison: Comparison) -> str:
     names = [*comparison.evaluations, *_TITLES]
     charts = [_chart(name, drawn) for name in dict.fromkeys(names)]
     clocks = {member.name: clock_of(member.record) for _, member in drawn}
-    left = len(comparison.members) - len(drawn)
-    note = f"<p class='muted'>the {MOST_CURVES} best runs; {left} are not drawn</p>" if left else ""
+    num_hidden = len(comparison.members) - len(drawn)
+    note = (
+        f"<p class='muted'>the {MOST_CURVES} best runs; {num_hidden} are not drawn</p>"
+        if num_hidden
+        else ""
+    )
     return note + _switches(comparison, drawn) + charts_html(charts, clocks=clocks)
 
 
@@ -211,7 +212,8 @@ def _chart(name: str, drawn: Sequence[tuple[Group, Member]]) -> Chart:
     lines += [Line("chance", 1.0)] if name == "chance_ratio" else []
     smooth = name in ("loss", "chance_ratio", "images_per_s", "data_wait")
     title = _TITLES.get(name, name)
-    return Chart(title, curves, lines, smooth=smooth, from_zero=name in _FROM_ZERO)
+    format: Format = "percent" if name == "data_wait" else "number"
+    return Chart(title, curves, lines, format, smooth=smooth, from_zero=name in _FROM_ZERO)
 
 
 def curve_label(group: Group, member: Member) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selftask.config.library_names import LIBRARIES
+from selftask.report import settings
 
 SEED = "train.seed"
 # Keys that do not affect the result: run folder, launch options, logging, kept checkpoints.
@@ -17,22 +18,14 @@ _PLACE = (
 _PLACES = ("launch.", "resume.")
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return dotted key -> value as text; sections in a list have their index as a key."""
-    found: dict[str, str] = {}
-    library = config.get("name") if config.get("name") in LIBRARIES and "model" in config else None
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        if library and name in ("name", "model"):  # one value: timm:NAME
-            found[f"{prefix}name"] = f"{library}:{config['model']}"
-            continue
-        if isinstance(value, list) and value and all(isinstance(v, Mapping) for v in value):
-            value = {str(number): entry for number, entry in enumerate(value)}
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{key}.")
-        else:
-            found[key] = _text(value)
-    return found
+def flat(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return dotted key -> value as text; a model of a library is one value, ``timm:NAME``."""
+    texts = {key: _text(value) for key, value in settings.flat(config)}
+    for key in [key for key in texts if key.endswith(".model")]:
+        name = f"{key.removesuffix('model')}name"
+        if texts.get(name) in LIBRARIES:
+            texts[name] = f"{texts[name]}:{texts.pop(key)}"
+    return texts
 
 
 def _text(value: Any) -> str:
@@ -57,11 +50,11 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     texts = [flat(config) for config in configs if config]  # empty if it could not be read
     keys = list(dict.fromkeys(key for text in texts for key in text))
-    found = [key for key in keys if not _is_place(key) and len({t.get(key) for t in texts}) > 1]
-    named = {key.removesuffix("name") for key in found if key.endswith(".name")}
+    different = [key for key in keys if not _is_place(key) and len({t.get(key) for t in texts}) > 1]
+    named = {key.removesuffix("name") for key in different if key.endswith(".name")}
     kept = [
         key
-        for key in found
+        for key in different
         if key.endswith(".name")
         or all(key in text for text in texts)
         or not key.startswith(tuple(named))

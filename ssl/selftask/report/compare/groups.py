@@ -40,10 +40,10 @@ class Member:
 
     def best(self, column: str) -> float | None:
         """Return the best value of a column: the smallest or the largest, by its name."""
-        found = self.record.columns.get(column)
-        if found is None:
+        series = self.record.columns.get(column)
+        if series is None:
             return None
-        return min(found.values) if small_is_good(column) else max(found.values)
+        return min(series.values) if small_is_good(column) else max(series.values)
 
     @property
     def hours(self) -> float | None:
@@ -54,15 +54,15 @@ class Member:
     @property
     def images_per_s(self) -> float | None:
         """Median throughput of the rows."""
-        found = self.record.columns.get("images_per_s")
-        return statistics.median(found.values) if found else None
+        rates = self.record.columns.get("images_per_s")
+        return statistics.median(rates.values) if rates else None
 
     @property
     def memory(self) -> float | None:
         """Peak memory in bytes: of the device if it was measured, else of the process."""
         columns = self.record.columns
-        found = columns.get("device_memory_mb") or columns.get("memory_mb")
-        return max(found.values) * MIB if found else None
+        megabytes = columns.get("device_memory_mb") or columns.get("memory_mb")
+        return max(megabytes.values) * MIB if megabytes else None
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Group:
     """Runs whose configs are equal except for the seed."""
 
     label: str
-    number: int  # position in the ranking, which determines the colour
+    number: int  # position in the ranking, which determines the color
     members: list[Member]
 
     @property
@@ -120,12 +120,12 @@ class Comparison:
         """Sort groups, and the runs in a group, by a column, best first."""
         sign = 1 if small_is_good(column) else -1
 
-        def place(value: float | None) -> tuple[bool, float]:
+        def order(value: float | None) -> tuple[bool, float]:
             return value is None, sign * (value or 0.0)
 
         for group in self.groups:
-            group.members.sort(key=lambda member: place(member.final(column)))
-        self.groups.sort(key=lambda g: place(found.mean if (found := g.final(column)) else None))
+            group.members.sort(key=lambda member: order(member.final(column)))
+        self.groups.sort(key=lambda g: order(final.mean if (final := g.final(column)) else None))
         for number, group in enumerate(self.groups):
             group.number = number
 
@@ -161,12 +161,12 @@ def _labels(groups: Sequence[Sequence[Member]], keys: Sequence[str]) -> list[str
     """Return a label for each group, such as ``lr 0.003``, with few keys that distinguish it."""
     chosen = [key for key in keys if key == "method.name"]
 
-    def told(keys: Sequence[str]) -> list[tuple[str, ...]]:
+    def values_of(keys: Sequence[str]) -> list[tuple[str, ...]]:
         return [tuple(runs[0].settings.get(key, "") for key in keys) for runs in groups]
 
-    while len(set(told(chosen))) < len(groups):
-        gains = {key: len(set(told([*chosen, key]))) for key in keys if key not in chosen}
-        if not gains or max(gains.values()) == len(set(told(chosen))):
+    while len(set(values_of(chosen))) < len(groups):
+        gains = {key: len(set(values_of([*chosen, key]))) for key in keys if key not in chosen}
+        if not gains or max(gains.values()) == len(set(values_of(chosen))):
             break
         chosen.append(max(gains, key=lambda key: (gains[key], key.endswith(".name"))))
     short = short_names(keys)
@@ -174,6 +174,7 @@ def _labels(groups: Sequence[Sequence[Member]], keys: Sequence[str]) -> list[str
     for runs in groups:
         settings = runs[0].settings
         named = [key for key in keys if key in chosen and key in settings]
+        named.sort(key=lambda key: key != "method.name")
         parts = [
             settings[key] if key.endswith(".name") else f"{short[key]} {settings[key]}"
             for key in named

@@ -10,17 +10,17 @@ from selftask.report.overview.find import find_runs
 from selftask.report.record import is_run
 
 
-def runs_in(place: Path) -> list[Path]:
+def runs_in(folder: Path) -> list[Path]:
     """Return the given run folder, or all run folders below it.
 
     Raises:
         UserError: If there are none.
     """
-    if not is_folder(place):
-        raise UserError(f"{place}: there is no such run; {nearest_path(place)}")
-    if is_run(place):
-        return [place]
-    runs = find_runs(place).runs
+    if not is_folder(folder):
+        raise UserError(f"{folder}: there is no such run; {nearest_path(folder)}")
+    if is_run(folder):
+        return [folder]
+    runs = find_runs(folder).runs
     if not runs:
-        raise UserError(f"{place}: not a run folder, and there are no runs below it")
+        raise UserError(f"{folder}: not a run folder, and there are no runs below it")
     return runs

@@ -11,13 +11,13 @@ from urllib.parse import quote
 from selftask.report.compare.differences import SEED
 from selftask.report.compare.groups import Comparison, Group, Member
 from selftask.report.compare.interval import Interval
-from selftask.report.overview.table import TROUBLE, small_is_good
+from selftask.report.header import state_badge
+from selftask.report.overview.table import small_is_good
 from selftask.report.page import escape
 from selftask.report.verdict import verdict_of
 
 GIB = 2**30
 MOST_COLUMNS = 12  # largest number of groups in the table of differences
-_STATE_CLASS = {"finished": "good", "running": "plain", **dict.fromkeys(TROUBLE, "bad")}
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,16 @@ class Datum:
 
 def sortable(heads: Sequence[Head], rows: Sequence[Sequence[Datum]], id: str) -> str:
     """Return a table that the page's script can sort."""
-    body = "".join(f"<tr>{cells_html(heads, row)}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table class="sortable" id="{escape(id)}">'
-        f"<thead><tr>{heads_html(heads)}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def heads_html(heads: Sequence[Head]) -> str:
-    """Return the cells of the head of a sortable table."""
-    return "".join(
+    top = "".join(
         f'<th scope="col"{_class(head)} data-best="{head.best}" title="{escape(head.title)}">'
         f'<button type="button">{escape(head.text)}</button></th>'
         for head in heads
     )
-
-
-def cells_html(heads: Sequence[Head], row: Sequence[Datum]) -> str:
-    """Return the cells of one row of a sortable table."""
-    return "".join(_cell(head, datum) for head, datum in zip(heads, row, strict=True))
+    body = "".join(f"<tr>{''.join(map(_cell, heads, row))}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table class="sortable" id="{escape(id)}">'
+        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def _class(head: Head) -> str:
@@ -78,33 +69,15 @@ def _cell(head: Head, datum: Datum) -> str:
 def group_table(comparison: Comparison) -> str:
     """Return the table of groups, with means over seeds and their intervals."""
     heads = [Head("configuration"), Head("runs", "max", "finished runs, of all")]
-    for name in comparison.metrics:
-        heads.append(Head(name, _best(name), "last value: mean over seeds, 95 % interval"))
-        if name != "loss":
-            heads.append(Head(f"best {name}", _best(name), "best value during training"))
-    heads += [
-        Head("time", "min", "of training"),
-        Head("images/s", "max"),
-        Head("memory", "min", "peak"),
-    ]
-    return sortable(heads, [_group_row(group, comparison) for group in comparison.groups], "groups")
-
-
-def _group_row(group: Group, comparison: Comparison) -> list[Datum]:
-    complete = sum(member.is_complete for member in group.members)
-    row = [
-        Datum(f"{swatch(group)} {escape(group.label)}", group.label),
-        Datum(f"{complete} of {len(group.members)}", complete),
-    ]
-    for name in comparison.metrics:
-        mark = "" if complete else _unfinished(group.members)
-        row.append(_mean(group.final(name), mark))
-        if name != "loss":
-            row.append(_mean(group.best(name)))
-    row.append(_mean(group.cost("hours"), show=show_hours, spread=False))
-    row.append(_mean(group.cost("images_per_s"), show=show_rate, spread=False))
-    row.append(_mean(group.cost("memory"), show=show_memory, spread=False))
-    return row
+    rows = []
+    for group in comparison.groups:
+        complete = sum(member.is_complete for member in group.members)
+        row = [
+            Datum(f"{swatch(group)} {escape(group.label)}", group.label),
+            Datum(f"{complete} of {len(group.members)}", complete),
+        ]
+        rows.append(row + _results(group, comparison))
+    return sortable([*heads, *_heads_of_results(comparison)], rows, "groups")
 
 
 Link = Callable[[Member], str]
@@ -119,40 +92,48 @@ def run_table(comparison: Comparison, link: Link) -> str:
     """
     seeds = len({member.seed for member in comparison.members}) > 1
     heads = [Head("run"), Head("configuration"), Head("state"), Head("step", "max")]
-    heads += [Head(name, _best(name), "last value") for name in comparison.metrics]
-    heads += [Head(f"best {n}", _best(n)) for n in comparison.evaluations]
-    heads += [Head("seed")] if seeds else []
-    heads += [Head("time", "min", "of training"), Head("images/s", "max"), Head("memory", "min")]
-    rows = [
-        _run_row(group, member, comparison, link, seeds)
-        for group in comparison.groups
-        for member in group.members
-    ]
+    heads += [*_heads_of_results(comparison), *([Head("seed")] if seeds else [])]
+    rows = []
+    for group in comparison.groups:
+        for member in group.members:
+            line = member.line
+            steps = "" if line.step is None else f"{line.step:,}"
+            if line.total_steps and not member.is_complete:
+                steps += f" of {line.total_steps:,}"
+            name = f"{swatch(group)} {_linked(member, link(member))}{_verdict(member)}"
+            row = [
+                Datum(name, member.name),
+                Datum(escape(group.label), group.label),
+                Datum(state_badge(line.state, line.note), line.state),
+                Datum(steps, line.step),
+                *_results(Group(group.label, group.number, [member]), comparison),
+            ]
+            seed = [Datum(escape(member.seed), _sort_key(member.seed))]
+            rows.append(row + (seed if seeds else []))
     return sortable(heads, rows, "runs")
 
 
-def _run_row(
-    group: Group, member: Member, comparison: Comparison, link: Link, seeds: bool
-) -> list[Datum]:
-    line = member.line
-    steps = "" if line.step is None else f"{line.step:,}"
-    steps += f" of {line.total_steps:,}" if line.total_steps and not member.is_complete else ""
-    row = [
-        Datum(f"{swatch(group)} {_linked(member, link(member))}{_verdict(member)}", member.name),
-        Datum(escape(group.label), group.label),
-        Datum(state_badge(line.state, line.note), line.state),
-        Datum(steps, line.step),
-    ]
-    mark = "" if member.is_complete else _unfinished([member])
-    row += [_number(member.final(name), mark) for name in comparison.metrics]
-    row += [_number(member.best(name)) for name in comparison.evaluations]
-    if seeds:
-        row.append(Datum(escape(member.seed), _sort_key(member.seed)))
-    hours, rate, memory = member.hours, member.images_per_s, member.memory
-    row.append(Datum("" if hours is None else show_hours(hours), hours))
-    row.append(Datum("" if rate is None else show_rate(rate), rate))
-    row.append(Datum("" if memory is None else show_memory(memory), memory))
-    return row
+def _heads_of_results(comparison: Comparison) -> list[Head]:
+    heads = []
+    for name in comparison.metrics:
+        best = "min" if small_is_good(name) else "max"
+        heads.append(Head(name, best, "last value; of several seeds their mean, 95 % interval"))
+        if name != "loss":
+            heads.append(Head(f"best {name}", best, "best value during training"))
+    time = Head("time", "min", "of training")
+    return [*heads, time, Head("images/s", "max"), Head("memory", "min", "peak")]
+
+
+def _results(group: Group, comparison: Comparison) -> list[Datum]:
+    """Return the cells of metrics and cost: means over the runs of a group."""
+    mark = "" if any(member.is_complete for member in group.members) else _unfinished(group.members)
+    cells = []
+    for name in comparison.metrics:
+        cells.append(_mean(group.final(name), mark))
+        if name != "loss":
+            cells.append(_mean(group.best(name)))
+    costs = {"hours": show_hours, "images_per_s": show_rate, "memory": show_memory}
+    return cells + [_mean(group.cost(c), show=show, spread=False) for c, show in costs.items()]
 
 
 def differences_table(comparison: Comparison) -> str:
@@ -181,15 +162,8 @@ def differences_table(comparison: Comparison) -> str:
 
 
 def swatch(group: Group) -> str:
-    """Return a small square in the colour of a group's curves."""
+    """Return a small square in the color of a group's curves."""
     return f'<span class="swatch" style="background: var(--c{group.number % 8})"></span>'
-
-
-def state_badge(state: str, note: str = "") -> str:
-    """Return a state as a coloured word, with a note that is shown on hover."""
-    first = state.split(",")[0].partition(":")[0]
-    kind = _STATE_CLASS.get(first, "warning")
-    return f'<span class="state {kind}" title="{escape(note)}">{escape(state)}</span>'
 
 
 def reports_from(folder: Path) -> Link:
@@ -217,21 +191,17 @@ def _verdict(member: Member) -> str:
     return f'<small class="note {verdict.kind}-text" title="{text}">{text}</small>'
 
 
-def _number(value: float | None, mark: str = "") -> Datum:
-    return Datum("") if value is None else Datum(f"{value:.4g}{mark}", value)
-
-
 def _mean(
-    found: Interval | None,
+    interval: Interval | None,
     mark: str = "",
     *,
     show: Callable[[float], str] = "{:.4g}".format,
     spread: bool = True,
 ) -> Datum:
-    if found is None:
+    if interval is None:
         return Datum("")
-    half = f" ± {found.half:.2g}" if spread and found.half is not None else ""
-    return Datum(f"{show(found.mean)}{half}{mark}", found.mean)
+    half = f" ± {interval.half:.2g}" if spread and interval.half is not None else ""
+    return Datum(f"{show(interval.mean)}{half}{mark}", interval.mean)
 
 
 def _unfinished(members: Sequence[Member]) -> str:
@@ -255,10 +225,6 @@ def show_rate(rate: float) -> str:
 def show_memory(size: float) -> str:
     """Format bytes in GiB."""
     return f"{size / GIB:.2f} GiB"
-
-
-def _best(name: str) -> str:
-    return "min" if small_is_good(name) else "max"
 
 
 def _sort_key(text: str) -> float | str:

@@ -21,7 +21,7 @@ from selftask.report.page import Section
 
 FOLDER, NAME = "report", "images.json"
 MAX_BYTES = 256 << 20
-FORMAT = f"1 {__version__}"  # increase the number if the content of a section changes
+FORMAT = f"2 {__version__}"  # increase the number if the content of a section changes
 
 
 class SectionCache:
@@ -35,23 +35,22 @@ class SectionCache:
         self._path = run / FOLDER / NAME
         self._groups = self._read()
 
-    def get(self, group: str, key: str, *, full: bool) -> list[Section] | None:
+    def get(self, group: str, key: str) -> list[Section] | None:
         """Return the sections of a group, or None.
 
         Args:
             group: Name of the group.
             key: Digest of all inputs of the sections.
-            full: If True, ignore sections that were made with a time limit.
         """
-        known = self._groups.get(group)
-        if known is None or known["key"] != key or (full and not known["full"]):
+        entry = self._groups.get(group)
+        if entry is None or entry["key"] != key:
             return None
-        return [image_section(*fields) for fields in known["sections"]]
+        return [image_section(*fields) for fields in entry["sections"]]
 
-    def put(self, group: str, key: str, sections: Sequence[Section], *, full: bool) -> None:
+    def put(self, group: str, key: str, sections: Sequence[Section]) -> None:
         """Store the sections of a group, in place of those with another key."""
         kept = [[section.title, section.html, section.id] for section in sections if section.html]
-        self._groups[group] = {"key": key, "full": full, "sections": kept}
+        self._groups[group] = {"key": key, "sections": kept}
         text = json.dumps(self._groups)
         content = json.dumps({"format": FORMAT, "groups": text, "signature": _signature(text)})
         with suppress(OSError):  # a report is also made of a read-only run
@@ -92,8 +91,8 @@ def _secret(path: Path) -> bytes:
 
 def digest(*parts: str | bytes | int) -> str:
     """Return a short hash of all parts."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
-        found.update(f"{len(data)}:".encode() + data)
-    return found.hexdigest()
+        hasher.update(f"{len(data)}:".encode() + data)
+    return hasher.hexdigest()

@@ -50,18 +50,18 @@ class ByClass:
 
 
 def by_class(features: np.ndarray, labels: np.ndarray) -> ByClass:
-    """Predict the class of each labelled image from its nearest labelled neighbours.
+    """Predict the class of each labeled image from its nearest labeled neighbors.
 
     Args:
         features: (N, E).
         labels: (N,), -1 for images to leave out.
     """
-    known = labels >= 0
-    rows = F.normalize(torch.from_numpy(features[known]), dim=1)
-    targets = torch.from_numpy(labels[known])
+    has_label = labels >= 0
+    rows = F.normalize(torch.from_numpy(features[has_label]), dim=1)
+    targets = torch.from_numpy(labels[has_label])
     num_classes = int(targets.max()) + 1
-    own = torch.arange(len(rows))
-    cosine, row = Bank(rows).nearest(rows, min(_K, len(rows) - 1), own)
+    itself = torch.arange(len(rows))
+    cosine, row = Bank(rows).nearest(rows, min(_K, len(rows) - 1), itself)
     votes = class_votes(cosine, targets[row], num_classes, _TEMPERATURE)
     confusion = np.zeros((num_classes, num_classes), dtype=np.int64)
     np.add.at(confusion, (targets.numpy(), votes.argmax(dim=1).numpy()), 1)
@@ -71,44 +71,44 @@ def by_class(features: np.ndarray, labels: np.ndarray) -> ByClass:
 def class_section(images: Gathered) -> Section:
     """Return the section with the table, and a confusion matrix if there are few classes.
 
-    It is empty if the labelled images have fewer than two classes.
+    It is empty if the labeled images have fewer than two classes.
     """
     labels = images.labels
     if len(np.unique(labels[labels >= 0])) < 2:
         return Section("Classes", "", "classes")
-    found = by_class(images.features, labels)
-    order = found.classes.tolist()
+    result = by_class(images.features, labels)
+    order = result.classes.tolist()
     note = (
-        f"Each of {int((labels >= 0).sum()):,} labelled {escape(images.what)} is classified by "
-        f"its {_K} nearest others: {found.overall:.1%} are right "
-        f"(chance: {_majority(found):.1%}, the most frequent class). Worst classes first."
+        f"Each of {int((labels >= 0).sum()):,} labeled {escape(images.what)} is classified by "
+        f"its {_K} nearest others: {result.overall:.1%} are right "
+        f"(chance: {_majority(result):.1%}, the most frequent class). Worst classes first."
     )
-    html = f"<p class=muted>{note}</p>{_table(images, found, order[:_SHOWN])}"
+    html = f"<p class=muted>{note}</p>{_table(images, result, order[:_SHOWN])}"
     if rest := order[_SHOWN:]:
-        table = _table(images, found, rest)
+        table = _table(images, result, rest)
         html += f"<details><summary>{len(rest)} more classes</summary>{table}</details>"
     if len(order) <= _MOST_IN_MATRIX:
-        matrix = _matrix(images, found, sorted(order))
+        matrix = _matrix(images, result, sorted(order))
         html += f"<details><summary>Confusion matrix</summary>{matrix}</details>"
     return image_section("k-NN accuracy by class", html, "classes")
 
 
-def _majority(found: ByClass) -> float:
-    counts = found.confusion.sum(axis=1)
+def _majority(result: ByClass) -> float:
+    counts = result.confusion.sum(axis=1)
     return float(counts.max() / counts.sum())
 
 
-def _table(images: Gathered, found: ByClass, classes: list[int]) -> str:
+def _table(images: Gathered, result: ByClass, classes: list[int]) -> str:
     rows = []
     for label in classes:
-        accuracy = found.accuracy[label]
+        accuracy = result.accuracy[label]
         mistakes = ", ".join(
             f"{escape(images.class_text(other))} ({count})"
-            for other, count in found.mistakes(label)[:3]
+            for other, count in result.mistakes(label)[:3]
         )
         rows.append(
             f"<tr><th scope=row>{escape(images.class_text(label))}</th>"
-            f"<td class=number>{found.confusion[label].sum()}</td>"
+            f"<td class=number>{result.confusion[label].sum()}</td>"
             f"<td class=share><span class=bar style='--part:{accuracy:.3f}'></span>"
             f"{accuracy:.0%}</td>"
             f"<td>{mistakes}</td></tr>"
@@ -120,13 +120,13 @@ def _table(images: Gathered, found: ByClass, classes: list[int]) -> str:
     )
 
 
-def _matrix(images: Gathered, found: ByClass, classes: list[int]) -> str:
+def _matrix(images: Gathered, result: ByClass, classes: list[int]) -> str:
     """Return the confusion matrix, with cells shaded by their share of the row."""
     names = [escape(images.class_text(label)) for label in classes]
     head = "".join(f"<th scope=col><span>{name}</span></th>" for name in names)
     rows = []
     for label, name in zip(classes, names, strict=True):
-        counts = found.confusion[label]
+        counts = result.confusion[label]
         cells = "".join(
             f"<td class='{'hit' if other == label else 'miss'}' "
             f"style='--part:{counts[other] / max(1, counts.sum()):.3f}'>{counts[other] or ''}</td>"

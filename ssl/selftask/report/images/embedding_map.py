@@ -18,7 +18,7 @@ BUDGET = 1_300_000  # largest size of the thumbnails, in characters
 MOST_POINTS = 2000
 _SIDE = 64
 _WIDTH, _HEIGHT, _MARGIN = 640, 520, 14  # size of the drawing
-_COLORS = 8  # colours in the style sheet: .c0 ... .c7, besides .other
+_COLORS = 8  # colors in the style sheet: .c0 ... .c7, besides .other
 _SHAPES = (
     "M-3.6 0a3.6 3.6 0 1 0 7.2 0a3.6 3.6 0 1 0 -7.2 0z",  # circle
     "M-3.2-3.2h6.4v6.4h-6.4z",  # square
@@ -39,7 +39,7 @@ class Projection:
 def map_section(images: Gathered, projections: Mapping[str, Projection]) -> Section:
     """Return the section with the map; the first projection is shown first.
 
-    Each class has its own colour and shape. If there are too many classes, only the most frequent
+    Each class has its own color and shape. If there are too many classes, only the most frequent
     ones have.
     """
     sprite = Sprite("spot", _SIDE, BUDGET)
@@ -74,7 +74,7 @@ def _note(images: Gathered) -> str:
 
 
 def _marks(images: Gathered) -> dict[int, int]:
-    """Return class -> number of its colour and shape, for classes that have their own."""
+    """Return class -> number of its color and shape, for classes that have their own."""
     counts = Counter(images.labels[images.labels >= 0].tolist())
     frequent = sorted(label for label, _ in counts.most_common(_COLORS * len(_SHAPES)))
     return {label: number for number, label in enumerate(frequent)}
@@ -84,7 +84,7 @@ def _kind(mark: int | None) -> tuple[str, str]:
     """Return CSS class and shape reference of a mark; None is the mark of all other images."""
     if mark is None:
         return "other", "#shape-0"
-    shape = (mark + mark // _COLORS) % len(_SHAPES)  # successive marks differ in colour and shape
+    shape = (mark + mark // _COLORS) % len(_SHAPES)  # successive marks differ in color and shape
     return f"c{mark % _COLORS}", f"#shape-{shape}"
 
 

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.config.schema import Config
 from selftask.data.inspect.contact_sheet import to_pixels
-from selftask.data.loading.dataset import BadFiles, EvalDataset
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.source import Source, channels_of
 from selftask.data.subset import subset_of
-from selftask.data.views import build_pipeline
+from selftask.data.transforms.pipeline import build_pipeline
 from selftask.evaluate.features import extract_features
-from selftask.report.images.allowance import Allowance
 from selftask.report.images.gathered import Gathered
 from selftask.report.images.sprite import short_names, thumbnail
 
 _BATCH_SIZE = 64
 _SIDE = 96  # longest side of a thumbnail that is kept, in pixels
 _SHOWN = 8  # number of images that are shown individually
-_TOLD_EVERY_S = 2.0
+_REPORT_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,6 @@ def gather(
     what: str,
     count: int,
     device: torch.device,
-    allowance: Allowance,
     tell: Callable[[str], None],
 ) -> Pass:
     """Return features and thumbnails of ``count`` images, chosen at random by ``train.seed``.
@@ -61,45 +60,39 @@ def gather(
         what: Name of the images in texts, such as ``validation images``.
         count: Number of images; all if there are fewer.
         device: Device on which features are computed.
-        allowance: Time limit, which is checked after each batch.
         tell: Called with progress messages.
-
-    Raises:
-        TooExpensive: If the remaining batches would exceed the time limit.
     """
     part = {"count": min(count, len(source)), "seed": config.train.seed}
     chosen = subset_of(source, part if count < len(source) else None)
     order = np.random.default_rng(config.train.seed).permutation(len(chosen))
-    kept = _Watched(config, _batches(config, chosen, device, allowance), allowance, tell, what)
+    kept = _Watched(config, _batches(config, chosen, device), tell, what)
     kept.wanted = set(order[:_SHOWN].tolist())
-    found = extract_features(backbone.to(device), kept, device=device)
-    rows = found.indices.tolist()
+    extracted = extract_features(backbone.to(device), kept, device=device)
+    rows = extracted.indices.tolist()
     images = Gathered(
         what=what,
         names=short_names([chosen.path(row) for row in rows]),
-        labels=found.targets.numpy(),
-        features=found.features.numpy(),
+        labels=extracted.targets.numpy(),
+        features=extracted.features.numpy(),
         thumbnails=kept.thumbnails,
         classes=source.class_names() or (),
     )
     return Pass(
         images=images,
-        shown=[place for place, row in enumerate(rows) if row in kept.wanted],
+        shown=[number for number, row in enumerate(rows) if row in kept.wanted],
         inputs=torch.cat(kept.inputs),
         pixels=np.concatenate(kept.pixels),
     )
 
 
-def _batches(
-    config: Config, source: Source, device: torch.device, allowance: Allowance
-) -> EvalBatches:
+def _batches(config: Config, source: Source, device: torch.device) -> EvalBatches:
     pipeline = build_pipeline(config.eval.transforms, "eval.transforms", channels_of(source))
     # Unreadable images must not fail a report.
     data = replace(config.data, on_error="skip", max_unreadable=1.0)
     return EvalBatches(
         EvalDataset(source, pipeline, config.train.seed),
         batch_size=_BATCH_SIZE,
-        num_workers=0 if allowance.limited else config.data.num_workers,
+        num_workers=config.data.num_workers,
         device=device,
         bad_files=BadFiles.of(source, data, None),
     )
@@ -111,7 +104,6 @@ class _Watched:
 
     config: Config
     batches: EvalBatches
-    allowance: Allowance
     tell: Callable[[str], None]
     what: str
     wanted: set[int] = field(default_factory=set)  # indices of images whose input is kept
@@ -122,19 +114,17 @@ class _Watched:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        started = told = time.monotonic()
-        for number, batch in enumerate(self.batches, start=1):
-            views = batch["views"][0].cpu()
+    def __iter__(self) -> Iterator[Batch]:
+        reported = time.monotonic()
+        for batch in self.batches:
+            views = batch.all_views[0].cpu()
             pixels = to_pixels(views, self.config.eval.transforms)
-            numbers = batch["index"].tolist()
+            numbers = batch.index.tolist()
             kept = [place for place, number in enumerate(numbers) if number in self.wanted]
             self.inputs.append(views[kept])
             self.pixels.append(pixels[kept])
             self.thumbnails += [thumbnail(image, _SIDE) for image in pixels]
             yield batch
-            now = time.monotonic()
-            self.allowance.check((now - started) / number * (len(self) - number))
-            if now - told > _TOLD_EVERY_S:
-                told = now
+            if time.monotonic() - reported > _REPORT_EVERY_S:
+                reported = time.monotonic()
                 self.tell(f"features of {len(self.thumbnails):,} {self.what}")

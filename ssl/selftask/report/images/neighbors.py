@@ -1,4 +1,4 @@
-"""Nearest neighbours of some images by cosine similarity, shown as images."""
+"""Nearest neighbors of some images by cosine similarity, shown as images."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEIGHBORS = 8
 
 @dataclass(frozen=True)
 class Neighbors:
-    """Nearest neighbours of Q images among N: row indices and cosines (Q, k), nearest first."""
+    """Nearest neighbors of Q images among N: row indices and cosines (Q, k), nearest first."""
 
     queries: np.ndarray
     rows: np.ndarray
@@ -36,7 +36,7 @@ def nearest_neighbors(features: Tensor, queries: Sequence[int], k: int) -> Neigh
     Args:
         features: (N, E).
         queries: Row indices of the Q query images.
-        k: Number of neighbours; all other images if there are fewer.
+        k: Number of neighbors; all other images if there are fewer.
     """
     asked = torch.as_tensor(list(queries), dtype=torch.int64)
     bank = Bank(features)
@@ -46,8 +46,8 @@ def nearest_neighbors(features: Tensor, queries: Sequence[int], k: int) -> Neigh
 
 
 def neighbors_section(images: Gathered, queries: Sequence[int]) -> Section:
-    """Return the section with a row for each query: the image, then its nearest neighbours."""
-    found = nearest_neighbors(torch.from_numpy(images.features), queries, _NEIGHBORS)
+    """Return the section with a row for each query: the image, then its nearest neighbors."""
+    neighbors = nearest_neighbors(torch.from_numpy(images.features), queries, _NEIGHBORS)
     sprite = Sprite("near", _SIDE, BUDGET)
     rows = [
         f"<div class=near-row>{_query(images, sprite, query)}<ol>"
@@ -57,14 +57,14 @@ def neighbors_section(images: Gathered, queries: Sequence[int]) -> Section:
         )
         + "</ol></div>"
         for query, rows, cosines in zip(
-            found.queries.tolist(), found.rows, found.cosines, strict=True
+            neighbors.queries.tolist(), neighbors.rows, neighbors.cosines, strict=True
         )
     ]
-    html = f"<p class=muted>{_note(images, found)}</p>{''.join(rows)}"
-    return image_section("Nearest neighbours", html, "neighbours", sprite)
+    html = f"<p class=muted>{_note(images, neighbors)}</p>{''.join(rows)}"
+    return image_section("Nearest neighbors", html, "neighbors", sprite)
 
 
-def _note(images: Gathered, found: Neighbors) -> str:
+def _note(images: Gathered, neighbors: Neighbors) -> str:
     text = (
         f"For random images, the nearest of {len(images):,} {escape(images.what)} by cosine "
         "distance (1 - cosine) of the backbone's features; 0 is the same direction."
@@ -72,12 +72,12 @@ def _note(images: Gathered, found: Neighbors) -> str:
     if not images.has_labels:
         return text
     labels = images.labels
-    pairs = labels[found.queries][:, None], labels[found.rows]
-    known = (pairs[0] >= 0) & (pairs[1] >= 0)
-    if not known.any():
+    pairs = labels[neighbors.queries][:, None], labels[neighbors.rows]
+    have_labels = (pairs[0] >= 0) & (pairs[1] >= 0)
+    if not have_labels.any():
         return text
-    same = (pairs[0] == pairs[1])[known].mean()
-    return f"{text} {same:.0%} of these neighbours have the class of their image."
+    same = (pairs[0] == pairs[1])[have_labels].mean()
+    return f"{text} {same:.0%} of these neighbors have the class of their image."
 
 
 def _query(images: Gathered, sprite: Sprite, row: int) -> str:
@@ -85,7 +85,7 @@ def _query(images: Gathered, sprite: Sprite, row: int) -> str:
 
 
 def _neighbor(images: Gathered, sprite: Sprite, query: int, row: int, cosine: float) -> str:
-    """Return one neighbour; a mark, a word and the frame show whether it has the query's class."""
+    """Return one neighbor; a mark, a word and the frame show whether it has the query's class."""
     kind, mark = "", ""
     distance = f"<span class=dist>{max(0.0, 1 - cosine):.3f}</span>"
     if images.labels[query] >= 0 and images.labels[row] >= 0:

@@ -1,4 +1,4 @@
-"""Show patch tokens of images as colours: their first three principal components.
+"""Show patch tokens of images as colors: their first three principal components.
 
 B images, N patches in a grid of h x w, E features.
 """
@@ -20,7 +20,7 @@ from selftask.report.page import Section, escape
 
 BUDGET = 250_000  # largest size of the images, in characters
 _SIDE = 160
-_CLIPPED = 1.0  # per cent of the values that are clipped at each end of the colour range
+_CLIPPED = 1.0  # per cent of the values that are clipped at each end of the color range
 
 
 def has_patches(backbone: nn.Module) -> bool:
@@ -33,14 +33,14 @@ def patch_tokens(backbone: nn.Module, images: Tensor) -> np.ndarray:
     """Return the patch tokens of the last layer: images (B, C, H, W) -> (B, h, w, E)."""
     with in_eval_mode(backbone):
         patches = extract(backbone, images).tokens.map
-    found: np.ndarray = patches.permute(0, 2, 3, 1).float().cpu().numpy()
-    return found
+    tokens: np.ndarray = patches.permute(0, 2, 3, 1).float().cpu().numpy()
+    return tokens
 
 
 def patch_colors(tokens: np.ndarray) -> np.ndarray:
-    """Return the first three principal components of all patches as colours.
+    """Return the first three principal components of all patches as colors.
 
-    The components are computed over the patches of all images together, so that a colour has the
+    The components are computed over the patches of all images together, so that a color has the
     same meaning in every image.
 
     Args:
@@ -58,7 +58,7 @@ def patch_colors(tokens: np.ndarray) -> np.ndarray:
 def patch_section(
     pixels: Sequence[np.ndarray], names: Sequence[str], tokens: np.ndarray
 ) -> Section:
-    """Return the section with images (uint8, the network's input) next to their colour maps."""
+    """Return the section with images (uint8, the network's input) next to their color maps."""
     sprite = Sprite("patches", _SIDE, BUDGET)
     pairs = []
     for image, name, colors in zip(pixels, names, patch_colors(tokens), strict=True):
@@ -72,7 +72,7 @@ def patch_section(
     note = (
         "Left the image, right its patch tokens: the first three principal components of "
         f"{len(pixels)} x {rows * columns} tokens (a grid of {rows} x {columns}), as red, green "
-        "and blue. Patches of one colour have similar features."
+        "and blue. Patches of one color have similar features."
     )
     html = f"<p class=muted>{note}</p><div class=pairs>{''.join(pairs)}</div>"
     return image_section("Patch tokens", html, "patch-tokens", sprite)

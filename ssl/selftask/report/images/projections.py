@@ -39,14 +39,14 @@ def pca(values: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tsne(features: np.ndarray) -> np.ndarray:
-    """Return the t-SNE (N, 2) of L2-normalised features, initialised with PCA."""
+    """Return the t-SNE (N, 2) of L2-normalized features, initialized with PCA."""
     from sklearn.manifold import TSNE
 
     reduced, _ = pca(features, min(50, *features.shape))
     perplexity = min(30.0, (len(features) - 1) / 3)
     model = TSNE(perplexity=perplexity, init="pca", random_state=_SEED)
-    found: np.ndarray = model.fit_transform(reduced.astype(np.float32))
-    return found
+    positions: np.ndarray = model.fit_transform(reduced.astype(np.float32))
+    return positions
 
 
 def umap(features: np.ndarray) -> np.ndarray:
@@ -55,8 +55,8 @@ def umap(features: np.ndarray) -> np.ndarray:
 
     neighbors = max(2, min(15, len(features) - 1))
     model = package.UMAP(n_neighbors=neighbors, metric="cosine", random_state=_SEED, n_jobs=1)
-    found: np.ndarray = model.fit_transform(features)
-    return found
+    positions: np.ndarray = model.fit_transform(features)
+    return positions
 
 
 def has_umap() -> bool:
@@ -65,7 +65,7 @@ def has_umap() -> bool:
 
 
 def normalized(features: np.ndarray) -> np.ndarray:
-    """Return features (N, E) normalised to length 1."""
+    """Return features (N, E) normalized to length 1."""
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
     result: np.ndarray = features / np.maximum(lengths, 1e-12)
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from selftask.distributed.world import World
 from selftask.errors import UserError
 from selftask.files.received import read_bytes
 from selftask.files.yaml_file import read_yaml
-from selftask.logs import DETAIL, get_logger
-from selftask.report.images.allowance import Allowance, TooExpensive
 from selftask.report.images.cache import SectionCache, digest
 from selftask.report.images.class_table import class_section
 from selftask.report.images.embedding_map import MOST_POINTS, Projection, map_section
@@ -38,18 +36,8 @@ from selftask.report.images.views import views_of
 from selftask.report.images.weights import Weights, find_weights, trained_on
 from selftask.report.page import Section, escape
 
-if TYPE_CHECKING:
-    from selftask.task import Task
-
 DEFAULT_IMAGES = 1000
-_FEWEST_FOR_MAPS = 15  # smallest number of images for t-SNE and UMAP, which use 15 neighbours
-
-log = get_logger(__name__)
-
-
-def log_detail(text: str) -> None:
-    """Log a line that the terminal shows only if verbose."""
-    log.log(DETAIL, "%s", text)
+_FEWEST_FOR_MAPS = 15  # smallest number of images for t-SNE and UMAP, which use 15 neighbors
 
 
 @dataclass(kw_only=True)
@@ -59,23 +47,16 @@ class ImageSections:
     Args:
         run: The run folder, on this machine.
         images: Number of images for which features are computed.
-        limit_s: Time limit for all sections in seconds; sections that would exceed it are left
-            out. With a limit, t-SNE and UMAP are never computed, and with 0 only cached sections
-            are shown. None: no limit.
         trust: Allow code that the run names.
         tell: Called with progress messages.
-        task: The run's task if this process trains it; its config and opened data are used.
     """
 
     run: Path
     images: int = DEFAULT_IMAGES
-    limit_s: float | None = None
     trust: bool = False
-    tell: Callable[[str], None] = log_detail
-    task: Task | None = None
+    tell: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self._allowance = Allowance(self.limit_s)
         self._cache = SectionCache(self.run)
         self._opened: tuple[Config, Sources] | None = None
 
@@ -107,24 +88,16 @@ class ImageSections:
         self, title: str, name: str, key: str, make: Callable[[], list[Section]]
     ) -> list[Section]:
         """Return the sections of a group, from the cache if possible."""
-        full = not self._allowance.limited
-        found = self._cache.get(name, key, full=full)
-        if found is not None:
-            return found
+        sections = self._cache.get(name, key)
+        if sections is not None:
+            return sections
         try:
-            self._allowance.check(0.0)
-            found = make()
-        except TooExpensive as error:
-            if self.limit_s == 0:
-                return []
-            command = f"selftask report {self.run}"
-            note = f"Left out at the end of the run ({error}): <code>{escape(command)}</code>"
-            return [image_section(title, f"<p class=muted>{note} makes them.</p>", name)]
+            sections = make()
         except (UserError, BadImage, OSError, RuntimeError) as error:
             note = f"Not shown: {escape(error)}"
             return [image_section(title, f"<p class=muted>{note}</p>", name)]
-        self._cache.put(name, key, found, full=full)
-        return found
+        self._cache.put(name, key, sections)
+        return sections
 
     @property
     def _method(self) -> str:
@@ -134,9 +107,6 @@ class ImageSections:
 
     def _open(self) -> tuple[Config, Sources]:
         """Return config and data; raise UserError if the training images have changed."""
-        if self.task is not None:
-            module = self.task.data_module
-            return self.task.config, Sources(module.train_source, module.val_source)
         if self._opened is None:
             config = load_config(str(self.run / "config.yaml"), [], trust=self.trust)
             if config.train.threads != "auto":
@@ -153,40 +123,35 @@ class ImageSections:
         return self._opened
 
     def _views(self) -> list[Section]:
-        self._allowance.check(0.3)
         self.tell("views of training images")
         return [views_of(*self._open())]
 
     def _features(self, weights: Weights) -> list[Section]:
         """Return all sections that need features, from one pass over the images."""
-        self._allowance.check(1.0)
         config, sources = self._open()
         source, what = (sources.train, "training images")
         if sources.val is not None:
             source, what = (sources.val, "validation images")
         self.tell(f"features of {min(self.images, len(source)):,} {what}, by {weights.path}")
         backbone = weights.load(config, trust=self.trust)
-        found = gather(
+        gathered = gather(
             backbone,
             config,
             source,
             what=what,
             count=self.images,
-            device=self._device(config),
-            allowance=self._allowance,
+            device=pick_device(config.train.device, World()),
             tell=self.tell,
         )
-        sections = [neighbors_section(found.images, found.shown), class_section(found.images)]
-        if len(found.images) > 2:
-            sections.insert(1, self._map(found.images.draw(MOST_POINTS)))
+        sections = [
+            neighbors_section(gathered.images, gathered.shown),
+            class_section(gathered.images),
+        ]
+        if len(gathered.images) > 2:
+            sections.insert(1, self._map(gathered.images.draw(MOST_POINTS)))
         if has_patches(backbone):
-            sections.append(_patches(backbone, found))
+            sections.append(_patches(backbone, gathered))
         return sections
-
-    def _device(self, config: Config) -> torch.device:
-        if self.task is not None:
-            return self.task.device
-        return pick_device(config.train.device, World())
 
     def _map(self, images: Gathered) -> Section:
         vectors = normalized(images.features)
@@ -196,7 +161,7 @@ class ImageSections:
             for arrow, number, share in zip("→↑", (1, 2), shares, strict=True)
         ]
         projections = {"pca": Projection("PCA", scores, (axes[0], axes[1]))}
-        if not self._allowance.limited and len(images) >= _FEWEST_FOR_MAPS:
+        if len(images) >= _FEWEST_FOR_MAPS:
             key, title, project = _nonlinear()
             self.tell(f"{title} of {len(images):,} images")
             projections[key] = Projection(title, project(vectors))
@@ -204,7 +169,6 @@ class ImageSections:
 
     def _reconstructions(self, checkpoint: Path) -> list[Section]:
         config, sources = self._open()
-        self._allowance.check(2.0)
         self.tell(f"what {config.method.name} makes of training images")
         return [reconstructions_of(config, sources, checkpoint)]
 
@@ -214,7 +178,9 @@ def _nonlinear() -> tuple[str, str, Callable[[np.ndarray], np.ndarray]]:
     return ("umap", "UMAP", umap) if has_umap() else ("tsne", "t-SNE", tsne)
 
 
-def _patches(backbone: Any, found: Pass) -> Section:
+def _patches(backbone: Any, gathered: Pass) -> Section:
     device = next(backbone.parameters()).device
-    names: Sequence[str] = [found.images.names[row] for row in found.shown]
-    return patch_section(list(found.pixels), names, patch_tokens(backbone, found.inputs.to(device)))
+    names: Sequence[str] = [gathered.images.names[row] for row in gathered.shown]
+    return patch_section(
+        list(gathered.pixels), names, patch_tokens(backbone, gathered.inputs.to(device))
+    )

@@ -25,7 +25,7 @@ def views_of(config: Config, sources: Sources) -> Section:
     texts = [caption(sources.train, row.index) for row in rows]
     note = (
         f"The first images of epoch 0, with the random draws of training (seed "
-        f"{config.train.seed}), from the batch of floats, un-normalised."
+        f"{config.train.seed}), from the batch of floats, un-normalized."
     )
     channels = channels_of(sources.train)
     if channels != 3:

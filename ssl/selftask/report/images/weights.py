@@ -32,8 +32,8 @@ class Weights:
         if self.exported:
             return f"{self.step}-{crc32(self.path):08x}"
         manifest = self.path / MANIFEST if self.path.is_dir() else self.path.with_suffix(".json")
-        known = read_json(manifest)
-        return f"{self.step}-{known.get('crc32', self.path.stat().st_mtime_ns)}"
+        facts = read_json(manifest)
+        return f"{self.step}-{facts.get('crc32', self.path.stat().st_mtime_ns)}"
 
     def load(self, config: Config, *, trust: bool) -> nn.Module:
         """Return the backbone on the CPU.
@@ -61,10 +61,10 @@ def trained_on(run: Path) -> dict[str, Any] | None:
     if newest is None or newest.is_dir():
         return None
     try:
-        known = read_file(newest, mmap=True).get("data")
+        data = read_file(newest, mmap=True).get("data")
     except DamagedCheckpoint:
         return None
-    return None if known is None else {**known, "tokenizer": None}
+    return None if data is None else {**data, "tokenizer": None}
 
 
 def find_weights(run: Path) -> Weights | None:

@@ -34,25 +34,25 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Found:
     Raises:
         OSError: If ``folder`` itself cannot be listed.
     """
-    found = Found()
-    _search(folder, depth, found)
-    return found
+    result = Found()
+    _search(folder, depth, result)
+    return result
 
 
-def _search(folder: Path, depth: int, found: Found) -> None:
+def _search(folder: Path, depth: int, result: Found) -> None:
     with os.scandir(folder) as listed:
         entries = sorted(listed, key=lambda entry: natural(entry.name))
     names = {entry.name for entry in entries}
     if names & _SIGNS:
-        found.runs.append(folder)
+        result.runs.append(folder)
     if "slurm" in names and (folder / _JOBS).is_file():
-        found.submissions.append(folder)
+        result.submissions.append(folder)
     for entry in entries:
         if entry.name in _INSIDE or entry.name.startswith(".") or depth <= 0:
             continue
         if entry.is_dir(follow_symlinks=False):
             try:
-                _search(Path(entry.path), depth - 1, found)
+                _search(Path(entry.path), depth - 1, result)
             except PermissionError:
                 continue
 

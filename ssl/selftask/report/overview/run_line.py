@@ -101,8 +101,8 @@ def _read(folder: Path, now: float) -> RunLine:
     unreadable = unreadable_sentences(status)
     if line.state == "running":
         state, note = judge(folder, status, rows.interval_s, now)
-        left = rows.values.get("eta_s")
-        eta = None if left is None or state != "running" else max(0.0, left - (age_s or 0.0))
+        eta = rows.values.get("eta_s") if state == "running" else None
+        eta = None if eta is None else max(0.0, eta - (age_s or 0.0))
         return replace(line, state=state, note=_joined(note, unreadable), eta_s=eta)
     if line.state in ENDED_EARLY:
         error = str(status.get("error", "")).partition("\n")[0]

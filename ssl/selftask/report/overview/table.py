@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,6 @@ STATES = (
     *("running", "finished", "interrupted", "requeued", "failed", "hung", "lost", "cancelled"),
     *("pending", "not started", "unknown", "unreadable"),
 )
-TROUBLE = ("failed", "hung", "lost", "unreadable")  # states that need attention
 MOST_EVALUATIONS = 3  # number of evaluation columns without `columns=`
 _ASCENDING = (
     "loss",
@@ -116,6 +116,12 @@ def with_states(lines: Iterable[RunLine], states: Sequence[str]) -> list[RunLine
     return [line for line in lines if not states or _plain(line.state) & set(states)]
 
 
+def count_states(lines: Iterable[RunLine]) -> str:
+    """Return the number of runs in each state: ``3 running, 1 failed``."""
+    counts = Counter(line.state for line in lines)
+    return ", ".join(f"{number} {state}" for state, number in counts.items())
+
+
 def _plain(state: str) -> set[str]:
     """Return the words of ``STATES`` in a state such as ``requeued, pending (priority)``."""
     return {part.split(" (")[0].partition(":")[0].strip() for part in state.split(", ")}
@@ -160,20 +166,20 @@ def text_table(lines: Sequence[RunLine], columns: Sequence[str], width: int = 0)
     heads = [name.upper() if name in _FIXED else printable_line(name) for name in columns]
     body = [[printable_line(cell(line, name).text) for name in columns] for line in lines]
     widths = [max(map(len, texts)) for texts in zip(heads, *body, strict=True)]
-    left = [name in ("run", "method", "recipe", "state", "job") for name in columns]
-    text = [_aligned(heads, widths, left)]
+    to_left = [name in ("run", "method", "recipe", "state", "job") for name in columns]
+    text = [_aligned(heads, widths, to_left)]
     for line, cells in zip(lines, body, strict=True):
-        text.append(_aligned(cells, widths, left))
+        text.append(_aligned(cells, widths, to_left))
         if line.note:
             note = f"    {printable_line(line.note)}"
             text.append(f"{note[: width - 3]}..." if 0 < width < len(note) else note)
     return text
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> str:
+def _aligned(cells: Sequence[str], widths: Sequence[int], to_left: Sequence[bool]) -> str:
     padded = [
-        text.ljust(width) if to_left else text.rjust(width)
-        for text, width, to_left in zip(cells, widths, left, strict=True)
+        text.ljust(width) if is_left else text.rjust(width)
+        for text, width, is_left in zip(cells, widths, to_left, strict=True)
     ]
     return "  ".join(padded).rstrip()
 

@@ -20,21 +20,13 @@
     });
   }
 
-  // Sort again by the chosen column, after rows have been replaced.
-  selftask.sortAgain = (table) => {
-    const chosen = table.querySelector("th[aria-sort]");
-    if (chosen) sortBy(table, chosen.cellIndex, chosen.getAttribute("aria-sort") === "descending");
-  };
-
-  for (const table of document.querySelectorAll("table.sortable")) {
-    table.tHead.addEventListener("click", (event) => {
-      const head = event.target.closest("th");
-      if (!head) return;
-      const now = head.getAttribute("aria-sort");
-      const backwards = now ? now === "ascending" : head.dataset.best === "max";
-      sortBy(table, head.cellIndex, backwards);
-    });
-  }
+  selftask.sortBy = (head, backwards) => sortBy(head.closest("table"), head.cellIndex, backwards);
+  document.addEventListener("click", (event) => {
+    const head = event.target.closest("table.sortable th");
+    if (!head) return;
+    const now = head.getAttribute("aria-sort");
+    selftask.sortBy(head, now ? now === "ascending" : head.dataset.best === "max");
+  });
 
   function switchGroup(number, shown) {
     for (const group of Object.values(selftask.charts || {})) {

@@ -61,11 +61,11 @@ class Access:
             return name in {"localhost", self.host.lower(), *_own_names()}
         return True
 
-    def has_token(self, given: str | None) -> bool:
+    def has_token(self, text: str | None) -> bool:
         """Return whether a text is the token; also True if none is needed."""
         if self.token is None:
             return True
-        return given is not None and hmac.compare_digest(given.encode(), self.token.encode())
+        return text is not None and hmac.compare_digest(text.encode(), self.token.encode())
 
     def knows_reader(self, cookies: str) -> bool:
         """Return whether a ``Cookie`` header has the token."""
@@ -104,8 +104,8 @@ def path_parts(target: str) -> list[str] | None:
 
 def _name_of(header: str | None) -> str | None:
     """Return the host of a ``Host`` header without its port, or None if it is malformed."""
-    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?", header or "")
-    return found[1].strip("[]").lower() if found else None
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?", header or "")
+    return match[1].strip("[]").lower() if match else None
 
 
 def _own_names() -> set[str]:

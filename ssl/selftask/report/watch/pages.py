@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from selftask.errors import plural
@@ -15,17 +13,16 @@ from selftask.report.compare.comparison_page import (
     comparison_sections,
     read_comparison,
 )
-from selftask.report.compare.tables import Datum, Head, cells_html, heads_html, state_badge
-from selftask.report.header import head_html
+from selftask.report.compare.tables import Datum, Head, sortable
+from selftask.report.header import head_html, state_badge
 from selftask.report.overview.run_line import RunLine
-from selftask.report.overview.table import cell, columns_of, small_is_good
-from selftask.report.page import Section, escape, json_data, page_html, static_text
+from selftask.report.overview.table import cell, columns_of, count_states, small_is_good
+from selftask.report.page import Section, escape, page_html, static_text
 from selftask.report.record import RunRecord
 from selftask.report.run_report import NAME, run_sections
-from selftask.report.watch.live_run import live_state
 
 _TEXTS = ("run", "method", "recipe", "state", "job")
-_SELF = "'self'"
+_BACK = '<p><a href="/">all runs</a></p>'
 
 
 def run_url(name: str) -> str:
@@ -40,60 +37,30 @@ def overview_page(title: str, lines: Mapping[str, RunLine]) -> str:
         title: Name of the folder.
         lines: The runs by name, in order.
     """
-    top = (
-        f'<h1>{escape(title)}</h1><p class="muted" id="live-told">{_counts(lines)}</p>'
-        f"{json_data({'kind': 'overview', 'tag': table_tag(lines)}, 'live-state')}"
-    )
-    script, style = static_text("compare.js"), static_text("compare.css")
-    columns = _columns(lines)
+    columns = columns_of(lines.values())
+    best = {True: "min", False: "max"}
+    heads = [Head(n, "" if n in _TEXTS else best[small_is_good(n)]) for n in columns]
+    rows = [
+        [Datum(_mark(name)), *(_datum(name, line, column) for column in columns)]
+        for name, line in lines.items()
+    ]
     html = (
-        '<div class="scroll"><table class="sortable" id="runs"><thead><tr>'
-        f"{heads_html(_heads(columns))}</tr></thead><tbody>{table_body(lines)}</tbody></table></div>"
+        f"{sortable([Head(''), *heads], rows, 'runs')}"
         '<p class="controls"><a id="compare" href="/compare">compare all runs</a>'
         '<span class="hint">mark some runs to compare only these</span></p>'
     )
+    script, style = static_text("compare.js"), static_text("compare.css")
     section = Section("Runs", html, "runs-table", script=script, style=style)
-    return page_html(title, [section], top=top, scripts=[_script()], connect=_SELF)
-
-
-def table_changes(lines: Mapping[str, RunLine]) -> dict[str, Any]:
-    """Return the update of the overview."""
-    head = heads_html(_heads(_columns(lines)))
-    body = table_body(lines)
-    return {"tag": table_tag(lines), "head": head, "body": body, "told": _counts(lines)}
-
-
-def table_tag(lines: Mapping[str, RunLine]) -> str:
-    """Return a short text that changes when the table changes."""
-    return hashlib.sha256(table_body(lines).encode()).hexdigest()[:16]
-
-
-def table_body(lines: Mapping[str, RunLine]) -> str:
-    """Return the rows of the overview."""
-    columns = _columns(lines)
-    heads = _heads(columns)
-    rows = []
-    for name, line in lines.items():
-        data = [Datum(_mark(name)), *(_datum(name, line, column) for column in columns)]
-        rows.append(f'<tr data-run="{escape(name)}">{cells_html(heads, data)}</tr>')
-    return "".join(rows)
+    states = f"{len(lines)} {plural('run', len(lines))}: {count_states(lines.values())}"
+    about = escape(states if lines else "no runs yet")
+    head = f'<h1>{escape(title)}</h1><p class="muted">{about}</p>'
+    return _live_page(title, [section], head)
 
 
 def run_page(name: str, record: RunRecord) -> str:
-    """Return the page of a run, which updates itself."""
-    state = {"kind": "run", **live_state(record)}
-    head = head_html(record)
-    top = (
-        f'<p><a href="/">all runs</a></p><div id="live-head">{head}</div>'
-        f'<p class="muted" id="live-told">live</p>{json_data(state, "live-state")}'
-    )
-    return page_html(
-        name,
-        run_sections(record, record.folder / NAME),
-        top=top,
-        scripts=[_script()],
-        connect=_SELF,
-    )
+    """Return the page of a run: its report without images."""
+    sections = run_sections(record, record.folder / NAME)
+    return _live_page(name, sections, head_html(record), above=_BACK)
 
 
 def comparison_page(folders: Mapping[str, Path], sort: str = "") -> str:
@@ -105,22 +72,15 @@ def comparison_page(folders: Mapping[str, Path], sort: str = "") -> str:
     """
     comparison = read_comparison(list(folders.values()), sort, names=list(folders))
     sections = comparison_sections(comparison, lambda member: run_url(member.name))
-    top = f'<p><a href="/">all runs</a></p>{comparison_head(comparison)}'
+    top = f"{_BACK}{comparison_head(comparison)}"
     return page_html(f"{len(folders)} runs", sections, top=top)
 
 
-def _script() -> str:
-    return static_text("live.js")
-
-
-def _columns(lines: Mapping[str, RunLine]) -> list[str]:
-    return columns_of(lines.values())
-
-
-def _heads(columns: Sequence[str]) -> list[Head]:
-    best = {True: "min", False: "max"}
-    named = [Head(n, "" if n in _TEXTS else best[small_is_good(n)]) for n in columns]
-    return [Head(""), *named]
+def _live_page(title: str, sections: Sequence[Section], head: str, above: str = "") -> str:
+    """Return a page that asks for itself again and shows what has changed."""
+    status = '<p class="muted" id="live-status">live</p>'
+    top = f'{above}<div id="live-head">{head}</div>{status}'
+    return page_html(title, sections, top=top, scripts=[static_text("live.js")], connect="'self'")
 
 
 def _mark(name: str) -> str:
@@ -128,22 +88,14 @@ def _mark(name: str) -> str:
 
 
 def _datum(name: str, line: RunLine, column: str) -> Datum:
-    found = cell(line, column)
     if column == "run":
         note = _note(line.note) if line.note else ""
         return Datum(f'<a href="{escape(run_url(name))}">{escape(name)}</a>{note}', name)
     if column == "state":
         return Datum(state_badge(line.state, line.note), line.state)
-    return Datum("" if found.text == "-" else escape(found.text), found.key)
+    shown = cell(line, column)
+    return Datum("" if shown.text == "-" else escape(shown.text), shown.key)
 
 
 def _note(text: str) -> str:
     return f'<small class="note bad-text" title="{escape(text)}">{escape(text)}</small>'
-
-
-def _counts(lines: Mapping[str, RunLine]) -> str:
-    counts: dict[str, int] = {}
-    for line in lines.values():
-        counts[line.state] = counts.get(line.state, 0) + 1
-    told = ", ".join(f"{number} {state}" for state, number in counts.items())
-    return escape(f"{len(lines)} {plural('run', len(lines))}: {told}" if lines else "no runs yet")

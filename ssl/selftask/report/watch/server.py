@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
-import json
-import re
+import hashlib
 import socket
 import sys
 import threading
@@ -18,7 +17,6 @@ from urllib.parse import parse_qs, urlsplit
 from selftask.errors import UserError
 from selftask.report.watch import pages
 from selftask.report.watch.access import Access, path_parts
-from selftask.report.watch.live_run import changes
 from selftask.report.watch.site import TEXTS, NotThere, Site
 
 PORTS = 20  # number of ports that are tried
@@ -155,12 +153,6 @@ class Handler(BaseHTTPRequestHandler):
         match parts:
             case []:
                 self._page(pages.overview_page(str(site.root), site.lines()))
-            case ["runs.json"]:
-                news = pages.table_changes(site.lines())
-                if query.get("tag") == [news["tag"]]:
-                    self._send(204, b"", "text/plain")
-                else:
-                    self._json(news)
             case ["compare"]:
                 names = query.get("run") or list(site.lines())
                 folders = {name: site.folder(name) for name in names}
@@ -168,22 +160,17 @@ class Handler(BaseHTTPRequestHandler):
                     raise NotThere
                 self._page(pages.comparison_page(folders, query.get("sort", [""])[-1]))
             case ["run", *rest]:
-                self._run(rest, query)
+                self._run(rest)
             case _:
                 raise NotThere
 
-    def _run(self, parts: list[str], query: dict[str, list[str]]) -> None:
+    def _run(self, parts: list[str]) -> None:
         site = self.server.site
         name, rest = site.split(parts)
         if not rest and not urlsplit(self.path).path.endswith("/"):
             self._redirect(pages.run_url(name))  # links on the page are relative to this address
         elif not rest:
             self._page(pages.run_page(name, site.run(name).record()))
-        elif rest == ["live.json"]:
-            step = query.get("step", [""])[-1]
-            if not re.fullmatch(r"\d{1,15}", step):
-                raise NotThere
-            self._json(changes(site.run(name).record(), int(step), query.get("shape", [""])[-1]))
         else:
             self._file(site.file(name, rest))
 
@@ -196,10 +183,15 @@ class Handler(BaseHTTPRequestHandler):
             self._plain(403, "this is not the token that selftask watch printed")
 
     def _page(self, text: str) -> None:
-        self._send(200, text.encode(), "text/html; charset=utf-8", policy="frame-ancestors 'none'")
-
-    def _json(self, content: Any) -> None:
-        self._send(200, json.dumps(content, allow_nan=False).encode(), "application/json")
+        """Send a page, or nothing to a reader that already has it."""
+        body = text.encode()
+        tag = f'"{hashlib.sha256(body).hexdigest()}"'
+        if self.headers.get("If-None-Match") == tag:
+            self._send(304, b"", "")
+        else:
+            policy = "frame-ancestors 'none'"
+            kind = "text/html; charset=utf-8"
+            self._send(200, body, kind, policy=policy, headers={"ETag": tag})
 
     def _plain(self, code: int, text: str) -> None:
         self._send(code, f"{text}\n".encode(), "text/plain; charset=utf-8")
@@ -220,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
         if len(body) > _SMALL and "gzip" in self.headers.get("Accept-Encoding", ""):
             body, more["Content-Encoding"] = gzip.compress(body, 5), "gzip"
         self.send_response(code)
-        if code != 204:
+        if code != 304:
             more |= {"Content-Type": kind, "Content-Length": str(len(body))}
         for name, value in {**_HEADERS, "Content-Security-Policy": policy, **more}.items():
             self.send_header(name, value)

@@ -50,6 +50,11 @@ def blur_matrix(sigma: Tensor, size: int, radius: int) -> Tensor:
     Like OpenCV's kernel for 8 bits, the kernel is truncated, and mirroring does not repeat the
     border pixel. If an image is not larger than ``radius``, the largest kernel radius of any sigma,
     weights beyond the first mirror image are dropped and the others scaled up.
+
+    Args:
+        sigma: Standard deviations in pixels, (B,).
+        size: Side of the image, in pixels.
+        radius: Largest radius of any kernel, in pixels.
     """
     sigma = sigma.clamp(min=_LEAST)[:, None]
     steps = torch.arange(radius + 1, device=sigma.device, dtype=torch.float32)

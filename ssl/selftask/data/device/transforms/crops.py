@@ -101,11 +101,11 @@ def cut(values: Tensor, axis: int, start: Tensor, end: Any, size: int) -> Tensor
         end: Number of rows or columns of the images, one for all or (B, 1).
         size: Number of rows or columns to return.
     """
-    places = start[:, None] + torch.arange(size, device=values.device)  # (B, size)
-    outside = (places < 0) | (places >= end)
-    places = places.clamp(0, values.shape[axis] - 1).long()
+    positions = start[:, None] + torch.arange(size, device=values.device)  # (B, size)
+    outside = (positions < 0) | (positions >= end)
+    positions = positions.clamp(0, values.shape[axis] - 1).long()
     shape = list(values.shape)
     shape[axis] = size
     along = (slice(None), None, slice(None), None) if axis == 2 else (slice(None), None, None)
-    taken = values.gather(axis, places[along].expand(shape))
+    taken = values.gather(axis, positions[along].expand(shape))
     return taken.masked_fill_(outside[along], 0.0)

@@ -43,18 +43,18 @@ class BatchedColorJitter(UniformOperation):
         factors, order = np.stack(each, axis=1), _ORDERS[order_number.astype(np.int64)]
         jitter = self.transform
         active = np.array((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)) != 0
-        place = np.zeros(len(order), dtype=np.int64)
+        next_step = np.zeros(len(order), dtype=np.int64)
         gain, of_luma, of_mean = np.ones((len(order), 2 * STEPS)), *np.zeros((2, len(order), 6))
         for operation in order.T:
             is_hue = active[HUE] & (operation == HUE)
-            place[is_hue] = STEPS
+            next_step[is_hue] = STEPS
             (does,) = np.nonzero(active[operation] & (operation != HUE))
-            at, what = place[does], operation[does]
+            at, what = next_step[does], operation[does]
             factor = factors[does, what]
             gain[does, at] = factor
             of_luma[does, at] = np.where(what == 2, 1 - factor, 0.0)
             of_mean[does, at] = np.where(what == 1, 1 - factor, 0.0)
-            place[does] += 1
+            next_step[does] += 1
         arrays = {"gain": gain, "luma": of_luma, "mean": of_mean}
         arrays |= {"turn": np.trunc(turn * 255) / 256, "chosen": chosen}  # rounded as in adjust_hue
         return {name: array.astype(np.float32) for name, array in arrays.items()}

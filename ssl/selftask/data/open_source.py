@@ -1,0 +1,28 @@
+"""Opening of one source by its config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from selftask.data.labels import check_labels
+from selftask.data.source import Source
+from selftask.data.subset import subset_of
+from selftask.registry import SOURCES
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Component
+
+
+def open_source(component: Component, max_pixels: int | None = None) -> Source:
+    """Open a registered source; raises UserError or ConfigError for mistakes of the user.
+
+    The argument ``subset``, if given, selects a part of it.
+    """
+    registered = SOURCES[component.name]
+    config = getattr(registered, "Config", None)
+    args = {name: value for name, value in component.args.items() if name != "subset"}
+    source: Source = registered(config(**args)) if config else registered(**args)
+    if max_pixels is not None:
+        source.max_pixels = max_pixels
+    check_labels(source)
+    return subset_of(source, component.args.get("subset"))

@@ -1,0 +1,230 @@
+"""DINOv3: DINOv2 with Gram anchoring (section 4), which keeps the similarities between patches.
+
+B: images per rank; N: patches of a global view of the student, a grid of (h, w); E: width of the
+backbone; K: prototypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.config.schema import FrozenModule
+from selftask.config.values.duration import steps_in
+from selftask.errors import UserError
+from selftask.methods.dinov2 import NUM_GLOBAL, DINOv2
+from selftask.methods.families.ema_teacher import Schedule
+from selftask.models.features.extract import FeatureExtractor
+from selftask.models.heads import DINOHead
+from selftask.models.network import PatchOutput
+from selftask.models.precision import in_full_precision
+from selftask.models.teacher import Teacher
+from selftask.models.weights.load import is_on_meta
+from selftask.optim.schedules import build_schedule
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+Negatives = Literal["keep", "drop"]
+
+
+@register_method("dinov3")
+class DINOv3(DINOv2):
+    """DINOv3 (arXiv:2508.10104): DINOv2, later with patches as similar as they once were (Gram).
+
+    Differs from the authors' code:
+
+    * As DINOv2 does: masks, KoLeo, clipping.
+    * The Gram term compares patches of one image; there also of a whole batch, as an option. KoLeo
+      has one neighbor; there also several.
+    * RoPE: timm's models do not shift, jitter and rescale coordinates at random.
+    """
+
+    paper = "Siméoni et al., DINOv3, 2025"
+    columns = {
+        **DINOv2.columns,
+        "gram": "Term of the loss: similarities between patches are those of an earlier teacher.",
+    }
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(DINOv2.Config):
+        norm_last_layer: bool = False
+        """Whether the rows of the last layers keep unit length; false: they are plain layers, as in
+        the published code.
+        """
+        patch_out_dim: int | None = setting(None, min=1)
+        """Number of prototypes of patches; null: that of images, ``out_dim``."""
+        patch_hidden_dim: int | None = setting(None, min=1)
+        """Width of the hidden layers of the head of patches; null: ``hidden_dim``."""
+        patch_bottleneck: int | None = setting(None, min=1)
+        """Width before the last layer of the head of patches; null: ``bottleneck``."""
+        gram_weight: Schedule = setting(2.0, of="schedules", min=0)
+        """Weight of the Gram term."""
+        gram_start: int | str = setting("80%", duration=True)
+        """Time from which the Gram term counts."""
+        gram_copy: int | str = setting("20%", duration=True)
+        """Time at which the teacher is copied to be the Gram teacher, before ``gram_start``. Early
+        teachers have the better patches."""
+        gram_teacher: FrozenModule | None = None
+        """Trained backbone of the same architecture that is the Gram teacher at first, in place of
+        the copy at ``gram_copy``, such as ``RUN@STEP``."""
+        gram_renew_every: int | str = setting("5%", duration=True)
+        """Time after which the teacher is copied again, counted from ``gram_start``."""
+        gram_renewals: int = setting(3, min=0)
+        """How often it is copied again."""
+        gram_scale: int = setting(1, min=1)
+        """How many times larger the global views of the Gram teacher are. All global views are
+        loaded in its size, and reduced for student and teacher."""
+        gram_negatives: Negatives = "keep"
+        """Whether negative similarities count or are set to 0."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            yield from super().problems(config)
+            if self.tied_heads and (self.patch_out_dim or self.patch_hidden_dim):
+                yield "tied_heads: images and patches share one head; patch_out_dim, ... have none"
+            if self.gram_teacher is not None:
+                yield from FrozenModule.of(self.gram_teacher).problems("gram_teacher")
+
+    gram_teacher: Teacher | None
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        config = self.config
+        return self._head(embed_dim, config.out_dim, config.hidden_dim, config.bottleneck)
+
+    def build_patch_head(self, embed_dim: int) -> nn.Module:
+        config = self.config
+        return self._head(
+            embed_dim,
+            config.patch_out_dim or config.out_dim,
+            config.patch_hidden_dim or config.hidden_dim,
+            config.patch_bottleneck or config.bottleneck,
+        )
+
+    def _head(self, embed_dim: int, out_dim: int, hidden: int, bottleneck: int) -> nn.Module:
+        num_layers = self.config.num_layers
+        head = DINOHead(
+            embed_dim, out_dim, hidden=hidden, bottleneck=bottleneck, num_layers=num_layers
+        )
+        if not self.config.norm_last_layer:
+            last = nn.Linear(bottleneck, out_dim, bias=False)
+            nn.init.trunc_normal_(last.weight, std=0.02)
+            head.last_layer = last  # type: ignore[assignment]
+        return head
+
+    def setup(self, task: Task) -> None:
+        """Build the Gram teacher, if the run is longer than ``gram_start``.
+
+        Raises:
+            UserError: If it is copied after the Gram term begins, or given with other weights.
+        """
+        super().setup(task)
+        config, length = self.config, task.length
+        self.gram_weight_at = build_schedule(config.gram_weight, length)
+        self.gram_start = steps_in(config.gram_start, length)
+        self.gram_teacher, self.copy_steps = None, set[int]()
+        if self.gram_start >= length.total_steps:
+            return
+        first, every = (steps_in(t, length) for t in (config.gram_copy, config.gram_renew_every))
+        backbone: nn.Module = task.base_model.backbone  # type: ignore[assignment]
+        self.gram_teacher = Teacher(FeatureExtractor(backbone), drop_path=False)
+        self.copy_steps = {self.gram_start + n * every for n in range(1, config.gram_renewals + 1)}
+        if config.gram_teacher is not None:
+            self._load_gram_teacher(self.gram_teacher, task)
+        elif first > self.gram_start:
+            raise UserError(
+                f"method.gram_copy={config.gram_copy}: the Gram teacher is copied at step {first}, "
+                f"after step {self.gram_start} of method.gram_start={config.gram_start}"
+            )
+        else:
+            self.copy_steps.add(first)
+
+    def _load_gram_teacher(self, teacher: Teacher, task: Task) -> None:
+        backbone: nn.Module = teacher.network.backbone  # type: ignore[assignment]
+        if is_on_meta(backbone):
+            return
+        try:
+            backbone.load_state_dict(self.open_frozen("gram_teacher", task).network.state_dict())
+        except RuntimeError as error:  # names of tensors and their shapes
+            raise UserError(
+                "method.gram_teacher: it must be of the same architecture and image size as the "
+                f"backbone, since it is renewed: {str(error).splitlines()[-1].strip()}"
+            ) from error
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Go on with a run that had no Gram teacher: it is the given one, or the teacher so far."""
+        ours = f"{prefix}gram_teacher."
+        if self.gram_teacher is not None and not any(key.startswith(ours) for key in state):
+            for name, value in self.gram_teacher.state_dict().items():
+                teachers = state.get(f"{prefix}teacher.{name}", value)
+                state[ours + name] = value if self.config.gram_teacher else teachers
+        super()._load_from_state_dict(state, prefix, *args)
+
+    def student_views(self, batch: Batch) -> list[Tensor]:
+        """Return all views; global ones are reduced from the size of the Gram teacher's."""
+        views, scale = batch.all_views, self.config.gram_scale
+        if scale == 1:
+            return views
+        reduced = [
+            F.interpolate(view, scale_factor=1 / scale, mode="bicubic", antialias=True)
+            for view in views[:NUM_GLOBAL]
+        ]
+        return [*reduced, *views[NUM_GLOBAL:]]
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        """Compute the targets of DINOv2; from ``gram_start``, the patches of the Gram teacher."""
+        super().on_forward(task)
+        batch = task.last_batch
+        batch["gram_weight"] = self.gram_weight_at(task.where)
+        batch["gram_patches"] = None
+        if self.gram_teacher is not None and task.steps_done >= self.gram_start:
+            views = torch.cat(batch.all_views[:NUM_GLOBAL])  # (2 * B, C, H, W)
+            grid = self.grid_of(*batch.input.global_views[0].shape[-2:])
+            patches = self.gram_teacher(views).tokens.map  # (2 * B, E, scale * h, scale * w)
+            if patches.shape[-2:] != grid:
+                patches = F.interpolate(patches, size=grid, mode="bicubic")
+            batch["gram_patches"] = patches.flatten(2).transpose(1, 2)  # (2 * B, N, E)
+
+    def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
+        """Return the terms of DINOv2 and the weighted Gram term, 0 before ``gram_start``."""
+        patches, targets = output.features.patches, batch["gram_patches"]
+        if targets is None:
+            gram = patches.new_zeros(())
+        else:
+            gram = gram_loss(patches, targets, negatives=self.config.gram_negatives)
+        return {**super().forward(output, batch), "gram": batch["gram_weight"] * gram}
+
+    @torch.no_grad()
+    def on_update(self, task: Task) -> None:
+        """Update the teacher and the centers; copy the teacher at its steps."""
+        super().on_update(task)
+        if self.gram_teacher is not None and task.steps_done + 1 in self.copy_steps:
+            backbone: nn.Module = self.teacher.network.backbone  # type: ignore[assignment]
+            self.gram_teacher.update(backbone, momentum=0.0)
+
+
+@in_full_precision
+def gram_loss(patches: Tensor, targets: Tensor, *, negatives: Negatives) -> Tensor:
+    """Return the mean squared difference of the cosines of all pairs of patches in an image.
+
+    Eq. 2 of DINOv3, as a mean over pairs and images.
+
+    Args:
+        patches: Patches of the student, (n, N, E).
+        targets: Patches of the Gram teacher, (n, N, E); its E may be another.
+        negatives: Whether negative cosines of both count (``keep``) or are set to 0 (``drop``).
+    """
+    cosines, wanted = (
+        unit @ unit.mT for unit in (F.normalize(patches, dim=2), F.normalize(targets, dim=2))
+    )  # (n, N, N) each
+    if negatives == "drop":
+        cosines, wanted = cosines.relu(), wanted.relu()
+    return F.mse_loss(cosines, wanted)

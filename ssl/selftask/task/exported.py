@@ -1,0 +1,44 @@
+"""Buffers and backbone as they are evaluated, exported and saved: equal on all ranks."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from selftask.distributed.collectives import average_statistics, broadcast_buffers
+from selftask.models.build import build_backbone
+from selftask.task.averaged_weights import averaged_weights
+
+if TYPE_CHECKING:
+    from selftask.task.task import Task
+
+
+def sync_buffers(task: Task) -> None:
+    """Give every rank the same buffers, in the network and its teachers.
+
+    BatchNorm's running statistics differ between ranks during training. Rank 0's, or the mean over
+    ranks (``parallel.buffers``), are evaluated, exported and saved. Every rank must call this
+    function. Does nothing with ``parallel.sync_buffers=never``.
+    """
+    parallel = task.config.parallel
+    if parallel.sync_buffers == "never":
+        return
+    synchronize = average_statistics if parallel.buffers == "mean" else broadcast_buffers
+    for network in task.networks:
+        synchronize(network)
+
+
+def export_backbone(task: Task) -> nn.Module:
+    """Return the trained backbone, unsharded; every rank must call this function."""
+    task.sync_buffers()
+    backbone: nn.Module = task.loss.export_backbone(task.base_model)
+    with averaged_weights(task) as averaged:
+        backbone = task.reduction.unsharded(
+            backbone, lambda: build_backbone(task.config.backbone, task.data_module.channels)
+        )
+        backbone = deepcopy(backbone) if averaged else backbone
+    for change in task.before_export:
+        backbone = change(backbone)
+    return backbone

@@ -1,0 +1,50 @@
+"""Every script of tools/bench runs in its smallest form, so that its figures can be repeated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny
+
+BENCH = Path(__file__).resolve().parents[2] / "tools/bench"
+SMALLEST = {
+    "augment": "cifar --rounds 1 --images 2",
+    "bfloat16": "--rounds 1",
+    "checkpoint": "--megabytes 2 --rounds 1",
+    "device_augment": "--batch 8 --rounds 1",
+    "file_list": "--count 20000 --tree 100 --rounds 1",
+    "freed_memory": "--batch 2 --steps 1 --rounds 1",
+    "kernel": "--size 32 --rounds 1",
+    "knn": "--train 200 --test 50 --rounds 1",
+    "linear": "--images 100 --width 16 --rounds 1",
+    "loader": "--workers 1 --batch 4 --batches 1 --rounds 1",
+    "long_run": "--steps 400",
+    "reduction": "--model resnet18 --rounds 4",
+    "sampler": "--sizes 1e4 --rounds 1",
+    "startup": "--only help --rounds 1",
+    "step_memory": "--batch-size 16 --chunks 2",
+    "step_overhead": "--models mlp --rounds 1",
+    "threads": "--recipes simclr/digits --steps 1",
+}
+NEEDS_DATA = {"same_learning"}  # two folders of images
+
+
+def test_all_scripts_are_here() -> None:
+    scripts = {path.stem for path in BENCH.glob("*.py") if "__main__" in path.read_text()}
+    assert scripts == {*SMALLEST} | NEEDS_DATA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_script_runs(name: str, tmp_path: Path) -> None:
+    """As a user calls it: without this checkout's tests on the path."""
+    if name == "knn":
+        pytest.importorskip("faiss")
+    command = [sys.executable, str(BENCH / f"{name}.py"), *SMALLEST[name].split()]
+    environment = {**tiny.environment(), "PYTHONPATH": ""}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() and "Traceback" not in found.stderr, found.stderr

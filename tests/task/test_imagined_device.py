@@ -1,0 +1,225 @@
+"""Methods, train steps and both augmentation engines on an accelerator that this machine lacks.
+
+Nothing mixes devices, and between two log points the host waits for no value of the device.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import imagined_device
+import tiny
+from imagined_device import NAME, ImaginedDevice, MixedDevices, OnDevice, in_process
+from selftask.batch import Batch
+from selftask.evaluate.online import evaluate_task
+from selftask.optim.gradients import clip_norm
+from selftask.registry import METHODS, TRAIN_STEPS
+from selftask.task import Task
+
+QUICK = ("moco",)
+STEP_OVERRIDES = {"accumulate": ["train.accumulate=2"]}
+BATCH_FORMS = (
+    "[{name: random_resized_crop, size: 32}, horizontal_flip, {name: normalize, stats: half}]"
+)
+ALL_HOOKS = [
+    *("hooks.timing={}", "hooks.clip_gradients={max_norm: 1.0}", "hooks.empty_cache={every: 2}")
+]
+
+
+def run(method: str, folder: Path, *more: str, plant: Any = None) -> tuple[list[str], Task]:
+    """Train on the device, with logs at the first and last step only.
+
+    Returns:
+        Where the host waited in the steps between, and streams did not; and the trained task.
+    """
+    options = ["train.epochs=1", "train.log_every=1000", "hooks.progress=null"]
+    waits = []
+    with ImaginedDevice() as device:
+        task = tiny.task(method, folder, "run", *options, *more, "train.device=auto")
+        task.evaluate = evaluate_task
+        task.prepare()
+        if plant is not None:
+            task.loss.forward = plant.__get__(task.loss)
+        task.on_start()
+        while not task.done_training():
+            task.on_phase_start()
+            for number in range(tiny.STEPS_PER_EPOCH + 1):
+                device.waits.clear()
+                is_between = task.train and number and not task.should_log
+                try:
+                    task.step()
+                except StopIteration:
+                    break
+                waits += device.waits if is_between else []
+            task.on_phase_end()
+        task.on_end()
+        task.close()
+        waits += device.races
+    assert task.device.type == NAME
+    assert next(task.base_model.parameters()).device == torch.device(NAME, 0)
+    assert task.steps_done > 2
+    return waits, task
+
+
+def trained(method: str, folder: Path, *more: str) -> list[str]:
+    """Train, evaluate, save, resume and train on; the waits between log points."""
+    labelled = [f"data.val={tiny.digits_file(folder)}", "eval.evaluations={knn: {}, linear: null}"]
+    options = [*labelled, *more]
+    waits, task = run(method, folder, *options, "train.stop_at=null")
+    assert 0.0 <= task.last_row["knn_top1"] <= 1.0
+    saved = tiny.last_state(task.out)
+    assert saved["clock"]["steps_done"] == task.steps_done
+    resumed, again = run(method, folder, *options, "train.epochs=2")
+    assert again.resumed
+    assert again.steps_done == 2 * task.steps_done
+    return waits + resumed
+
+
+@pytest.mark.parametrize(
+    "method",
+    [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in METHODS.names()],
+)
+def test_methods(method: str, tmp_path: Path) -> None:
+    assert in_process(trained, method, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["npid", "pirl"])
+def test_noise_contrast(method: str, tmp_path: Path) -> None:
+    """Whether Z is known was read from the device in each step, and after a resume."""
+    assert in_process(trained, method, tmp_path, "method.loss=nce") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["cpu", "device"])
+@pytest.mark.parametrize("step", TRAIN_STEPS.names())
+def test_train_steps(step: str, engine: str, tmp_path: Path) -> None:
+    options = [f"train.step={step}", *STEP_OVERRIDES.get(step, []), f"data.augment_on={engine}"]
+    assert in_process(trained, "simclr", tmp_path, *options, *ALL_HOOKS) == []
+
+
+@pytest.mark.parametrize("cache", ["none", pytest.param("device", marks=pytest.mark.slow)])
+def test_device_engine(cache: str, tmp_path: Path) -> None:
+    options = ["data.augment_on=device", f"data.cache={cache}", "train.precision=bfloat16"]
+    if cache == "device":  # what stays on the device has no workers to rotate it
+        options += [
+            "eval.evaluations={knn: {}, linear: {}}",
+            f"views.main.transforms={BATCH_FORMS}",
+        ]
+    assert in_process(trained, "simclr", tmp_path, *options, *ALL_HOOKS) == []
+    assert in_process(emptied) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["clip", "vicregl"])
+def test_captions_and_draws_made_ahead(method: str, tmp_path: Path) -> None:
+    assert in_process(trained, method, tmp_path, "data.augment_on=device") == []
+
+
+def emptied() -> int:
+    """Return how often the cache was emptied in this process."""
+    count: int = torch.get_device_module(NAME).emptied
+    return count
+
+
+# -- the device itself -----------------------------------------------------------------------------
+
+
+def reads_a_value(self: Any, output: Tensor, batch: Batch) -> Tensor:
+    loss = output.float().square().mean()
+    return loss if loss.item() > 0 else -loss
+
+
+def counts_values(self: Any, output: Tensor, batch: Batch) -> Tensor:
+    return output[output > 0].float().mean()
+
+
+def reads_in_backward(self: Any, output: Tensor, batch: Batch) -> Tensor:
+    output.register_hook(lambda gradient: gradient * float(gradient.abs().max()))
+    return output.float().square().mean()
+
+
+def mixes_devices(self: Any, output: Tensor, batch: Batch) -> Tensor:
+    return (output.float() * torch.ones(output.shape[-1])).mean()
+
+
+def planted(plant: Any, folder: Path) -> list[str]:
+    return run("simclr", folder, plant=plant)[0]
+
+
+@pytest.mark.parametrize(
+    ("plant", "line"),
+    [
+        (reads_a_value, "loss.item() > 0"),
+        (counts_values, "output[output > 0]"),
+        (reads_in_backward, "float(gradient.abs().max())"),
+    ],
+)
+def test_waits_are_found_with_their_line(plant: Any, line: str, tmp_path: Path) -> None:
+    waits = in_process(planted, plant, tmp_path)
+    assert len(waits) >= 3, "in each step between the first and the last"
+    assert any(wait.startswith(f"{__file__}:") and line in wait for wait in waits)
+
+
+def test_a_tensor_on_the_cpu_is_found_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(MixedDevices, match=r"test_imagined_device.py:\d+ in mixes_devices: .*ones"):
+        in_process(planted, mixes_devices, tmp_path)
+
+
+FAULTS = {
+    "no wait_event": (imagined_device._Stream, "wait_event", lambda self, event: None),
+    "no record_stream": (OnDevice, "record_stream", lambda self, stream: None),
+}
+
+
+def made_ahead(fault: str, folder: Path) -> list[str]:
+    """Races in steps that read views, extras and draws that a side stream has made."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            patch.setattr(*FAULTS[fault])
+        return run("vicregl", folder, "data.augment_on=device", "train.max_steps=3")[0]
+
+
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_what_a_side_stream_made_is_waited_for_and_kept(fault: str, tmp_path: Path) -> None:
+    races = in_process(made_ahead, fault, tmp_path)
+    assert bool(races) == bool(fault)
+    assert all(race.endswith(fault) for race in races)
+
+
+def on_both(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[set[str]]]:
+    averages = "hooks={near: {name: ema, decay: 0.5}, far: {name: ema, decay: 0.5, device: cpu}}"
+    options = ["train.epochs=2", "hooks.progress=null"]
+    with ImaginedDevice():
+        task = tiny.train("supervised", folder, "there", *options, averages, "train.device=auto")
+    near, far = (task.averages[name].weights for name in ("near", "far"))
+    for name, value in far.items():
+        torch.testing.assert_close(value, near[name].values, rtol=1e-6, atol=1e-8)
+    tiny.train("supervised", folder, "here", *options)
+    places = [{value.device.type for value in weights.values()} for weights in (near, far)]
+    return (*(tiny.rows(folder / out)[-1] for out in ("there", "here")), places)
+
+
+def test_values_are_those_of_the_cpu(tmp_path: Path) -> None:
+    there, here, places = in_process(on_both, tmp_path)
+    assert places == [{NAME}, {"cpu"}], "hooks.ema.device"
+    assert there["step"] == here["step"] == 2 * tiny.STEPS_PER_EPOCH
+    assert there["loss"] == pytest.approx(here["loss"], rel=1e-4)
+
+
+def clipped() -> list[Any]:
+    """As with ``parallel.cpu_offload``: gradients of the network here, of the method there."""
+    with ImaginedDevice():
+        grads = [torch.full((7,), 2.0), torch.full((9,), 2.0, device=NAME)]
+        found = [float(clip_norm(grads, 4.0, each=each)) for each in (False, True)]
+        return [*found, *(grad.cpu().norm().item() for grad in grads)]
+
+
+def test_clipping_on_two_devices() -> None:
+    """A norm of 8 becomes 4; then both parts are shorter than 4 and stay."""
+    assert in_process(clipped) == pytest.approx([8.0, 4.0, 7**0.5, 3.0])

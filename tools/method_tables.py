@@ -1,0 +1,169 @@
+"""Write what the docs say about each method, from its class.
+
+    python tools/method_tables.py [--check]
+
+* README.md: a row for each method, from the summary of its class. Methods whose names begin alike,
+  such as distill_features and distill_logits, share a row.
+* docs/parity.md: the section "Differs from the authors' code" of its docstring.
+* docs/expected-curves.md: its loss at chance in the shipped recipes. The formula is the part of the
+  docstring of ``chance_loss`` after the first colon.
+
+With --check, nothing is written, and the exit code is 1 if a page is not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+
+from selftask.config.compose.recipes import shipped
+from selftask.config.load import load_config
+from selftask.config.schema.views import num_views
+from selftask.registry import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+SUMMARY = re.compile(r"(?P<title>[^:(]+?)(?: \(arXiv:(?P<arxiv>\d{4}\.\d{5})\))?: (?P<text>.+)\.")
+DIFFERENCES = re.compile(r"^Differs from the authors' code:\n\n(.+?)(?=\n\n|\Z)", re.M | re.S)
+BEGIN, END = "<!-- begin: tools/method_tables.py -->", "<!-- end -->"
+NUM_CLASSES = {"digits": 10, "images": 10, "imagenet": 1000}
+NUM_DIGITS = 1347  # training images of the digits
+TEACHERS = {  # numbers of prototypes
+    "distill_prototypes/digits": {"out_dim": 1000},  # timm:test_vit
+    "distill_prototypes/images": {"out_dim": 4096, "patch_dim": 4096},  # dinov2/images
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a method's class says about it."""
+
+    name: str
+    title: str
+    text: str
+    arxiv: str | None
+    differences: str
+    """Bullets, or an empty string."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    old = outdated()
+    for path, text in old.items():
+        print(f"{path.relative_to(ROOT)}: {'not up to date' if check else 'written'}")
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    return int(check and bool(old))
+
+
+def outdated() -> dict[Path, str]:
+    """Return the pages that are not up to date, with their new text."""
+    pages = {
+        ROOT / "README.md": (table("| | | |"), readme_rows()),
+        ROOT / "docs/expected-curves.md": (table("| method | formula |"), chance_rows()),
+        ROOT / "docs/parity.md": (rf"(?P<head>{re.escape(BEGIN)}\n).*?(?={END})", differences()),
+    }
+    made = {}
+    for path, (pattern, lines) in pages.items():
+        text = path.read_text(encoding="utf-8")
+        (match,) = re.finditer(pattern, text, re.M | re.S)
+        new = "".join([text[: match.end("head")], *lines, text[match.end() :]])
+        if new != text:
+            made[path] = new
+    return made
+
+
+def table(head: str) -> str:
+    """Return a pattern for the rows of the table whose header begins with ``head``."""
+    return rf"^(?P<head>{re.escape(head)}[^\n]*\n\|[-|]+\|\n)(?:\|[^\n]*\n)*"
+
+
+def cards() -> Iterator[Card]:
+    """Yield what each shipped method says about itself.
+
+    Raises:
+        SystemExit: If a summary does not name the method.
+    """
+    for name in METHODS.names():
+        doc = ast.get_docstring(METHODS.definition(name)) or ""
+        match = SUMMARY.fullmatch(doc.partition("\n")[0])
+        if match is None:
+            example = '"""DINO (arXiv:2104.14294): one sentence."""'
+            raise SystemExit(f"{METHODS.address(name)}: begin the docstring as in {example}")
+        bullets = DIFFERENCES.search(doc)
+        yield Card(name, **match.groupdict(), differences=bullets[1] if bullets else "")
+
+
+def readme_rows() -> Iterator[str]:
+    for _, group in groupby(cards(), key=lambda card: card.name.partition("_")[0]):
+        methods = list(group)
+        links = [f"[`{m.name}`](ssl/selftask/methods/{m.name}.py)" for m in methods]
+        texts = [f"{m.title}: {m.text}" for m in methods]
+        papers = [f"[{m.arxiv}](https://arxiv.org/abs/{m.arxiv})" for m in methods if m.arxiv]
+        yield f"| {', '.join(links)} | {'; '.join(texts)} | {', '.join(papers)} |\n"
+
+
+def differences() -> Iterator[str]:
+    for card in cards():
+        if card.differences:
+            yield f"\n**{card.title}**\n\n{markdown(card.differences)}\n"
+    yield "\n"
+
+
+def markdown(text: str) -> str:
+    """Return a docstring as markdown, with code in single backticks."""
+    return text.replace("``", "`").replace(" * ", " \N{MULTIPLICATION SIGN} ")
+
+
+def chance_rows() -> Iterator[str]:
+    """Yield a row for each method with a loss at chance: the formula, and values of recipes."""
+    for name in METHODS.names():
+        doc = METHODS[name].chance_loss.__doc__.partition("\n\n")[0]
+        _, colon, formula = " ".join(doc.split()).partition(": ")
+        if colon:
+            recipes = (f"{name}/digits", f"{name}/images", large_recipe(name))
+            values = map(chance, recipes, NUM_CLASSES.values())
+            yield f"| `{name}` | {markdown(formula.removesuffix('.'))} | {' | '.join(values)} |\n"
+
+
+def chance(recipe: str | None, num_classes: int) -> str:
+    """Return the loss at chance of a recipe, with two digits.
+
+    No network is built: what a method counts in ``setup`` is set here.
+    """
+    if recipe is None:
+        return "none"
+    config = load_config(recipe, ["data=no/such/folder"] if recipe.endswith("/images") else [])
+    kind = METHODS[config.method.name]
+    method = kind.__new__(kind)
+    views = sum(num_views(config.views).values())
+    vars(method).update(
+        config=SimpleNamespace(**config.method.args),
+        num_negatives=views * (config.train.batch_size - 1),
+        num_pairs=config.train.batch_size,
+        num_classes=len(config.method.args.get("targets", range(num_classes))),
+        memory=range(NUM_DIGITS),
+        **TEACHERS.get(recipe, {}),
+    )
+    value = method.chance_loss
+    return "none" if value is None else f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+@cache
+def large_recipe(method: str) -> str | None:
+    """Return the recipe for ImageNet, or for as many images."""
+    large = rf"{method}/.*(imagenet|captions)$"
+    return max((name for name in shipped() if re.match(large, name)), default=None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
