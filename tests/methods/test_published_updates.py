@@ -105,7 +105,7 @@ def rate_of_dinov2(name: str, step: int) -> float:
     if "last_layer" in name:
         return float(step >= 2)
     if name == "network.mask_token" or name.startswith(
-        ("network.backbone.cls_token", "network.backbone.pos_embed")
+        tuple(f"network.backbone.{name}" for name in ("cls_token", "reg_token", "pos_embed"))
     ):
         return 0.9**3
     if name.startswith("network.backbone.patch_embed"):
@@ -152,6 +152,22 @@ class Published:
         return self.end_decay + (self.decay - self.end_decay) * half
 
 
+DINOV2 = Published(
+    adamw(0.999),
+    weights,
+    0.004 * math.sqrt(BATCH / 1024),
+    1e-6 * math.sqrt(BATCH / 2048),
+    decay=0.04,
+    end_decay=0.4,
+    rate=rate_of_dinov2,
+    settings=(
+        (
+            "optimizer.groups=[{match: backbone.patch_embed, lr: 0.2},"
+            "{match: mask_token, lr: 0.729},"
+            '{match: "*.last_layer", schedule: {name: cosine, zero_until: 2 steps}}]'
+        ),
+    ),
+)
 SHARE = BATCH / 256  # of an lr that is scaled with the batch
 CODE = {
     "simclr/resnet50_imagenet": Published(lars(True), weights, 0.3 * SHARE, decay=1e-6),
@@ -181,22 +197,8 @@ CODE = {
     "dino/vit_small_imagenet": Published(
         adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
     ),
-    "dinov2/vit_large_imagenet": Published(
-        adamw(0.999),
-        weights,
-        0.004 * math.sqrt(BATCH / 1024),
-        1e-6 * math.sqrt(BATCH / 2048),
-        decay=0.04,
-        end_decay=0.4,
-        rate=rate_of_dinov2,
-        settings=(
-            (
-                "optimizer.groups=[{match: backbone.patch_embed, lr: 0.2},"
-                "{match: mask_token, lr: 0.729},"
-                '{match: "*.last_layer", schedule: {name: cosine, zero_until: 2 steps}}]'
-            ),
-        ),
-    ),
+    "dinov2/vit_large_imagenet": DINOV2,
+    "dinov3/vit_large_imagenet": DINOV2,  # no other rules
     "npid/resnet50_imagenet": Published(
         sgd,
         everything,

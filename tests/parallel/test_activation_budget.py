@@ -116,7 +116,7 @@ def test_a_budget_that_cannot_be_met_says_so(caplog: pytest.LogCaptureFixture) -
     step(model, torch.randn(32, 8, dtype=torch.float64))
     budget.finalize()
     assert "4 of 4 blocks are recomputed" in caplog.text
-    assert "the budget is 0.0 MB: less is not possible" in caplog.text
+    assert "the budget is 1.0 kB: less is not possible" in caplog.text
 
 
 def test_sizes_and_shares() -> None:

@@ -207,7 +207,9 @@ def markdown(text: str) -> str:
     parts = re.split(r"(`+[^`]+`+)", text)
     for place, part in enumerate(parts):
         code = place % 2 == 1
-        parts[place] = f"`{part.strip('`')}`" if code else re.sub(r"(\*(?! )|[<\[])", r"\\\1", part)
+        parts[place] = (
+            f"`{part.strip('`')}`" if code else re.sub(r"((?<! )\*|\*(?! )|[<\[])", r"\\\1", part)
+        )
     return "".join(parts)
 
 

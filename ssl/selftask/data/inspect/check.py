@@ -157,12 +157,14 @@ def examine(source: Source, index: int) -> Facts:
     if not digest:
         digest = _digest(np.array(pixels.shape).tobytes() + pixels.tobytes())
     channels = pixels.shape[2] if pixels.ndim == 3 else 1
+    if channels not in (1, 3):  # Pillow's mode is that of the first bands
+        mode = f"{channels} channels"
     return Facts(
         width=pixels.shape[1],
         height=pixels.shape[0],
         num_bytes=num_bytes or pixels.nbytes,
         format=kind,
-        mode=mode or ("RGB" if channels == 3 else f"{channels} channels"),
+        mode=mode or ("RGB" if channels == 3 else "1 channel"),
         digest=digest,
     )
 
