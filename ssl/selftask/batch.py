@@ -22,7 +22,7 @@ def total(loss: Loss) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Draws:
-    """Random parameters of one view of each image in a batch.
+    """Random augmentation parameters of one view of each image in a batch.
 
     Positions in a view are x and y in [0, 1], from its upper left corner. Positions in an image are
     in pixels of the input of the first transform, after ``data.max_side``.

@@ -1,11 +1,8 @@
 """Color, blur and contrast on 8-bit images, clipped after each operation like torchvision.
 
-Images of three channels are processed by the compiled kernel, and batches by the torch versions of
-the device engine. The OpenCV versions are for other numbers of channels and for installations
-without the kernel. They are kept because torch takes 20 to 80 times as long for one image.
-Microseconds of CPU time at 224x224 pixels, one thread (kernel, OpenCV, torch): color_jitter 30,
-152, 3373; grayscale 8, 14, 319; gaussian_blur 27, 70, 4940; solarize 8, 7, 578 (``python
-tools/bench/transform_forms.py``).
+Images of three channels are processed by the compiled kernel, and batches on the device by the
+torch versions in ``data/device``. The OpenCV versions are for other numbers of channels and for
+installations without the kernel. torch would take 20 to 80 times as long for one image on the CPU.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Crops and resizing, with torchvision's names and semantics; resizing is antialiased.
 
-``resampling.resize``, which uses OpenCV or torch on uint8, is kept beside the compiled kernel and
-the matrices of the device engine. The matrices take 20 to 100 times as long for one image.
-Microseconds of CPU time at 224x224 pixels, one thread (kernel, OpenCV, matrices):
-random_resized_crop to 112 pixels 14, 45, 960; resize 14, 44, 1214; center_crop -, 3, 396;
-random_crop -, 8, 852 (``python tools/bench/transform_forms.py``).
+Images of three channels are resized by the compiled kernel, and batches on the device by
+multiplication with two matrices (``data/device/resampling``). ``resampling.resize`` is for all
+other cases: the matrices would take 20 to 100 times as long for one image on the CPU.
 """
 
 from __future__ import annotations

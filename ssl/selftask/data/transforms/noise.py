@@ -1,10 +1,4 @@
-"""Noise and erased rectangles, on 8-bit images and thus before ``normalize``.
-
-These NumPy versions are kept beside the torch versions of the device engine, which take 10 to 200
-times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread (NumPy, torch):
-random_erasing 2, 429; cutout 2, 471; gaussian_noise 35, 435; salt_and_pepper 9, 553 (``python
-tools/bench/transform_forms.py``).
-"""
+"""Noise and erased rectangles, on 8-bit images and thus before ``normalize``."""
 
 from __future__ import annotations
 

@@ -2,10 +2,6 @@
 
 The operations are Pillow's, so the image size is kept. ``interpolation`` and ``fill`` apply to the
 geometric operations.
-
-These OpenCV versions are kept beside the torch versions of the device engine, which take 6 to 30
-times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch):
-rand_augment 19, 568; aug_mix 759, 4284 (``python tools/bench/transform_forms.py``).
 """
 
 from __future__ import annotations

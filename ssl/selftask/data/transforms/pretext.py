@@ -5,11 +5,6 @@ drawn at a fixed position of the view's random stream, whatever else the pipelin
 ``drawn_rotation`` and ``drawn_permutation`` compute it again from the seed, the ``key`` of the
 sample and the view. A method that uses every rotation of every image needs no draw: it has one
 group of views for each rotation, such as ``{name: rotate_90, k: [1]}``, and the group is the label.
-
-These OpenCV and NumPy versions are kept beside the torch versions of the device engine, which take
-15 to 70 times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread
-(OpenCV, torch): rotate_90 12, 469; jigsaw 15, 1127; channel_drop 28, 410 (``python
-tools/bench/transform_forms.py``).
 """
 
 from __future__ import annotations

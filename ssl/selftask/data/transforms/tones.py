@@ -1,10 +1,4 @@
-"""Posterize, equalize, autocontrast, invert and sharpness, like Pillow's ImageOps.
-
-These OpenCV and NumPy versions are kept beside the torch versions of the device engine, which take
-5 to 100 times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread
-(OpenCV, torch): posterize 2, 277; equalize 144, 833; autocontrast 110, 578; invert 2, 326;
-sharpness 36, 577 (``python tools/bench/transform_forms.py``).
-"""
+"""Posterize, equalize, autocontrast, invert and sharpness, like Pillow's ImageOps."""
 
 from __future__ import annotations
 
