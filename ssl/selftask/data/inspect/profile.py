@@ -91,7 +91,7 @@ def measure(
         threads: torch threads of the main process; workers have one.
 
     Raises:
-        UserError: No image can be read, or no batch can be made.
+        UserError: If no image can be read, or no batch can be made.
     """
     config = _small_batches(config, len(sources.train))
     before = torch.get_num_threads()
@@ -240,6 +240,12 @@ def loader_rate(config: Config, sources: Sources, device: torch.device, seconds:
 
     The first ``1 + num_workers`` batches are not counted, because of the start of the workers and
     the batches that they make ahead.
+
+    Args:
+        config: Config of the run.
+        sources: Opened data sources.
+        device: Device to which batches are copied.
+        seconds: Approximate time of the measurement.
     """
     data_module = DataModule(config, sources, World(), device)
     try:
@@ -269,7 +275,7 @@ class _Counted(Wrapped):
 
 
 def decodes_per_sample(config: Config, source: Source) -> float:
-    """Return decoded images per sample; also above 1 if some images are unreadable."""
+    """Return the number of images decoded per sample, including unreadable ones."""
     counted = _Counted(source)
     here = replace(config, data=replace(config.data, num_workers=0, cache="none"))
     data_module = DataModule(here, Sources(counted, None), World(), torch.device("cpu"))

@@ -67,7 +67,7 @@ def map_images(
         An index and its result, or ``Lost`` if the process died or was killed.
 
     Raises:
-        RunError: ``look`` raised an error, or processes die before they read anything.
+        RunError: If ``look`` raised an error, or processes die before they read anything.
     """
     crew = _Crew(look, indices, num_workers, patience_s() if silence_s is None else silence_s)
     try:

@@ -182,7 +182,14 @@ class ViewDataset(Dataset):
     def make(
         self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], list[Trace]]:
-        """Return the images to hand over, and the draws of all views if they are needed."""
+        """Return the images to hand over, and the draws of all views if they are needed.
+
+        Args:
+            images: Images of the sample, uint8 (H, W, C).
+            epoch: First number of the sample's key.
+            index: Second number of the sample's key.
+            out: Arrays that the views are written to where possible, in order.
+        """
         image, *extra_images = images
         traces: list[Trace] = []
         recorded = None if self.recorder is None else traces

@@ -101,7 +101,7 @@ class TableSource(FileSource):
         Coordinates are rounded to whole pixels, as by Pillow's crop.
 
         Raises:
-            BadImage: No pixel of the rectangle is in the image.
+            BadImage: If no pixel of the rectangle is in the image.
         """
         if not self._box:
             return image

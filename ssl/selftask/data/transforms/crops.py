@@ -48,7 +48,14 @@ class RandomResizedCrop(Transform):
         return box or self.center_box(width, height)
 
     def attempt(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``."""
+        """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``.
+
+        Args:
+            uniforms: Four numbers in [0, 1), or as many arrays (N,).
+            height: Height of the image in pixels, a number or an array (N,).
+            width: Width of the image in pixels, a number or an array (N,).
+            xp: ``SCALARS`` or NumPy.
+        """
         left, top, w, h = random_box(uniforms, height, width, self.scale, self._log_ratio, xp)
         fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
         return fits, (left, top, left + w, top + h)

@@ -85,7 +85,14 @@ class RandomErasing(_WithHoles):
         return None if box is None else [self.hole(rng, *box)]
 
     def attempt(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``."""
+        """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``.
+
+        Args:
+            uniforms: Four numbers in [0, 1), or as many arrays (N,).
+            height: Height of the image in pixels, a number or an array (N,).
+            width: Width of the image in pixels, a number or an array (N,).
+            xp: ``SCALARS`` or NumPy.
+        """
         of_area, of_ratio, of_left, of_top = uniforms
         turned = of_area, of_ratio, of_top, of_left  # because ``ratio`` is height / width
         top, left, h, w = random_box(turned, width, height, self.scale, self._log_ratio, xp)

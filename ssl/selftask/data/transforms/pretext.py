@@ -163,7 +163,7 @@ def tile_size(height: int, width: int, grid: int, side: int | None) -> tuple[int
         side: Side of a tile, in pixels; None: tiles are as large as their cells.
 
     Raises:
-        UserError: The cells are smaller than a tile.
+        UserError: If the cells are smaller than a tile.
     """
     cell = height // grid, width // grid
     size = cell if side is None else (side, side)

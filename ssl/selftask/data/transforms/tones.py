@@ -129,7 +129,7 @@ def _flat_table(histogram: np.ndarray) -> np.ndarray:
 def adjust_sharpness(image: np.ndarray, factor: float) -> np.ndarray:
     """Sharpen (factor above 1) or smooth (below 1) an image; border pixels are unchanged.
 
-    Extrapolates from or interpolates towards a smoothed image, like Pillow. Its smoothing kernel is
+    Extrapolates from or interpolates toward a smoothed image, like Pillow. Its smoothing kernel is
     [1 1 1; 1 5 1; 1 1 1] / 13, which is 9/13 of the 3x3 mean and 4/13 of the pixel.
     """
     return by_groups(lambda part: _sharpened(part, factor), image)
