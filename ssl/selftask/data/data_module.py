@@ -184,7 +184,7 @@ class DataModule:
         yield from self._eval_batches(self.val_sources[name], self.val_bad_files[name])
 
     def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[Batch]:
-        """Yield the given training images in batches, with the evaluation transforms."""
+        """Yield the training images at ``indices`` (N,) in batches, with evaluation transforms."""
         batches = self._eval_batches(self.train_source, self.batches.bad_files)
         batches.batches = in_batches(indices.tolist(), batch_size)
         yield from batches

@@ -60,7 +60,7 @@ class DrawRecorder:
         ]
 
     def row(self, images: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> np.ndarray:
-        """Return the numbers of one sample, float32.
+        """Return the numbers of one sample, float32 (N,).
 
         Args:
             images: Height and width of each image of the sample, in the order of ``Views.images``.

@@ -174,6 +174,10 @@ def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, 
 
     Transforms are measured one by one. A pipeline may run several of them at once and faster, but
     the most expensive one stays the same.
+
+    Args:
+        config: Config of the run.
+        images: uint8 (H, W, C).
     """
     spent: dict[str, float] = {}
     numbers = num_views(config.views).values()

@@ -58,7 +58,7 @@ def map_images(
 
     Args:
         look: Runs in a forked process; its result must be picklable. Its errors end the iteration.
-        indices: Indices of the images.
+        indices: Indices of the images, (N,).
         num_workers: Number of processes.
         silence_s: Seconds without a report after which a process is killed; None:
             ``patience_s()``.

@@ -47,7 +47,7 @@ class Dataset(ABC):
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
         """Return the sample of a key (epoch, index); raises UserError, never BadImage.
 
-        Views may be written to ``out`` (one array per view) or be arrays of their own.
+        Views, uint8 (H, W, C), may be written to ``out`` (one array per view) or be new arrays.
         """
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
@@ -79,7 +79,7 @@ def replacement(seed: int, epoch: int, index: int, attempt: int, num_images: int
 
 
 def read(source: Source, index: int) -> tuple[np.ndarray, int]:
-    """Return an image and its label.
+    """Return an image, uint8 (H, W, C), and its label.
 
     Raises:
         BadImage: If the image cannot be read.
@@ -173,7 +173,12 @@ class ViewDataset(Dataset):
         return Sample([], -1, index, key, bad)
 
     def read(self, index: int) -> tuple[list[np.ndarray], int, dict[str, np.ndarray] | None]:
-        """Return all images of a sample, its label and its extras; raises BadImage, UserError."""
+        """Return all images (H, W, C) of a sample, its label and its extras.
+
+        Raises:
+            BadImage: If an image or an extra field cannot be read.
+            UserError: If a field violates the Source contract.
+        """
         image, target = read(self.source, index)
         extra_images = [read_extra_image(self.source, index, name) for name in self.views.images]
         extras = None if self.extras is None else self.extras.read(self.source, index)

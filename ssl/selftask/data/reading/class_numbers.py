@@ -75,7 +75,7 @@ def label_top_folders(paths: Sequence[str]) -> np.ndarray | None:
 
 
 def name_top_folders(paths: Sequence[str] | PathTable, labels: np.ndarray | None) -> list[str]:
-    """Return the top folder of each class, by number; an empty list without labels."""
+    """Return the top folder of each class, given labels (N,); an empty list without labels."""
     if labels is None:
         return []
     first = np.zeros(int(labels.max()) + 2, dtype=np.int64)  # first rows; the last is of label -1

@@ -50,7 +50,7 @@ def read_image(path: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
 
 def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Do ``read_image`` for the bytes of a file; ``name`` is for BadImage.
+    """Decode the bytes of a file as ``read_image`` does, to uint8 (H, W, 3).
 
     Args:
         data: Content of the file.

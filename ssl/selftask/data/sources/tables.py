@@ -96,7 +96,7 @@ class TableSource(FileSource):
             )
 
     def cut(self, index: int, image: np.ndarray) -> np.ndarray:
-        """Return the part of the row's rectangle that is in the image.
+        """Return the part (H', W', C) of the row's rectangle that is in the image (H, W, C).
 
         Coordinates are rounded to whole pixels, as by Pillow's crop.
 

@@ -230,14 +230,14 @@ class ContrastNoise(UniformTransform):
 
 
 def adjust_brightness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Multiply all values by a factor."""
+    """Multiply all values of an image, uint8 (H, W, C), by a factor."""
     if image.shape[2] != RGB:
         return _by_table(image, factor, 0.0)
     return _transformed(image, _matrix(factor))
 
 
 def adjust_contrast(image: np.ndarray, factor: float) -> np.ndarray:
-    """Scale the difference of all values from the mean luma by ``factor``.
+    """Scale the difference of all values from the mean luma by ``factor``; uint8 (H, W, C).
 
     The mean is rounded as by Pillow. If there are not three channels, the mean of all values is
     used instead.
@@ -250,12 +250,12 @@ def adjust_contrast(image: np.ndarray, factor: float) -> np.ndarray:
 
 
 def adjust_saturation(image: np.ndarray, factor: float) -> np.ndarray:
-    """Scale the difference of each pixel from its luma by ``factor``."""
+    """Scale the difference of each pixel from its luma by ``factor``; uint8 (H, W, 3)."""
     return _transformed(image, _matrix(factor, 1 - factor))
 
 
 def adjust_hue(image: np.ndarray, turn: float) -> np.ndarray:
-    """Shift the hue by a fraction of the color circle, in steps of 1/256."""
+    """Shift the hue of uint8 (H, W, 3) by a fraction of the color circle, in steps of 1/256."""
     hsv: np.ndarray = cv2.cvtColor(image, cv2.COLOR_RGB2HSV_FULL)
     step = np.array((int(turn * 255) % 256, 0, 0), dtype=np.uint8)
     rows = np.tile(step, image.shape[1]).reshape(image.shape[1], 3)

@@ -111,7 +111,7 @@ class RandomChoice(Nested):
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Cumulative probabilities of all choices but the last."""
+        """Cumulative probabilities of all choices but the last, (num_choices - 1,)."""
         sums = np.cumsum([1.0] * len(self.choices) if self.weights is None else self.weights)
         return sums[:-1] / sums[-1]
 

@@ -155,7 +155,7 @@ class AugMix(Resampled):
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[np.ndarray, list[tuple[Operation, ...]]]:
-        """Return the weights of the image and of each chain, which sum to 1, and the chains."""
+        """Return weights (1 + num_chains,) of image and chains, which sum to 1, and the chains."""
         kept, mixed = rng.dirichlet([self.alpha] * 2).tolist()
         weights = np.array([kept, *(mixed * rng.dirichlet([self.alpha] * self.num_chains))])
         return weights, [self._chain(rng, height, width) for _ in range(self.num_chains)]

@@ -274,7 +274,7 @@ class ChannelDrop(Transform):
             yield f"keep: {self.keep}; the data have {channels}, and less than that is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """Return the indices of the channels to overwrite, or None."""
+        """Return the indices (C - keep,) of the channels to overwrite, or None."""
         chance, *draws = rng.random(1 + self.channels).tolist()
         return np.argsort(draws)[self.keep :] if chance < self.p else None
 
