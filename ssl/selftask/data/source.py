@@ -55,7 +55,7 @@ class Source(ABC):
         raise KeyError(name)
 
     def cut(self, index: int, image: np.ndarray) -> np.ndarray:
-        """Return the part (H', W', C) of a file's image (H, W, C) that a sample shows: here, all."""
+        """Return the part (H', W', C) of the image (H, W, C) in a file that a sample shows."""
         return image
 
     @abstractmethod

@@ -180,7 +180,7 @@ class Resampled(Transform):
 
 @dataclass(frozen=True, kw_only=True)
 class Toggled(RandomlyApplied):
-    """Transform that is applied to every second image by default."""
+    """Transform that is applied with probability 0.5 by default."""
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""
