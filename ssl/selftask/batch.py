@@ -16,13 +16,13 @@ Loss: TypeAlias = Tensor | Mapping[str, Tensor]
 
 
 def total(loss: Loss) -> Tensor:
-    """Return the loss as one scalar, the sum of its terms if it has several."""
+    """Return the loss as a scalar tensor (), the sum of its terms if it has several."""
     return loss if isinstance(loss, Tensor) else sum(loss.values(), start=0.0)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Draws:
-    """Random parameters of one view of each image in a batch.
+    """Random augmentation parameters of one view of each image in a batch.
 
     Positions in a view are x and y in [0, 1], from its upper left corner. Positions in an image are
     in pixels of the input of the first transform, after ``data.max_side``.
@@ -122,12 +122,12 @@ class Batch:
 
     @property
     def all_views(self) -> list[Tensor]:
-        """Views of all groups in one list, in the order of the recipe."""
+        """Views of all groups, (B, C, H, W) each, in one list in the order of the recipe."""
         return [view for group in self.views.values() for view in group]
 
     @property
     def local_loss(self) -> Tensor:
-        """Loss of this rank, with its graph; set it to a scalar or to named terms.
+        """Loss of this rank, a scalar with its graph; set it to a scalar or to named terms.
 
         Raises:
             AttributeError: If the step has not computed it yet.
@@ -144,7 +144,7 @@ class Batch:
 
     @property
     def target(self) -> Tensor:
-        """The labels, under the name that Classy Vision's hooks use."""
+        """The labels (B,), under the name that Classy Vision's hooks use."""
         return self.labels
 
     @property

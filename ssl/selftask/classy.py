@@ -265,8 +265,11 @@ def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -
 def build_schedule(name: str, args: dict[str, Any], *, num_epochs: int) -> Any:
     """Build a schedule of Classy, such as ``classy:multistep``.
 
-    ``num_epochs`` is filled in, also in the parts of a composite, unless the schedule's own
-    arguments give the length.
+    Args:
+        name: Name of the schedule.
+        args: Arguments of the schedule.
+        num_epochs: Length of the training, in epochs. It is passed to the schedule, and to the
+            parts of a composite one, unless ``args`` give the length.
     """
     return build("schedule", name, _with_epochs(args, num_epochs))
 

@@ -21,7 +21,7 @@ from selftask.task import Task
 
 
 def describe(batches: Any) -> dict[str, Any]:
-    """Return the settings given by the first batch: batch size and number of views.
+    """Return settings derived from the first batch: batch size and number of views.
 
     Raises UserError if the batches have no length or are empty.
     """
@@ -40,10 +40,10 @@ def describe(batches: Any) -> dict[str, Any]:
 def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
     """Return a ``Batch`` of this rank, made from a tensor, views or (views, labels).
 
-    If the last item is a vector of integers, it is the labels; otherwise there are none.
+    If the last element is a vector of integers, it is taken as the labels.
 
     Args:
-        item: Item of the user's iterable.
+        item: Item of the user's iterable: a view (B, C, H, W), or views and perhaps labels (B,).
         number: Index of the batch, counted from the start of training.
         batches_per_epoch: Number of batches per epoch.
     """
@@ -85,7 +85,7 @@ def _are_labels(value: Any) -> bool:
 class TaskOfBatches(Task):
     """A task that reads the user's batches, epoch by epoch.
 
-    With several ranks each rank's batches are its part of the global batch.
+    With several ranks, the batches of each rank are its part of the global batches.
     """
 
     def __init__(self, config: Config, batches: Any, backbone: nn.Module | None = None) -> None:

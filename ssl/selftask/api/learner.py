@@ -42,7 +42,7 @@ class Learner(nn.Module):
     Args:
         method: Name of a method, or a method object or class.
         backbone: Images (B, C, H, W) -> features (B, E), trained in place.
-        steps: Length of the training, for the schedules of teacher and temperatures.
+        steps: Number of steps of the training, for the schedules of teacher and temperatures.
         batch_size: Number of samples of a batch, over all ranks.
         num_images: Number of images of the data set, for methods with a memory of all images.
         channels: Number of channels of the images.
@@ -116,7 +116,7 @@ class Learner(nn.Module):
         return batch.local_loss
 
     def after_backward(self) -> None:
-        """Apply the method's changes of gradients; call it before the optimizer's step."""
+        """Let the method modify the gradients; call it before the optimizer's step."""
         self._frozen.drop_gradients(self._task.steps_done)
         self.method.on_backward(self._task)
 

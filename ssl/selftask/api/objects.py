@@ -37,11 +37,12 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as ``key=value``, with names in place of objects.
 
     Args:
-        settings: Dotted keys or nested dicts. Accepted objects are a module as ``backbone``, a
-            map-style data set as ``data``, ``data.val`` or one of ``data.val_sets``, an instance
-            or class as ``method``, a class of torch.optim as the optimizer's name, classes or
-            functions as names of a task, train step, hook, meter or evaluation, and as a transform
-            whatever ``name: custom`` calls, or an instance of selftask's own classes.
+        settings: Dotted keys or nested dicts. These objects are accepted: a module as
+            ``backbone``; a map-style data set as ``data``, ``data.val`` or one of
+            ``data.val_sets``; an instance or class as ``method``; a class of torch.optim as the
+            optimizer's name; a class or function as the name of a task, train step, hook, meter or
+            evaluation. A transform may be an instance of selftask's own classes, or any callable
+            that ``name: custom`` accepts.
     """
     return [
         f"{key}={_flow(_plain(value, tuple(key.split('.'))))}" for key, value in settings.items()

@@ -11,7 +11,7 @@ __all__ = ["Interrupted", "Trainer"]
 
 
 class Trainer:
-    """Training of a task in its run folder, or resuming of the run that is there."""
+    """Trains a task in its run folder, or resumes the run in that folder."""
 
     def train(self, task: Task) -> None:
         """Train to the end; if the run is already complete, only load it.

@@ -74,9 +74,14 @@ class Kept:
         return replace(self, best=best, every=tuple(step for step in self.every if step in there))
 
     def with_value(self, step: int, value: float, count: int) -> Kept:
-        """Return the ``count`` best of the values and a new one; the earlier of equals is better.
+        """Return a copy with a new value of the metric, reduced to the ``count`` best values.
 
-        A new value of the same step replaces the old one.
+        A new value of the same step replaces the old one. Of equal values, the earlier is better.
+
+        Args:
+            step: Step of the checkpoint.
+            value: Value of the metric at this step.
+            count: Number of best checkpoints to keep.
         """
         sign = -1 if self.mode == "max" else 1
         others = [pair for pair in self.best if pair[0] != step]

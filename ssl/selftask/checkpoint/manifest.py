@@ -57,6 +57,7 @@ def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Read the state in a file; raise DamagedCheckpoint if that fails.
 
     Args:
+        path: The checkpoint file.
         mmap: Map tensors into memory instead of reading them.
     """
     try:
@@ -102,6 +103,8 @@ def verify(path: Path, manifest: Any, *, content: bool = True) -> None:
     """Compare a file with its manifest.
 
     Args:
+        path: The file.
+        manifest: Its expected length ``bytes`` and checksum ``crc32``.
         content: Compare the checksum in addition to the length.
 
     Raises:

@@ -47,6 +47,8 @@ def fetch_run(
     newer. Checkpoints with the same manifest are not downloaded again.
 
     Args:
+        address: Address of the run.
+        folder: Local folder of the run.
         num_checkpoints: Number of newest checkpoints to fetch; None for all.
 
     Returns:
@@ -96,6 +98,8 @@ def mirrored(out: str, folder: Path, sent: dict[str, Stamp] | None) -> Iterator[
     It yields a function that uploads all changes before it returns, which is also called at exit.
 
     Args:
+        out: Address of the run.
+        folder: Local folder of the run.
         sent: The result of ``fetch_run``; None to do nothing.
 
     Raises:
@@ -119,7 +123,12 @@ def mirrored(out: str, folder: Path, sent: dict[str, Stamp] | None) -> Iterator[
 
 
 def upload_files(out: str, folder: Path, *patterns: str) -> None:
-    """Upload the files that match, for terminated ranks; do nothing if ``out`` is local.
+    """Upload the files of a run that match; do nothing if ``out`` is local.
+
+    Args:
+        out: Run folder, local or an address.
+        folder: Local folder that contains the files.
+        *patterns: Glob patterns relative to ``folder``.
 
     Raises:
         UserError: If a file cannot be written.

@@ -13,18 +13,18 @@ from typing import Any, ClassVar
 import torch
 
 _MOST_LEVELS = 100  # of nested containers; checkpoints of all known frameworks have fewer than 20
-_MOST_CONTAINERS = 1_000_000  # on a level
+_MOST_CONTAINERS = 1_000_000  # at one level of nesting
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _ZIP = b"PK\x03\x04"
 _PARTS_OF_LEGACY_FILES = 4  # torch.save before 1.6: magic number, version, system, content
 
 
 class RefusedContent(pickle.UnpicklingError):
-    """Raised for content that no writer of weights makes; its text is for users."""
+    """Raised for content that does not belong in a file of weights; users see its message."""
 
 
 class Constructor:
-    """Function that a pickle may call. It must raise for arguments other than a writer's."""
+    """Function that a pickle may call. It must raise for arguments that no library writes."""
 
     __slots__ = ("call",)
 
@@ -38,14 +38,14 @@ _PythonUnpickler: Any = pickle._Unpickler  # its instructions are methods, unkno
 class RestrictedUnpickler(_PythonUnpickler):
     """Unpickler that calls only a ``Constructor`` and changes only objects it has built itself.
 
-    The unpickler written in C would call any object of the pickle, and set attributes of any.
+    It extends the unpickler written in Python, since the one in C cannot be restricted in this way.
+    ``load`` raises pickle.UnpicklingError for other names and for deep nesting. For damaged files
+    it may raise any error.
 
     Args:
         file: The pickle, opened for reading.
         names: ``"module.name"`` -> Constructor, or a value that a pickle may name but not call.
-
-    ``load`` raises pickle.UnpicklingError for other names and deep nesting, and any error for
-    damaged files.
+        **options: Arguments of ``pickle.Unpickler``.
     """
 
     containers: tuple[type, ...] = (dict, list, set)
@@ -74,13 +74,13 @@ class RestrictedUnpickler(_PythonUnpickler):
         raise RefusedContent(f"names {name}, which has no business there; nothing was run")
 
     def call(self, function: Any, arguments: Any) -> Any:
-        """Return what a Constructor makes of its arguments."""
+        """Call a Constructor; raise UnpicklingError for any other object."""
         if not isinstance(function, Constructor):
             raise RefusedContent(f"calls an object ({type(function).__name__}); nothing was run")
         check_nesting(arguments)
         return function.call(*arguments)
 
-    # Instructions of the pickle, as methods of the base class.
+    # Overrides of the base class's methods, each of which runs one pickle instruction.
 
     def _create(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -95,7 +95,7 @@ class RestrictedUnpickler(_PythonUnpickler):
         self.append(self.call(function, arguments))
 
     def get_extension(self, code: int) -> None:
-        """Refuse an object by its number in ``copyreg``."""
+        """Refuse an object that is given by its number in ``copyreg``."""
         raise RefusedContent(f"names the extension {code}; nothing was run")
 
     def load_build(self) -> None:
@@ -130,7 +130,7 @@ class RestrictedUnpickler(_PythonUnpickler):
         check_nesting(self.stack[::2])
         super().load_dict()
 
-    def load_bytearray8(self) -> None:  # the base class takes the memory before it reads
+    def load_bytearray8(self) -> None:  # the base class allocates the stated length before it reads
         (length,) = struct.unpack("<Q", self.read(8))
         self.append(bytearray(self.read(length)))
 
@@ -163,9 +163,9 @@ class RestrictedUnpickler(_PythonUnpickler):
 
 
 def check_nesting(content: Any) -> None:
-    """Raise UnpicklingError for containers in containers in more levels than a stack has room for.
+    """Raise UnpicklingError for containers that are nested too deeply for recursive functions.
 
-    Python's own functions recurse: a tuple in a million tuples ends the process when it is hashed.
+    Hashing a tuple that is nested a million levels deep overflows the stack and kills the process.
     """
     level: list[Any] = [[content]]
     for _ in range(_MOST_LEVELS):
@@ -173,13 +173,13 @@ def check_nesting(content: Any) -> None:
         level = [item for items in values for item in items if isinstance(item, _CONTAINERS)]
         if not level:
             return
-        if len(level) > _MOST_CONTAINERS:  # the same one many times over, which takes no space
+        if len(level) > _MOST_CONTAINERS:  # a small file can refer to one container many times
             break
     raise RefusedContent("nests its content too deeply for a file of weights")
 
 
 def size(numbers: Any) -> torch.Size:
-    """Return a shape, given as a tuple of whole numbers."""
+    """Convert a tuple of non-negative integers to torch.Size; refuse anything else."""
     if type(numbers) is not tuple or any(type(n) is not int or n < 0 for n in numbers):
         raise RefusedContent("has a shape of other things than whole numbers")
     return torch.Size(numbers)
@@ -196,7 +196,7 @@ class Placeholder:
 
 
 class StateDict(dict[Any, Any]):
-    """Dict for an OrderedDict, without the attributes of a module's state."""
+    """Plain dict in place of an OrderedDict; ignores attributes such as ``_metadata``."""
 
     def __init__(self, items: Any = ()) -> None:
         if type(items) not in (list, tuple):
@@ -207,7 +207,7 @@ class StateDict(dict[Any, Any]):
 
 
 class Outline(RestrictedUnpickler):
-    """Unpickler of containers, numbers and texts; everything else becomes a placeholder."""
+    """Unpickler of containers, numbers and strings; all other objects become placeholders."""
 
     names: ClassVar[Mapping[str, Any]] = {"collections.OrderedDict": Constructor(StateDict)}
     containers = (dict, list, set, Placeholder)
@@ -218,19 +218,19 @@ class Outline(RestrictedUnpickler):
         self.skipped: dict[str, None] = {}
 
     def unlisted(self, name: str) -> Any:
-        """Note the name; return a placeholder."""
+        """Record the name and return a placeholder."""
         self.skipped[name] = None
         return Placeholder()
 
     def call(self, function: Any, arguments: Any) -> Any:
-        """Return a placeholder for whatever a placeholder makes."""
+        """Call a Constructor; calling a placeholder returns another placeholder."""
         if not isinstance(function, Placeholder):
             return super().call(function, arguments)
         check_nesting(arguments)
         return Placeholder()
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return a placeholder for a storage."""
+        """Return a placeholder for the storage of a tensor."""
         return Placeholder()
 
 
@@ -243,7 +243,8 @@ def is_zip(path: Path) -> bool:
 def check_file(path: Path) -> None:
     """Raise UnpicklingError if torch.load(weights_only=True) would overflow the stack.
 
-    It hashes keys of any depth. Files of other formats pass: torch.load refuses them.
+    torch.load hashes dict keys of any depth. Files of other formats are not checked, since
+    torch.load refuses them.
     """
     if is_zip(path):
         record = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
@@ -256,6 +257,6 @@ def check_file(path: Path) -> None:
 
 
 def open_pickle(path: Path) -> mmap.mmap:
-    """Open a file of which no more is read than there is, whatever lengths it names."""
+    """Memory-map a file, so that wrong lengths in it cannot make a read allocate memory."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -24,9 +24,14 @@ def clear(folder: Path) -> None:
 
 
 def rotate(newest: Path, keep: int, spared: Collection[int] = ()) -> None:
-    """Remove all but the ``keep`` newest checkpoints, and one of the other kind of the same step.
+    """Remove old checkpoints after a new one has been saved.
 
-    Checkpoints of the steps ``spared`` are kept, too.
+    A checkpoint of the same step in the other format (file or folder) is removed as well.
+
+    Args:
+        newest: The new checkpoint.
+        keep: Number of newest checkpoints to keep.
+        spared: Steps whose checkpoints are kept in any case.
     """
     for path in checkpoints(newest.parent):
         if path != newest and step_of(path) == step_of(newest):

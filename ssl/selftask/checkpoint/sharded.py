@@ -126,9 +126,10 @@ def load(
     num_checkers: int = 1,
     wanted: Callable[[Mapping[str, Any], str], bool] | None = None,
 ) -> dict[str, Any]:
-    """Read and verify a sharded checkpoint, or some of its tensors. Raises DamagedCheckpoint.
+    """Read and verify a sharded checkpoint, or some of its tensors.
 
     Args:
+        path: Folder of the checkpoint.
         empty: ``empty(shape, dtype=...)`` allocates the destination of a sharded tensor: the full
             tensor on the CPU, or this rank's part.
         checker: Number of this reader, which verifies the checksums of its share of the files.
@@ -136,6 +137,9 @@ def load(
         wanted: Selects the sharded tensors to read, as in ``store.load``; None for all. The others
             become None. Checksums are then verified for the pieces that are read, not for whole
             files.
+
+    Raises:
+        DamagedCheckpoint: If it cannot be read, or a length or checksum differs.
     """
     try:
         _verify(path, checker, num_checkers, shards=wanted is None)
@@ -188,6 +192,7 @@ def read_back(path: Path, tensors: dict[str, Tensor]) -> None:
     """Read a new checkpoint: this rank's part of the sharded tensors, and the rest on the first.
 
     Args:
+        path: Folder of the checkpoint.
         tensors: Destinations of the sharded tensors, by name.
 
     Raises:
@@ -205,7 +210,7 @@ def read_back(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _read_table(path: Path) -> Any:
-    """Return DCP's table of what is where; its own read_metadata() would run any pickle."""
+    """Return DCP's table of where tensors are; its own read_metadata() would run any pickle."""
     with (path / ".metadata").open("rb") as file:
         return _TableUnpickler(file, _METADATA).load()
 

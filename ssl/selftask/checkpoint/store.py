@@ -60,10 +60,19 @@ def save(
     """Write ``folder/step_N.pt``; a kill at any instant leaves it complete or absent.
 
     The steps are: temporary file, fsync, rename, fsync of the folder. A small JSON file next to it
-    has length and CRC-32. The ``durable`` files, to which the state refers, are synced to disk
-    before the rename. All checkpoints except the newest ``keep`` and those in ``kept`` are removed.
-    Raises TypeError, with the key, for a state that contains anything but tensors and plain Python
-    objects. Raises OSError without space or access, and then leaves the folder unchanged.
+    has length and CRC-32.
+
+    Args:
+        state: Tensors and plain Python objects in nested containers.
+        folder: Folder of the checkpoints.
+        step: Step after which the state is saved.
+        keep: Number of newest checkpoints to keep; others are removed.
+        durable: Files to which the state refers. They are synced to disk before the rename.
+        kept: Further checkpoints to keep.
+
+    Raises:
+        TypeError: If the state contains other objects; the message has the key.
+        OSError: Without space or access; the folder is then unchanged.
     """
     check_plain(state)
     clear(folder)
@@ -73,7 +82,14 @@ def save(
 
 
 def write(state: dict[str, Any], folder: Path, step: int, *, durable: Sequence[Path] = ()) -> Path:
-    """Write a plain state as ``save`` does, without removing other checkpoints."""
+    """Write a plain state as ``save`` does, without removing other checkpoints.
+
+    Args:
+        state: As for ``save``, but not checked.
+        folder: Folder of the checkpoints.
+        step: Step after which the state is saved.
+        durable: As for ``save``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:09d}.pt"
     temporary = folder / f".{path.name}.tmp"
@@ -101,9 +117,16 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
 
     ``auto`` selects the newest intact checkpoint in ``folder``, and ``never`` none. A file in
     ``folder`` selects that file. A file elsewhere is used to start a run only: once ``folder`` has
-    a checkpoint, the newest one there is used, so that the same command resumes the run. ``read``
-    is ``load`` or a function like it. Every rank must call this function; rank 0 decides. Raises
-    UserError for a damaged file, and on every rank if another rank sees another checkpoint.
+    a checkpoint, the newest one there is used, so that the same command resumes the run. Every rank
+    must call this function; rank 0 decides.
+
+    Args:
+        resume: ``auto``, ``never``, or the path or address of a checkpoint.
+        folder: Folder of the run's checkpoints.
+        read: ``load``, or a function like it.
+
+    Raises:
+        UserError: If the checkpoint is damaged. On every rank if ranks see different checkpoints.
     """
     if resume == "never":
         return None
@@ -129,8 +152,15 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
 def load_with(entries: Mapping[str, type], path: Path, read: Read | None = None) -> dict[str, Any]:
     """Load a checkpoint and check that it has these entries, of these types.
 
-    Raises DamagedCheckpoint, NoCheckpoint for a file with other content, and UserError for the
-    format of a newer selftask.
+    Args:
+        entries: Type of each required entry.
+        path: The checkpoint.
+        read: ``load``, or a function like it.
+
+    Raises:
+        DamagedCheckpoint: If it cannot be read or lacks an entry.
+        NoCheckpoint: If it is intact but not a checkpoint of selftask.
+        UserError: If its format is that of a newer selftask.
     """
     state = (read or load)(path)
     if "clock" not in state:

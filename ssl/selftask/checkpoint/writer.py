@@ -62,6 +62,8 @@ class CheckpointWriter:
         """Copy ``state`` and return while a thread writes it.
 
         Args:
+            state: Tensors and plain Python objects in nested containers.
+            step: Step after which the state is saved.
             last: Write in this thread; the file is on disk when the call returns.
 
         Raises:

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def report() -> Iterator[tuple[str, str]]:
-    """Yield pairs of topic and finding; a missing part is a finding, not an error."""
+    """Yield pairs of topic and text; missing packages and devices are reported, not raised."""
     yield "selftask", f"{__version__} ({Path(__file__).resolve().parents[1]})"
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"

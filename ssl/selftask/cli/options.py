@@ -1,4 +1,4 @@
-"""What commands share: ``--options`` beside names and ``key=value``, help, and several ranks."""
+"""Shared by the commands: ``--options``, help, tables, and the check that there is one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str],
     """Separate options (``--workers 4`` or ``--workers=4``) from the other words.
 
     Args:
-        words: The words of the command line.
+        argv: The words of the command line.
         known: Type of each option; a bool takes no value, an int is 0 or more.
 
     Returns:

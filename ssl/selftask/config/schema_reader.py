@@ -36,7 +36,7 @@ class Schema:
 
     @classmethod
     def of(cls, config: type | None, owner: str = "", without: Iterable[str] = ()) -> Schema:
-        """Return the schema of a dataclass, or an empty one for None."""
+        """Return the schema of ``config`` except the fields ``without``; empty for None."""
         if config is None:
             return cls({}, {}, owner)
         if not dataclasses.is_dataclass(config):
@@ -59,7 +59,10 @@ class Schema:
 
 
 class Reader:
-    """Reader of sections; collects ``problems``, and the origin of each value in ``places``."""
+    """Reader of sections; collects ``problems``, and the origin of each value in ``places``.
+
+    ``value`` is always the plain value at ``key``, and ``registry`` that of its component's name.
+    """
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers

@@ -26,7 +26,12 @@ def is_torch_name(kind: str, name: str) -> bool:
 
 
 def torch_optimizer(name: str, args: dict[str, Any], params: Any) -> Any:
-    """Build the optimizer ``torch:NAME``; lists in ``args`` become tuples, which betas must be.
+    """Build the optimizer ``torch:NAME``.
+
+    Args:
+        name: ``torch:NAME``.
+        args: Arguments of the optimizer. Lists become tuples, which torch requires for betas.
+        params: Parameters or parameter groups.
 
     Raises:
         UserError: If there is no such class.

@@ -1,4 +1,4 @@
-"""Data of a run: training batches from any number on, and labelled samples for tests."""
+"""Data of a run: training batches from any step on, and labeled samples for tests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class DataModule:
             sampler=sampler,
         )
         labelled = is_labelled(self.train_source) if self.val_sources else False
-        self._labelled = {  # asked now, since it may read an image with code of the user
+        self._labelled = {  # computed now, since it may read an image with the user's code
             name: is_labelled(source) for name, source in self.val_sources.items()
         }
         self.labelled_sets = [name for name in self._labelled if labelled and self._labelled[name]]
@@ -184,7 +184,7 @@ class DataModule:
         yield from self._eval_batches(self.val_sources[name], self.val_bad_files[name])
 
     def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[Batch]:
-        """Yield the given training images in batches, with the evaluation transforms."""
+        """Yield the training images at ``indices`` (N,) in batches, with evaluation transforms."""
         batches = self._eval_batches(self.train_source, self.batches.bad_files)
         batches.batches = in_batches(indices.tolist(), batch_size)
         yield from batches
@@ -268,7 +268,10 @@ class DataModule:
         return len(self.batches.bad_files.counted)
 
     def unreadable(self) -> list[str]:
-        """Return a sentence for each data set with unreadable images, as of the last sharing."""
+        """Return a sentence for each data set with unreadable images.
+
+        The state is that of the last ``share_unreadable``.
+        """
         return [text for files in self._bad_files.values() if (text := files.summary())]
 
     def unreadable_state(self) -> dict[str, dict[str, str]]:
@@ -280,7 +283,7 @@ class DataModule:
         return {key: dict(files.counted) for key, files in self._bad_files.items()}
 
     def restore_unreadable(self, state: dict[str, dict[str, str]]) -> None:
-        """Return to the unreadable images of a checkpoint; the first rank rewrites the lists."""
+        """Restore the unreadable images of a checkpoint; the first rank rewrites the lists."""
         first = is_primary()
         if first and not state:  # lists of other validation sets, too
             for path in self.config.out_folder.glob("bad_files_val*.txt"):

@@ -60,11 +60,11 @@ class DrawRecorder:
         ]
 
     def row(self, images: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> np.ndarray:
-        """Return the numbers of one sample, float32.
+        """Return the numbers of one sample, float32 (N,).
 
         Args:
             images: Height and width of each image of the sample, in the order of ``Views.images``.
-            traces: Draws of each view, made or not shown.
+            traces: Draws of each view, including those that are only inputs of other views.
         """
         matrices: list[Matrix] = []
         sizes: list[tuple[int, int]] = []  # of the sample's image behind each view

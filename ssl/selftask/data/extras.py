@@ -32,7 +32,7 @@ class ExtrasReader:
         self.tokenizer = tokenizer
 
     def read(self, source: Source, index: int) -> dict[str, np.ndarray]:
-        """Return the texts, as token ids, and the arrays of a sample.
+        """Return the texts of a sample, as token ids int64 (L,), and its arrays of any shape.
 
         Raises:
             BadImage: If a text is empty or the source cannot read a field.
@@ -55,9 +55,9 @@ class ExtrasReader:
 
 
 def as_array(value: Any, source: Source, index: int, name: str) -> np.ndarray:
-    """Return a number or array of a source as an array; raises UserError for other values.
+    """Convert a number or an array of any shape to an array; raises UserError for other values.
 
-    Python floats become float32.
+    Python's floats become float32.
 
     Args:
         value: Value of the field.

@@ -55,7 +55,7 @@ class Source(ABC):
         raise KeyError(name)
 
     def cut(self, index: int, image: np.ndarray) -> np.ndarray:
-        """Return the part of its file's image that a sample shows; by default all of it."""
+        """Return the part (H', W', C) of the image (H, W, C) in a file that a sample shows."""
         return image
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Source(ABC):
         return None if self._classes is None else list(self._classes)
 
     def renumber(self, numbers: np.ndarray) -> None:
-        """Renumber class c to ``numbers[c]``.
+        """Renumber class c to ``numbers[c]``, int64 (num_classes,).
 
         ``labels`` must not be None, and reading must return the label given by ``label_of``.
         """

@@ -90,7 +90,7 @@ class Views:
             epoch: First number of the sample's key.
             index: Second number of the sample's key.
             out: Arrays that the views are written to where possible, in order.
-            further: Other images of the sample, in the order of ``images``.
+            extra_images: Other images of the sample, in the order of ``images``.
             traces: The draws of each view of ``made`` are appended to it.
         """
         if self._draws is None or self._seed != seed:

@@ -104,6 +104,15 @@ def export_model(
 ) -> str:
     """Write the backbone of a file or library; return the path of the written file.
 
+    Args:
+        address: A file, or a model of timm or torchvision.
+        out: Folder to write to; may be remote.
+        weights: For a library's model: ``pretrained``, ``none`` (random), or a file. None:
+            ``pretrained``.
+        to: A format of ``FORMATS``.
+        trust: Allow an architecture in the user's own code.
+        prefix: Prefix of the tensors to take from a file with several networks.
+
     Raises:
         UserError: As ``export_run``, or if ``out`` is None.
     """

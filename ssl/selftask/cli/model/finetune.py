@@ -104,7 +104,7 @@ def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
 def _data(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
     """Return the data of the run, or nothing if ``words`` give other data.
 
-    Raises UserError if there are neither.
+    Raises UserError if there is neither.
     """
     saved = expand_user(local_run(address)) / "config.yaml"
     keys = {word.partition("=")[0] for word in words}

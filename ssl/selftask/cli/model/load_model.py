@@ -114,11 +114,13 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
 
 
 def without_old_val(words: list[str]) -> list[str]:
-    """Return the words, with validation images of their own if they name other images.
+    """Drop the run's validation sets if the words name other images, to which they do not belong.
 
     Args:
-        words: ``key=value`` words for the config of a run. If they name images, those that the
-            run was tested on do not belong to them.
+        words: ``key=value`` words for the config of a run.
+
+    Returns:
+        The words, preceded by words that remove the validation sets if necessary.
     """
     if _IMAGES.isdisjoint(word.partition("=")[0] for word in words):
         return words

@@ -31,7 +31,7 @@ def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[
 
     Args:
         config: The config.
-        hooks: Whether hooks are asked. A run that is only read needs no packages of its writers.
+        hooks: Whether to include hooks. Reading a run does not need the packages of its loggers.
     """
     whole = config.to_dict()
     named: list[tuple[Component, Registry, Key]] = [
@@ -91,7 +91,16 @@ def iter_problems(
 def inner_components(
     component: Component, registry: Registry, key: Key
 ) -> Iterator[tuple[Component, Registry, Key]]:
-    """Yield the components in the arguments of a component, one level deep."""
+    """Yield the components in the arguments of a component, one level deep.
+
+    Args:
+        component: The component, with complete arguments.
+        registry: The registry of its name.
+        key: Its key in the config.
+
+    Yields:
+        A component, the registry of its name, and its key.
+    """
     config = _config_class(component, registry)
     for field in dataclasses.fields(config) if config else ():
         if "of" in field.metadata:

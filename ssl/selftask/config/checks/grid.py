@@ -78,7 +78,13 @@ def other_sizes(
 
 
 def undivided_sizes(config: Config, patch: int, *, evaluated: bool = True) -> Iterator[Problem]:
-    """Yield problems of views and evaluations whose size is not a multiple of ``patch``."""
+    """Yield problems of views and evaluations whose size is not a multiple of ``patch``.
+
+    Args:
+        config: The config to check.
+        patch: Patch size in pixels.
+        evaluated: Whether to check ``eval.transforms`` as well.
+    """
     pipelines: dict[Key, list[Component]] = {
         ("views", name, "transforms"): group.transforms
         for name, group in config.views.items()

@@ -56,6 +56,14 @@ def with_image_size(config: Config, size: int, layers: Layers) -> tuple[Config, 
     The largest views get ``size``. Smaller views (multi-crop) and a resize before a crop keep their
     ratio to it. A size that a later layer than ``image_size`` sets is kept, such as one of the
     command line over one of the recipe. A different size set by the same layer is a problem.
+
+    Args:
+        config: The config.
+        size: Height and width of the images in pixels.
+        layers: Layers of the config, which tell where each value was set.
+
+    Returns:
+        The config, and key and text of each problem.
     """
     if text := undivided(config.backbone, size):
         return config, [(KEY, text)]

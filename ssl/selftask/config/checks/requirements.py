@@ -81,7 +81,14 @@ def of_backbone(config: Config, offered: Collection[str]) -> Iterator[str]:
 
 
 def of_labels(config: Config, unlabeled: int, total: int, key: str = "data") -> Iterator[str]:
-    """Yield a problem if the method needs labels and some of the images have none."""
+    """Yield a problem if the method needs labels and some of the images have none.
+
+    Args:
+        config: Config of the run.
+        unlabeled: Number of images without a label.
+        total: Number of images.
+        key: Config key of the images.
+    """
     method = config.method.name
     if unlabeled and "labels" in required(method):
         if unlabeled == total:

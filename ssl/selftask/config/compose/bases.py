@@ -41,7 +41,7 @@ def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[DictConfig, L
 
 @dataclass
 class Bases:
-    """Bases of one recipe, by name, path or address."""
+    """Finds the bases of one recipe, which are given by name, path or address."""
 
     folder: Path
     """Folder of the recipe."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_MANY = 3  # keys that a config shares with a framework before it is taken for one of its own
+_MANY = 3  # typical keys from which on a config is taken for one of that framework
 
 
 class _Framework(NamedTuple):
@@ -56,7 +56,7 @@ _PYTHON = ("_base_", "default_scope", "model = dict(", "model=dict(")
 
 
 def foreign_framework(values: Mapping[str, Any], ours: frozenset[str]) -> str | None:
-    """Return what is wrong with a config of another framework; None for other values.
+    """Return an error message if values are a config of another framework, else None.
 
     Args:
         values: The values of a file.
@@ -74,7 +74,7 @@ def foreign_framework(values: Mapping[str, Any], ours: frozenset[str]) -> str | 
 
 
 def foreign_python(path: Path) -> str | None:
-    """Return what is wrong with a Python file of mmselfsup; None for other files."""
+    """Return an error message if a file is a Python config of mmselfsup, else None."""
     if path.suffix != ".py" or not path.is_file():
         return None
     text = path.read_text(encoding="utf-8", errors="replace")

@@ -180,8 +180,13 @@ def _parser() -> OverridesParser:
 def apply_overrides(config: DictConfig, layers: Layers, overrides: list[Override]) -> list[str]:
     """Merge overrides into ``config`` and append them to ``layers`` as one layer.
 
+    Args:
+        config: Values so far; changed in place.
+        layers: Layers so far; changed in place.
+        overrides: Parsed overrides, in order.
+
     Returns:
-        The problems.
+        A message for each override that cannot be applied.
     """
     problems = []
     layer = Layer({})

@@ -52,7 +52,13 @@ class Layer:
         return None
 
     def record(self, key: Key, value: Any, place: str) -> None:
-        """Set ``key`` as an override does: sections are merged, other values replaced."""
+        """Set ``key`` as an override does: sections are merged, other values replaced.
+
+        Args:
+            key: Key of the value.
+            value: A plain value, or a section as a dict.
+            place: Origin of the value, for messages.
+        """
         self.marks[key] = place
         if isinstance(value, dict) and value:
             for name, item in value.items():
@@ -92,9 +98,9 @@ class Layers(list[Layer]):
         return None
 
     def located(self, key: Key, text: str) -> str:
-        """Return the message of a problem with the value at ``key``, with its origin in front.
+        """Return the message of a problem with the value at ``key``, preceded by its origin.
 
-        Key and value stand once in a message that begins with them as on the command line.
+        If the message already begins with the override (``key=value``), it is not repeated.
         """
         place = self.place_or_around(key)
         name, _, value = (place or "").removeprefix("command line: ").partition("=")
@@ -136,7 +142,7 @@ class Layers(list[Layer]):
         return removed
 
     def is_renamed(self, place: Key) -> bool:
-        """Return whether a layer changes the name of the section."""
+        """Return whether a layer changes the ``name`` in the section at this key."""
         return self._last_renaming(place) > 0
 
     def _last_renaming(self, place: Key) -> int:

@@ -88,11 +88,10 @@ def expand_source(text: str) -> dict[str, Any]:
     """Return the ``data:`` section of a short form, as a plain dict with its ``name``.
 
     Short forms are ``digits`` (or any registered name that needs no arguments), a name in the
-    catalog ``torchvision:CIFAR10``, ``x.npz``,
-    ``list.txt``, ``table.csv``, ``/x/**/*.jpg``, ``train-{000..146}.tar``, ``s3://bucket/*.tar``,
-    ``x.h5``, the folder of an LMDB or of Hugging Face's ``save_to_disk``, and
-    ``package.module:Dataset``. Everything else is a folder of images. A folder with the name of a
-    source needs a path: ``./digits``.
+    catalog, ``torchvision:CIFAR10``, ``x.npz``, ``list.txt``, ``table.csv``, ``/x/**/*.jpg``,
+    ``train-{000..146}.tar``, ``s3://bucket/*.tar``, ``x.h5``, the folder of an LMDB or of Hugging
+    Face's ``save_to_disk``, and ``package.module:Dataset``. Everything else is a folder of images.
+    A folder that has the name of a source must be written as a path: ``./digits``.
     """
     if text in SOURCES:
         return {"name": text}

@@ -16,7 +16,7 @@ class DataConfig(Section):
     source: Component = setting(of="sources", flat=True)
     """Source of the images: ``data.name`` and the source's own keys."""
     val: Component | None = setting(None, of="sources", shared=["subset"])
-    """Labelled images for evaluations, in the form of ``data``; null: no k-NN during training."""
+    """Labeled images for evaluations, in the form of ``data``; null: no k-NN during training."""
     val_sets: dict[str, Component] = setting({}, of="sources", also=["val_datasets", "test_sets"])
     """Further labeled sets by name; their metrics are ``NAME/knn_top1`` and ``NAME/val_loss``."""
     sampler: Component = setting(Component(name="shuffled"), of="samplers")

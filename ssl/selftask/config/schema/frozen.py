@@ -1,4 +1,4 @@
-"""A trained module that a method uses and does not train: a teacher, a tokenizer, a judge."""
+"""A trained module that a method uses but does not train, such as a teacher or tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIBRARIES = ("timm", "torchvision")
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenModule:
-    """A frozen module: a plain text is short for its ``model``.
+    """Config of a frozen module; a plain string is short for its ``model``.
 
     A method's ``Config`` declares one as ``teacher: str | FrozenModule = setting(path=True)``, and
     ``Method.open_frozen("teacher", task)`` returns it.
@@ -39,7 +39,7 @@ class FrozenModule:
 
     @classmethod
     def of(cls, value: str | FrozenModule) -> FrozenModule:
-        """Return the section that a value of a config stands for."""
+        """Return a config value as a section; a string becomes its ``model``."""
         return cls(model=value) if isinstance(value, str) else value
 
     @property

@@ -18,7 +18,7 @@ from selftask.errors import UserError
 
 _VERSION = "2"  # of the file format; other versions are ignored
 _ARRAYS = ("offsets", "sizes", "labels", "checksums")  # attributes of a Store in its table
-_LOOKED_AT = 8  # images whose pixels enter the name of a store
+_LOOKED_AT = 8  # images whose pixels are hashed into the name of a store
 
 
 class DamagedStore(Exception):
@@ -55,7 +55,7 @@ class Decoded(Wrapped):
 
 
 class Store:
-    """Images of any size in one file, which is written and then mapped."""
+    """Images of any size in one file, which is first written and then memory-mapped."""
 
     def __init__(self, num_images: int, channels: int) -> None:
         self.channels = channels  # of each image
@@ -155,7 +155,7 @@ class Store:
 
 
 def store_name(source: Source, max_side: int | None) -> str:
-    """Return the name of a source's store; other files or other pixels give another name.
+    """Return the name of a source's store, which changes if files or pixels change.
 
     The name is a hash of the source's description and limits of size, of all image names, of size
     and modification time of those that are files, and of the pixels of a few images. The pixels

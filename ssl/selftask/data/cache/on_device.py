@@ -118,7 +118,7 @@ class Cache:
             self.extras[name][index] = values.to(self.device)
 
     def fill(self, plan: DeviceBatch) -> DeviceBatch:
-        """Return the batch of a plan with its images and their extras, on the device."""
+        """Return a planned batch with its images and extras added, on the device."""
         index = plan.index.to(self.device, non_blocking=True)
         pixels = self.pixels.index_select(1, index).flatten(0, 1)
         extras = {name: values.index_select(0, index) for name, values in self.extras.items()}
@@ -172,7 +172,7 @@ class CacheDataset(EvalDataset):
 
 
 class Planner:
-    """Planner of batches from their keys: their images, and the parameters of the views."""
+    """Makes batches without images from their keys: indices and the parameters of the views."""
 
     def __init__(self, cache: Cache, dataset: DeviceDataset) -> None:
         self.cache = cache

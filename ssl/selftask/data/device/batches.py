@@ -48,7 +48,7 @@ class DeviceBatch(RawBatch):
         )
 
     def make_views(self, dataset: Any, device: torch.device) -> list[Tensor]:
-        """Make the views with the engine of a DeviceDataset."""
+        """Return V float32 views (B, C, H, W), made by the engine of a DeviceDataset."""
         assert self.packed is not None, "batches without images are rejected before"
         pixels = self.views[0].to(device, non_blocking=True)
         sizes = None if self.sizes is None else self.sizes.to(device, non_blocking=True)
@@ -57,7 +57,7 @@ class DeviceBatch(RawBatch):
 
 
 class DeviceDataset(ViewDataset):
-    """Training samples as images and parameters; the views are made on the device."""
+    """Training samples as images and parameters, from which the device makes the views."""
 
     makes_views_on_device = True
 
@@ -105,7 +105,7 @@ class DeviceDataset(ViewDataset):
 
 
 def shrunk(image: np.ndarray, longest: int) -> np.ndarray:
-    """Resize the longer side to at most ``longest`` pixels, antialiased."""
+    """Return an image (H, W, C) whose longer side has at most ``longest`` pixels, antialiased."""
     height, width = image.shape[:2]
     scale = longest / max(height, width)
     if scale >= 1:
@@ -115,6 +115,10 @@ def shrunk(image: np.ndarray, longest: int) -> np.ndarray:
 
 def to_canvas(images: list[np.ndarray], new: Allocator) -> tuple[Tensor, np.ndarray]:
     """Put images into the upper left corners of a canvas.
+
+    Args:
+        images: uint8 (H, W, C) of any size.
+        new: Allocator of the canvas.
 
     Returns:
         The canvas, uint8 (B, H, W, C), and height and width of the images, int64 (B, 2).

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Program:
-    """How a view is made: in the worker up to some transform, and on the device from then on."""
+    """Steps that make a view: some transforms in the worker, the remaining ones on the device."""
 
     parent: int | None
-    """Number of the view that it is made from on the device; None: from an image."""
+    """Number of the view that it is made from on the device; None: it is made from an image."""
     image: int
-    """Which of the images that are sent for a sample it is made from, without a parent."""
+    """Without a parent: index of the image that it is made from, among those sent for a sample."""
     in_worker: Compose | None
     """Transforms up to the last one without a batched version; None if all have one."""
     operations: list[Operation]
@@ -123,7 +123,7 @@ class Engine:
                 sample, the first images of all samples come first.
 
         Raises:
-            UserError: An operation needs images of equal size, and sizes differ.
+            UserError: If an operation needs images of equal size, and sizes differ.
         """
 
         def step(view: int, number: int, operation: Operation, sizes: np.ndarray) -> Any:
@@ -146,7 +146,7 @@ class Engine:
             indices: Indices of the samples, int64 (B,).
             sizes: As for ``pack``.
         """
-        assert not any(program.in_worker for program in self.programs)  # a check of the config
+        assert not any(program.in_worker for program in self.programs)  # checked with the config
         if all(one.vectorized for program in self.programs for one in program.operations):
             streams = [Streams(seed, epochs, indices, view) for view in range(len(self.made))]
             return self._pack(

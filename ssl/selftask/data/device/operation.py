@@ -52,6 +52,10 @@ class Operation(ABC):
         """Draw and ``pack`` for all images at once; only if ``vectorized``.
 
         It takes the same draws from each image's stream as ``Transform.draw``.
+
+        Args:
+            streams: Random streams of the images.
+            sizes: Height and width of the images, int64 (B, 2).
         """
         raise NotImplementedError(f"{type(self).__name__} draws for one image at a time")
 
@@ -145,7 +149,7 @@ def find_batched_transform(name: str, transform: Any) -> Operation:
 
 
 def to_levels(values: Tensor) -> Tensor:
-    """Round to whole levels and clip to 0..255, in place."""
+    """Round images (B, C, H, W) to whole levels and clip them to 0..255, in place."""
     return values.round_().clamp_(0, 255)
 
 

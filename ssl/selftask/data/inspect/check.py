@@ -170,7 +170,7 @@ def examine(source: Source, index: int) -> Facts:
 
 
 def has_own_files(source: Source) -> bool:
-    """Return whether ``source.path(i)`` is the file of image i, also of a subset or of copies."""
+    """Return whether ``source.path(i)`` is the file of image i; sees through wrapping sources."""
     while isinstance(inner := getattr(source, "source", None), Source):
         source = inner
     return isinstance(source, FileSource)

@@ -43,6 +43,11 @@ def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
 
     The views are taken from a batch as in training, and its normalization is undone. Unreadable
     images are replaced as in training, but any number of them is allowed.
+
+    Args:
+        config: Config of the run.
+        sources: Opened data sources.
+        num_images: Number of images.
     """
     batch = first_batch(config, sources, num_images)
     views = [
@@ -62,7 +67,13 @@ def rows_of(config: Config, sources: Sources, num_images: int) -> list[Row]:
 
 
 def first_batch(config: Config, sources: Sources, num_images: int) -> Batch:
-    """Return the first images of epoch 0 in one batch on the CPU, as read by training."""
+    """Return the first images of epoch 0 in one batch on the CPU, as read by training.
+
+    Args:
+        config: Config of the run.
+        sources: Opened data sources.
+        num_images: Number of images, at most that of the source.
+    """
     num_images = min(num_images, len(sources.train))
     with tempfile.TemporaryDirectory() as out:  # so that no list of bad files of a run is changed
         feed = DataModule(

@@ -82,7 +82,16 @@ class Statistics:
 
 
 def choose(num_images: int, most: int | None, seed: int) -> np.ndarray:
-    """Return sorted indices: all, or at most ``most`` drawn without replacement."""
+    """Return sorted indices of all images, or of some drawn without replacement.
+
+    Args:
+        num_images: Number of images.
+        most: Largest number of indices; None: all.
+        seed: Seed of the draw.
+
+    Returns:
+        int64 (N,).
+    """
     if most is None or most >= num_images:
         return np.arange(num_images)
     drawn = np.random.default_rng(seed).choice(num_images, most, replace=False, shuffle=False)
@@ -107,7 +116,7 @@ def measure(
         progress: Called with the number of images processed so far.
 
     Raises:
-        UserError: No image can be read, or images have different numbers of channels.
+        UserError: If no image can be read, or images have different numbers of channels.
     """
     started = time.perf_counter()
     indices = choose(len(source), most, seed)

@@ -91,7 +91,7 @@ def measure(
         threads: torch threads of the main process; workers have one.
 
     Raises:
-        UserError: No image can be read, or no batch can be made.
+        UserError: If no image can be read, or no batch can be made.
     """
     config = _small_batches(config, len(sources.train))
     before = torch.get_num_threads()
@@ -174,6 +174,10 @@ def transform_shares(config: Config, images: Sequence[np.ndarray]) -> dict[str, 
 
     Transforms are measured one by one. A pipeline may run several of them at once and faster, but
     the most expensive one stays the same.
+
+    Args:
+        config: Config of the run.
+        images: uint8 (H, W, C).
     """
     spent: dict[str, float] = {}
     numbers = num_views(config.views).values()
@@ -240,6 +244,12 @@ def loader_rate(config: Config, sources: Sources, device: torch.device, seconds:
 
     The first ``1 + num_workers`` batches are not counted, because of the start of the workers and
     the batches that they make ahead.
+
+    Args:
+        config: Config of the run.
+        sources: Opened data sources.
+        device: Device to which batches are copied.
+        seconds: Approximate time of the measurement.
     """
     data_module = DataModule(config, sources, World(), device)
     try:
@@ -269,7 +279,7 @@ class _Counted(Wrapped):
 
 
 def decodes_per_sample(config: Config, source: Source) -> float:
-    """Return decoded images per sample; also above 1 if some images are unreadable."""
+    """Return the number of images decoded per sample, including unreadable ones."""
     counted = _Counted(source)
     here = replace(config, data=replace(config.data, num_workers=0, cache="none"))
     data_module = DataModule(here, Sources(counted, None), World(), torch.device("cpu"))

@@ -58,7 +58,7 @@ def map_images(
 
     Args:
         look: Runs in a forked process; its result must be picklable. Its errors end the iteration.
-        indices: Indices of the images.
+        indices: Indices of the images, (N,).
         num_workers: Number of processes.
         silence_s: Seconds without a report after which a process is killed; None:
             ``patience_s()``.
@@ -67,7 +67,7 @@ def map_images(
         An index and its result, or ``Lost`` if the process died or was killed.
 
     Raises:
-        RunError: ``look`` raised an error, or processes die before they read anything.
+        RunError: If ``look`` raised an error, or processes die before they read anything.
     """
     crew = _Crew(look, indices, num_workers, patience_s() if silence_s is None else silence_s)
     try:

@@ -129,10 +129,10 @@ class BadFiles:
             self._judge(new, self.reasons)
 
     def restore(self, counted: dict[str, str], *, write: bool) -> None:
-        """Return to the count of a checkpoint.
+        """Restore the count of a checkpoint.
 
         Args:
-            counted: ``counted`` at the time.
+            counted: ``counted`` at the time of the checkpoint.
             write: Whether to rewrite the file.
         """
         self.counted, self.reasons = dict(counted), dict(counted)

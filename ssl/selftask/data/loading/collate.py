@@ -167,7 +167,7 @@ class BatchBuffer:
         self._others: dict[int, set[tuple[int, ...]]] = {}  # view -> its shapes, if they differ
 
     def add(self, views: list[np.ndarray]) -> None:
-        """Copy the views of a sample into ``next``, except those that were written there."""
+        """Copy views (H, W, C) of a sample into ``next``, except those that were written there."""
         if not self.views:
             self.views = [self.new((self._size, *view.shape), np.uint8) for view in views]
             self.next = [view[0] for view in self.views]

@@ -37,7 +37,12 @@ class WaitWatch:
     reported: bool = False
 
     def saw(self, steps: int, data_wait: float) -> float | None:
-        """Record a row of ``steps`` steps; return the share of waiting once, else None."""
+        """Record a log row; return the mean share of waiting when it is to be reported, else None.
+
+        Args:
+            steps: Number of steps in the row.
+            data_wait: Share of time spent waiting.
+        """
         if not self.started:
             self.started = True
             return None

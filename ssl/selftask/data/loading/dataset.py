@@ -47,7 +47,7 @@ class Dataset(ABC):
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
         """Return the sample of a key (epoch, index); raises UserError, never BadImage.
 
-        Views may be written to ``out`` (one array per view) or be arrays of their own.
+        Views, uint8 (H, W, C), may be written to ``out`` (one array per view) or be new arrays.
         """
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
@@ -79,7 +79,7 @@ def replacement(seed: int, epoch: int, index: int, attempt: int, num_images: int
 
 
 def read(source: Source, index: int) -> tuple[np.ndarray, int]:
-    """Return an image and its label.
+    """Return an image, uint8 (H, W, C), and its label.
 
     Raises:
         BadImage: If the image cannot be read.
@@ -173,7 +173,12 @@ class ViewDataset(Dataset):
         return Sample([], -1, index, key, bad)
 
     def read(self, index: int) -> tuple[list[np.ndarray], int, dict[str, np.ndarray] | None]:
-        """Return all images of a sample, its label and its extras; raises BadImage, UserError."""
+        """Return all images (H, W, C) of a sample, its label and its extras.
+
+        Raises:
+            BadImage: If an image or an extra field cannot be read.
+            UserError: If a field violates the Source contract.
+        """
         image, target = read(self.source, index)
         extra_images = [read_extra_image(self.source, index, name) for name in self.views.images]
         extras = None if self.extras is None else self.extras.read(self.source, index)
@@ -182,7 +187,14 @@ class ViewDataset(Dataset):
     def make(
         self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], list[Trace]]:
-        """Return the images to hand over, and the draws of all views if they are needed."""
+        """Return the images to hand over, and the draws of all views if they are needed.
+
+        Args:
+            images: Images of the sample, uint8 (H, W, C).
+            epoch: First number of the sample's key.
+            index: Second number of the sample's key.
+            out: Arrays that the views are written to where possible, in order.
+        """
         image, *extra_images = images
         traces: list[Trace] = []
         recorded = None if self.recorder is None else traces

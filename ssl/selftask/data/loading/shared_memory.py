@@ -65,7 +65,7 @@ class SlotPool:
         return mmap.mmap(self._file, size, offset=start)
 
     def lent(self, slot: int, size: int) -> torch.Tensor:
-        """Return the bytes of a slot; it is free again when no tensor shares them any more."""
+        """Return the bytes of a slot, uint8 (size,); it is freed with the last tensor on them."""
         mapping = self.map(slot, size)
         array: np.ndarray = np.ndarray((size,), np.uint8, buffer=mapping)
         weakref.finalize(array, _clear, mapping, os.getpid()).atexit = False

@@ -11,7 +11,7 @@ from selftask.data.reading.path_table import PathTable
 from selftask.errors import UserError
 
 NO_LABEL = -1
-_ALIKE = 0.8  # similarity from which a name is taken for a misspelt one: lable, Labels
+_ALIKE = 0.8  # similarity from which a name is taken for a misspelled one: lable, Labels
 
 
 def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
@@ -44,7 +44,7 @@ def _is_number(name: str) -> bool:
 
 
 def refuse_misspelt(default: str, names: Sequence[str], key: str, file: str) -> None:
-    """Raise UserError if labels that may be missing seem to be there under a misspelt name.
+    """Raise UserError if labels that may be missing seem to be there under a misspelled name.
 
     Args:
         default: Name of the labels, which is none of ``names``.
@@ -75,7 +75,7 @@ def label_top_folders(paths: Sequence[str]) -> np.ndarray | None:
 
 
 def name_top_folders(paths: Sequence[str] | PathTable, labels: np.ndarray | None) -> list[str]:
-    """Return the top folder of each class, by number; an empty list without labels."""
+    """Return the top folder of each class, given labels (N,); an empty list without labels."""
     if labels is None:
         return []
     first = np.zeros(int(labels.max()) + 2, dtype=np.int64)  # first rows; the last is of label -1

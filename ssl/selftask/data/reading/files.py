@@ -90,7 +90,7 @@ def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = 
             as set by the Policy.
 
     Raises:
-        BadImage: It is not a regular file, cannot be read, or was not read in time.
+        BadImage: If it is not a regular file, cannot be read, or was not read in time.
     """
     now_reading(path)
     if is_remote(path):
@@ -130,7 +130,7 @@ def with_retries(
         retries: As in ``read_bytes``.
 
     Raises:
-        BadImage: All attempts failed. UserError and MemoryError are not converted.
+        BadImage: If all attempts failed. UserError and MemoryError are not converted.
     """
     timeout_s = POLICY.timeout_s if timeout_s is None else timeout_s
     retries = POLICY.retries if retries is None else retries

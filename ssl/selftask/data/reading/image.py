@@ -43,14 +43,14 @@ def read_image(path: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     The format is detected from the content, not from the name.
 
     Raises:
-        BadImage: The path is not a file, the file was not read in time, its header has more than
+        BadImage: If the path is not a file, the file was not read in time, its header has more than
             ``max_pixels`` pixels (checked before decoding), or it cannot be decoded completely.
     """
     return decode_image(read_bytes(path), path, max_pixels)
 
 
 def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Do ``read_image`` for the bytes of a file; ``name`` is for BadImage.
+    """Decode the bytes of a file as ``read_image`` does, to uint8 (H, W, 3).
 
     Args:
         data: Content of the file.
@@ -191,7 +191,7 @@ def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
         channels: Number of channels of the result.
 
     Raises:
-        ValueError: The array has another shape.
+        ValueError: If the array has another shape.
     """
     if channels != 3:
         return _of_channels(array, channels)
@@ -210,7 +210,7 @@ def as_pixels(image: Any, channels: int = 3) -> np.ndarray:
     """Convert a Pillow image, an array or a torch tensor to uint8 (H, W, C).
 
     Raises:
-        ValueError: It is not an image, or has another number of channels.
+        ValueError: If it is not an image, or has another number of channels.
     """
     if isinstance(image, Image.Image):
         pixels = to_rgb(image) if channels == 3 else from_array(np.asarray(image), channels)

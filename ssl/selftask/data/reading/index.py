@@ -81,7 +81,13 @@ class Index:
 
 
 def index_file(kind: str, path: str, *more: str) -> Path:
-    """Return the path of the index of a folder or file, in the cache folder."""
+    """Return the path of the index of a folder or file, in the cache folder.
+
+    Args:
+        kind: Kind of the list, which becomes the extension of the index.
+        path: The folder or file.
+        *more: Options that the content of the index depends on.
+    """
     name = "\0".join([kind, os.path.realpath(path), *more])
     digest = hashlib.blake2b(os.fsencode(name), digest_size=12).hexdigest()
     return cache_path() / "index" / f"{digest}.{kind}"

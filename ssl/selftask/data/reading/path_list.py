@@ -32,7 +32,7 @@ def read_list(path: str) -> Index:
     ``header["first_line"]`` is the line number of the first path, counted from 1.
 
     Raises:
-        UserError: Only some lines have a label, or the file cannot be read.
+        UserError: If only some lines have a label, or the file cannot be read.
     """
     try:
         file = store.index_file("list", path)

@@ -72,7 +72,10 @@ def arrays_of_paths(paths: Sequence[bytes]) -> dict[str, np.ndarray]:
 
 
 def in_no_folder(names: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the arrays of a ``PathTable`` whose names are whole paths, in one unnamed folder."""
+    """Return the arrays of a ``PathTable`` whose names are whole paths, in one unnamed folder.
+
+    ``names`` and ``offsets`` (N + 1,) are those of ``PathTable.of_arrays``.
+    """
     return {
         "names": names,
         "offsets": offsets,

@@ -56,7 +56,7 @@ def expand_braces(text: str) -> Iterator[str]:
     The numbers of a range are zero-padded to the width of the first one, as for WebDataset shards.
 
     Raises:
-        UserError: A range decreases, or has more than MAX_EXPANDED numbers.
+        UserError: If a range decreases, or has more than MAX_EXPANDED numbers.
     """
     for match in _BRACES.finditer(text):
         if _is_choice(match[1]):
@@ -85,5 +85,5 @@ def _options(inside: str, text: str) -> list[str]:
 
 
 def is_no_folder(path: str) -> bool:
-    """Return whether a path is anything but a folder; it may not exist."""
+    """Return True unless a path is an existing folder."""
     return not os.path.isdir(path)

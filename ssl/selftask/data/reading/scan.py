@@ -53,7 +53,7 @@ def scan_folder(root: str, extensions: Sequence[str]) -> Index:
     Links to folders are followed, but each folder is listed once.
 
     Raises:
-        UserError: A folder cannot be read. Otherwise its images would be missing unnoticed.
+        UserError: If a folder cannot be read. Otherwise its images would be missing unnoticed.
     """
     file = store.index_file("folder", root, *extensions)
     earlier = store.load(file)
@@ -86,7 +86,7 @@ def walk(
     Args:
         root: Top folder.
         endings: Endings of image files, in lower case.
-        known: Folders of an earlier scan by path; those that have not changed are not read again.
+        earlier: Folders of an earlier scan by path; unchanged ones are not read again.
     """
     seen: set[tuple[int, int]] = set()
     frontier: list[tuple[bytes, int]] = [(b"", _REAL)]

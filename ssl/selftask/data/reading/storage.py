@@ -42,7 +42,7 @@ def find_files(patterns: list[str], key: str) -> list[FileStat]:
         key: Config key for error messages.
 
     Raises:
-        UserError: A pattern matches nothing, a file does not exist, or a file is found twice.
+        UserError: If a pattern matches nothing, a file does not exist, or a file is found twice.
     """
     result: list[FileStat] = []
     for pattern in patterns:

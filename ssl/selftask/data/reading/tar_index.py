@@ -56,7 +56,7 @@ def index_shards(shards: list[FileStat], wanted: Wanted) -> Index:
     number of each damaged shard and the byte from which it is unreadable.
 
     Raises:
-        UserError: The shards have no images, or none of the requested labels.
+        UserError: If the shards have no images, or none of the requested labels.
     """
     described = json.dumps([VERSION, wanted.image, wanted.label, [shard.path for shard in shards]])
     file = store.index_file("tar", shards[0].path, described)

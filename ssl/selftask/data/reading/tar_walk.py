@@ -39,8 +39,8 @@ def walk(file: BinaryIO, path: str) -> Iterator[Member]:
     Iteration ends without error at the end of the file, also within the content of a member.
 
     Raises:
-        UserError: The file is compressed, so that members cannot be found without reading it all.
-        Damaged: A header is damaged.
+        UserError: If the file is compressed, so that finding members would need reading it all.
+        Damaged: If a header is damaged.
     """
     offset = 0
     long_name: str | None = None

@@ -81,7 +81,7 @@ class Stratified(_ByClass):
         super().__init__(config, pool, power=1.0, num_samples=None)
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return an order whose batch k has every S-th slot from the k-th on, in S steps.
+        """Return an order of S batches, in which batch k has the slots k, k + S, k + 2 S, ...
 
         The batches are shuffled, and so are the slots within a batch. The slots that do not fill a
         batch are left out evenly over the list, and so from all classes. The list is rotated, so

@@ -150,7 +150,7 @@ def _repeat(epoch: int, position: int) -> int:
 
 
 def epoch_of(key: int) -> int:
-    """Return the epoch of the first part of a batch sampler's key."""
+    """Return the epoch that is encoded in the first number of a sample's key."""
     return key % _EPOCHS
 
 

@@ -50,7 +50,7 @@ class FileSource(Source):
         return self.cut(index, self.decode(read_bytes(path), path)), self.label_of(index)
 
     def decode(self, data: bytes, path: str) -> np.ndarray:
-        """Decode the content of one of the files; raises BadImage about ``path``."""
+        """Decode the content of a file to uint8 (H, W, C); raises BadImage about ``path``."""
         return decode_image(data, path, self.max_pixels)
 
     def path(self, index: int) -> str:

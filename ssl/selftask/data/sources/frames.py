@@ -74,7 +74,7 @@ class Frames(FileSource):
     hash_names = Source.hash_names  # of the used frames only
 
     def extra(self, index: int, name: str) -> np.ndarray:
-        """Return a later frame of the clip."""
+        """Return a later frame of the clip, uint8 (H, W, C)."""
         return read_image(self.extra_path(index, name), self.max_pixels)
 
     def path(self, index: int) -> str:

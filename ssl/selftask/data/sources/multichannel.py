@@ -62,7 +62,7 @@ class Bands(LabeledByFolder):
         """Return the channels to read, and check the config with the first readable file.
 
         Raises:
-            UserError: No file can be read, or the config would make every image unreadable.
+            UserError: If no file can be read, or the config would make every image unreadable.
         """
         name, array = self._first_readable()
         channels = array.shape[2]

@@ -96,12 +96,12 @@ class TableSource(FileSource):
             )
 
     def cut(self, index: int, image: np.ndarray) -> np.ndarray:
-        """Return the part of the row's rectangle that is in the image.
+        """Return the part (H', W', C) of the row's rectangle that is in the image (H, W, C).
 
         Coordinates are rounded to whole pixels, as by Pillow's crop.
 
         Raises:
-            BadImage: No pixel of the rectangle is in the image.
+            BadImage: If no pixel of the rectangle is in the image.
         """
         if not self._box:
             return image

@@ -39,7 +39,7 @@ def folder_for(stage_to: str) -> Path:
     """Make the folder of ``data.stage_to``; ``ram`` is this user's folder in shared memory.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: If it cannot be made.
     """
     if stage_to == "ram":
         if not RAM.is_dir():
@@ -64,7 +64,7 @@ def copy_files(files: list[FileStat], folder: Path) -> None:
     """Copy missing files; other processes of this machine wait until they are copied.
 
     Raises:
-        UserError: there is too little space, or a file cannot be copied.
+        UserError: If there is too little space, or a file cannot be copied.
     """
     with locked(folder / ".lock"):
         missing = [file for file in files if not _is_copied(file, folder)]

@@ -25,7 +25,7 @@ from selftask.files.addresses import is_remote
 
 @runtime_checkable
 class InFiles(Protocol):
-    """A source that reads its images from within files."""
+    """Protocol of sources that read images from inside larger files, such as tar or HDF5."""
 
     def files(self) -> list[str]:
         """Return the paths or addresses of the files."""
@@ -40,11 +40,11 @@ def copied(source: Source, stage_to: str) -> Source:
     If each image is a file, only the images of a subset are copied.
 
     Args:
-        source: the original.
-        stage_to: a folder, or ``ram``.
+        source: The original.
+        stage_to: A folder, or ``ram``.
 
     Raises:
-        UserError: the files of the source are not known, or ``copy_files`` fails.
+        UserError: If the files of the source are not known, or ``copy_files`` fails.
     """
     folder = folder_for(stage_to)
     inner = source.source if isinstance(source, Subset) else source
@@ -88,7 +88,7 @@ class LocalFiles(Wrapped):
         return self.source.extra(index, name) if image is None else image
 
     def _copied(self, path: str) -> np.ndarray | None:
-        """The image in the copy of a file, or None if there is none."""
+        """Return the image in the copy of a file, or None if there is no copy."""
         try:
             data = read_bytes(copy_path(self.folder, path))
         except BadImage:
@@ -96,7 +96,7 @@ class LocalFiles(Wrapped):
         return self.files.decode(data, path)
 
     def describe(self) -> str:
-        """``1108 images, 20 folders, 0 unreadable; copied to /scratch``."""
+        """Return a line such as ``1108 images, 20 folders, 0 unreadable; copied to /scratch``."""
         return f"{self.source.describe()}; copied to {self.folder}"
 
 

@@ -10,16 +10,16 @@ PADDING = 0  # id after the last token
 
 
 class Tokenizer(ABC):
-    """Turns a text into ``length`` token ids, the same in every process.
+    """Converts a text to ``length`` token ids, the same in every process.
 
     The fields of a ``Config`` dataclass are the keys of ``data.tokenizer``; ``__init__(config)``
-    raises UserError for what the user can fix.
+    raises UserError for errors that the user must fix.
     """
 
     length: int
-    """Ids of every text: longer texts are cut, shorter ones padded."""
+    """Number of ids per text: longer texts are truncated, shorter ones padded."""
     vocab_size: int
-    """Every id is below; 0 is padding."""
+    """Number of different ids, including 0 for padding."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

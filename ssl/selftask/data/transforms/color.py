@@ -1,11 +1,8 @@
 """Color, blur and contrast on 8-bit images, clipped after each operation like torchvision.
 
-Images of three channels are processed by the compiled kernel, and batches by the torch versions of
-the device engine. The OpenCV versions are for other numbers of channels and for installations
-without the kernel. They are kept because torch takes 20 to 80 times as long for one image.
-Microseconds of CPU time at 224x224 pixels, one thread (kernel, OpenCV, torch): color_jitter 30,
-152, 3373; grayscale 8, 14, 319; gaussian_blur 27, 70, 4940; solarize 8, 7, 578 (``python
-tools/bench/transform_forms.py``).
+Images of three channels are processed by the compiled kernel, and batches on the device by the
+torch versions in ``data/device``. The OpenCV versions are for other numbers of channels and for
+installations without the kernel. torch would take 20 to 80 times as long for one image on the CPU.
 """
 
 from __future__ import annotations
@@ -233,14 +230,14 @@ class ContrastNoise(UniformTransform):
 
 
 def adjust_brightness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Multiply all values by a factor."""
+    """Multiply all values of an image, uint8 (H, W, C), by a factor."""
     if image.shape[2] != RGB:
         return _by_table(image, factor, 0.0)
     return _transformed(image, _matrix(factor))
 
 
 def adjust_contrast(image: np.ndarray, factor: float) -> np.ndarray:
-    """Scale the difference of all values from the mean luma by ``factor``.
+    """Scale the difference of all values from the mean luma by ``factor``; uint8 (H, W, C).
 
     The mean is rounded as by Pillow. If there are not three channels, the mean of all values is
     used instead.
@@ -253,12 +250,12 @@ def adjust_contrast(image: np.ndarray, factor: float) -> np.ndarray:
 
 
 def adjust_saturation(image: np.ndarray, factor: float) -> np.ndarray:
-    """Scale the difference of each pixel from its luma by ``factor``."""
+    """Scale the difference of each pixel from its luma by ``factor``; uint8 (H, W, 3)."""
     return _transformed(image, _matrix(factor, 1 - factor))
 
 
 def adjust_hue(image: np.ndarray, turn: float) -> np.ndarray:
-    """Shift the hue by a fraction of the color circle, in steps of 1/256."""
+    """Shift the hue of uint8 (H, W, 3) by a fraction of the color circle, in steps of 1/256."""
     hsv: np.ndarray = cv2.cvtColor(image, cv2.COLOR_RGB2HSV_FULL)
     step = np.array((int(turn * 255) % 256, 0, 0), dtype=np.uint8)
     rows = np.tile(step, image.shape[1]).reshape(image.shape[1], 3)

@@ -1,9 +1,4 @@
-"""Conversion to other color spaces: Lab, lightness only, BGR.
-
-These OpenCV versions are kept beside the torch versions of the device engine, which take thirteen
-times as long for one image. ``lab`` takes 142 microseconds of CPU time with OpenCV and 1913 with
-torch, at 224x224 pixels with one thread (``python tools/bench/transform_forms.py``).
-"""
+"""Conversion to other color spaces: Lab, lightness only, BGR."""
 
 from __future__ import annotations
 

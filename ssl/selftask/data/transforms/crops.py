@@ -1,10 +1,8 @@
 """Crops and resizing, with torchvision's names and semantics; resizing is antialiased.
 
-``resampling.resize``, which uses OpenCV or torch on uint8, is kept beside the compiled kernel and
-the matrices of the device engine. The matrices take 20 to 100 times as long for one image.
-Microseconds of CPU time at 224x224 pixels, one thread (kernel, OpenCV, matrices):
-random_resized_crop to 112 pixels 14, 45, 960; resize 14, 44, 1214; center_crop -, 3, 396;
-random_crop -, 8, 852 (``python tools/bench/transform_forms.py``).
+Images of three channels are resized by the compiled kernel, and batches on the device by
+multiplication with two matrices (``data/device/resampling``). ``resampling.resize`` is for all
+other cases: the matrices would take 20 to 100 times as long for one image on the CPU.
 """
 
 from __future__ import annotations
@@ -50,7 +48,14 @@ class RandomResizedCrop(Transform):
         return box or self.center_box(width, height)
 
     def attempt(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``."""
+        """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``.
+
+        Args:
+            uniforms: Four numbers in [0, 1), or as many arrays (N,).
+            height: Height of the image in pixels, a number or an array (N,).
+            width: Width of the image in pixels, a number or an array (N,).
+            xp: ``SCALARS`` or NumPy.
+        """
         left, top, w, h = random_box(uniforms, height, width, self.scale, self._log_ratio, xp)
         fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
         return fits, (left, top, left + w, top + h)

@@ -27,9 +27,9 @@ class Custom(Transform):
     """Apply a class or function for Pillow images: from AugLy, torchvision or your own code.
 
     If it takes two arguments, ``(image, rng)``, it gets a uint8 array (H, W, C) and a NumPy
-    generator.
-    The global generators of Python, NumPy and torch are seeded before each call and restored after
-    it. So the draws depend only on (seed, epoch, image, view), like those of other transforms.
+    generator. The global generators of Python, NumPy and torch are seeded before each call and
+    restored after it. So the draws depend only on (seed, epoch, image, view), like those of other
+    transforms.
     """
 
     resizes = "unknown"
@@ -49,7 +49,7 @@ class Custom(Transform):
         """Instance of the class, or the function with ``args`` bound.
 
         Raises:
-            UserError: There is no such object, or the class does not accept the arguments.
+            UserError: If there is no such object, or the class does not accept the arguments.
         """
         thing = import_object(self.transform, "transform")
         if not isinstance(thing, type):

@@ -1,10 +1,4 @@
-"""Flips, rotations and affine maps; each resamples the image at most once.
-
-These OpenCV versions are kept beside the torch versions of the device engine, which take 6 to 100
-times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch):
-horizontal_flip 5, 319 (compiled kernel: 5); vertical_flip 3, 311; rotation 179, 1010;
-random_affine 183, 1150 (``python tools/bench/transform_forms.py``).
-"""
+"""Flips, rotations and affine maps; each resamples the image at most once."""
 
 from __future__ import annotations
 

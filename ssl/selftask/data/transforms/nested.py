@@ -1,7 +1,7 @@
 """Transforms that apply other transforms: random_apply, random_choice and random_order.
 
-The parameters of a transform may depend on the image size after the transform before it. So these
-draw and apply one transform at a time: they are no ``Transform``s.
+The parameters of a transform may depend on the image size after the transform before it. Therefore
+these classes draw and apply one transform at a time, and do not derive from ``Transform``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RandomChoice(Nested):
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Cumulative probabilities of all choices but the last."""
+        """Cumulative probabilities of all choices but the last, (num_choices - 1,)."""
         sums = np.cumsum([1.0] * len(self.choices) if self.weights is None else self.weights)
         return sums[:-1] / sums[-1]
 

@@ -1,10 +1,4 @@
-"""Noise and erased rectangles, on 8-bit images and thus before ``normalize``.
-
-These NumPy versions are kept beside the torch versions of the device engine, which take 10 to 200
-times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread (NumPy, torch):
-random_erasing 2, 429; cutout 2, 471; gaussian_noise 35, 435; salt_and_pepper 9, 553 (``python
-tools/bench/transform_forms.py``).
-"""
+"""Noise and erased rectangles, on 8-bit images and thus before ``normalize``."""
 
 from __future__ import annotations
 
@@ -91,7 +85,14 @@ class RandomErasing(_WithHoles):
         return None if box is None else [self.hole(rng, *box)]
 
     def attempt(self, uniforms: Sequence[Any], height: Any, width: Any, xp: Any) -> Any:
-        """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``."""
+        """Return whether a random box fits into the image, and the box; see ``boxes.Attempt``.
+
+        Args:
+            uniforms: Four numbers in [0, 1), or as many arrays (N,).
+            height: Height of the image in pixels, a number or an array (N,).
+            width: Width of the image in pixels, a number or an array (N,).
+            xp: ``SCALARS`` or NumPy.
+        """
         of_area, of_ratio, of_left, of_top = uniforms
         turned = of_area, of_ratio, of_top, of_left  # because ``ratio`` is height / width
         top, left, h, w = random_box(turned, width, height, self.scale, self._log_ratio, xp)

@@ -2,10 +2,6 @@
 
 The operations are Pillow's, so the image size is kept. ``interpolation`` and ``fill`` apply to the
 geometric operations.
-
-These OpenCV versions are kept beside the torch versions of the device engine, which take 6 to 30
-times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch):
-rand_augment 19, 568; aug_mix 759, 4284 (``python tools/bench/transform_forms.py``).
 """
 
 from __future__ import annotations
@@ -159,7 +155,7 @@ class AugMix(Resampled):
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[np.ndarray, list[tuple[Operation, ...]]]:
-        """Return the weights of the image and of each chain, which sum to 1, and the chains."""
+        """Return weights (1 + num_chains,) of image and chains, which sum to 1, and the chains."""
         kept, mixed = rng.dirichlet([self.alpha] * 2).tolist()
         weights = np.array([kept, *(mixed * rng.dirichlet([self.alpha] * self.num_chains))])
         return weights, [self._chain(rng, height, width) for _ in range(self.num_chains)]

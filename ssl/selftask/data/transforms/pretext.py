@@ -5,11 +5,6 @@ drawn at a fixed position of the view's random stream, whatever else the pipelin
 ``drawn_rotation`` and ``drawn_permutation`` compute it again from the seed, the ``key`` of the
 sample and the view. A method that uses every rotation of every image needs no draw: it has one
 group of views for each rotation, such as ``{name: rotate_90, k: [1]}``, and the group is the label.
-
-These OpenCV and NumPy versions are kept beside the torch versions of the device engine, which take
-15 to 70 times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread
-(OpenCV, torch): rotate_90 12, 469; jigsaw 15, 1127; channel_drop 28, 410 (``python
-tools/bench/transform_forms.py``).
 """
 
 from __future__ import annotations
@@ -168,7 +163,7 @@ def tile_size(height: int, width: int, grid: int, side: int | None) -> tuple[int
         side: Side of a tile, in pixels; None: tiles are as large as their cells.
 
     Raises:
-        UserError: The cells are smaller than a tile.
+        UserError: If the cells are smaller than a tile.
     """
     cell = height // grid, width // grid
     size = cell if side is None else (side, side)
@@ -279,7 +274,7 @@ class ChannelDrop(Transform):
             yield f"keep: {self.keep}; the data have {channels}, and less than that is expected"
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """Return the indices of the channels to overwrite, or None."""
+        """Return the indices (C - keep,) of the channels to overwrite, or None."""
         chance, *draws = rng.random(1 + self.channels).tolist()
         return np.argsort(draws)[self.keep :] if chance < self.p else None
 

@@ -1,10 +1,4 @@
-"""Posterize, equalize, autocontrast, invert and sharpness, like Pillow's ImageOps.
-
-These OpenCV and NumPy versions are kept beside the torch versions of the device engine, which take
-5 to 100 times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread
-(OpenCV, torch): posterize 2, 277; equalize 144, 833; autocontrast 110, 578; invert 2, 326;
-sharpness 36, 577 (``python tools/bench/transform_forms.py``).
-"""
+"""Posterize, equalize, autocontrast, invert and sharpness, like Pillow's ImageOps."""
 
 from __future__ import annotations
 
@@ -83,19 +77,19 @@ class Sharpness(UniformTransform):
 
 
 def posterize(image: np.ndarray, bits: int) -> np.ndarray:
-    """Keep the highest ``bits`` bits of every value; 0 bits give black."""
+    """Keep the highest ``bits`` bits of every value, uint8 (H, W, C); 0 bits give black."""
     return image & np.uint8(256 - 2 ** (8 - bits) if bits else 0)
 
 
 def solarize(image: np.ndarray, threshold: float) -> np.ndarray:
-    """Invert the values that are at least ``threshold``."""
+    """Invert the values, uint8 (H, W, C), that are at least ``threshold``."""
     changed = (image >= math.ceil(threshold)).view(np.uint8)
     np.negative(changed, out=changed)  # 1 becomes 255
     return np.bitwise_xor(image, changed, out=changed)
 
 
 def autocontrast(image: np.ndarray) -> np.ndarray:
-    """Stretch each channel to 0..255; a constant channel is unchanged."""
+    """Stretch each channel of uint8 (H, W, C) to 0..255; a constant channel is unchanged."""
     return by_groups(_stretched, image)
 
 
@@ -111,7 +105,7 @@ def _stretched(image: np.ndarray) -> np.ndarray:
 
 
 def equalize(image: np.ndarray) -> np.ndarray:
-    """Equalize the histogram of each channel, rounded like Pillow."""
+    """Equalize the histogram of each channel of uint8 (H, W, C), rounded like Pillow."""
     return by_groups(_equalized, image)
 
 
@@ -133,9 +127,9 @@ def _flat_table(histogram: np.ndarray) -> np.ndarray:
 
 
 def adjust_sharpness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Sharpen (factor above 1) or smooth (below 1) an image; border pixels are unchanged.
+    """Sharpen (factor above 1) or smooth (below 1) an image, uint8 (H, W, C), except its border.
 
-    Extrapolates from or interpolates towards a smoothed image, like Pillow. Its smoothing kernel is
+    Extrapolates from or interpolates toward a smoothed image, like Pillow. Its smoothing kernel is
     [1 1 1; 1 5 1; 1 1 1] / 13, which is 9/13 of the 3x3 mean and 4/13 of the pixel.
     """
     return by_groups(lambda part: _sharpened(part, factor), image)

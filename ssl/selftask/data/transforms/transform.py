@@ -28,7 +28,7 @@ def after(first: Matrix, second: Matrix) -> Matrix:
 
 
 class Drawn(NamedTuple):
-    """Transform of a view, and what was drawn for it."""
+    """A transform of a view, with the parameters drawn for one image."""
 
     transform: Transform
     params: Any
@@ -64,14 +64,14 @@ SCALARS = SimpleNamespace(
 class Transform(ABC):
     """Base class of transforms of 8-bit images; the dataclass fields are the config keys.
 
-    Drawing and applying are separate, so that both engines use the same parameters: the CPU engine
-    applies them to one image, the device engine to a batch. A user's transform may also be any
-    callable ``(image, rng) -> image``.
+    Drawing and applying are separate, so that the result does not depend on where views are made:
+    on the CPU, parameters are applied to one image, on the device to a batch. A user's transform
+    may also be any callable ``(image, rng) -> image``.
     """
 
     resizes: ClassVar[str | None] = None
     """How the image size changes. ``"square"``: to ``size`` x ``size`` pixels; None: the size is
-    kept; other texts: some other change."""
+    kept; any other string: in another way."""
     channels: ClassVar[int] = 3  # of the images; set by the pipeline
     is_random: ClassVar[bool | str] = True
     """Whether views of an image differ; ``"p"``: if ``p`` is neither 0 nor 1."""
@@ -83,7 +83,13 @@ class Transform(ABC):
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Any:
-        """Return parameters for an image of this size, or None to leave it unchanged."""
+        """Return parameters for an image of this size, or None to leave it unchanged.
+
+        Args:
+            rng: Generator of all random numbers.
+            height: Height of the image, in pixels.
+            width: Width of the image, in pixels.
+        """
 
     @abstractmethod
     def apply(self, image: np.ndarray, params: Any) -> np.ndarray:
@@ -174,7 +180,7 @@ class Resampled(Transform):
 
 @dataclass(frozen=True, kw_only=True)
 class Toggled(RandomlyApplied):
-    """Transform that is applied to every second image by default."""
+    """Transform that is applied with probability 0.5 by default."""
 
     p: float = setting(0.5, min=0, max=1)
     """Probability that the transform is applied."""

@@ -1,10 +1,4 @@
-"""Shear, perspective and elastic distortion; each resamples the image once.
-
-These OpenCV versions are kept beside the torch versions of the device engine, which take 5 to 9
-times as long for one image. Microseconds of CPU time at 224x224 pixels, one thread (OpenCV, torch):
-random_shear 182, 1051; random_perspective 143, 1233; elastic 208, 1017 (``python
-tools/bench/transform_forms.py``).
-"""
+"""Shear, perspective and elastic distortion; each resamples the image once."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class BatchedSolarize(RandomlyApplied):
 
 
 def luma(values: Tensor) -> Tensor:
-    """Return the luma, or the mean if there are not three channels; (B, 1, H, W), not rounded."""
+    """Return the luma (B, 1, H, W) of (B, C, H, W), not rounded; the mean if C is not 3."""
     if values.shape[1] != len(LUMA):
         return values.mean(1, keepdim=True)
     red, green, blue = values.unbind(1)

@@ -74,7 +74,7 @@ class BatchedRandomCrop(UniformOperation):
 def first_fits(
     streams: Streams, sizes: np.ndarray, rows: np.ndarray, attempt: Attempt, boxes: np.ndarray
 ) -> None:
-    """Do ``boxes.first_fit`` for some images of a batch.
+    """Batched ``boxes.first_fit`` for some images of a batch.
 
     Args:
         streams: Random streams of all images.

@@ -74,7 +74,7 @@ class BatchedColorJitter(UniformOperation):
 
 
 def adjust(values: Tensor, step: Tensor) -> Tensor:
-    """Apply one step in place; ``step`` (B, 3) holds the weights of x, luma and mean luma."""
+    """Adjust images (B, C, H, W) in place; ``step`` (B, 3): weights of x, luma and mean luma."""
     gain, of_luma, of_mean = (per_image(one) for one in step.unbind(1))
     gray = luma(values)
     mean = gray.mean((2, 3), keepdim=True).add_(0.5).floor_()  # rounded as Pillow does
