@@ -129,7 +129,12 @@ def gather_cat_with_grad(x: Tensor) -> Tensor:
 
 
 def sum_with_grad(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the sum of ``x`` over ranks; the backward pass also sums gradients over ranks."""
+    """Return the sum of ``x`` over ranks; the backward pass also sums gradients over ranks.
+
+    Args:
+        x: Tensor of any shape, which is the same on every rank.
+        group: Group to reduce over; None means all ranks.
+    """
     return x if world_size() == 1 else _Sum.apply(x, group)
 
 
@@ -217,7 +222,7 @@ def _fill(tensors: list[Tensor], flat: Tensor) -> None:
 
 
 def gather_objects(thing: Any) -> list[Any]:
-    """Return the object ``thing`` of every rank in rank order, on every rank."""
+    """Return the object ``thing`` of each rank in rank order. Every rank must call this function."""
     if world_size() == 1 or SIMULATED.active:
         return [thing] * world_size()
     things: list[Any] = [None] * world_size()

@@ -51,7 +51,13 @@ class FsspecHandler(PathHandler):
         ]
 
     def read_range(self, path: str, offset: int, size: int) -> bytes:
-        """Read up to ``size`` bytes from ``offset`` on, in one request."""
+        """Read a part of a file, in one request.
+
+        Args:
+            path: Address of the file.
+            offset: Position of the first byte.
+            size: Maximum number of bytes.
+        """
         store, inside = store_of(path)
         return cast(bytes, store.cat_file(inside, start=offset, end=offset + size))
 

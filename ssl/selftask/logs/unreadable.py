@@ -1,4 +1,4 @@
-"""Name and content of what a run records of unreadable images."""
+"""Name of the records of unreadable images, and the sentences about them."""
 
 from __future__ import annotations
 

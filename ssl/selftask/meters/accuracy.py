@@ -87,7 +87,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
             target: Labels (B,); -1 for images without a label.
 
         Raises:
-            UserError: If the shapes are others.
+            UserError: If the shapes do not match.
         """
         self.validate(model_output.shape, target.shape)
         if self.classes is not None:

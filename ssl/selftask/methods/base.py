@@ -131,8 +131,8 @@ class Method(nn.Module, Hook):
     def open_frozen(self, name: str, task: Task) -> Frozen:
         """Return the frozen module of a field ``name: FrozenModule`` of the method's config.
 
-        Called in ``build_network`` or ``setup``. For a run, a file or a library's model it is the
-        backbone, whose patches ``models.features.extract`` gives; for ``package.module:Class`` it
+        Call it in ``build_network`` or ``setup``. For a run, a file or a library's model the module is
+        the backbone; ``models.features.extract`` returns its patches. For ``package.module:Class`` it
         is your own module.
 
         Raises:
@@ -141,7 +141,7 @@ class Method(nn.Module, Hook):
         return open_frozen(getattr(self.config, name), f"method.{name}", task)
 
     def open_trained(self, name: str, task: Task, *, scores: bool = False) -> TrainedNetwork:
-        """Return the network of such a field with its width, to be made ``Frozen``.
+        """Return the network of a field ``name: FrozenModule``, and its width; see ``Frozen``.
 
         Args:
             name: Name of the field.
@@ -242,7 +242,7 @@ class Method(nn.Module, Hook):
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores | None:
         """Return the trained head that scores classes or prototypes; None if there is none.
 
-        Used by ``distill``, whose student learns these scores.
+        Used by the distillation methods, whose students learn these scores.
 
         Args:
             embed_dim: Number of features of the exported backbone, E.

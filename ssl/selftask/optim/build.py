@@ -201,5 +201,11 @@ def _without(group: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Any:
-    """Return the learning rate schedule: scaled with the batch size, with warm-up and annealing."""
+    """Return the learning rate schedule: scaled with the batch size, with warm-up and annealing.
+
+    Args:
+        config: The ``optimizer`` section.
+        length: Length of the run.
+        batch: Number of samples per step.
+    """
     return build_schedule(config.lr_section(batch), length)

@@ -84,7 +84,13 @@ class ScheduleConfig:
 
     @abstractmethod
     def curve(self, start: float, end: float, span: Span) -> Schedule:
-        """Return the value as a function of progress in [0, 1) after the warm-up."""
+        """Return the value as a function of progress in [0, 1) after the warm-up.
+
+        Args:
+            start: Value after the warm-up.
+            end: Value at the end of the run.
+            span: Part of the run after the warm-up, to convert durations.
+        """
 
     def build(self, length: RunLength) -> Any:
         """Return the schedule as a Classy scheduler, for a run of this length."""

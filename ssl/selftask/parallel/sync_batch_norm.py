@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
         return y
 
     def _planned(self, input: Tensor) -> Tensor:
-        """Return fake results; keep in memory and send what the kernels do."""
+        """Return fake results, with the memory and traffic of torch's kernels."""
         sums = torch.empty(2 * self.num_features + 1, dtype=torch.float32, device=input.device)
         SIMULATED.all_gather(sums[None])
 

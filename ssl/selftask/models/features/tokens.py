@@ -104,7 +104,13 @@ def from_map(x: Tensor) -> Tokens:
 
 
 def from_sequence(x: Tensor, num_prefix: int, grid: Grid | None) -> Tokens:
-    """Return the tokens of a sequence (B, P + N, E)."""
+    """Split a sequence of tokens into prefix tokens and patches.
+
+    Args:
+        x: (B, P + N, E), prefix tokens first.
+        num_prefix: Number of prefix tokens, P.
+        grid: Rows and columns of patches; None if only some patches were encoded.
+    """
     return Tokens(x[:, num_prefix:], grid, x[:, :num_prefix])
 
 

@@ -1,4 +1,4 @@
-"""Modules that are trained already and stay as they are: teachers, tokenizers, judges."""
+"""Trained modules that are never updated, such as teachers and tokenizers."""
 
 from __future__ import annotations
 
