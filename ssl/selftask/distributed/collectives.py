@@ -222,7 +222,7 @@ def _fill(tensors: list[Tensor], flat: Tensor) -> None:
 
 
 def gather_objects(thing: Any) -> list[Any]:
-    """Return the object ``thing`` of each rank in rank order. Every rank must call this function."""
+    """Return the object ``thing`` of each rank in rank order. Every rank must call it."""
     if world_size() == 1 or SIMULATED.active:
         return [thing] * world_size()
     things: list[Any] = [None] * world_size()

@@ -131,9 +131,9 @@ class Method(nn.Module, Hook):
     def open_frozen(self, name: str, task: Task) -> Frozen:
         """Return the frozen module of a field ``name: FrozenModule`` of the method's config.
 
-        Call it in ``build_network`` or ``setup``. For a run, a file or a library's model the module is
-        the backbone; ``models.features.extract`` returns its patches. For ``package.module:Class`` it
-        is your own module.
+        Call it in ``build_network`` or ``setup``. For a run, a file or a library's model the module
+        is the backbone, whose patches ``models.features.extract`` returns. For
+        ``package.module:Class`` it is your own module.
 
         Raises:
             UserError: If it does not exist, or takes images of another number of channels.

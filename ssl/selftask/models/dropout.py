@@ -80,9 +80,9 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
 
 
 def disable_stochastic_depth(network: nn.Module) -> None:
-    """Set the rates of stochastic depth and dropout to 0, for timm, torchvision and any ``drop_prob``.
+    """Set the rates of stochastic depth and dropout to 0, for layers of timm and torchvision.
 
-    Teachers without stochastic depth have no dropout either.
+    Any other layer with an attribute ``drop_prob`` is also changed.
     """
     for layer in network.modules():
         if hasattr(layer, "drop_prob"):

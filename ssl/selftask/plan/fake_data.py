@@ -72,7 +72,7 @@ class FakeData:
         }
 
     def batch(self, views: dict[str, list[Tensor]], size: int, device: torch.device) -> Batch:
-        """Return a batch with given views; its labels, indices and draws are real tensors with values.
+        """Return a batch with the given views; labels, indices and draws are real tensors.
 
         Args:
             views: Views by group, each (B, C, H, W); they may be fake tensors.

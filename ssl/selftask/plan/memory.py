@@ -44,10 +44,10 @@ class RankMemory:
 
 
 def rank_memory(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
-    """Return the memory of a rank at the peak of a step, for ``config.parallel.reduce``.
+    """Return the memory of a rank at the peak of a step.
 
     Args:
-        config: The config, whose parallelism may differ from that of ``task``.
+        config: Config of the run, which selects the reduction; that of ``task`` is simplified.
         task: The fake task.
         cost: Cost of its simulated step.
     """

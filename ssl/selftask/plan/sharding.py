@@ -78,7 +78,7 @@ def units_of(network: nn.Module, config: Config, task: FakeTask) -> Units:
 
     Args:
         network: The network or a teacher.
-        config: The config, whose parallelism may differ from that of ``task``.
+        config: Config of the run, which sets the number of shards.
         task: The fake task, for its precision.
     """
     ranks, low = shard_size(config), task.low_precision is not None

@@ -45,7 +45,7 @@ def splitmix64(start: Tensor, position: Tensor) -> Tensor:
     Two positions of one stream never hold the same number.
 
     Args:
-        start: int64, the state before the first number.
+        start: int64 of any shape, the state before the first number.
         position: int64, from 0; broadcast with ``start``.
     """
     bits = start + (position + 1) * as_signed(GOLDEN)  # int64 wraps around modulo 2**64

@@ -44,7 +44,7 @@ class Section:
 def escape(text: object) -> str:
     """Escape a text for use in the content or a quoted attribute of an element.
 
-    Passwords in addresses are masked, since pages are passed on.
+    Passwords in addresses are masked, since pages are shared.
     """
     return _shareable(html.escape(str(text), quote=True))
 
@@ -146,6 +146,13 @@ def write_page(
     scripts: Sequence[str] = (),
 ) -> None:
     """Write the page atomically, so that a reader never sees an incomplete page.
+
+    Args:
+        path: The file to write.
+        title: As in ``page_html``.
+        sections: As in ``page_html``.
+        top: As in ``page_html``.
+        scripts: As in ``page_html``.
 
     Raises:
         OSError: If the file cannot be written.

@@ -217,7 +217,7 @@ class RunRecord:
             "",
         ),
     ) -> list[dict[str, Any]]:
-        """Return the objects of a file with one a line, without values of another kind."""
+        """Return the objects of a file with one JSON object per line, without unexpected values."""
         try:
             lines = read(self.folder / name)
         except FileNotFoundError:

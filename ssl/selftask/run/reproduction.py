@@ -21,7 +21,7 @@ _MACHINE = ("python", "platform", "cpu", "cpus", "memory_gib", "gpus", "cuda")
 
 
 def read_environment(run: Path) -> dict[str, Any]:
-    """Return the ``environment.json`` of a run; raise UserError if it has none or another one."""
+    """Return the ``environment.json`` of a run; raise UserError if it is missing or invalid."""
     path = run / environment.FILE
     if not exists(path):
         raise UserError(f"{run}: no run, or one that never began: there is no {path}")

@@ -94,7 +94,7 @@ def set_up_method(task: Task, initial: InitialWeights) -> None:
 
 
 def reduction(task: Task, initial: InitialWeights) -> Reduction:
-    """Build the reduction of gradients; shard network, teachers and frozen modules if it does."""
+    """Build the reduction of gradients, which may shard network, teachers and frozen modules."""
     reduction = build_reduction(task.config.parallel, task.low_precision)
     frozen = [part.network for part in task.loss.modules() if isinstance(part, Frozen)]
     reduction.shard([*task.networks, *frozen], initial)
@@ -170,7 +170,13 @@ def hooks(task: Task) -> dict[str, Any]:
 
 
 def check_added_hook(hook: Any, name: str, names: Container[str]) -> None:
-    """Raise UserError if an object is not a hook or its name is taken."""
+    """Raise UserError if an object is not a hook or its name is taken.
+
+    Args:
+        hook: The object passed to ``Task.add_hook``.
+        name: Name for the hook.
+        names: Names of the other hooks.
+    """
     if not isinstance(hook, classy.ClassyHook):
         raise UserError(f"add_hook: {hook!r} is no hook; see function_hook for functions")
     if name in names:
@@ -178,7 +184,7 @@ def check_added_hook(hook: Any, name: str, names: Container[str]) -> None:
 
 
 def meters(task: Task) -> list[Any]:
-    """Build the meters of the config. Raise UserError if method or test set do not serve them."""
+    """Build the meters of the config; raise UserError if method or test set do not support them."""
     built = [_build(METERS, component, task.out) for component in task.config.meters.values()]
     source = task.data_module.val_source
     for meter in built:

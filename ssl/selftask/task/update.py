@@ -1,4 +1,4 @@
-"""Parts of a train step that all steps share; ``train_steps/standard.py`` spells them out."""
+"""Parts that all train steps share; ``train_steps/standard.py`` has the same code in full."""
 
 from __future__ import annotations
 

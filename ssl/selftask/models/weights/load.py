@@ -66,7 +66,7 @@ def with_prefix(state: State, prefix: str, what: str) -> dict[str, Tensor]:
     Args:
         state: Result of ``read_state``.
         prefix: The prefix.
-        what: Name of the file in messages.
+        what: Beginning of the error message, such as a config key.
 
     Raises:
         UserError: If there are no such tensors; the message has the nearest prefix.

@@ -128,7 +128,7 @@ def _tensors(content: Any) -> dict[str, Tensor]:
 
 
 def _damaged(path: Path) -> str:
-    """Describe a file that the libraries cannot read, without their messages about internal calls."""
+    """Describe a file that the libraries cannot read; their own messages name internal calls."""
     with path.open("rb") as file:
         head = file.read(100).lstrip().lower()
     if head.startswith(b"version https://git-lfs"):
