@@ -1,4 +1,4 @@
-"""Name of the records of unreadable images, and the sentences about them."""
+"""Name of the column of unreadable images, and the sentences about them in ``status.json``."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from selftask.registry import register_meter
 @register_meter("accuracy")
 @dataclass(eq=False, repr=False, kw_only=True)
 class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no types
-    """Top-k accuracy over the labelled images of all ranks, each counted once.
+    """Top-k accuracy over the labeled images of all ranks, each counted once.
 
     Counts are summed instead of means, so ranks and batches may have different numbers of images.
     ``value`` includes all ranks up to the last ``sync_state``, and this rank's images since then.

@@ -55,7 +55,10 @@ class Network(nn.Module):
         self._passes: list[Tensor] = []  # pooled features of each pass of the last call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` after resetting the count of views (for draws of layers) and ``embedding``."""
+        """Call ``forward``, after resetting ``embedding`` and the number of the next view.
+
+        The number of a view selects the draws of dropout layers.
+        """
         LAYER_DRAWS.restart()
         self._passes = []
         return super().__call__(*args, **kwargs)

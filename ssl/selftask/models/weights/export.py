@@ -58,8 +58,8 @@ def check_library(
 ) -> None:
     """Raise UserError unless a library's model loads these weights and computes the same features.
 
-    The model is built by its name in the library. Two kinds of backbone are not checked: models that
-    the library has built, and vision transformers of selftask, which are timm's class with arguments
+    The model is built by its name in the library. Two kinds of backbone are not checked: models
+    built by the library, and vision transformers of selftask, which are timm's class with arguments
     for which timm has no model name.
 
     Args:

@@ -38,8 +38,8 @@ _NO_CODE = "default-src 'none'; frame-ancestors 'none'"
 class Server(ThreadingHTTPServer):
     """Server of a site with at most ``MOST_CONNECTIONS`` connections.
 
-    At the limit, a new connection replaces the one that has waited longest without sending a complete
-    request. If all requests are complete and being answered, the new connection is closed.
+    At the limit, a new connection replaces the one that has waited longest without sending a whole
+    request. If all connections are being answered, the new one is closed.
     """
 
     daemon_threads = True
