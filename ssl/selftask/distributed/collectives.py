@@ -88,7 +88,10 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def all_reduce_mean(x: Tensor) -> Tensor:
-    """Return the mean of ``x`` over ranks as a new detached tensor, or ``x`` itself on one rank."""
+    """Return the mean of ``x`` over ranks as a new detached tensor, or ``x`` itself on one rank.
+
+    ``x`` has the same shape on every rank.
+    """
     return x if world_size() == 1 else all_reduce_sum(x) / world_size()
 
 

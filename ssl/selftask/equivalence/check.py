@@ -51,7 +51,7 @@ class Report:
 
 
 class RankFailed(RunError):
-    """Raised if a rank raised an exception or was killed."""
+    """Raised if a rank failed with an exception or was killed."""
 
 
 def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:

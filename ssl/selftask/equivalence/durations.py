@@ -65,7 +65,7 @@ def _shorten_named(
 def _shorten_fields(
     args: dict[str, Any], schema: type | None, config: Config, key: str
 ) -> dict[str, Any]:
-    """Return arguments with their durations, and those of their schedules, as one step."""
+    """Return arguments with their durations, and those of their schedules, set to one step."""
     shortened = dict(args)
     for field in fields(schema) if schema else ():
         value, inner = args.get(field.name), f"{key}.{field.name}"

@@ -80,7 +80,7 @@ class Features:
 
 
 def check_targets(targets: Tensor, what: str) -> None:
-    """Raise UserError unless there are targets and none is -1."""
+    """Raise UserError unless there are targets (N,) and none of them is -1."""
     if not len(targets):
         raise UserError(f"{what}: there are no images to evaluate on")
     unlabelled = int((targets < 0).sum())

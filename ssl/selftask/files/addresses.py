@@ -209,7 +209,7 @@ def _ask(address: str, question: str) -> Any:
         return getattr(manager(address), question)(address)
     except UserError:
         raise
-    except Exception as error:  # each handler has errors of its own
+    except Exception as error:  # handlers raise various errors
         raise AddressError(f"{address}: cannot be read ({reason_of(error)})") from error
 
 

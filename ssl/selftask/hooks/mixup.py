@@ -129,7 +129,7 @@ def unmixed(task: Task, labels: Tensor) -> Tensor:
 def keep_mask(
     lam: Tensor, box: Tensor, is_cut: Tensor, height: int, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the share of each image that stays, by pixel and as a whole.
+    """Return the share of each image that is kept, for each pixel and on average.
 
     Args:
         lam: lambda of each pair, (P,).

@@ -89,7 +89,7 @@ class Method(nn.Module, Hook):
         self.pending: list[Any] = []  # results of the batches since the last step
 
     def take_pending(self) -> list[Any]:
-        """Return ``pending`` and empty it, in ``on_update``."""
+        """Return ``pending`` and clear it; called in ``on_update``."""
         taken, self.pending = self.pending, []
         return taken
 
@@ -206,7 +206,7 @@ class Method(nn.Module, Hook):
         return self.outputs_logits or type(self).meter_input is not Method.meter_input
 
     def for_meter(self, meter: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return ``meter_input`` for a meter, whose scores have no graph."""
+        """Return ``meter_input`` for a meter, with scores detached from the graph."""
         head = getattr(meter, "head", None)  # Classy's meters have none
         scores, classes = self.meter_input(batch.output, batch, head)
         return scores.detach(), classes
@@ -230,7 +230,7 @@ class Method(nn.Module, Hook):
     def chance_loss(self) -> float | None:
         """Return the loss of an uninformed network; None if it is not a fixed number.
 
-        In the docs, its formula is what the docstring says after the first colon.
+        The docs show the text after the first colon of an override's docstring as its formula.
         """
         return None
 

@@ -19,8 +19,8 @@ from selftask.random.keyed import LAYER_DRAWS
 class PatchOutput(NamedTuple):
     """Output of a network of patches: what its head predicts, and all that the backbone returned.
 
-    A further term of a loss, of a subclass or a hook, finds what it needs here. It is a tuple, so
-    that DDP, FSDP and torch.compile find its tensors.
+    Further terms of a loss, in a subclass or a hook, can use all of it. It is a tuple, so that DDP,
+    FSDP and torch.compile find its tensors.
     """
 
     prediction: Any

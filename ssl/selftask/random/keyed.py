@@ -148,7 +148,12 @@ class LayerDraws:
 
     @contextmanager
     def exchanged(self, exchange: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Context in which this rank processes the samples returned by ``exchange``."""
+        """Context in which rows get the draws of samples that ranks have exchanged.
+
+        Args:
+            exchange: Maps a tensor (B, ...) of this rank's samples to that of the samples that it
+                has got, such as ``shuffle_bn``.
+        """
         before = self._samples, self.words
         if self._samples is not None:
             self._samples = exchange(self._samples)

@@ -37,7 +37,7 @@ def epoch_order(seed: int, epoch: int, n: int) -> SortedOrder | FeistelOrder:
 
 
 class SortedOrder:
-    """0..n-1 sorted by their hashes, for small n; takes O(n log n) once."""
+    """0..n-1 sorted by their hashes, for small n; sorting takes O(n log n) once."""
 
     def __init__(self, seed: int, epoch: int, n: int) -> None:
         self.n = n
@@ -61,11 +61,11 @@ class FeistelOrder:
         self._network = _Network(seed, epoch, max(MIN_BITS, (n - 1).bit_length()))
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices (int64) at ``positions``; large arrays are cheapest per position."""
+        """Return the indices (int64) at ``positions``, of the same shape; faster for large arrays."""
         return self._walk(positions, self._network.permute)
 
     def inverse(self, indices: np.ndarray) -> np.ndarray:
-        """Return the positions (int64) of ``indices``, by running the network backwards."""
+        """Return the positions (int64) of ``indices``, of the same shape; the inverse of ``at``."""
         return self._walk(indices, self._network.restore)
 
     def _walk(self, start: np.ndarray, step: Any) -> np.ndarray:

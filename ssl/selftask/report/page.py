@@ -24,8 +24,8 @@ class Section:
 
     Args:
         title: Heading, as plain text.
-        html: Content. Texts of users must be passed through ``escape``; charts are made by
-            ``selftask.report.charts``.
+        html: Content. Text that is not from selftask must be passed through ``escape``; charts are
+            made by ``selftask.report.charts``.
         id: Anchor in the page, with letters and hyphens only.
         folded: If True, the section is closed until the reader opens it.
         script: JavaScript of this section, run after the page's own script. If several sections

@@ -80,7 +80,7 @@ def _backbone(task: Task) -> nn.Module:
 
 
 def set_up_method(task: Task, initial: InitialWeights) -> None:
-    """Call ``setup`` of the method, and give method and network their final form in place."""
+    """Call ``setup`` of the method, and modify method and network in place as configured."""
     config, modules = task.config, [task.base_model, task.loss]
     synchronize(config.parallel, modules)
     with initial.building():
@@ -136,7 +136,7 @@ def optimizer(task: Task) -> Any:
 
 
 def grad_scaler(task: Task) -> NoScaler:
-    """Build the loss scaler, which scales in float16 only unless the config says otherwise."""
+    """Build the loss scaler; unless configured otherwise, it scales in float16 only."""
     config = task.config.train.grad_scaler
     scales = task.low_precision is torch.float16 if config.enabled is None else config.enabled
     return LossScaler(config, task.log) if scales else NoScaler()

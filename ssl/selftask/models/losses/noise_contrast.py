@@ -143,7 +143,7 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def keep(self, estimate: Tensor) -> None:
-        """Keep the result of ``of`` from the first step; with several batches, that of the last."""
+        """Keep an estimate, a scalar from ``of``, for the rest of the run; later calls do nothing."""
         if not self.is_known:
             self.value.copy_(estimate)
             self.is_known = True

@@ -21,7 +21,8 @@ class Frozen(nn.Module):
     again when the run is resumed.
 
     Args:
-        network: Module with its weights; it is used as it is, so copy one that is also trained.
+        network: Module with its weights. It is not copied; pass a copy of a module that is also
+            trained.
         key: Key of the config that names it, for messages.
     """
 
