@@ -25,8 +25,9 @@ from selftask.registry import register_meter
 class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no types
     """Top-k accuracy over the labeled images of all ranks, each counted once.
 
-    Counts are summed instead of means, so ranks and batches may have different numbers of images.
-    ``value`` includes all ranks up to the last ``sync_state``, and this rank's images since then.
+    Counts are summed, instead of averaging accuracies, so ranks and batches may have different
+    numbers of images. ``value`` includes all ranks up to the last ``sync_state``, and this rank's
+    images since then.
     """
 
     topk: list[int] = field(default_factory=lambda: [1, 5])

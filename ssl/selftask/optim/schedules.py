@@ -36,7 +36,7 @@ class Span:
     warmup: float = 0.0  # fraction of the run
 
     def whole(self, progress: float) -> float:
-        """Return the progress of the run at ``progress`` in this part."""
+        """Convert progress within this part to progress of the whole run."""
         return self.warmup + progress * (1.0 - self.warmup)
 
     def fraction(self, duration: int | str) -> float:

@@ -31,7 +31,7 @@ _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Ranks:
-    """The ranks whose samples are normalized together. Copies of a module share the object."""
+    """Ranks whose samples are normalized together; copies of a module share one object."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group

@@ -148,11 +148,11 @@ class LayerDraws:
 
     @contextmanager
     def exchanged(self, exchange: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Context in which rows get the draws of samples that ranks have exchanged.
+        """Context for a pass whose rows are samples that ranks have exchanged.
 
         Args:
-            exchange: Maps a tensor (B, ...) of this rank's samples to that of the samples that it
-                has got, such as ``shuffle_bn``.
+            exchange: Function that exchanges rows of a tensor (B, ...) between ranks, such as
+                ``shuffle_bn``.
         """
         before = self._samples, self.words
         if self._samples is not None:

@@ -61,7 +61,7 @@ class FeistelOrder:
         self._network = _Network(seed, epoch, max(MIN_BITS, (n - 1).bit_length()))
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices (int64) at ``positions``, of the same shape; faster for large arrays."""
+        """Return the indices (int64) at ``positions``, of the same shape; best for large arrays."""
         return self._walk(positions, self._network.permute)
 
     def inverse(self, indices: np.ndarray) -> np.ndarray:

@@ -80,7 +80,7 @@ def _config(run: Path, there: dict[str, Any], typed: Sequence[str], trust: bool)
 
 
 def recipe_words(there: dict[str, Any]) -> list[str]:
-    """Return the words after ``train`` in the recorded command; none for another command."""
+    """Return the words after ``train`` in the recorded command; empty for other commands."""
     words = list(there.get("command") or [])
     if words[1:2] == ["train"]:
         return words[2:]

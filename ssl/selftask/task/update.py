@@ -47,7 +47,7 @@ def update_weights(task: Task, loss: Tensor) -> None:
 
 
 def compute_gradients(task: Task, loss: Tensor) -> None:
-    """Compute the gradients of a scalar loss, scaled by ``task.grad_scaler``, as means over ranks."""
+    """Compute the gradients of a scalar loss, scaled by ``task.grad_scaler``; average them."""
     task.optimizer.zero_grad()
     task.grad_scaler.scale(loss).backward()
     task.reduce_gradients()

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Writer for Weights & Biases."""
 
 from __future__ import annotations
 

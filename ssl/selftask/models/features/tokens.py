@@ -149,7 +149,15 @@ def resample(
 
 
 def attention_mask(padding: Tensor, num_prefix: int) -> Tensor:
-    """Return True for keys that each query may attend to: bool (B, 1, P + K, P + K)."""
+    """Return the attention mask that hides padding.
+
+    Args:
+        padding: (B, K) bool, True for padding.
+        num_prefix: Number of prefix tokens, P.
+
+    Returns:
+        (B, 1, P + K, P + K) bool, True for keys that a query may attend to.
+    """
     keys = torch.cat([padding.new_ones(len(padding), num_prefix), ~padding], dim=1)  # (B, P + K)
     length = keys.shape[1]
     return keys[:, None, None, :].expand(-1, 1, length, length)

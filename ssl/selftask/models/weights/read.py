@@ -1,4 +1,4 @@
-"""Read weights from many kinds of files as one flat dict of tensors, or explain the file."""
+"""Read weights from many kinds of files as one flat dict of tensors, or report what a file is."""
 
 from __future__ import annotations
 
