@@ -41,7 +41,12 @@ class FsspecHandler(PathHandler):
         return cls(address.partition("://")[0] + "://")
 
     def find(self, path: str, pattern: bool) -> list[tuple[str, int, str]]:
-        """Return address, size and stamp of a file, or of the sorted matches of a pattern."""
+        """Return address, size and stamp of each file; see ``addresses.find``.
+
+        Args:
+            path: Address of a file, or a pattern.
+            pattern: Whether ``path`` is a pattern; matches are sorted.
+        """
         store, inside = store_of(path)
         infos = store.glob(inside, detail=True) if pattern else {inside: store.info(inside)}
         return [

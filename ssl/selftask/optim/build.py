@@ -24,7 +24,7 @@ from selftask.registry import OPTIMIZERS
 
 
 class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-vision ships no types
-    """A torch optimizer with Classy's interface: ``step(where=...)`` first applies the schedules."""
+    """A torch optimizer with Classy's interface: ``step(where=...)`` first evaluates schedules."""
 
     def __init__(self, config: Any, settings: Sequence[Settings]) -> None:
         super().__init__()
