@@ -1,4 +1,4 @@
-"""Streams, events, memory and generators of any accelerator: CUDA, XPU, MPS or one of a plugin.
+"""Streams, events, memory and generators of any accelerator: CUDA, XPU, MPS, or a plugin's.
 
 torch has a module for each type of device (``torch.cuda``, ``torch.xpu``, ``torch.mps``). Their
 functions are the same, but some modules lack a few. On the CPU, the functions of this file do

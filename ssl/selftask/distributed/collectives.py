@@ -88,7 +88,10 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def all_reduce_mean(x: Tensor) -> Tensor:
-    """Return the mean of ``x`` over ranks as a new detached tensor, or ``x`` itself on one rank."""
+    """Return the mean of ``x`` over ranks as a new detached tensor, or ``x`` itself on one rank.
+
+    ``x`` has the same shape on every rank.
+    """
     return x if world_size() == 1 else all_reduce_sum(x) / world_size()
 
 
@@ -129,7 +132,12 @@ def gather_cat_with_grad(x: Tensor) -> Tensor:
 
 
 def sum_with_grad(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the sum of ``x`` over ranks; the backward pass also sums gradients over ranks."""
+    """Return the sum of ``x`` over ranks; the backward pass also sums gradients over ranks.
+
+    Args:
+        x: Tensor of any shape, which is the same on every rank.
+        group: Group to reduce over; None means all ranks.
+    """
     return x if world_size() == 1 else _Sum.apply(x, group)
 
 
@@ -217,7 +225,7 @@ def _fill(tensors: list[Tensor], flat: Tensor) -> None:
 
 
 def gather_objects(thing: Any) -> list[Any]:
-    """Return the object ``thing`` of every rank in rank order, on every rank."""
+    """Return the object ``thing`` of each rank in rank order. Every rank must call it."""
     if world_size() == 1 or SIMULATED.active:
         return [thing] * world_size()
     things: list[Any] = [None] * world_size()

@@ -56,9 +56,10 @@ def pick_device(name: str, world: World) -> torch.device:
 
 
 def _check_gpus(kind: str, world: World) -> None:
-    """Raise UserError if ranks would share a GPU, which NCCL refuses in words of its own.
+    """Raise UserError if ranks would share a GPU; NCCL's own error is less clear.
 
-    A launcher may show each process another single GPU. selftask and torchrun show all the same.
+    A launcher may show each process another single GPU. selftask and torchrun show all GPUs to
+    every process.
     """
     count = torch.accelerator.device_count()
     shown_alike = world.launcher in ("selftask", "torchrun") and "LOCAL_WORLD_SIZE" in os.environ

@@ -14,7 +14,9 @@ from torch import Tensor
 
 
 class SimulatedRanks:
-    """Number of simulated ranks, and the bytes that one of them has sent; one object per process.
+    """Number of simulated ranks, and the bytes that one of them has sent.
+
+    There is one object per process.
 
     Args:
         size: Number of ranks; 1 if nothing is simulated.

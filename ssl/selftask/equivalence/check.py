@@ -51,7 +51,7 @@ class Report:
 
 
 class RankFailed(RunError):
-    """Raised if a rank raised an exception or was killed."""
+    """Raised if a rank failed with an exception or was killed."""
 
 
 def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
@@ -91,7 +91,7 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
 
 
 def _asked(records: Sequence[Record], steps: int, length: RunLength) -> list[str]:
-    """Return the later steps that comparisons with ``task.steps_done`` wait for."""
+    """Return the steps after the check with which ``task.steps_done`` was compared."""
     asked = {line: step for record in records for line, step in record["asked"].items()}
     return [
         f"step {step}, which {line} compares with (--steps {step + 1})"

@@ -21,7 +21,7 @@ Record = dict[str, Any]  # record of one rank, see ``RecordedTask.record``
 
 @dataclass(frozen=True)
 class Row:
-    """Largest difference of a quantity on several ranks from that on one rank, and its place."""
+    """Largest difference between a quantity on several ranks and on one rank, and its location."""
 
     quantity: str
     ranks: str
@@ -139,8 +139,8 @@ def relative_difference(one: Any, many: Any, largest: float = 0.0) -> float:
     Args:
         one: A tensor, None (compared as zeros), or any other value.
         many: The value to compare with.
-        largest: Largest element of all tensors of this kind. Much smaller tensors are rounding
-            errors of zero; their difference is relative to SMALL * ``largest``.
+        largest: Largest element of all tensors of this kind. Much smaller tensors are zero up to
+            rounding errors; their difference is relative to SMALL * ``largest``.
 
     Returns:
         The relative difference; infinity if shapes, types or integers differ, or if an element is

@@ -1,4 +1,4 @@
-"""Make everything that begins or ends later happen within the few steps of a check."""
+"""Shorten durations, so that the few steps of a check include all that begins or ends later."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from selftask.registry import HOOKS, METHODS, SCHEDULES, Registry
 
 
 def shorten_durations(config: Config) -> Config:
-    """Return the config with every duration of method, optimizer and hooks as one step.
+    """Return the config with every duration of method, optimizer and hooks set to one step.
 
-    Warm-ups, freezing and terms that start later are then over, or have begun, in the second step.
+    In the second step, warm-ups and freezing are then over, and later terms of the loss have begun.
     Values from the command line are kept.
     """
     method, optimizer = config.method, config.optimizer
@@ -65,7 +65,7 @@ def _shorten_named(
 def _shorten_fields(
     args: dict[str, Any], schema: type | None, config: Config, key: str
 ) -> dict[str, Any]:
-    """Return arguments with their durations, and those of their schedules, as one step."""
+    """Return arguments with their durations, and those of their schedules, set to one step."""
     shortened = dict(args)
     for field in fields(schema) if schema else ():
         value, inner = args.get(field.name), f"{key}.{field.name}"

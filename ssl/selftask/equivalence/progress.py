@@ -1,4 +1,4 @@
-"""Progress that notes which later steps a method asks about, such as ``steps_done >= 5``."""
+"""A step counter that records the steps with which a method compares it: ``steps_done >= 5``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class WatchedSteps(int):
-    """Number of finished steps; comparisons in methods and users' code are noted in ``asked``."""
+    """Number of finished steps, which records its comparisons with other numbers in ``asked``."""
 
     asked: dict[str, int]  # file:line -> the number that it was compared with
 
     def __new__(cls, value: int, asked: dict[str, int]) -> WatchedSteps:
-        """Return the number, which notes its comparisons in ``asked``."""
+        """Return the number, which records its comparisons in ``asked``."""
         made = super().__new__(cls, value)
         made.asked = asked
         return made

@@ -99,7 +99,7 @@ class Images(Source):
     Args:
         count: Number of images.
         channels: Number of channels.
-        extras: Name -> kind of what a sample has in addition to image and label.
+        extras: Name -> kind of each part of a sample besides image and label.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class RecordedTask(Task):
         self.terms: list[dict[str, Tensor]] = []
         self.gradients: list[dict[str, Tensor]] = []  # for each step
         self.method_states: list[dict[str, Tensor]] = []  # after each step
-        self.asked: dict[str, int] = {}  # file:line -> later steps that a method asks about
+        self.asked: dict[str, int] = {}  # file:line -> step that steps_done is compared with
         self.draws: dict[str, None] = {}  # generators of the process that a step has used
         self.exchanges = 0  # collectives called while a loss was computed
 
@@ -94,7 +94,7 @@ class RecordedTask(Task):
 
     @property
     def steps_done(self) -> int:
-        """Number of finished steps, which notes with what it is compared."""
+        """Number of finished steps, which records its comparisons; see ``WatchedSteps``."""
         return WatchedSteps(super().steps_done, self.asked)
 
     def train_until(self, steps: int) -> None:

@@ -15,9 +15,9 @@ log = get_logger(__name__)
 
 
 class InChunks:
-    """Function of rows that is called on half as many rows after each out-of-memory error.
+    """Calls a function on chunks of rows, whose size is halved after each out-of-memory error.
 
-    Later calls start with the number of rows that fits.
+    Later calls start with the size that fits.
 
     Args:
         function: Tensors with N rows each -> tensors with N rows each. Rows must be independent,

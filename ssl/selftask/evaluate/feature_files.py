@@ -79,6 +79,11 @@ def write_table(path: Path, images: Path, labels: Iterable[int]) -> None:
     """Write the images of ``images.csv`` with other labels, as a table that ``data=`` can read.
 
     Relative paths become absolute, since paths in a table are relative to its folder.
+
+    Args:
+        path: The table to write.
+        images: An ``images.csv``.
+        labels: A label for each of its rows.
     """
     with (
         images.open(encoding="utf-8", errors="surrogateescape", newline="") as listed,
@@ -92,7 +97,13 @@ def write_table(path: Path, images: Path, labels: Iterable[int]) -> None:
 
 
 def write_ranking(path: Path, images: Path, cosines: Sequence[float]) -> None:
-    """Write path and cosine of the images of ``images.csv``, smallest cosine first."""
+    """Write path and cosine of the images of ``images.csv``, smallest cosine first.
+
+    Args:
+        path: The file to write.
+        images: An ``images.csv``.
+        cosines: A cosine for each of its rows.
+    """
     with images.open(encoding="utf-8", errors="surrogateescape", newline="") as listed:
         named = zip(cosines, (row["path"] for row in csv.DictReader(listed)), strict=True)
         ranked = sorted(named)

@@ -1,4 +1,4 @@
-"""Features of a labelled data set from a frozen backbone, kept in memory for all evaluations.
+"""Features of a labeled data set from a frozen backbone, kept in memory for all evaluations.
 
 N images, E features.
 """
@@ -80,7 +80,7 @@ class Features:
 
 
 def check_targets(targets: Tensor, what: str) -> None:
-    """Raise UserError unless there are targets and none is -1."""
+    """Raise UserError unless there are targets (N,) and none of them is -1."""
     if not len(targets):
         raise UserError(f"{what}: there are no images to evaluate on")
     unlabelled = int((targets < 0).sum())
@@ -125,10 +125,15 @@ def collect(batches: Iterable[Features]) -> Features:
 def iterate_features(
     backbone: nn.Module, batches: Iterable[Batch], *, device: torch.device | str
 ) -> Iterator[Features]:
-    """Yield the features of each batch on the CPU; see ``extract_features``.
+    """Yield the features of each batch on the CPU.
 
-    The backbone is in eval mode until the iterator ends. If the device runs out of memory, it runs
-    on parts of a batch.
+    The backbone is in eval mode until the iterator ends. If the device runs out of memory, the
+    backbone runs on parts of a batch.
+
+    Args:
+        backbone: Images (B, C, H, W) -> features (B, E).
+        batches: Batches, of which the first view is used.
+        device: Device of the backbone.
     """
     run = InChunks(lambda images: (backbone(images).float().cpu(),), "images")
     is_first, begun, computed_s, count = True, time.monotonic(), 0.0, 0

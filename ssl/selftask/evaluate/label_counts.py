@@ -50,7 +50,14 @@ class LabelCounts:
         names: Sequence[str] | None = None,
         leave_one_out: bool = False,
     ) -> LabelCounts:
-        """Count targets (N,); -1 means no label."""
+        """Count the targets of both sets.
+
+        Args:
+            train: Targets (N,) of the training set; -1 means no label.
+            test: Targets (M,) of the test set.
+            names: Names of the classes; None for numbers.
+            leave_one_out: Whether each image is compared with all other images of one set.
+        """
         labels = [np.asarray(part)[np.asarray(part) >= 0] for part in (train, test)]
         size = 1 + max(int(part.max(initial=-1)) for part in labels)
         counts = [np.bincount(part, minlength=size) for part in labels]

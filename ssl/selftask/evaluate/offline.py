@@ -41,7 +41,7 @@ def evaluate_backbone(
     world: World | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> dict[str, float]:
-    """Evaluate a frozen backbone on labelled images with ``eval.evaluations``.
+    """Evaluate a frozen backbone on labeled images with ``eval.evaluations``.
 
     Without a validation set the training images are also the test images; k-NN then excludes each
     image from its own neighbors. Metrics on ``data.val_sets`` are called ``NAME/knn_top1``.
@@ -119,7 +119,8 @@ def iterate_source(
 ) -> Iterator[Features]:
     """Yield the features of every readable image of a source, with ``eval.transforms``.
 
-    With several ranks, all of them on rank 0 and none on the others; every rank must exhaust it.
+    Rank 0 yields the features of all ranks, and the other ranks yield none. Every rank must exhaust
+    the iterator.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -144,7 +145,14 @@ def iterate_source(
 def eval_batches(
     config: Config, source: Source, device: torch.device, key: str = "data"
 ) -> EvalBatches:
-    """Return the images of a source, whose config key is ``key``, with ``eval.transforms``."""
+    """Return batches of the images of a source, with ``eval.transforms``.
+
+    Args:
+        config: Config with ``eval.transforms``.
+        source: The images.
+        device: Device that the batches are moved to.
+        key: Config key of the images, for messages.
+    """
     pipeline = build_pipeline(config.eval.transforms, "eval.transforms", channels_of(source))
     return EvalBatches(
         EvalDataset(source, pipeline, config.train.seed),

@@ -30,7 +30,7 @@ class _Sent:
     part: Features | None = None  # None: no image of the batch can be read
     is_end: bool = False
     error: str = ""
-    is_mistake: bool = False  # of the user
+    is_mistake: bool = False  # the user must fix the error
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def connected(world: World) -> Iterator[None]:
 
 
 def take_share(batches: EvalBatches, world: World) -> EvalBatches:
-    """Leave only the batches of this rank in ``batches``, and return it."""
+    """Restrict ``batches`` to those of this rank, in place, and return it."""
     if world.size > 1:
         batches.batches = batches.batches[world.rank :: world.size]
     return batches
@@ -87,7 +87,7 @@ def iterate_in_order(
 
 
 def _send(parts: Iterable[Features], batches: Sequence[Sequence[int]]) -> Iterator[_Sent]:
-    """Yield one item for each batch, then the end without end; or an error as the last one."""
+    """Yield one item per batch, then end markers forever; an error replaces the remaining items."""
     waiting = iter(parts)
     try:
         part = next(waiting, None)

@@ -1,4 +1,4 @@
-"""Evaluations during a run: the current backbone on labelled images."""
+"""Evaluations during a run: the current backbone on labeled images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def evaluate_task(task: Task) -> dict[str, float]:
-    """Return the metrics of ``eval.evaluations``, given labels, and of ``eval.loss``.
+    """Return the metrics of ``eval.evaluations``, if there are labels, and of ``eval.loss``.
 
     Metrics of the sets of ``data.val_sets`` are called ``NAME/knn_top1``. The state of the run does
     not change.
@@ -51,7 +51,7 @@ def evaluate_task(task: Task) -> dict[str, float]:
 
 
 def of_set(name: str, row: dict[str, float]) -> dict[str, float]:
-    """Return metrics with the name of their validation set in front; none for ``data.val``."""
+    """Prefix metrics with the name of their validation set; ``data.val`` has no prefix."""
     return {f"{name}/{key}": value for key, value in row.items()} if name else row
 
 
@@ -89,6 +89,12 @@ def evaluate_features(
 ) -> dict[str, float]:
     """Run every evaluation on the features of a backbone made by ``with_layers``.
 
+    Args:
+        backbone: The backbone.
+        components: Evaluations by name.
+        train: Features of this rank's training images.
+        test: Features of this rank's test images; the object ``train`` if they are the same.
+
     Returns:
         Metrics by name: ``knn_top1``, or ``knn_top1_layer3`` and so on for hidden layers.
     """
@@ -108,8 +114,8 @@ def run_evaluations(
 ) -> dict[str, float]:
     """Run every evaluation on the same features and merge their results.
 
-    An evaluation gets the features of all ranks, or only this rank's if it has ``takes_parts =
-    True``.
+    An evaluation with ``takes_parts = True`` gets only this rank's features, any other those of all
+    ranks.
 
     Args:
         components: Evaluations by name.
@@ -120,7 +126,7 @@ def run_evaluations(
         Metrics by name.
 
     Raises:
-        UserError: If two evaluations give a metric of the same name, or one a result that is not a
+        UserError: If two evaluations return a metric of the same name, or if a result is not a
             number.
     """
     row: dict[str, float] = {}
@@ -147,12 +153,12 @@ def flat_scores(found: Any, key: str, prefix: str = "") -> dict[str, float]:
     """Return the results of an evaluation as floats, ``{"a": {"b": 1}}`` as ``a/b``.
 
     Args:
-        found: Numbers, NumPy's or tensors of one element by name, or mappings of them.
+        found: Name -> number, NumPy scalar or tensor of one element; mappings may be nested.
         key: Config key of the evaluation, for the error.
         prefix: Names of the mappings around ``found``, each with a slash.
 
     Raises:
-        UserError: If something else is found.
+        UserError: If a value has any other type.
     """
     if not isinstance(found, Mapping):
         raise UserError(f"{key} gives {found!r:.60}; metrics by name are expected")

@@ -1,8 +1,9 @@
 """Linear support vector machines on frozen features, with all labels or few.
 
 Goyal et al., Scaling and Benchmarking Self-Supervised Visual Representation Learning, ICCV 2019,
-arXiv:1905.01235, section 5.1: one machine for each class against the others on features of unit
-length, twice the weight for its own class, and the cost chosen by cross-validation.
+arXiv:1905.01235, section 5.1. One machine per class separates it from all other classes. Features
+have unit length, images of the class have twice the weight, and the cost is chosen by
+cross-validation.
 
 N images, E features, C classes.
 """

@@ -59,17 +59,17 @@ def manager(address: str) -> PathManager:
 
 
 def exists(address: str) -> bool:
-    """Return True if a file or folder is there. Raises UserError if the store does not answer."""
+    """Return True if a file or folder exists. Raises UserError if the store does not answer."""
     return _ask(address, "exists")
 
 
 def is_file(address: str) -> bool:
-    """Return True if a file is there. Raises UserError if the store does not answer."""
+    """Return True if a file exists. Raises UserError if the store does not answer."""
     return _ask(address, "isfile")
 
 
 def is_folder(address: str) -> bool:
-    """Return True if a folder is there. Raises UserError if the store does not answer."""
+    """Return True if a folder exists. Raises UserError if the store does not answer."""
     return _ask(address, "isdir")
 
 
@@ -91,18 +91,24 @@ def walk(address: str) -> Iterator[str]:
 
 
 def open_read(address: str) -> BinaryIO:
-    """Open a file for reading and seeking. Raises what the handler raises."""
+    """Open a file for reading and seeking. Errors of the handler are not converted."""
     return cast(BinaryIO, manager(address).open(address, "rb"))
 
 
 def read_bytes(address: str) -> bytes:
-    """Read a whole file. Raises what the handler raises."""
+    """Read a whole file. Errors of the handler are not converted."""
     with open_read(address) as file:
         return file.read()
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Read up to ``size`` bytes from ``offset`` on. Raises what the handler raises."""
+    """Read a part of a file. Errors of the handler are not converted.
+
+    Args:
+        address: Address of the file.
+        offset: Position of the first byte.
+        size: Maximum number of bytes; fewer are returned at the end of the file.
+    """
     handler = _fsspec_handler(address)
     if handler is not None:  # one request, without reading ahead
         return handler.read_range(address, offset, size)
@@ -112,11 +118,18 @@ def read_range(address: str, offset: int, size: int) -> bytes:
 
 
 def find(address: str, *, pattern: bool = False) -> list[tuple[str, int, str]]:
-    """Return address, size in bytes (-1: unknown) and stamp of a file, or of a pattern's matches.
+    """Return the files at an address.
 
-    The stamp changes with the content. iopath has no stamps: with a plug-in's handler the stamp is
-    empty, and a file that is replaced by another one of the same size is not noticed. Raises what
-    the handler raises.
+    Errors of the handler are not converted.
+
+    Args:
+        address: Address of a file, or a pattern.
+        pattern: Whether ``address`` is a pattern.
+
+    Returns:
+        Address, size in bytes (-1 if unknown) and stamp of each file. The stamp changes with the
+        content. A plug-in's handler has no stamps, so theirs are empty, and a file that is replaced
+        by another one of the same size is not noticed.
     """
     handler = _fsspec_handler(address)
     if handler is not None:
@@ -147,7 +160,7 @@ def remove(address: str) -> None:
 def fetch(path: str | Path) -> Path:
     """Return a local path for a file given by a user: itself, or that of a downloaded copy.
 
-    How long a copy is kept is the handler's choice. Raises UserError for an address that cannot be
+    The handler decides how long a copy is kept. Raises UserError for an address that cannot be
     read.
     """
     if not is_remote(path):
@@ -159,8 +172,8 @@ def fetch(path: str | Path) -> Path:
 def output_folder(out: str | Path) -> Iterator[Path]:
     """Context manager that yields a local folder to write to, and uploads it if ``out`` is remote.
 
-    The upload is done at exit, in the order in which the files were written, and not at all after
-    an error. Raises UserError if it fails.
+    Files are uploaded at exit, in the order in which they were written. After an error nothing is
+    uploaded. Raises UserError if the upload fails.
     """
     if not is_remote(out):
         yield expand_user(out)
@@ -196,7 +209,7 @@ def _ask(address: str, question: str) -> Any:
         return getattr(manager(address), question)(address)
     except UserError:
         raise
-    except Exception as error:  # each handler has errors of its own
+    except Exception as error:  # handlers raise various errors
         raise AddressError(f"{address}: cannot be read ({reason_of(error)})") from error
 
 

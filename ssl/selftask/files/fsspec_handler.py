@@ -41,7 +41,12 @@ class FsspecHandler(PathHandler):
         return cls(address.partition("://")[0] + "://")
 
     def find(self, path: str, pattern: bool) -> list[tuple[str, int, str]]:
-        """Return address, size and stamp of a file, or of the sorted matches of a pattern."""
+        """Return address, size and stamp of each file; see ``addresses.find``.
+
+        Args:
+            path: Address of a file, or a pattern.
+            pattern: Whether ``path`` is a pattern; matches are sorted.
+        """
         store, inside = store_of(path)
         infos = store.glob(inside, detail=True) if pattern else {inside: store.info(inside)}
         return [
@@ -51,7 +56,13 @@ class FsspecHandler(PathHandler):
         ]
 
     def read_range(self, path: str, offset: int, size: int) -> bytes:
-        """Read up to ``size`` bytes from ``offset`` on, in one request."""
+        """Read a part of a file, in one request.
+
+        Args:
+            path: Address of the file.
+            offset: Position of the first byte.
+            size: Maximum number of bytes.
+        """
         store, inside = store_of(path)
         return cast(bytes, store.cat_file(inside, start=offset, end=offset + size))
 

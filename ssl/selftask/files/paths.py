@@ -31,18 +31,18 @@ def expand_user(path: str | Path) -> Path:
 
 
 def exists(path: str | Path) -> bool:
-    """Return True if something is there. Raises UserError if that cannot be found out."""
+    """Return True if a path exists. Raises UserError if this cannot be determined."""
     return _mode(path) is not None
 
 
 def is_folder(path: str | Path) -> bool:
-    """Return True if a folder is there. Raises UserError if that cannot be found out."""
+    """Return True if a path is a folder. Raises UserError if this cannot be determined."""
     mode = _mode(path)
     return mode is not None and stat.S_ISDIR(mode)
 
 
 def is_file(path: str | Path) -> bool:
-    """Return True if a regular file is there. Raises UserError if that cannot be found out."""
+    """Return True if a path is a regular file. Raises UserError if this cannot be determined."""
     mode = _mode(path)
     return mode is not None and stat.S_ISREG(mode)
 

@@ -1,7 +1,7 @@
-"""Read files that others made, such as those of a run folder.
+"""Read untrusted files, such as those of somebody else's run folder.
 
-Only regular files of bounded size are read: a named pipe waits for its other end, and a link to
-/dev/zero never ends. Values are checked before they are used.
+Only regular files of bounded size are read: reading a named pipe could block forever, and a link
+to /dev/zero never ends. Values are checked before they are used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LATEST_S = 32_503_680_000  # the year 3000
 
 
 class UnreadableFile(OSError, UserError):
-    """A file that is not read, or whose content is of another form."""
+    """Raised for a file that is too large, not a regular file, or has unexpected content."""
 
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(errno.EINVAL, reason, os.fspath(path))
@@ -40,10 +40,10 @@ def open_regular(path: str | Path) -> BinaryIO:
         UnreadableFile: If it is a named pipe, a device or a socket.
         OSError: If it is missing or cannot be opened.
     """
-    _check_regular(path, os.stat(path).st_mode)  # opening a device may already act on it
+    _check_regular(path, os.stat(path).st_mode)  # opening a device may have side effects
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe does not wait
     try:
-        _check_regular(path, os.fstat(handle).st_mode)  # it may have been replaced
+        _check_regular(path, os.fstat(handle).st_mode)  # the path may have been replaced
     except UnreadableFile:
         os.close(handle)
         raise
@@ -51,7 +51,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise UnreadableFile if a path is there and is neither a regular file nor a folder."""
+    """Raise UnreadableFile if a path exists and is neither a regular file nor a folder."""
     try:
         mode = os.stat(path).st_mode
     except OSError:  # whoever opens it reports this
@@ -103,7 +103,7 @@ def read_json(path: str | Path, most: int = MAX_BYTES) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value must be: a name for messages, and a test."""
+    """Expected kind of a value: its name in messages, and a predicate."""
 
     name: str
     accepts: Callable[[Any], bool]

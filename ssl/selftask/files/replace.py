@@ -1,4 +1,4 @@
-"""Replace a file atomically, and remove what killed processes have left of doing so."""
+"""Replace files atomically, and remove temporary files of killed processes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 
 from selftask.distributed.local_process import is_running
 
-OLD_S = 3600.0  # age after which a temporary file of another machine is of a killed process
+OLD_S = 3600.0  # age at which another machine's temporary file counts as abandoned
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Context manager that yields a temporary path beside ``path``, and moves it there at exit.
 
-    A reader never sees an incomplete file. After an error the temporary file is removed; those of
-    killed processes are removed by the next one that writes the file.
+    A reader never sees an incomplete file. After an error the temporary file is removed. Temporary
+    files of killed processes are removed the next time the file is written.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""Read yaml files that others made as plain values, without resolving anything in them."""
+"""Read untrusted yaml files as plain values, without resolving references."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a yaml file as plain values, with texts as keys.
+    """Return the mapping in a yaml file as plain values, with strings as keys.
 
-    References such as ``${oc.env:HOME}`` stay as they are written.
+    References such as ``${oc.env:HOME}`` are not resolved.
 
     Raises:
-        UnreadableFile: If it is no mapping, is too large, or is not a regular file.
+        UnreadableFile: If it is not a mapping, is too large, or is not a regular file.
         OSError: If it is missing or cannot be opened.
     """
     return parse_yaml(read_bytes(path), path)
@@ -81,7 +81,7 @@ def check_size(document: yaml.Node | None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to what JSON has; dates become texts."""
+    """Convert a value to JSON types; dates become strings."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set):

@@ -114,7 +114,12 @@ WRAPPERS = tuple(name for name in vars(Hook) if name.startswith("wrap_"))
 
 
 def defines(hook: Any, point: str) -> bool:
-    """Return True if a hook defines a method of ``Hook``; Classy's own have five of the points."""
+    """Return True if a hook itself defines the method ``point``, not only its base class.
+
+    Args:
+        hook: A hook of selftask, or of Classy Vision, whose hooks have only five of the points.
+        point: Name of a hook point.
+    """
     method = getattr(type(hook), point, None)
     idle = (getattr(Hook, point), getattr(ClassyHook, point, None), ClassyHook._noop)
     return method is not None and method not in idle

@@ -116,7 +116,12 @@ class Mixup(Hook):
 
 
 def unmixed(task: Task, labels: Tensor) -> Tensor:
-    """Return the labels of a training batch for meters: of mixed ones, the largest share's."""
+    """Return the labels (B,) of a training batch for meters.
+
+    Args:
+        task: The task.
+        labels: (B,), or (B, C) probabilities after mixing, of which the largest is used.
+    """
     is_mixed = any(isinstance(hook, Mixup) for hook in task.hooks)
     return labels.argmax(dim=1) if is_mixed else labels
 
@@ -124,7 +129,7 @@ def unmixed(task: Task, labels: Tensor) -> Tensor:
 def keep_mask(
     lam: Tensor, box: Tensor, is_cut: Tensor, height: int, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the share of each image that stays, by pixel and as a whole.
+    """Return the share of each image that is kept, for each pixel and on average.
 
     Args:
         lam: lambda of each pair, (P,).

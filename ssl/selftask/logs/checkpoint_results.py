@@ -34,7 +34,13 @@ class CheckpointResults:
         return [name for name in evaluations if name not in done]
 
     def add(self, step: int, evaluations: Sequence[str], metrics: Mapping[str, Any]) -> None:
-        """Append the metrics of a checkpoint."""
+        """Append the metrics of a checkpoint.
+
+        Args:
+            step: Step of the checkpoint.
+            evaluations: Names of the evaluations.
+            metrics: Metrics by name.
+        """
         path = self._path(step)
         path.parent.mkdir(exist_ok=True)
         facts: dict[str, Any] = {"date": utc_now(), "step": step}

@@ -21,7 +21,7 @@ class Column(NamedTuple):
     written_by: str = "every run"
 
     def matches(self, name: str) -> bool:
-        """Return whether this is the description of the column ``name``."""
+        """Return True if this describes the column ``name``."""
         pattern = re.sub(r"[A-Z]+", "[A-Za-z0-9_.-]+", re.escape(self.name))
         return re.fullmatch(pattern, name) is not None
 

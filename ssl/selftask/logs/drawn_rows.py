@@ -1,6 +1,7 @@
-"""Read lines of JSON files of any size in bounded time and memory.
+"""Read files with one JSON object per line, of any size, in bounded time and memory.
 
-A small file is read whole. Of a large ``metrics.jsonl`` only rows are parsed that a chart shows.
+A small file is read whole. From a large ``metrics.jsonl`` only the rows that a chart needs are
+parsed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from selftask.logs.rows import parse_lines
 WHOLE = 8 << 20  # a file of up to this many bytes is read whole
 LARGEST = 8 << 30  # a larger file is not read
 PARTS = 1000  # of a large file, equal in bytes; some rows of each are read
-PART_BYTES = 16 << 10  # most bytes of the lines of one part
+PART_BYTES = 16 << 10  # maximum bytes of evaluation rows of one part, and of a line
 NEWEST = 100  # number of last lines that are always read
 HEAD = 1 << 20  # bytes read from the start of a large file of events
 _LOSS = re.compile(rb'"loss": (-?\d+\.?\d*(?:[eE][-+]?\d+)?)')
@@ -28,18 +29,18 @@ _TRAINED = b'"lr": '  # in rows of training, but not in those of evaluations
 
 @dataclass(frozen=True)
 class Lines:
-    """Objects of a file, and what is missing."""
+    """Objects of a file, and the number of lines that were damaged or not read."""
 
     rows: list[dict[str, Any]]
-    damaged: int = 0  # number of lines that are no JSON object
+    damaged: int = 0  # number of lines that are not a JSON object
     lines: int = 0  # number of lines of a file that was read in part, else 0
 
 
 def read_drawn_rows(path: Path) -> Lines:
-    """Return the rows of a ``metrics.jsonl``, or of a large one those that its charts need.
+    """Return the rows of a ``metrics.jsonl``; from a large file, those that its charts need.
 
-    These are in each part of the file a row of training, those of the smallest and largest loss,
-    and rows of evaluations; and the newest rows.
+    From each part of a large file these are a training row, the rows with the smallest and largest
+    loss, and evaluation rows. The newest rows of the file are also returned.
 
     Raises:
         UnreadableFile: If it is not a regular file, or too large.
@@ -65,7 +66,7 @@ def read_drawn_rows(path: Path) -> Lines:
 
 
 def read_ends(path: Path) -> Lines:
-    """Return the objects of a file with one a line; of a large file, the first and the last ones.
+    """Return the JSON objects of a file with one per line; from a large file, the first and last.
 
     ``lines`` is the size of the file in bytes if it was read in part. See ``read_drawn_rows`` for
     errors.

@@ -60,7 +60,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 class WarningEvents(logging.Handler):
-    """Logging handler that records the warnings of a run as events."""
+    """Logging handler that adds the warnings of a run to its events."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(logging.WARNING)

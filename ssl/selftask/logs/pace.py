@@ -86,9 +86,15 @@ def take_memory_mb(device: torch.device) -> dict[str, float]:
 def over_ranks(
     means: Mapping[str, Tensor], maxima: Mapping[str, float], device: torch.device
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return ``means`` averaged over ranks, and the maximum over ranks of each of ``maxima``.
+    """Reduce values over ranks in one collective, which every rank must call with the same names.
 
-    This is one collective, which every rank must call with the same names.
+    Args:
+        means: Scalar tensors by name, to be averaged.
+        maxima: Numbers by name, whose maximum is taken.
+        device: Device of the collective.
+
+    Returns:
+        The means and the maxima, by name.
     """
     terms = [torch.as_tensor(value, device=device).detach().float() for value in means.values()]
     largest = torch.tensor(list(maxima.values()), device=device)

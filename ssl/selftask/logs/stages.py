@@ -109,7 +109,13 @@ def stage(name: str, total: float | None = None, *, at_once: bool = False) -> It
 
 
 def staged(name: str, items: Iterable[T], total: float | None = None) -> Iterator[T]:
-    """Yield the items, and show their number in a line for the stage."""
+    """Yield the items, and show their number in a live line.
+
+    Args:
+        name: Name of the stage, one word.
+        items: Items to iterate over.
+        total: Number of items; None if unknown.
+    """
     with stage(name, total) as line:
         for number, item in enumerate(items, 1):
             yield item

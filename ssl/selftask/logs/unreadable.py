@@ -1,4 +1,4 @@
-"""Name and content of what a run records of unreadable images."""
+"""Name of the column of unreadable images, and the sentences about them in ``status.json``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ UNREADABLE = "unreadable_images"
 
 
 def unreadable_sentences(status: Mapping[str, Any]) -> list[str]:
-    """Return the sentence of each data set with unreadable images, from a ``status.json``."""
+    """Return the sentences about unreadable images in a ``status.json``, one for each data set."""
     entry = status.get(UNREADABLE)
     return [text for text in entry if isinstance(text, str)] if isinstance(entry, list) else []

@@ -23,10 +23,11 @@ from selftask.registry import register_meter
 @register_meter("accuracy")
 @dataclass(eq=False, repr=False, kw_only=True)
 class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no types
-    """Top-k accuracy over the labelled images of all ranks, each counted once.
+    """Top-k accuracy over the labeled images of all ranks, each counted once.
 
-    Counts are summed instead of means, so ranks and batches may have different numbers of images.
-    ``value`` includes all ranks up to the last ``sync_state``, and this rank's images since then.
+    Counts are summed, instead of averaging accuracies, so ranks and batches may have different
+    numbers of images. ``value`` includes all ranks up to the last ``sync_state``, and this rank's
+    images since then.
     """
 
     topk: list[int] = field(default_factory=lambda: [1, 5])
@@ -87,7 +88,7 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
             target: Labels (B,); -1 for images without a label.
 
         Raises:
-            UserError: If the shapes are others.
+            UserError: If the shapes do not match.
         """
         self.validate(model_output.shape, target.shape)
         if self.classes is not None:

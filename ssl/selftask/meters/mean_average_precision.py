@@ -55,7 +55,7 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
             target: Labels (B, C) of 1 and 0, or -1 to be ignored; or classes (B,), -1 for none.
 
         Raises:
-            UserError: If the shapes are others.
+            UserError: If the shapes do not match.
         """
         self.validate(model_output.shape, target.shape)
         if target.ndim == 1:

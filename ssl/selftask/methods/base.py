@@ -89,7 +89,7 @@ class Method(nn.Module, Hook):
         self.pending: list[Any] = []  # results of the batches since the last step
 
     def take_pending(self) -> list[Any]:
-        """Return ``pending`` and empty it, in ``on_update``."""
+        """Return ``pending`` and clear it; called in ``on_update``."""
         taken, self.pending = self.pending, []
         return taken
 
@@ -131,9 +131,9 @@ class Method(nn.Module, Hook):
     def open_frozen(self, name: str, task: Task) -> Frozen:
         """Return the frozen module of a field ``name: FrozenModule`` of the method's config.
 
-        Called in ``build_network`` or ``setup``. For a run, a file or a library's model it is the
-        backbone, whose patches ``models.features.extract`` gives; for ``package.module:Class`` it
-        is your own module.
+        Call it in ``build_network`` or ``setup``. For a run, a file or a library's model the module
+        is the backbone, whose patches ``models.features.extract`` returns. For
+        ``package.module:Class`` it is your own module.
 
         Raises:
             UserError: If it does not exist, or takes images of another number of channels.
@@ -141,7 +141,7 @@ class Method(nn.Module, Hook):
         return open_frozen(getattr(self.config, name), f"method.{name}", task)
 
     def open_trained(self, name: str, task: Task, *, scores: bool = False) -> TrainedNetwork:
-        """Return the network of such a field with its width, to be made ``Frozen``.
+        """Return the network of a field ``name: FrozenModule``, and its width; see ``Frozen``.
 
         Args:
             name: Name of the field.
@@ -206,7 +206,7 @@ class Method(nn.Module, Hook):
         return self.outputs_logits or type(self).meter_input is not Method.meter_input
 
     def for_meter(self, meter: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return ``meter_input`` for a meter, whose scores have no graph."""
+        """Return ``meter_input`` for a meter, with scores detached from the graph."""
         head = getattr(meter, "head", None)  # Classy's meters have none
         scores, classes = self.meter_input(batch.output, batch, head)
         return scores.detach(), classes
@@ -230,7 +230,7 @@ class Method(nn.Module, Hook):
     def chance_loss(self) -> float | None:
         """Return the loss of an uninformed network; None if it is not a fixed number.
 
-        In the docs, its formula is what the docstring says after the first colon.
+        The docs show the text after the first colon of an override's docstring as its formula.
         """
         return None
 
@@ -242,7 +242,7 @@ class Method(nn.Module, Hook):
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores | None:
         """Return the trained head that scores classes or prototypes; None if there is none.
 
-        Used by ``distill``, whose student learns these scores.
+        Used by the distillation methods, whose students learn these scores.
 
         Args:
             embed_dim: Number of features of the exported backbone, E.

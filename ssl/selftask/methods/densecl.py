@@ -96,7 +96,7 @@ class DenseCL(MomentumContrast, EMATeacher):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute the keys. Keys of images and mean dense keys are enqueued after the step."""
+        """Compute the keys. Image keys and mean dense keys are enqueued after the step."""
         batch = task.last_batch
         output = self.shuffled_teacher(batch.all_views[1:])
         rows = [to_float32(unshuffle_bn(x)) for x in (*output.prediction, output.features.patches)]

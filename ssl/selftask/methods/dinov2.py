@@ -176,6 +176,12 @@ class DINOv2(PrototypeHeads, EMATeacher):
         """Draw block masks for some of the global views, with a random mask ratio for each.
 
         Masks are drawn on the host, since the number of masked patches must be known.
+
+        Args:
+            seed: Seed of the run.
+            key: (B, 2) on the CPU, see ``random.keyed``.
+            grid: Rows and columns of patches.
+            device: Device that the masks are moved to.
         """
         config, sampler = self.config, BlockMask(grid)
         draws = uniform(seed, key, NUM_GLOBAL * (2 + sampler.num_draws))

@@ -159,7 +159,7 @@ class DINOv3(DINOv2):
             ) from error
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Go on with a run that had no Gram teacher: it is the given one, or the teacher so far."""
+        """Resume a run that had no Gram teacher: keep the configured one, or copy the teacher."""
         ours = f"{prefix}gram_teacher."
         if self.gram_teacher is not None and not any(key.startswith(ours) for key in state):
             for name, value in self.gram_teacher.state_dict().items():

@@ -1,4 +1,4 @@
-"""Distillation of features: a student has the features of a frozen teacher for the same views.
+"""Distillation of features: a student learns the features of a frozen teacher for the same views.
 
 V: views; B: images per rank; E: features of the student; D: features of the teacher.
 """

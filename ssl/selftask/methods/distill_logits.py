@@ -61,7 +61,7 @@ class DistillLogits(Distillation):
         """Return the distance of the scores (V, B, C) from the teacher's, a mean over images.
 
         With ``label_weight`` w, the distance is weighted by 1 - w, and the cross-entropy with
-        labels by w. That cross-entropy is a sum over labelled images divided by the number of all
+        labels by w. That cross-entropy is a sum over labeled images divided by the number of all
         images.
         """
         distance, weight = self.distance(output, batch["targets"]), self.config.label_weight

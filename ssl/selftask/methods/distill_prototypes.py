@@ -108,7 +108,8 @@ class DistillPrototypes(Distillation):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the student; with ``patch_weight``, teacher and student have two heads.
 
-        Raises UserError if the teacher then has no head for patches, or another grid of patches.
+        With ``patch_weight``, raises UserError if the teacher has no head for patches, or another
+        grid of patches.
         """
         if not self.config.patch_weight:
             return super().build_network(backbone, task)

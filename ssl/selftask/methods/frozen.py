@@ -44,9 +44,9 @@ def open_frozen(value: str | FrozenModule, key: str, task: Task) -> Frozen:
 def open_trained(
     value: str | FrozenModule, key: str, task: Task, *, scores: bool = False
 ) -> TrainedNetwork:
-    """Return a trained network that gives features, or with ``scores`` those of its head.
+    """Return a trained network that outputs features, or with ``scores`` the scores of its head.
 
-    Logs a warning if its weights are random, or if it was trained on images of other normalization.
+    Logs a warning if its weights are random, or if its training images had another normalization.
 
     Args:
         value: The value in the config.

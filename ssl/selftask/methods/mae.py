@@ -142,7 +142,16 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, grid: Grid, patch: int) -> Tensor:
-    """Join patches (B, N, patch * patch * C) to images (B, C, H, W); undoes ``patchify``."""
+    """Join patches to images; the inverse of ``patchify``.
+
+    Args:
+        patches: (B, N, patch * patch * C).
+        grid: Rows and columns of patches.
+        patch: Side of a patch in pixels.
+
+    Returns:
+        (B, C, H, W).
+    """
     x = patches.unflatten(1, grid).unflatten(3, (patch, patch, -1))  # (B, h, w, p, p, C)
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 

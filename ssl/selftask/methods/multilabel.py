@@ -60,7 +60,7 @@ class Multilabel(Classification):
 
 
 def known_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the binary cross-entropy, averaged over known labels of an image, then over images.
+    """Return the binary cross-entropy: a mean over known labels of an image, then over images.
 
     Args:
         scores: (B, C).

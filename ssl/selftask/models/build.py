@@ -45,7 +45,13 @@ def build_backbone(component: Component, channels: int = 3) -> nn.Module:
 def with_embed_dim(model: nn.Module, name: str, channels: int) -> nn.Module:
     """Return the backbone; set ``embed_dim``, its number of features, if it is missing.
 
-    Raises UserError if it does not return features (B, E).
+    Args:
+        model: Images (B, C, H, W) -> features (B, E).
+        name: Name of the backbone, for messages.
+        channels: Channels of the images, C.
+
+    Raises:
+        UserError: If ``embed_dim`` is missing and the model does not return features (B, E).
     """
     if not isinstance(getattr(model, "embed_dim", None), int):
         model.embed_dim = count_features(model, name, channels)  # type: ignore[assignment]
@@ -139,7 +145,16 @@ def embed_dim(backbone: nn.Module) -> int:
 
 @torch.no_grad()
 def count_features(model: nn.Module, name: str, channels: int) -> int:
-    """Return the number of features for a blank image; the model's state and mode are unchanged."""
+    """Return the number of features E for a blank image; the model's state and mode are unchanged.
+
+    Args:
+        model: Images (B, C, H, W) -> features (B, E).
+        name: Name of the backbone, for messages.
+        channels: Channels of the images, C.
+
+    Raises:
+        UserError: If the model fails on a blank image or returns something else.
+    """
     errors = []
     device = next((tensor.device for tensor in model.parameters()), None)
     for size in _sizes(model):

@@ -52,7 +52,11 @@ def sinkhorn_knopp(
 def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
     """Return -sum_k p log q, averaged over images and over all pairs of *different* views.
 
-    Eq. 3 of DINO (arXiv:2104.14294), eq. 6 of SwAV. See ``view_cross_entropy`` for the arguments.
+    Eq. 3 of DINO (arXiv:2104.14294), eq. 6 of SwAV.
+
+    Args:
+        probs: p, assignments of the first A views, (A, B, K).
+        log_probs: log q, predictions of all V views, (V, B, K).
     """
     pairs = view_cross_entropy(probs, log_probs)  # (A, V)
     others = pairs.sum() - pairs.diagonal().sum()

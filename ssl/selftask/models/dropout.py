@@ -80,9 +80,9 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
 
 
 def disable_stochastic_depth(network: nn.Module) -> None:
-    """Set the rates of stochastic depth, for timm, torchvision and any ``drop_prob``, to 0.
+    """Set the rates of stochastic depth and dropout to 0, for layers of timm and torchvision.
 
-    So are those of dropout: a teacher that is built without one has none of the other.
+    Any other layer with an attribute ``drop_prob`` is also changed.
     """
     for layer in network.modules():
         if hasattr(layer, "drop_prob"):
@@ -92,9 +92,10 @@ def disable_stochastic_depth(network: nn.Module) -> None:
 
 
 def set_uniform_stochastic_depth(network: nn.Module, rate: float) -> None:
-    """Give all residual branches of a timm model one rate, in place of one that rises with depth.
+    """Set the same rate of stochastic depth in all residual branches of a timm model.
 
-    timm leaves out the layer in the first block, whose rate is 0.
+    By default the rate rises with depth. timm builds no layer for the first block, whose rate is
+    then 0, so the layers are replaced by new ones.
     """
     from timm.layers import DropPath
 

@@ -98,7 +98,7 @@ class Prototypes(nn.Module):
 
 
 class UnitLength(nn.Module):
-    """Division of features (..., D) by their length."""
+    """Layer that scales features (..., D) to unit length."""
 
     def forward(self, features: Tensor) -> Tensor:
         return F.normalize(to_float32(features), dim=-1)

@@ -83,7 +83,17 @@ class MultiBlockMask:
 
 
 def rectangles(draws: Tensor, scale: Range, ratio: Range, grid: tuple[int, int]) -> Tensor:
-    """Turn draws in [0, 1) of shape (..., 4) into rectangles of patches: bool (..., N)."""
+    """Turn random draws into rectangles of patches.
+
+    Args:
+        draws: (..., 4) in [0, 1): area, shape, row and column of each rectangle.
+        scale: Smallest and largest area, as a fraction of the image.
+        ratio: Smallest and largest height / width, relative to the image's.
+        grid: Rows and columns of patches.
+
+    Returns:
+        (..., N) bool, True inside the rectangle.
+    """
     area, shape, down, right = draws.unbind(dim=-1)
     area = scale[0] + (scale[1] - scale[0]) * area
     shape = ratio[0] + (ratio[1] - ratio[0]) * shape
@@ -103,8 +113,15 @@ def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
 def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int]) -> list[int]:
     """Return the possible areas of ``rectangles`` in patches, to determine the size of tensors.
 
-    A side of h patches is rounded from between h - 1/2 and h + 1/2. Raises UserError if a side may
-    be rounded to zero.
+    A side of h patches is rounded from between h - 1/2 and h + 1/2.
+
+    Args:
+        scale: Smallest and largest area, as a fraction of the image.
+        ratio: Smallest and largest height / width, relative to the image's.
+        grid: Rows and columns of patches.
+
+    Raises:
+        UserError: If a side may be rounded to zero.
     """
     rows, columns = grid
     shortest = min(grid) * (scale[0] * min(ratio[0], 1 / ratio[1])) ** 0.5
@@ -131,10 +148,18 @@ def _possible_sides(length: int, least: float, most: float) -> range:
 
 
 def cut_out(block: Tensor, targets: Tensor, *, least: int) -> Tensor:
-    """Remove the patches of ``targets`` (B, M, N) from ``block`` (B, N); return the context (B, N).
+    """Remove the patches of targets from a block.
 
-    If fewer than ``least`` remain, the last target may overlap, then the last two, and so on, as in
-    the published code (which first tries other positions of the block).
+    If fewer than ``least`` remain, the last target may overlap, then the last two, and so on. The
+    published code tries other positions of the block first.
+
+    Args:
+        block: (B, N) bool.
+        targets: (B, M, N) bool.
+        least: Minimum number of patches that must remain.
+
+    Returns:
+        The context, (B, N) bool.
     """
     covered = F.pad(targets.int(), (0, 0, 1, 0)).cumsum(dim=1) > 0  # by the first 0, 1, ... M
     remaining = block[:, None] & ~covered  # (B, M + 1, N)
@@ -184,7 +209,16 @@ def random_mask(
 
 
 def mask_of(indices: Tensor, padding: Tensor, num_patches: int) -> Tensor:
-    """Return the mask (B, N) that is True at the indices (B, K), except for padding (B, K)."""
+    """Return a mask that is True at the given indices, except for padding.
+
+    Args:
+        indices: (B, K).
+        padding: (B, K) bool, True for indices to ignore.
+        num_patches: Number of patches, N.
+
+    Returns:
+        (B, N) bool.
+    """
     mask = torch.zeros(len(indices), num_patches, dtype=torch.int32, device=indices.device)
     return mask.scatter_add_(1, indices, (~padding).int()) > 0
 

@@ -19,8 +19,8 @@ from selftask.random.keyed import LAYER_DRAWS
 class PatchOutput(NamedTuple):
     """Output of a network of patches: what its head predicts, and all that the backbone returned.
 
-    A further term of a loss, of a subclass or a hook, finds what it needs here. It is a tuple, so
-    that DDP, FSDP and torch.compile find its tensors.
+    Further terms of a loss, in a subclass or a hook, can use all of it. It is a tuple, so that DDP,
+    FSDP and torch.compile find its tensors.
     """
 
     prediction: Any
@@ -55,7 +55,10 @@ class Network(nn.Module):
         self._passes: list[Tensor] = []  # pooled features of each pass of the last call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin a call: its views are counted from 0, for draws of layers, and ``embedding``."""
+        """Call ``forward``, after resetting ``embedding`` and the number of the next view.
+
+        The number of a view selects the draws of dropout layers.
+        """
         LAYER_DRAWS.restart()
         self._passes = []
         return super().__call__(*args, **kwargs)

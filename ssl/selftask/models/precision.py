@@ -35,8 +35,8 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
     enabled while the loss is computed, and would round both factors again (to 3 digits in
     bfloat16).
 
-    Tensors may be in tuples, lists and dicts. Of a ``Batch``, such as the second argument of a
-    method's ``forward``, the values are converted that ``on_forward`` and ``prepare_batch`` added.
+    Tensors may be in tuples, lists and dicts. In a ``Batch``, such as the second argument of a
+    method's ``forward``, only values added by ``prepare_batch`` and ``on_forward`` are converted.
 
     Raises:
         TypeError: If no positional argument is or contains a tensor.

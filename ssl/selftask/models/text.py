@@ -47,7 +47,7 @@ class TextTransformer(nn.Module):
             nn.init.normal_(layer.linear2.weight, std=(2 * depth * dim) ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the features of each text's last token before padding."""
+        """Return the features (B, E) of the last token before padding, given tokens (B, L)."""
         length = tokens.shape[1]
         x = self.token_embed(tokens) + self.pos_embed[:length]  # (B, L, E)
         causal = cast(Tensor, self.causal)[:length, :length].to(x.dtype)

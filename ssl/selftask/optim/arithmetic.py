@@ -15,13 +15,25 @@ _POINTS = 200  # number of points at which the schedule is evaluated to find its
 
 
 def arithmetic(config: Config, length: RunLength, world_size: int) -> list[str]:
-    """Return a header, and one line each for batch, epoch, run, warm-up and learning rate."""
+    """Return a header, and one line each for batch, epoch, run, warm-up and learning rate.
+
+    Args:
+        config: The config of the run.
+        length: Length of the run.
+        world_size: Number of ranks.
+    """
     rows = arithmetic_rows(config, length, world_size)
     return ["arithmetic:", *(f"  {topic:<9}{text}" for topic, text in rows.items())]
 
 
 def arithmetic_rows(config: Config, length: RunLength, world_size: int) -> dict[str, str]:
-    """Return texts for batch, epoch, run, warm-up and lr."""
+    """Return texts for batch, epoch, run, warm-up and learning rate, by topic.
+
+    Args:
+        config: The config of the run.
+        length: Length of the run.
+        world_size: Number of ranks.
+    """
     return {
         "batch": _batch(length, world_size),
         "epoch": _epoch(length),

@@ -24,7 +24,7 @@ from selftask.registry import OPTIMIZERS
 
 
 class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-vision ships no types
-    """A torch optimizer with Classy's interface: ``step(where=...)`` sets lr and decay first."""
+    """A torch optimizer with Classy's interface: ``step(where=...)`` first evaluates schedules."""
 
     def __init__(self, config: Any, settings: Sequence[Settings]) -> None:
         super().__init__()
@@ -201,5 +201,11 @@ def _without(group: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Any:
-    """Return the learning rate schedule: scaled with the batch size, with warm-up and annealing."""
+    """Return the learning rate schedule: scaled with the batch size, with warm-up and annealing.
+
+    Args:
+        config: The ``optimizer`` section.
+        length: Length of the run.
+        batch: Number of samples per step.
+    """
     return build_schedule(config.lr_section(batch), length)

@@ -45,7 +45,10 @@ def join(
 ) -> Any:
     """Return a sequence of schedules, each stretched over its fraction of the run.
 
-    With ``last="fixed"`` the last schedule is a function of the progress of the whole run.
+    Args:
+        parts: The schedules.
+        lengths: Fraction of the run of each schedule; their sum is 1.
+        last: ``fixed`` to make the last schedule a function of the progress of the whole run.
     """
     intervals = [*["rescaled"] * (len(parts) - 1), last]
     return schedulers.CompositeParamScheduler(parts, lengths, intervals)

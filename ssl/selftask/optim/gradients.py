@@ -48,7 +48,7 @@ def whole_norms(
 
 
 def to_one_device(values: Iterable[Tensor]) -> list[Tensor]:
-    """Return all values on the CPU if some of them are there (parallel.cpu_offload)."""
+    """Move all values to the CPU if some of them are on it (``parallel.cpu_offload``)."""
     values = list(values)
     mixed = len({value.device.type for value in values}) > 1
     return [value.cpu() for value in values] if mixed else values
@@ -103,6 +103,11 @@ def clip_adaptively(
 
     The gradient G of a unit with weights W is scaled to max_ratio * max(|W|, eps) if its norm is
     larger. A unit is a row: the weights of one output. Biases and gains are one unit.
+
+    Args:
+        parameters: Parameters whose gradients are clipped, if they have one.
+        max_ratio: Largest ratio of a unit's gradient norm to its weight norm.
+        eps: Smallest weight norm, so that units with weights of zero can be trained.
     """
     for parameter in parameters:
         if parameter.grad is None:

@@ -91,7 +91,7 @@ class LossScaler(NoScaler):
             raise StepSkipped
 
     def update(self) -> None:
-        """Count a step without overflow."""
+        """Count a step without overflow; raise the scale if there have been enough of them."""
         self._log("loss_scale", self._scale)
         self._good_steps += 1
         if self._good_steps == self._config.growth_interval:

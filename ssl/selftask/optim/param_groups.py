@@ -95,7 +95,13 @@ def freeze_for_good(
 def frozen_until(
     modules: Named, rules: Sequence[GroupRule], length: RunLength
 ) -> list[tuple[int, nn.Parameter]]:
-    """Return the parameters that rules freeze at first, with the number of frozen steps."""
+    """Return the parameters that rules freeze at first, with the number of frozen steps.
+
+    Args:
+        modules: Named modules.
+        rules: Rules of the config and the method, in order of precedence.
+        length: Length of the run, for durations that are not in steps.
+    """
     return [
         (next(filter(None, steps), 0), parameter.value)
         for parameter in named_parameters(modules)
@@ -130,8 +136,8 @@ def assign_settings(
             _check_matches(rule, key, [p for p in parameters if p.matches(rule)], parameters)
     rules = [*config.groups, *of_method]
     settings = [_settings_of(p, config, rules, length, depths) for p in parameters]
-    # stable; the first group, whose rate is logged as `lr`, then has that of optimizer.lr if any
-    # has
+    # A stable sort. The first group, whose rate is logged as `lr`, is one with the plain
+    # optimizer.lr, if there is any.
     return sorted(settings, key=lambda one: (one.lr != 1.0 or bool(one.schedule), not one.decays))
 
 

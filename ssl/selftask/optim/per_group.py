@@ -18,8 +18,8 @@ class PerGroup(torch.optim.Optimizer):
         """Update parameters in place, without waiting for the device.
 
         Args:
-            weights: Parameters of the group that have a gradient, at least one.
-            grads: Their gradients.
+            weights: Parameters of the group that have a gradient, at least one; of any shape.
+            grads: Their gradients, of the same shapes.
             group: The parameter group.
         """
 

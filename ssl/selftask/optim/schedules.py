@@ -36,7 +36,7 @@ class Span:
     warmup: float = 0.0  # fraction of the run
 
     def whole(self, progress: float) -> float:
-        """Return the progress of the run at ``progress`` in this part."""
+        """Convert progress within this part to progress of the whole run."""
         return self.warmup + progress * (1.0 - self.warmup)
 
     def fraction(self, duration: int | str) -> float:
@@ -84,7 +84,13 @@ class ScheduleConfig:
 
     @abstractmethod
     def curve(self, start: float, end: float, span: Span) -> Schedule:
-        """Return the value as a function of progress in [0, 1) after the warm-up."""
+        """Return the value as a function of progress in [0, 1) after the warm-up.
+
+        Args:
+            start: Value after the warm-up.
+            end: Value at the end of the run.
+            span: Part of the run after the warm-up, to convert durations.
+        """
 
     def build(self, length: RunLength) -> Any:
         """Return the schedule as a Classy scheduler, for a run of this length."""

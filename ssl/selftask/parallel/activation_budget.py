@@ -70,7 +70,13 @@ class ActivationBudget:
         )
 
     def add(self, number: int, whole: int, recomputed: int) -> None:
-        """Count one pass through a block."""
+        """Count one pass through a block.
+
+        Args:
+            number: Index of the block.
+            whole: Bytes that the pass keeps if the block is not recomputed.
+            recomputed: Bytes that the pass keeps if the block is recomputed.
+        """
         self._whole[number] += whole
         self._recomputed[number] += recomputed
 

@@ -261,7 +261,7 @@ def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
 class Arrivals:
     """Recorder of the names of parameters that got a gradient, which FSDP does not report.
 
-    Gradients are accumulated on the unsharded parameters, which exist during the pass only.
+    Gradients are accumulated on the unsharded parameters, which exist only while their block runs.
     """
 
     def __init__(self, network: nn.Module) -> None:

@@ -52,7 +52,7 @@ class Bucket:
         self.work: Any = None
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Copy in a gradient, while it is still in the cache. A missing gradient counts as zero."""
+        """Copy in a gradient while it is in the CPU cache. A missing gradient counts as zero."""
         sent, kept = self._places[parameter]
         gradient = parameter.grad
         if gradient is None:

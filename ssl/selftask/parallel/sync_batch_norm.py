@@ -31,7 +31,7 @@ _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Ranks:
-    """The ranks whose samples are normalized together. Copies of a module share the object."""
+    """Ranks whose samples are normalized together; copies of a module share one object."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
         return y
 
     def _planned(self, input: Tensor) -> Tensor:
-        """Return fake results; keep in memory and send what the kernels do."""
+        """Return fake results, with the memory and traffic of torch's kernels."""
         sums = torch.empty(2 * self.num_features + 1, dtype=torch.float32, device=input.device)
         SIMULATED.all_gather(sums[None])
 

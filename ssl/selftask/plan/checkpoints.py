@@ -98,6 +98,11 @@ def lost_share(interval: float, write: float, mtbf: float) -> float:
     """Return the share of lost time in Daly's model, eq. 20.
 
     A restart is assumed to take as long as writing a checkpoint.
+
+    Args:
+        interval: Time between checkpoints, in seconds.
+        write: Time to write a checkpoint, in seconds.
+        mtbf: Mean time between failures of the job, in seconds.
     """
     exponent = (interval + write) / mtbf
     if exponent > 50:

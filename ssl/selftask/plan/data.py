@@ -18,7 +18,7 @@ _CLASSES = 1000  # default without data, as in ImageNet
 
 @dataclass(frozen=True)
 class PlannedData:
-    """Fake data, and a text on where its numbers are from."""
+    """Fake data, and a text on the origin of its numbers."""
 
     fake: FakeData
     origin: str

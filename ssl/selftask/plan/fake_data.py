@@ -72,7 +72,13 @@ class FakeData:
         }
 
     def batch(self, views: dict[str, list[Tensor]], size: int, device: torch.device) -> Batch:
-        """Return a batch of ``size`` samples with these views; all other tensors are real."""
+        """Return a batch with the given views; labels, indices and draws are real tensors.
+
+        Args:
+            views: Views by group, each (B, C, H, W); they may be fake tensors.
+            size: Number of samples, B.
+            device: Device of the batch.
+        """
         index = torch.arange(size) % self.num_images
         key = torch.stack([torch.zeros_like(index), index], dim=1)
         return Batch(

@@ -44,7 +44,13 @@ class RankMemory:
 
 
 def rank_memory(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
-    """Return the memory of a rank for ``config.parallel.reduce``."""
+    """Return the memory of a rank at the peak of a step.
+
+    Args:
+        config: Config of the run, which selects the reduction; that of ``task`` is simplified.
+        task: The fake task.
+        cost: Cost of its simulated step.
+    """
     if config.parallel.reduce == "fsdp" and config.launch.world_size > 1:
         return _sharded(config, task, cost)
     kinds = dict(cost.at_peak)

@@ -74,7 +74,13 @@ def shard_size(config: Config) -> int:
 
 
 def units_of(network: nn.Module, config: Config, task: FakeTask) -> Units:
-    """Divide a network as ``parallel.fsdp`` does."""
+    """Return the units of a network that FSDP gathers, divided as ``parallel.fsdp`` does.
+
+    Args:
+        network: The network or a teacher.
+        config: Config of the run, which sets the number of shards.
+        task: The fake task, for its precision.
+    """
     ranks, low = shard_size(config), task.low_precision is not None
     blocks = find_blocks(network)
     inside = {p for block in blocks for p in block.parameters()}

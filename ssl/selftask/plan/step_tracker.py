@@ -55,7 +55,7 @@ class StepTracker(TorchDispatchMode):
             entry[0] = kind
 
     def reset_peak(self) -> None:
-        """Forget earlier peaks and FLOPs."""
+        """Set the peaks to the current memory, and the FLOPs to 0."""
         self.peak, self.at_peak, self.most_activations = self.total, dict(self.live), 0
         self.flops.clear()
 

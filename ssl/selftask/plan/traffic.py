@@ -26,7 +26,13 @@ class Traffic:
 
 
 def traffic(config: Config, task: FakeTask, cost: StepCost) -> Traffic:
-    """Return the bytes that a rank sends in a step of ``config``."""
+    """Return the bytes that a rank sends in a step.
+
+    Args:
+        config: Config of the run, which selects the reduction; that of ``task`` is simplified.
+        task: The fake task.
+        cost: Cost of its simulated step.
+    """
     ranks = config.launch.world_size
     if ranks == 1:
         return Traffic({})

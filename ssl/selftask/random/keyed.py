@@ -1,8 +1,8 @@
 """Random numbers drawn on the device as a pure function of (seed, epoch, sample) or (seed, batch).
 
-What a method draws for an image (a mask, a block) must not depend on worker, rank, batch or resume.
-So there is no generator: keys are hashed by ``splitmix64``. It is int64 arithmetic on the device
-and never waits for the host.
+What a method draws for an image (a mask, a block) must not depend on worker, rank, batch or
+resume. There is therefore no generator: keys are hashed by ``splitmix64``, in int64 arithmetic on
+the device, which never waits for the host.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def uniform(seed: int, key: Tensor, n: int) -> Tensor:
     second stream; its index-th number starts the stream that is read here.
 
     Args:
-        seed: seed of the run.
-        key: int64 (B, 2), the loader's key of each sample: epoch (with a sampler that repeats
-            images, combined with the number of the repeat) and index.
-        n: draws for each sample.
+        seed: Seed of the run.
+        key: int64 (B, 2), the loader's key of each sample: epoch and index. With a sampler that
+            repeats images, the first is epoch and number of the repeat, combined.
+        n: Number of draws for each sample.
 
     Returns:
         float32 (B, n), on the device of ``key``.
@@ -45,14 +45,14 @@ def uniform(seed: int, key: Tensor, n: int) -> Tensor:
 def batch_uniform(seed: int, number: int, n: int, device: torch.device | str = "cpu") -> Tensor:
     """Draw ``n`` numbers from [0, 1) for a whole batch, equal on all ranks.
 
-    They are a function of (seed, number) only, and thus the same after a resume: the size of a
-    crop, the rotation of all images, which of several teachers is left out.
+    They are a function of (seed, number) only, and thus the same after a resume. Use them for a
+    choice that all images of a batch share, such as a crop size or a rotation.
 
     Args:
-        seed: seed of the run.
+        seed: Seed of the run.
         number: ``batch.number``, the index of the global batch.
-        n: number of draws.
-        device: device of the result.
+        n: Number of draws.
+        device: Device of the result.
 
     Returns:
         float32 (n,).
@@ -63,8 +63,13 @@ def batch_uniform(seed: int, number: int, n: int, device: torch.device | str = "
 def batch_normal(seed: int, number: int, n: int, device: torch.device | str = "cpu") -> Tensor:
     """Draw ``n`` standard normal numbers for a whole batch, equal on all ranks.
 
-    The same as ``batch_uniform`` in all else: directions onto which the features of all ranks are
-    projected, for example.
+    Like ``batch_uniform``, for example for random directions onto which features are projected.
+
+    Args:
+        seed: Seed of the run.
+        number: ``batch.number``, the index of the global batch.
+        n: Number of draws.
+        device: Device of the result.
 
     Returns:
         float32 (n,), all finite.
@@ -84,9 +89,9 @@ def _of_batch(seed: int, number: int, n: int, device: torch.device | str) -> Ten
 class LayerDraws:
     """Random words for dropout layers, a function of (seed, epoch, sample, view, layer).
 
-    There is one per process. A layer reads its row of ``words``. Each pass of images through a
-    backbone sets them: ``extract`` and ``Network`` count the views of a call, so that methods need
-    not. Nothing is computed without such layers.
+    There is one object per process. A layer reads its row of ``words``, which are set before each
+    pass of images through a backbone. ``extract`` and ``Network`` count the views of a call, so
+    methods do not have to. Without dropout layers nothing is computed.
 
     Shape:
         words: int64 (L, N), for L layers and the N rows of the batch that is passed; None outside
@@ -130,7 +135,7 @@ class LayerDraws:
                 self.enter(range(self._next_view, self._next_view + number))
 
     def enter(self, views: Sequence[int]) -> None:
-        """Begin a pass of the batch's samples through the network, in these views."""
+        """Set the words for a pass of the batch's samples in these views."""
         if self._samples is None:
             return
         self._next_view = max(self._next_view, max(views) + 1)
@@ -143,7 +148,12 @@ class LayerDraws:
 
     @contextmanager
     def exchanged(self, exchange: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Context in which this rank processes the samples returned by ``exchange``."""
+        """Context for a pass whose rows are samples that ranks have exchanged.
+
+        Args:
+            exchange: Function that exchanges rows of a tensor (B, ...) between ranks, such as
+                ``shuffle_bn``.
+        """
         before = self._samples, self.words
         if self._samples is not None:
             self._samples = exchange(self._samples)
@@ -173,9 +183,9 @@ def keep_mask(words: Tensor, count: int, keep: float) -> Tensor:
     The probability is rounded to a multiple of 2**-16 and is at most 1 - 2**-16.
 
     Args:
-        words: int64 (N,), the word of each row, from which the row is drawn.
-        count: entries per row; four are read from a word.
-        keep: probability, from 0 to 1.
+        words: int64 (N,), the random word of each row.
+        count: Number of entries per row; each word gives four.
+        keep: Probability, from 0 to 1.
     """
     bits = words[:, None]
     if count > 4:

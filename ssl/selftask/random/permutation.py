@@ -1,9 +1,8 @@
 """Pseudo-random permutations that are computed position by position and never stored.
 
-A Feistel network permutes the numbers below a power of two, whatever its round function is. Cycle
-walking (results of n or more go through it again) makes that a permutation of 0..n-1. So any
-position in an order of 10**9 samples is computed directly, in any process, and resuming only needs
-a count.
+A Feistel network permutes the numbers below a power of two, for any round function. Cycle walking,
+which applies it again to results of n or more, gives a permutation of 0..n-1. Any position in an
+order of 10**9 samples is thus computed directly, in any process, and resuming only needs a count.
 """
 
 from __future__ import annotations
@@ -27,12 +26,18 @@ class EpochOrder(Protocol):
 
 
 def epoch_order(seed: int, epoch: int, n: int) -> SortedOrder | FeistelOrder:
-    """Shuffle 0..n-1: sorted by hash if n is small, a Feistel network otherwise."""
+    """Return a permutation of 0..n-1: sorted by hash if n is small, else a Feistel network.
+
+    Args:
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+        n: Number of samples.
+    """
     return (SortedOrder if n <= BLOCK else FeistelOrder)(seed, epoch, n)
 
 
 class SortedOrder:
-    """0..n-1 sorted by their hashes, for small n; takes O(n log n) once."""
+    """0..n-1 sorted by their hashes, for small n; sorting takes O(n log n) once."""
 
     def __init__(self, seed: int, epoch: int, n: int) -> None:
         self.n = n
@@ -56,11 +61,11 @@ class FeistelOrder:
         self._network = _Network(seed, epoch, max(MIN_BITS, (n - 1).bit_length()))
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the indices (int64) at ``positions``; large arrays are cheapest per position."""
+        """Return the indices (int64) at ``positions``, of the same shape; best for large arrays."""
         return self._walk(positions, self._network.permute)
 
     def inverse(self, indices: np.ndarray) -> np.ndarray:
-        """Return the positions (int64) of ``indices``, by running the network backwards."""
+        """Return the positions (int64) of ``indices``, of the same shape; the inverse of ``at``."""
         return self._walk(indices, self._network.restore)
 
     def _walk(self, start: np.ndarray, step: Any) -> np.ndarray:
@@ -83,12 +88,12 @@ class SetOrders:
         self._seed = (seed, epoch)
 
     def at(self, sets: np.ndarray, sizes: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return the indices at ``positions`` of the given sets.
+        """Return the indices at ``positions`` of the given sets, int64 (P,).
 
         Args:
-            sets: number of the set, int64 (P,).
-            sizes: size of the set, int64 (P,).
-            positions: position within the set, int64 (P,).
+            sets: int64 (P,), number of the set.
+            sizes: int64 (P,), size of the set.
+            positions: int64 (P,), position within the set.
         """
         widths = np.maximum(MIN_BITS, np.frexp(sizes - 1.0)[1]).astype(np.uint64)
         tweaks = mix(sets.astype(np.uint64) + np.uint64(GOLDEN))

@@ -30,7 +30,7 @@ def hash_words(*words: int) -> int:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Apply splitmix64's finalizer to a uint64 array, modulo 2**64."""
+    """Apply splitmix64's finalizer to a uint64 array of any shape, modulo 2**64."""
     mixed: np.ndarray = values ^ (values >> np.uint64(30))
     mixed *= np.uint64(_FIRST)
     mixed ^= mixed >> np.uint64(27)
@@ -45,7 +45,7 @@ def splitmix64(start: Tensor, position: Tensor) -> Tensor:
     Two positions of one stream never hold the same number.
 
     Args:
-        start: int64, the state before the first number.
+        start: int64 of any shape, the state before the first number.
         position: int64, from 0; broadcast with ``start``.
     """
     bits = start + (position + 1) * as_signed(GOLDEN)  # int64 wraps around modulo 2**64
@@ -55,7 +55,7 @@ def splitmix64(start: Tensor, position: Tensor) -> Tensor:
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift int64 to the right and fill with zeros; ``>>`` would repeat the sign bit."""
+    """Shift int64 of any shape to the right, filling with zeros; ``>>`` repeats the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

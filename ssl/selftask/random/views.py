@@ -19,7 +19,14 @@ _FIRST = 24  # draws computed at once; enough for most pipelines
 
 
 def draw_rng(seed: int, epoch: int, index: int, view: int) -> np.random.Generator:
-    """Return the generator for all draws of one view of one sample."""
+    """Return the generator for all draws of one view of one sample.
+
+    Args:
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+        index: Index of the sample.
+        view: Number of the view.
+    """
     return ViewDraws(seed).at(epoch, index, view)
 
 
@@ -35,7 +42,13 @@ class ViewDraws:
         self._state["state"] = {"counter": np.zeros(4, dtype=np.uint64), "key": key}
 
     def at(self, epoch: int, index: int, view: int) -> np.random.Generator:
-        """Return the generator at the start of a view's stream; valid until the next call."""
+        """Return the generator at the start of a view's stream; valid until the next call.
+
+        Args:
+            epoch: Number of the epoch.
+            index: Index of the sample.
+            view: Number of the view.
+        """
         self._state["state"]["counter"][:] = (0, view, index, epoch)
         self._philox.state = self._state
         return self._generator
@@ -61,12 +74,12 @@ def uniforms(
     """Return draws of many streams, bit for bit those of ``draw_rng``.
 
     Args:
-        seed: seed of the run.
+        seed: Seed of the run.
         epochs: int64 (N,).
         indices: int64 (N,).
-        view: number of the view.
-        count: draws of each stream.
-        start: position of the first one, a multiple of four.
+        view: Number of the view.
+        count: Number of draws of each stream.
+        start: Position of the first draw, a multiple of four.
 
     Returns:
         float64 (N, count) in [0, 1).

@@ -195,7 +195,7 @@ class Registry:
             ) from error
 
     def class_source(self, name: str) -> ClassSource | None:
-        """Return a class by its source, without importing it; None for a function."""
+        """Return the parsed source of a class, without importing it; None for a function."""
         node, module = self.definition(name), module_source(self.address(name).module)
         assert module is not None
         return ClassSource(module, node) if isinstance(node, ast.ClassDef) else None

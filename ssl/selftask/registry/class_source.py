@@ -1,8 +1,8 @@
 """Classes read from source, with their bases, without importing their modules.
 
-A module with torch takes seconds to import, and a config should be checked before. Bases, and what
-these declare, are read like the class itself, from any module of the same package, in the order in
-which Python looks them up. Bases from other packages are ignored.
+A config is checked before modules that import torch are imported, which takes seconds. Bases and
+their attributes are read like the class itself, from any module of the same package, in Python's
+method resolution order. Bases from other packages are ignored.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def parse(path: Path) -> ast.Module:
 
 
 class ModuleSource:
-    """A module by its source; made by ``module_source``.
+    """Parsed source of a module, as returned by ``module_source``.
 
     Attributes:
-        statements: Name -> the statement at the top of the module that binds it.
+        statements: Name -> the statement at the top level of the module that binds it.
     """
 
     def __init__(self, name: str, path: Path) -> None:
@@ -33,7 +33,7 @@ class ModuleSource:
         self.statements = {name: node for node in parse(path).body for name in bound_names(node)}
 
     def member(self, name: str) -> ClassSource | ModuleSource | None:
-        """Return the class or module of this package that a name of the module means, or None."""
+        """Return the class or module of this package that a name in the module means, or None."""
         statement = self.statements.get(name)
         if isinstance(statement, ast.ClassDef):
             return ClassSource(self, statement)
@@ -54,12 +54,12 @@ class ModuleSource:
         return self.member(expression.id) if isinstance(expression, ast.Name) else None
 
     def shares_package(self, module: str | None) -> bool:
-        """Return True if another module is in the same package of the top."""
+        """Return True if another module is in the same top-level package."""
         return (module or "").partition(".")[0] == self.name.partition(".")[0]
 
 
 class ClassSource(NamedTuple):
-    """A class by its source."""
+    """Parsed source of a class."""
 
     module: ModuleSource
     node: ast.ClassDef
@@ -100,7 +100,7 @@ def _stand_in(source: ClassSource) -> type:
 
 @cache
 def module_source(name: str) -> ModuleSource | None:
-    """Return a module by its full name, or None if there is no such file; imports no package."""
+    """Return the parsed source of a module, or None if there is no such file; imports nothing."""
     top, *parts = name.split(".")
     spec = importlib.util.find_spec(top)
     path = Path(spec.origin) if spec and spec.origin else None

@@ -141,8 +141,16 @@ def thinned(
 ) -> tuple[list[int], list[float | None]]:
     """Return at most ``most`` points of a curve, including its ends, minima and maxima.
 
-    The curve is divided into ``most / 2`` equal parts, and the smallest and largest value of each
-    part are kept. Values that are not finite become None and are never minima or maxima.
+    The curve is divided into about ``most / 2`` equal parts, and the smallest and largest value of
+    each part are kept.
+
+    Args:
+        steps: Step numbers, increasing.
+        values: One value for each step.
+        most: Maximum number of points.
+
+    Returns:
+        Steps and values. Values that are not finite are never minima or maxima and become None.
     """
     x, y = np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
     if len(x) > most:

@@ -48,7 +48,13 @@ def head_html(record: RunRecord) -> str:
 
 
 def state_badge(state: str, note: str = "", *, has_symbol: bool = False) -> str:
-    """Return a state as a colored word, with a note that is shown on hover."""
+    """Return the HTML of a state as a colored word.
+
+    Args:
+        state: State of a run, such as ``running``.
+        note: Text that is shown on hover.
+        has_symbol: Whether a symbol precedes the word.
+    """
     kind = STATE_KINDS.get(state.split(",")[0].partition(":")[0], "plain")
     title = f' title="{escape(note)}"' if note else ""
     symbol = f"{_SYMBOLS[kind]} " if has_symbol else ""

@@ -24,8 +24,8 @@ class Section:
 
     Args:
         title: Heading, as plain text.
-        html: Content. Texts of users must be passed through ``escape``; charts are made by
-            ``selftask.report.charts``.
+        html: Content. Text that is not from selftask must be passed through ``escape``; charts are
+            made by ``selftask.report.charts``.
         id: Anchor in the page, with letters and hyphens only.
         folded: If True, the section is closed until the reader opens it.
         script: JavaScript of this section, run after the page's own script. If several sections
@@ -44,7 +44,7 @@ class Section:
 def escape(text: object) -> str:
     """Escape a text for use in the content or a quoted attribute of an element.
 
-    Passwords in addresses are masked, since pages are passed on.
+    Passwords in addresses are masked, since pages are shared.
     """
     return _shareable(html.escape(str(text), quote=True))
 
@@ -146,6 +146,13 @@ def write_page(
     scripts: Sequence[str] = (),
 ) -> None:
     """Write the page atomically, so that a reader never sees an incomplete page.
+
+    Args:
+        path: The file to write.
+        title: As in ``page_html``.
+        sections: As in ``page_html``.
+        top: As in ``page_html``.
+        scripts: As in ``page_html``.
 
     Raises:
         OSError: If the file cannot be written.

@@ -57,10 +57,10 @@ class Column:
 class RunRecord:
     """Contents of the files of a run folder as plain values, empty for missing files.
 
-    ``state`` is that of ``status.json``, except that a run whose state is running but whose process
-    does not run is ``hung`` or ``lost``; the field ``lost`` has the reason. ``problems`` has a line
-    for each file or value that cannot be read; values of another kind than expected are left out.
-    If one of them is in ``status.json``, the state is ``unreadable``.
+    ``state`` is that of ``status.json``, with one exception: if it is ``running`` and the process
+    is not, it becomes ``hung`` or ``lost``, and the field ``lost`` has the reason. ``problems`` has
+    a line for each file or value that cannot be read. Values of unexpected types are left out. If
+    one of them is in ``status.json``, the state is ``unreadable``.
     """
 
     folder: Path
@@ -217,7 +217,7 @@ class RunRecord:
             "",
         ),
     ) -> list[dict[str, Any]]:
-        """Return the objects of a file with one a line, without values of another kind."""
+        """Return the objects of a file with one JSON object per line, without unexpected values."""
         try:
             lines = read(self.folder / name)
         except FileNotFoundError:

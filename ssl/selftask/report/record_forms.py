@@ -1,7 +1,6 @@
-"""Expected values in the files of a run, and the removal of others.
+"""Expected types of the values in a run's files; other values are removed.
 
-A run may come from somebody else, so nothing in it is used as a number or a text before it is known
-to be one.
+A run may come from somebody else, so the type of each value is checked before it is used.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _NUMBERS = frozenset(
 
 
 def numeric_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of a ``metrics.jsonl`` with their numbers, and a message or an empty text.
+    """Return the rows of a ``metrics.jsonl`` with numeric values only, and a message or "".
 
     Rows without a valid step are left out. Texts that hooks log are left out without a message.
     """
@@ -87,6 +86,6 @@ def total_steps(steps: Any, epochs: Any, row: Mapping[str, Any]) -> int | None:
 
 
 def valid_events(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Return the events without values of another kind, and a message or an empty text."""
+    """Return the events without values of unexpected types, and a message or an empty string."""
     problems = [problem for event in events for problem in drop_misfits(event, _EVENT)]
     return events, next(iter(problems), "")

@@ -82,7 +82,7 @@ def judge(
         status: Content of ``status.json``.
         config: Content of ``config.yaml``, for limits that the run has changed and for advice.
         environment: Content of ``environment.json``, for advice.
-        lost: Why a run whose status is ``running`` does not run; empty if it runs.
+        lost: Reason why a run with the status ``running`` is not active; empty if it is.
     """
     config, environment = config or {}, environment or {}
     trained = [row for row in rows if "lr" in row and row.get("loss") is not None]
@@ -211,9 +211,9 @@ def _collapse(columns: Mapping[str, Column], config: Mapping[str, Any]) -> str |
 
 
 def _since(column: Column, limit: float) -> int | None:
-    """Return the first step of the row of values at the end that are all below the limit.
+    """Return the step from which on all values are below the limit.
 
-    None if the last value is not, or before step ``FROM_STEP``.
+    None if the last value is not below it, or if the last step is before ``FROM_STEP``.
     """
     if column.steps[-1] < FROM_STEP:
         return None

@@ -68,7 +68,13 @@ def _fixed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def changes(before: Any, now: Any, key: str) -> Iterator[str]:
-    """Yield a text such as ``method.temperature: 0.1 there, 0.2 now`` for each difference."""
+    """Yield a text such as ``method.temperature: 0.1 there, 0.2 now`` for each difference.
+
+    Args:
+        before: Value in the run folder; nested dicts are compared key by key.
+        now: Value in the present config.
+        key: Dotted key of the values; empty for a whole config.
+    """
     if isinstance(before, dict) and isinstance(now, dict):
         for name in {**before, **now}:
             yield from changes(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))

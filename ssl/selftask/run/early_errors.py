@@ -29,7 +29,7 @@ _PRESENT = ("running", "finished")  # states of a run whose rank 0 has not ended
 def report_early_errors(out: str | Path) -> Iterator[None]:
     """Context that writes an error of a rank to ``out/errors``, where the other ranks read it.
 
-    Otherwise they would wait for this rank until the launcher kills them, and would then be
+    Without this file, the other ranks would wait until the launcher kills them, and would then be
     reported as the cause.
     """
     world = read_world()
@@ -76,7 +76,7 @@ def find_end_of_rank0(out: Path, attempt: str, since: float) -> Failure | None:
         if is_end and content.get("attempt") == attempt and content.get("updated", 0.0) >= since:
             message = content.get("message") or content.get("error")
             failure = Failure(0, str(message or f"{status['state']} by {status.get('by')}"))
-            failure.rank0_hears = content is status  # else it may have ended without one
+            failure.rank0_hears = content is status  # else its end may not be reported yet
             return failure
     return None
 

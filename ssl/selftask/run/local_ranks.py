@@ -60,7 +60,7 @@ def start(config: Config, command: list[str]) -> int:
         if state in (None, "running") and not mistake:
             _tell_what_ranks_could_not(status, ranks)
         again = code != 2 and attempt < attempts  # a restart cannot fix a UserError
-        if again:  # the ranks need seconds until they say so themselves
+        if again:  # the ranks take seconds until they write it themselves
             status.write("running", world_size=config.launch.processes, restart=attempt)
         upload_files(
             config.out, config.out_folder, "*.txt", "events.jsonl", "errors/*", "status.json"

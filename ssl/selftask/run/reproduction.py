@@ -21,7 +21,7 @@ _MACHINE = ("python", "platform", "cpu", "cpus", "memory_gib", "gpus", "cuda")
 
 
 def read_environment(run: Path) -> dict[str, Any]:
-    """Return the ``environment.json`` of a run; raise UserError if it has none or another one."""
+    """Return the ``environment.json`` of a run; raise UserError if it is missing or invalid."""
     path = run / environment.FILE
     if not exists(path):
         raise UserError(f"{run}: no run, or one that never began: there is no {path}")
@@ -80,7 +80,7 @@ def _config(run: Path, there: dict[str, Any], typed: Sequence[str], trust: bool)
 
 
 def recipe_words(there: dict[str, Any]) -> list[str]:
-    """Return the words after ``train`` in the recorded command; none for another command."""
+    """Return the words after ``train`` in the recorded command; empty for other commands."""
     words = list(there.get("command") or [])
     if words[1:2] == ["train"]:
         return words[2:]

@@ -36,7 +36,7 @@ def locked(out: str, *, first: bool, alone: bool = False) -> Iterator[Path]:
     Args:
         out: The run folder or its address.
         first: True on rank 0, which takes the lock.
-        alone: True on one process, which may remove the folder.
+        alone: True if this is the only process, which may remove the folder.
 
     Raises:
         UserError: If another run has locked the folder, or it is not writable.

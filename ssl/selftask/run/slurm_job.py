@@ -116,7 +116,7 @@ def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
 
 
 def _local_requeue(by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDecision:
-    """Decide alike on all ranks: submitit starts them again if one of them asks for it."""
+    """Decide equally on all ranks, since submitit restarts the job if any rank requests it."""
     most = min(launch.max_requeues, _MOST_LOCAL)
     remaining = most - int(os.environ.get(LOCAL_REQUEUES, "0"))
     if remaining > 0:

@@ -85,7 +85,7 @@ def _next_attempt(
     record: Record,
     paths: submitit_files.JobPaths,
 ) -> str:
-    """Count the failure and return a text on the remaining attempts, empty if there are none."""
+    """Count the failure; return a text on the remaining attempts, empty if none remains."""
     if job is None:
         return ""
     early = code == USR2  # the signal before the time limit came before Python had a handler

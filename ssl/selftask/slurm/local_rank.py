@@ -1,7 +1,7 @@
 """One rank of a local job: ``python -m selftask.slurm.local_rank FOLDER``, run by submitit.
 
-If the job ends before its run has begun (its pickle, config or data cannot be read), the run still
-gets a status and a last log line. On SLURM, the epilogue of the batch script sees to that.
+If the job ends before its run has begun (its pickle, config or data cannot be read), this module
+writes a status and a last log line. On SLURM, the epilogue of the batch script does this.
 """
 
 from __future__ import annotations

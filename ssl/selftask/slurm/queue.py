@@ -125,7 +125,7 @@ def suite_jobs(run: Path) -> list[str]:
 def jobs_to_cancel(out: Path) -> dict[str, Path | None]:
     """Return job id -> run folder for the run or sweep in ``out`` and the suites of its runs.
 
-    If a suite is in the queue, only jobs that are: its run may have ended long ago, and
+    If a suite is in the queue, only queued jobs are returned: the run may have ended long ago, and
     ``scancel`` fails for a job that SLURM has forgotten.
     """
     runs = noted(out)

@@ -80,7 +80,7 @@ def _backbone(task: Task) -> nn.Module:
 
 
 def set_up_method(task: Task, initial: InitialWeights) -> None:
-    """Call ``setup`` of the method, and give method and network their final form in place."""
+    """Call ``setup`` of the method, and modify method and network in place as configured."""
     config, modules = task.config, [task.base_model, task.loss]
     synchronize(config.parallel, modules)
     with initial.building():
@@ -94,7 +94,7 @@ def set_up_method(task: Task, initial: InitialWeights) -> None:
 
 
 def reduction(task: Task, initial: InitialWeights) -> Reduction:
-    """Build the reduction of gradients; shard network, teachers and frozen modules if it does."""
+    """Build the reduction of gradients, which may shard network, teachers and frozen modules."""
     reduction = build_reduction(task.config.parallel, task.low_precision)
     frozen = [part.network for part in task.loss.modules() if isinstance(part, Frozen)]
     reduction.shard([*task.networks, *frozen], initial)
@@ -136,7 +136,7 @@ def optimizer(task: Task) -> Any:
 
 
 def grad_scaler(task: Task) -> NoScaler:
-    """Build the loss scaler, which scales in float16 only unless the config says otherwise."""
+    """Build the loss scaler; unless configured otherwise, it scales in float16 only."""
     config = task.config.train.grad_scaler
     scales = task.low_precision is torch.float16 if config.enabled is None else config.enabled
     return LossScaler(config, task.log) if scales else NoScaler()
@@ -170,7 +170,13 @@ def hooks(task: Task) -> dict[str, Any]:
 
 
 def check_added_hook(hook: Any, name: str, names: Container[str]) -> None:
-    """Raise UserError if an object is not a hook or its name is taken."""
+    """Raise UserError if an object is not a hook or its name is taken.
+
+    Args:
+        hook: The object passed to ``Task.add_hook``.
+        name: Name for the hook.
+        names: Names of the other hooks.
+    """
     if not isinstance(hook, classy.ClassyHook):
         raise UserError(f"add_hook: {hook!r} is no hook; see function_hook for functions")
     if name in names:
@@ -178,7 +184,7 @@ def check_added_hook(hook: Any, name: str, names: Container[str]) -> None:
 
 
 def meters(task: Task) -> list[Any]:
-    """Build the meters of the config. Raise UserError if method or test set do not serve them."""
+    """Build the meters of the config; raise UserError if method or test set do not support them."""
     built = [_build(METERS, component, task.out) for component in task.config.meters.values()]
     source = task.data_module.val_source
     for meter in built:

@@ -76,7 +76,7 @@ def _run_phase(task: Task) -> Iterator[int]:
 
 
 def read_batches(task: Task, stop: int) -> Iterator[Batch]:
-    """Yield the prepared batches of a phase; of a train phase those from the clock to ``stop``."""
+    """Yield the prepared batches of a phase; in training, from ``task.clock.batch`` to ``stop``."""
     first, data = task.clock.batch, task.data_module
     batches: Iterator[Batch] = (
         islice(data.train_batches(first), stop - first) if task.train else data.test_batches()

@@ -1,4 +1,4 @@
-"""Check that all ranks run the same config and the user's same code, on the same images.
+"""Check that all ranks have the same config, the same user code and the same images.
 
 Ranks that differ would train different networks, or wait for one another in collectives of
 different sizes.
@@ -83,7 +83,7 @@ def check_same_on_ranks(config: Config) -> None:
 
 
 def _compared(values: Any, key: Key = ()) -> dict[str, Any]:
-    """Return the values that must agree, by dotted key, as JSON has them."""
+    """Return the values that must agree, by dotted key, converted to JSON types."""
     if dotted(key) in _OF_A_NODE or (key[:1] == ("data",) and key[-1] in PATH_FIELDS):
         return {}
     if isinstance(values, Mapping):

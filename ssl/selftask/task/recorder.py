@@ -41,9 +41,9 @@ class Recorder:
 
     @contextmanager
     def separate_scalars(self) -> Iterator[None]:
-        """Context without the values for the next row, which are there again on exit.
+        """Context that sets aside the values for the next row, and restores them on exit.
 
-        For a pass beside training: its values form a row of their own, or are discarded.
+        Used for a pass outside training, whose values form a row of their own or are discarded.
         """
         kept, self.scalars = self.scalars, {}
         try:

@@ -25,7 +25,11 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
     following batches up to the one at which the failure was detected, at most ``train.log_every``
     steps later.
 
-    Every rank calls this function, since the loss is the same on all of them.
+    Every rank must call this function. All do, since the loss is the same on all of them.
+
+    Args:
+        task: The task whose step failed.
+        error: The failure; raised again if ``train.on_nan`` does not allow a repetition.
     """
     policy, budget = task.config.train.on_nan, task.config.train.nan_budget
     if policy == "skip" or error.exact:

@@ -1,4 +1,4 @@
-"""Forward pass outside training, and metrics of the whole network on labelled images."""
+"""Forward pass outside training, and metrics of the whole network on labeled images."""
 
 from __future__ import annotations
 

@@ -245,7 +245,8 @@ class Task(Recorder, ClassyTaskNames):
             hook: The hook, such as ``function_hook(on_step=...)``.
             name: Name under which its state is saved; if None, the name of its class and a number.
 
-        Raises UserError if the object is not a hook or the name is taken.
+        Raises:
+            UserError: If the object is not a hook or the name is taken.
         """
         name = name or f"{type(hook).__name__}_{len(self.added_hooks)}"
         build.check_added_hook(hook, name, {**self.config.hooks, **self.added_hooks})

@@ -113,7 +113,7 @@ def _restore_hooks(task: Task, states: dict[str, Any]) -> None:
         else:
             log.info("hooks.%s: the checkpoint has no state of it; it starts anew", key)
     for key in states.keys() - task.named_hooks.keys():
-        if states[key] and "checkpoint" in task.named_hooks:  # else the run does not go on here
+        if states[key] and "checkpoint" in task.named_hooks:  # otherwise the run is not continued
             log.warning("hooks.%s: its state in the checkpoint is not used: no such hook now", key)
 
 

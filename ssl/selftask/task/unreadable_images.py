@@ -22,8 +22,8 @@ class UnreadableImages(Hook):
     was stopped.
 
     Args:
-        note: Called at the end of an epoch with a sentence for each data set that has some; None
-            if they are only logged.
+        note: Called at the end of an epoch with a sentence for each data set that has unreadable
+            images; None to log them only.
     """
 
     def __init__(self, note: Callable[[list[str]], None] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a train step that all steps share; ``train_steps/standard.py`` spells them out."""
+"""Parts that all train steps share; ``train_steps/standard.py`` has the same code in full."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def update_weights(task: Task, loss: Tensor) -> None:
 
 
 def compute_gradients(task: Task, loss: Tensor) -> None:
-    """Set the gradients of a loss, scaled by ``task.grad_scaler`` and averaged over ranks."""
+    """Compute the gradients of a scalar loss, scaled by ``task.grad_scaler``; average them."""
     task.optimizer.zero_grad()
     task.grad_scaler.scale(loss).backward()
     task.reduce_gradients()

@@ -15,8 +15,8 @@ log = get_logger(__name__)
 class UpdateCheck:
     """Warns once if a train step updates the weights more often than it calls ``task.advance``.
 
-    Schedules, epochs, teachers and checkpoints go by the counted steps, so that the updates beyond
-    them would pass unnoticed.
+    Schedules, epochs, teachers and checkpoints depend on the counted steps, so further updates
+    would pass unnoticed.
 
     Args:
         optimizer: The optimizer of the task.

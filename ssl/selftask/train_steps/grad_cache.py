@@ -46,11 +46,12 @@ class GradCache:
             yield f"chunks: {self.chunks}; train.batch_size={train['batch_size']} has fewer samples"
 
     def __call__(self, task: Task) -> None:
-        """Compute loss and gradient at outputs without graph; then go backward in chunks.
+        """Compute the loss and its gradient at the outputs, then run the backward pass in chunks.
 
-        The second forward pass of each chunk has a graph and repeats the dropout draws of the
-        first. BatchNorm normalizes each chunk by its own statistics and updates the running ones
-        once per chunk. A teacher's forward pass, which has no graph, is not divided.
+        The first forward pass of each chunk has no graph. The second one has a graph and repeats
+        the dropout draws of the first. BatchNorm normalizes each chunk by its own statistics and
+        updates the running ones once per chunk. A teacher's forward pass, which has no graph, is
+        not divided.
         """
         batch = task.last_batch = next(task.batches)
         chunks = self._chunks(len(batch.index))

@@ -15,7 +15,7 @@ from selftask.models.weights.foreign_pickle import read_tensors
 
 @dataclass(frozen=True)
 class Known:
-    """Ground truth of one query: positions in the list of images, and its box."""
+    """Ground truth of one query: its box, and indices into the list of images."""
 
     easy: np.ndarray  # in the original sets, all positives
     hard: np.ndarray

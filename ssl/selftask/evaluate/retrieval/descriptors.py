@@ -130,7 +130,7 @@ class Descriptors:
 
 
 def unit(rows: Tensor) -> Tensor:
-    """Return rows divided by their length."""
+    """Return rows (N, E) scaled to length 1."""
     return F.normalize(rows, dim=-1)
 
 
@@ -154,12 +154,20 @@ def rmac(dense: Tensor, levels: int) -> Tensor:
 
 
 def regions(height: int, width: int, levels: int) -> list[tuple[int, int, int]]:
-    """Return the square regions of R-MAC: row and column of the top left corner, and side.
+    """Return the square regions of R-MAC.
 
-    Tolias et al. (arXiv:1511.05879), section 3: at level l there are l along the shorter side and l
-    + m - 1 along the longer one, of side 2 * shorter / (l + 1), uniformly spread. m is 1 for a
-    square, else the number from 2 to 7 by which regions of level 1 overlap nearest to 40 %. Levels
-    whose regions would be smaller than one cell are skipped.
+    Tolias et al. (arXiv:1511.05879), section 3: level l has l regions along the shorter side and
+    l + m - 1 along the longer side, uniformly spread. Their side is 2 * shorter / (l + 1). m is 1
+    for a square map. Otherwise it is the number from 2 to 7 for which the overlap of regions on
+    level 1 is closest to 40 %. Levels whose regions would be smaller than one cell are skipped.
+
+    Args:
+        height: Height of the map, in cells.
+        width: Width of the map, in cells.
+        levels: Number of levels.
+
+    Returns:
+        Row and column of the top left corner, and side, of each region.
     """
     shorter, longer = min(height, width), max(height, width)
     extra = 0

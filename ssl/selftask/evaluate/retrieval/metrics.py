@@ -32,7 +32,11 @@ def ranks_of_positives(
 
 
 def average_precision(ranks: np.ndarray) -> float:
-    """Return the mean of the precision at each positive, from ascending ranks of at least one."""
+    """Return the mean of the precision at each positive.
+
+    Args:
+        ranks: (n,), ascending from 0, n >= 1.
+    """
     return float(np.mean(np.arange(1, len(ranks) + 1) / (ranks + 1)))
 
 
@@ -40,10 +44,10 @@ def trapezoidal_average_precision(ranks: np.ndarray) -> float:
     """Return the area under the precision-recall curve by the trapezoidal rule, as for Oxford5k.
 
     Philbin et al. (CVPR 2007): each positive contributes the mean of the precision before and after
-    it; the precision before the first image is 1.
+    it. The precision before the first image is 1.
 
     Args:
-        ranks: Ascending ranks from 0, at least one.
+        ranks: (n,), ascending from 0, n >= 1.
     """
     hits = np.arange(len(ranks))
     before = np.where(ranks > 0, hits / np.maximum(ranks, 1), 1.0)

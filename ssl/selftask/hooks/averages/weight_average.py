@@ -97,7 +97,7 @@ class WeightAverage(Hook):
 
     @torch.no_grad()
     def update(self, weight: float) -> None:
-        """Move the average by ``weight`` of the way to the current weights."""
+        """Update once: average <- (1 - ``weight``) * average + ``weight`` * current weights."""
         for average, current in self.pairs:
             pairs = zip(average, current, strict=True)
             torch._foreach_lerp_(average, [value.to(mine.device) for mine, value in pairs], weight)

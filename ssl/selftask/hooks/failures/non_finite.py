@@ -155,6 +155,7 @@ def describe(task: Task, what: str, here: Cause | None) -> str:
     ranks.
 
     Args:
+        task: The task, in the step.
         what: The problem, the same on every rank.
         here: The cause on this rank, if any.
     """

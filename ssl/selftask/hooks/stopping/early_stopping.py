@@ -48,7 +48,7 @@ class EarlyStopping(Hook):
         self.best: float | None = state.get("best")
         self.best_step: int = state.get("best_step", 0)
         self.waited: int = state.get("waited", 0)
-        self.names: set[str] = set()  # metrics seen in rows, until one has ours
+        self.names: set[str] = set()  # metrics seen in rows, until ``metric`` is found
         self._stop_if_done(task)
 
     def on_row(self, task: Task) -> None:

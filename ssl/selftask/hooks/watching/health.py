@@ -184,8 +184,8 @@ def mean_cosine(rows: Tensor) -> Tensor:
 def effective_rank(rows: Tensor) -> Tensor:
     """Return the exponential of the entropy of normalized singular values of centered (N, E) rows.
 
-    Roy and Vetterli, The effective rank, EUSIPCO 2007: between 1 and min(N, E). NaN if the rows are
-    not finite; the loss then stops the run with an explanation.
+    Roy and Vetterli, The effective rank, EUSIPCO 2007: between 1 and min(N, E). Returns NaN if the
+    rows are not finite, since the check of the loss then reports the cause.
     """
     centered = rows - rows.mean(dim=0)
     gram = centered @ centered.T if len(rows) < rows.shape[1] else centered.T @ centered

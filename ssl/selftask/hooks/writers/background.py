@@ -42,7 +42,7 @@ class Background:
             self._changed.notify_all()
 
     def wait(self) -> int:
-        """Wait until no call is pending, or none returns for ``PATIENCE_S``; return the rest."""
+        """Wait for pending calls until none ends within ``PATIENCE_S``; return how many remain."""
         with self._changed:
             remaining = len(self._calls)
             while remaining:
@@ -53,7 +53,7 @@ class Background:
             return remaining
 
     def close(self) -> int:
-        """Wait as ``wait`` does, then end the thread; return the number of pending calls."""
+        """Wait as ``wait`` does, then end the thread; return how many calls remain."""
         remaining = self.wait()
         atexit.unregister(self.wait)
         with self._changed:

@@ -53,14 +53,26 @@ class Writer(Hook):
         """Open the destination before the first row; ``task.resumed`` is True after a resume."""
 
     def write(self, step: int, row: dict[str, float]) -> None:
-        """Write a row without its step; its values are finite."""
+        """Write the values of a row, all of them finite and without ``step``."""
         raise NotImplementedError
 
     def write_image(self, step: int, name: str, image: Tensor) -> None:
-        """Write an image: uint8 (C, H, W) on the CPU."""
+        """Write an image.
+
+        Args:
+            step: Number of finished steps.
+            name: Name of the image.
+            image: uint8 (C, H, W) on the CPU.
+        """
 
     def write_histogram(self, step: int, name: str, values: Tensor) -> None:
-        """Write the distribution of a flat float32 tensor on the CPU."""
+        """Write the distribution of a tensor.
+
+        Args:
+            step: Number of finished steps.
+            name: Name of the histogram.
+            values: float32 (N,) on the CPU.
+        """
 
     def close(self, *, failed: bool) -> None:
         """Flush and close; ``failed`` is True if an exception ends the run."""
@@ -161,7 +173,7 @@ class Writer(Hook):
         """Call ``do``; if it raises, warn and disable the writer."""
         try:
             do()
-        except Exception as error:  # noqa: BLE001 - what it raises is its package's affair
+        except Exception as error:  # noqa: BLE001 - a writer's package may raise any error
             self.alive = False
             log.warning(
                 "hooks.%s has failed and writes no more, training goes on: %s: %s",

@@ -1,4 +1,4 @@
-"""The rows as a table for spreadsheets."""
+"""Writer of the rows as a table for spreadsheets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Writer for MLflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard files in the run folder."""
+"""Writer of TensorBoard files in the run folder."""
 
 from __future__ import annotations
 

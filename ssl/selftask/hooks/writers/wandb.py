@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Writer for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -88,9 +88,10 @@ class Wandb(TrackingWriter):
 
 
 def _needs_login(mode: str | None) -> bool:
-    """Return whether wandb would look for a key and not find one; it takes a second to import.
+    """Return True if wandb would look for an API key and not find one.
 
-    A script that has imported wandb may have logged in itself.
+    wandb itself is not imported for this, since that takes a second. A script that has imported it
+    may have logged in.
     """
     if "wandb" in sys.modules or {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"} & os.environ.keys():
         return False
@@ -110,4 +111,4 @@ def _needs_login(mode: str | None) -> bool:
             if os.path.exists(path)
         )
     except (OSError, ConfigParserError, netrc.NetrcParseError):
-        return False  # not for us to judge
+        return False  # unknown; wandb reports its own errors

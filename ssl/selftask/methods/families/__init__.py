@@ -1,4 +1,4 @@
-"""Families: what several methods share. A method extends one or more of them, and never repeats it.
+"""Families: base classes for code that several methods share. A method may extend several.
 
 A family extends ``Method`` alone, so that a reader of a method opens one file for each of its
 bases. Hook points and ``setup`` call ``super()``, since a method may have several families.

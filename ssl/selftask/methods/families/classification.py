@@ -140,7 +140,7 @@ class Classification(Method):
         }
 
     def logits(self, output: Tensor | dict[str, Tensor], head: str | None = None) -> Tensor:
-        """Return the scores for meters: those of ``head``, or of the first head."""
+        """Return the scores (B, C) for meters: those of ``head``, or of the first head."""
         if isinstance(output, Tensor):
             return output
         return output[head or next(iter(output))]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def trained_teacher(missing: str) -> Any:
-    """Declare the key ``teacher`` of a method, with the hint if it is missing."""
+    """Return a required config field for the teacher, with a hint for users who omit it."""
     return setting(missing=missing, tiny=FrozenModule(model="timm:test_vit", weights="none"))
 
 

@@ -39,7 +39,7 @@ class MaskedPatches(Method):
     requires: ClassVar[tuple[str, ...]] = ("tokens",)
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Return ``head(patches)`` of the masked image."""
+        """Return a network that applies the head to the patches of the masked image."""
         self.check_backbone(backbone)
         self.check_grid(adapter_of(backbone).built_grid)
         return MaskedNetwork(backbone, self.build_head(embed_dim(backbone)))

@@ -66,9 +66,9 @@ class MomentumContrast(Method):
 
     @torch.no_grad()
     def shuffled_teacher(self, views: list[Tensor]) -> Any:
-        """Return the teacher's output for views of other ranks' images, by ``shuffle_bn``.
+        """Return the teacher's output for views that ``shuffle_bn`` has exchanged between ranks.
 
-        Its rows (B, ...) belong to this rank's images after ``unshuffle_bn``.
+        ``unshuffle_bn`` then returns the rows (B, ...) of this rank's own images.
         """
         exchanged = [shuffle_bn(view) for view in views]
         with LAYER_DRAWS.exchanged(shuffle_bn):

@@ -64,7 +64,13 @@ class PrototypeHeads(Method):
     def prototype_head(
         self, embed_dim: int, *, norm: bool = False, trained_length: bool = False
     ) -> DINOHead:
-        """Return a head for features (N, E): scores (N, K); see ``DINOHead`` for the options."""
+        """Build a head: features (N, E) -> scores (N, K).
+
+        Args:
+            embed_dim: Number of features, E.
+            norm: Add BatchNorm to the mlp; see ``DINOHead``.
+            trained_length: Train the lengths of the prototypes; see ``WeightNormLinear``.
+        """
         config = self.config
         return DINOHead(
             embed_dim,

@@ -154,7 +154,7 @@ class Custom:
             yield f"backbone.model: {self.model!r} is not an address; write package.module:function"
 
     def build(self, channels: int = 3) -> nn.Module:
-        """Import and call the object, with ``channels`` if it accepts that and there are not three.
+        """Import and call the object; pass ``channels`` if it is accepted and is not 3.
 
         Raises UserError if the object does not exist or does not return a module.
         """

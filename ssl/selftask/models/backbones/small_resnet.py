@@ -67,7 +67,12 @@ class SmallResNet(nn.Module):
         return features.mean(dim=(2, 3))
 
     def extract(self, images: Tensor, *, layers: tuple[int, ...] = ()) -> Features:
-        """Return pooled features, the last map, and hidden maps: 0 is the stem, then the blocks."""
+        """Return pooled features, the last map, and the maps of some layers.
+
+        Args:
+            images: (B, C, H, W).
+            layers: Numbers of the layers: 0 is the stem, followed by the blocks.
+        """
         x, hidden = images, {}
         for number, part in enumerate((self.stem, *self.stages)):
             x = part(x)

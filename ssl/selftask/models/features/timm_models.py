@@ -72,7 +72,7 @@ class TimmModel(Adapter):
 
 
 def _num_layers(model: Any) -> int:
-    """Return the number of layers: of a transformer its blocks, of which a plan has few."""
+    """Return the number of layers; for a transformer, of blocks, which a plan reduces."""
     modules = [layer["module"] for layer in model.feature_info]
     is_transformer = modules == [f"blocks.{number}" for number in range(len(modules))]
     return len(model.blocks) if is_transformer else len(modules)

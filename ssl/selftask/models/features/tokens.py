@@ -104,7 +104,13 @@ def from_map(x: Tensor) -> Tokens:
 
 
 def from_sequence(x: Tensor, num_prefix: int, grid: Grid | None) -> Tokens:
-    """Return the tokens of a sequence (B, P + N, E)."""
+    """Split a sequence of tokens into prefix tokens and patches.
+
+    Args:
+        x: (B, P + N, E), prefix tokens first.
+        num_prefix: Number of prefix tokens, P.
+        grid: Rows and columns of patches; None if only some patches were encoded.
+    """
     return Tokens(x[:, num_prefix:], grid, x[:, :num_prefix])
 
 
@@ -143,7 +149,15 @@ def resample(
 
 
 def attention_mask(padding: Tensor, num_prefix: int) -> Tensor:
-    """Return True for keys that each query may attend to: bool (B, 1, P + K, P + K)."""
+    """Return the attention mask that hides padding.
+
+    Args:
+        padding: (B, K) bool, True for padding.
+        num_prefix: Number of prefix tokens, P.
+
+    Returns:
+        (B, 1, P + K, P + K) bool, True for keys that a query may attend to.
+    """
     keys = torch.cat([padding.new_ones(len(padding), num_prefix), ~padding], dim=1)  # (B, P + K)
     length = keys.shape[1]
     return keys[:, None, None, :].expand(-1, 1, length, length)

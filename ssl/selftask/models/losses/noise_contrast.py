@@ -128,10 +128,10 @@ class Normalizer(nn.Module):
         Every rank must call it.
 
         Args:
-            features: Of this rank's images, (B, D), of any length.
+            features: Features of this rank's images, (B, D), of any length.
             memory: Entries of all images.
             negatives: Indices of entries drawn for each image, (B, K).
-            temperature: Divides the cosines.
+            temperature: Divisor of the cosines, tau.
 
         Returns:
             A scalar, equal on every rank.
@@ -143,7 +143,7 @@ class Normalizer(nn.Module):
 
     @torch.no_grad()
     def keep(self, estimate: Tensor) -> None:
-        """Keep the result of ``of`` from the first step; with several batches, that of the last."""
+        """Keep an estimate, a scalar from ``of``, for the rest of the run; ignore later ones."""
         if not self.is_known:
             self.value.copy_(estimate)
             self.is_known = True

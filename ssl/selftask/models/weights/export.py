@@ -56,10 +56,17 @@ def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any])
 def check_library(
     backbone: nn.Module, architecture: Component, channels: int, library: str
 ) -> None:
-    """Raise UserError unless the library's model loads these weights and computes the same.
+    """Raise UserError unless a library's model loads these weights and computes the same features.
 
-    The model is built from the library's name of the architecture. A vision transformer of selftask
-    is timm's class with arguments for which timm has no model name.
+    The model is built by its name in the library. Two kinds of backbone are not checked: models
+    built by the library, and vision transformers of selftask, which are timm's class with arguments
+    for which timm has no model name.
+
+    Args:
+        backbone: The backbone to export.
+        architecture: Name and arguments of the backbone.
+        channels: Channels of the images.
+        library: ``timm`` or ``torchvision``.
     """
     if architecture.name == library or type(backbone).__module__.startswith(f"{library}.models.vi"):
         return

@@ -123,7 +123,7 @@ def _no_bytes() -> bytes:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any = None) -> Tensor:
-    """Return the tensor in a storage, all inside of it."""
+    """Return a tensor after checking that it lies within its storage."""
     if not isinstance(storage, torch.storage.TypedStorage):
         raise _refuse("has a tensor without a storage")
     numbers = size((offset, *size(shape), *size(stride)))

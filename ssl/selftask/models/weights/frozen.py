@@ -1,4 +1,4 @@
-"""Modules that are trained already and stay as they are: teachers, tokenizers, judges."""
+"""Trained modules that are never updated, such as teachers and tokenizers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Frozen(nn.Module):
     again when the run is resumed.
 
     Args:
-        network: Module with its weights; it is used as it is, so copy one that is also trained.
+        network: Module with its weights. It is not copied; pass a copy of a module that is also
+            trained.
         key: Key of the config that names it, for messages.
     """
 

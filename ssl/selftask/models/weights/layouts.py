@@ -225,8 +225,8 @@ def with_statistics(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def with_masked_biases(state: dict[str, Tensor], backbone: State) -> dict[str, Tensor]:
     """Return the state of a DINOv3 file with biases as timm has them: of q and v, or none.
 
-    There a mask keeps the biases of k at 0; those of most released models are all 0. The periods of
-    RoPE and the norm of local crops are dropped. Other files are returned unchanged.
+    In such a file a mask keeps the biases of k at 0, and in most released models all biases are 0.
+    The periods of RoPE and the norm of local crops are dropped. Other files are returned unchanged.
     """
     masks = [key for key in state if key.endswith(".qkv.bias_mask")]
     if not masks:

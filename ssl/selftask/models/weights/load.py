@@ -43,7 +43,13 @@ _COUNTER = "num_batches_tracked"
 
 
 def load_part(module: nn.Module, checkpoint: Mapping[str, Any], path: str) -> None:
-    """Load all of ``weights_at(checkpoint, path)``; do nothing on the meta device of a plan."""
+    """Load the weights of one module from a checkpoint; do nothing on the meta device of a plan.
+
+    Args:
+        module: Module to load into; all names and shapes must match.
+        checkpoint: The checkpoint.
+        path: Location of the weights, see ``weights_at``.
+    """
     weights = weights_at(checkpoint, path)
     if not is_on_meta(module):
         module.load_state_dict(weights)
@@ -55,9 +61,15 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def with_prefix(state: State, prefix: str, what: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with ``prefix``, with the prefix removed.
+    """Return the tensors whose names begin with a prefix, with the prefix removed.
 
-    Raises UserError, with the parts of the file, if there are no such tensors.
+    Args:
+        state: Result of ``read_state``.
+        prefix: The prefix.
+        what: Beginning of the error message, such as a config key.
+
+    Raises:
+        UserError: If there are no such tensors; the message has the nearest prefix.
     """
     matches = {key.removeprefix(prefix): v for key, v in state.items() if key.startswith(prefix)}
     if not matches:

@@ -99,7 +99,14 @@ def describe_model(
     trust: bool = False,
     image_size: int | None = None,
 ) -> dict[str, Any]:
-    """Return the metadata of ``open_model`` except embed_dim, without building or loading."""
+    """Return the metadata of ``open_model`` except embed_dim, without building or loading.
+
+    Args:
+        address: As in ``open_model``.
+        weights: As in ``open_model``.
+        trust: Allow an architecture in the user's own code.
+        image_size: Image size in pixels to which the transforms are adapted.
+    """
     return _describe(address, weights, trust, image_size)[0]
 
 

@@ -47,7 +47,7 @@ def written_by_selftask(origin: str | Path) -> Iterator[None]:
 
 
 def config_of(checkpoint: Mapping[str, Any], origin: str | Path) -> dict[str, Any]:
-    """Return the config in a checkpoint as plain values; raise UnreadableFile if it is none."""
+    """Return the config in a checkpoint as plain values; raise UnreadableFile if it is invalid."""
     return parse_yaml(checkpoint["config"].encode(errors="surrogatepass"), origin)
 
 

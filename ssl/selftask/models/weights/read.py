@@ -1,4 +1,4 @@
-"""Read weights from many kinds of files as one flat dict of tensors, or explain the file."""
+"""Read weights from many kinds of files as one flat dict of tensors, or report what a file is."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def of_backbone(checkpoint: Mapping[str, Any], name: str) -> bool:
 
 
 def of_networks(checkpoint: Mapping[str, Any], name: str) -> bool:
-    """Return True if a tensor of a checkpoint is of the network or the method."""
+    """Return True if a tensor of a checkpoint belongs to the network or the method."""
     return name.startswith(("model.", "method."))
 
 
@@ -120,13 +120,15 @@ def _read_torch(path: Path) -> Any:
 
 def _tensors(content: Any) -> dict[str, Tensor]:
     """Return the tensors of a file's content as a flat dict."""
-    if isinstance(content, Mapping) and isinstance(content.get("backbone"), str):  # ours
+    if isinstance(content, Mapping) and isinstance(
+        content.get("backbone"), str
+    ):  # a checkpoint of selftask
         return backbone_state(content)
     return flatten(content)
 
 
 def _damaged(path: Path) -> str:
-    """Return what a file is that the libraries cannot read; their reasons name their own calls."""
+    """Describe a file that the libraries cannot read; their own messages name internal calls."""
     with path.open("rb") as file:
         head = file.read(100).lstrip().lower()
     if head.startswith(b"version https://git-lfs"):

@@ -132,7 +132,7 @@ def open_scores(module: FrozenModule) -> TrainedNetwork:
 
 
 def build_own(module: FrozenModule) -> nn.Module:
-    """Build your own class, ``package.module:Class``, and load its file of weights, if any."""
+    """Build a user's class, ``package.module:Class``, and load its file of weights, if any."""
     built: nn.Module = BACKBONES["custom"](model=module.model, args=module.args).build()
     if module.weights is not None and not is_on_meta(built):
         load_weights(built, read_state(module.weights), what=module.weights)

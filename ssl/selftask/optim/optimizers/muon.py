@@ -76,7 +76,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters by both optimizers, with the settings of our groups."""
+        """Update the parameters by both optimizers, with the settings of the common groups."""
         loss = None if closure is None else closure()
         for part in self._parts:
             part.state = self.state

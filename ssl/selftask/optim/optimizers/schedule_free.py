@@ -42,7 +42,13 @@ class ScheduleFree(PerGroup):
     def direction(
         self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> tuple[Tensor, float]:
-        """Return direction and rate of the step."""
+        """Return direction and rate of the step for one parameter.
+
+        Args:
+            grad: Gradient of the parameter, of any shape.
+            state: State of the parameter, modified in place.
+            group: The parameter group.
+        """
 
     def update_group(self, weights: list[Tensor], grads: list[Tensor], group: Any) -> None:
         for y, grad in zip(weights, grads, strict=True):

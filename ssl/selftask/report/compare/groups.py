@@ -113,7 +113,7 @@ class Comparison:
 
     @property
     def of_one_loss(self) -> bool:
-        """True if losses are comparable, because all runs have one method with equal settings."""
+        """True if losses are comparable: all runs have the same method with equal settings."""
         return not any(key.startswith("method.") for key in self.keys)
 
     def rank(self, column: str) -> None:

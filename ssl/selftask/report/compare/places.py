@@ -1,4 +1,4 @@
-"""Find the run folders that a user names."""
+"""Find run folders in and below a folder given by the user."""
 
 from __future__ import annotations
 

@@ -37,14 +37,20 @@ class Head:
 
 @dataclass(frozen=True)
 class Datum:
-    """A cell: HTML and the value to sort by, or None to be always last."""
+    """A cell: its HTML, and the value to sort by, or None to sort last."""
 
     html: str
     key: float | str | None = None
 
 
 def sortable(heads: Sequence[Head], rows: Sequence[Sequence[Datum]], id: str) -> str:
-    """Return a table that the page's script can sort."""
+    """Return the HTML of a table that the page's script can sort.
+
+    Args:
+        heads: Heads of the columns.
+        rows: Cells of each row, one for each column.
+        id: Id of the element.
+    """
     top = "".join(
         f'<th scope="col"{_class(head)} data-best="{head.best}" title="{escape(head.title)}">'
         f'<button type="button">{escape(head.text)}</button></th>'

@@ -48,7 +48,13 @@ class SectionCache:
         return [image_section(*fields) for fields in entry["sections"]]
 
     def put(self, group: str, key: str, sections: Sequence[Section]) -> None:
-        """Store the sections of a group, in place of those with another key."""
+        """Store the sections of a group, in place of those with another key.
+
+        Args:
+            group: Name of the group.
+            key: Digest of all inputs of the sections.
+            sections: The sections; empty ones are not stored.
+        """
         kept = [[section.title, section.html, section.id] for section in sections if section.html]
         self._groups[group] = {"key": key, "sections": kept}
         text = json.dumps(self._groups)

@@ -58,7 +58,13 @@ def patch_colors(tokens: np.ndarray) -> np.ndarray:
 def patch_section(
     pixels: Sequence[np.ndarray], names: Sequence[str], tokens: np.ndarray
 ) -> Section:
-    """Return the section with images (uint8, the network's input) next to their color maps."""
+    """Return the section with images next to color maps of their patch tokens.
+
+    Args:
+        pixels: B images, uint8 (H, W, C), as seen by the network.
+        names: Names of the images.
+        tokens: (B, h, w, E).
+    """
     sprite = Sprite("patches", _SIDE, BUDGET)
     pairs = []
     for image, name, colors in zip(pixels, names, patch_colors(tokens), strict=True):

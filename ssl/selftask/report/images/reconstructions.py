@@ -34,7 +34,13 @@ def visualizes(method: str) -> bool:
 
 
 def reconstructions_of(config: Config, sources: Sources, checkpoint: Path) -> Section:
-    """Return the section for the first images of epoch 0, with the network of a checkpoint."""
+    """Return the section with the method's images of the first samples of epoch 0.
+
+    Args:
+        config: Config of the run.
+        sources: Data of the run.
+        checkpoint: Checkpoint with the weights of the network.
+    """
     with tempfile.TemporaryDirectory() as folder:
         task = Task(
             config_to_load(replace(config, meters={}), checkpoint, Path(folder), {}),
@@ -51,7 +57,7 @@ def reconstructions_of(config: Config, sources: Sources, checkpoint: Path) -> Se
 
 @torch.no_grad()
 def visualize(task: Task, sources: Sources) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return the images of the task's method by name, uint8 (B, H, W, C), and names of the rows.
+    """Return the images of ``Method.visualize``, uint8 (B, H, W, C) by name, and names of the rows.
 
     The task does not change, except for ``last_batch``.
     """

@@ -10,8 +10,8 @@ from selftask.report.overview.durations import show_seconds
 
 LOCK = ".lock"  # rank 0 touches it every 5 s while it runs
 SILENT_S = 180.0  # age of the lock file after which the process is assumed not to run
-LEAST_QUIET_S = 120.0  # allowed time without a row,
-QUIET_ROWS = 10  # or this many of its usual intervals between rows if that is longer
+LEAST_QUIET_S = 120.0  # minimum time without a row or event that is allowed
+QUIET_ROWS = 10  # allowed time in usual intervals between rows, if that is longer
 FIRST_ROW_S = 600.0  # allowed time before the first row, for scanning data and compilation
 _GROWING = ("metrics.jsonl", "events.jsonl", "log.txt")
 

@@ -77,7 +77,7 @@ def comparison_page(folders: Mapping[str, Path], sort: str = "") -> str:
 
 
 def _live_page(title: str, sections: Sequence[Section], head: str, above: str = "") -> str:
-    """Return a page that asks for itself again and shows what has changed."""
+    """Return a page that reloads itself and shows what has changed."""
     status = '<p class="muted" id="live-status">live</p>'
     top = f'{above}<div id="live-head">{head}</div>{status}'
     return page_html(title, sections, top=top, scripts=[static_text("live.js")], connect="'self'")

@@ -38,8 +38,8 @@ _NO_CODE = "default-src 'none'; frame-ancestors 'none'"
 class Server(ThreadingHTTPServer):
     """Server of a site with at most ``MOST_CONNECTIONS`` connections.
 
-    If there are as many, a new one replaces the one that has waited longest without sending a whole
-    request. It is closed immediately if all are being answered.
+    At the limit, a new connection replaces the one that has waited longest without sending a whole
+    request. If all connections are being answered, the new one is closed.
     """
 
     daemon_threads = True
@@ -93,7 +93,16 @@ class Server(ThreadingHTTPServer):
 
 
 def open_server(site: Site, access: Access, port: int) -> Server:
-    """Return a server on the port or on the next free one; raise UserError if none is free."""
+    """Return a server that listens on the port, or on the next free one.
+
+    Args:
+        site: Runs and files to show.
+        access: Access rules, with the host to listen on.
+        port: The port; 0 for any free port.
+
+    Raises:
+        UserError: If no port is free, or the host is invalid.
+    """
     tried = [port] if port == 0 else range(port, min(port + PORTS, 65536))
     for number in tried:
         try:
