@@ -50,7 +50,6 @@ class DINOv3(DINOv2):
 
     paper = "Siméoni et al., DINOv3, 2025"
     columns = {
-        **DINOv2.columns,
         "gram": "Term of the loss: similarities between patches are those of an earlier teacher.",
     }
 
