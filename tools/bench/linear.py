@@ -52,7 +52,7 @@ def draw(num: int, width: int, distance: float) -> tuple[Features, Features]:
 
 
 def contestants(train: Features, test: Features, decay: float) -> dict[str, Contestant]:
-    known, tested = linear._standardised(train, test)
+    known, tested = linear._standardized(train, test)
     x, y = known.features.numpy(), known.targets.numpy()
 
     def of_scikit_learn() -> float:
@@ -60,7 +60,7 @@ def contestants(train: Features, test: Features, decay: float) -> dict[str, Cont
         return float(model.score(tested.features.numpy(), tested.targets.numpy()))
 
     def single() -> float:
-        first, second = linear._standardised(train, test)
+        first, second = linear._standardized(train, test)
         problem = linear._Problem(first, Linear().iterations)
         return problem.accuracy(problem.fit(decay), second)
 

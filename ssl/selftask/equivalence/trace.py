@@ -179,18 +179,16 @@ class _CollectiveCounter:
     """Context manager that counts calls of torch.distributed's gathers and reductions."""
 
     _NAMES = (
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_reduce",
-        "all_to_all",
-        "reduce_scatter_tensor",
+        *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all"),
+        *("reduce_scatter_tensor", "reduce_scatter_single"),
     )
 
     def __init__(self) -> None:
         self.calls = 0
 
     def __enter__(self) -> _CollectiveCounter:
-        self._originals = {name: getattr(dist, name) for name in self._NAMES}
+        present = [name for name in self._NAMES if hasattr(dist, name)]  # differs between versions
+        self._originals = {name: getattr(dist, name) for name in present}
         for name, original in self._originals.items():
             setattr(dist, name, self._counting(original))
         return self
