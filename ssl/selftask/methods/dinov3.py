@@ -38,7 +38,7 @@ Negatives = Literal["keep", "drop"]
 
 @register_method("dinov3")
 class DINOv3(DINOv2):
-    """DINOv3 (arXiv:2508.10104): DINOv2 whose patches stay as similar as an earlier teacher's (Gram).
+    """DINOv3 (arXiv:2508.10104): DINOv2 with the patch similarities of an earlier teacher (Gram).
 
     Differs from the authors' code:
 
