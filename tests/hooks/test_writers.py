@@ -154,7 +154,8 @@ def wandb_records(folder: Path) -> list[Any]:
 
     records = []
     for path in sorted(folder.glob("offline-run-*/*.wandb")):
-        for data in leveldb_log(path.read_bytes()):
+        content = path.read_bytes()
+        for data in leveldb_log(content) if content else ():  # W&B's process has not begun to write
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             records.append(record)
