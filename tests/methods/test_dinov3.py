@@ -195,8 +195,9 @@ def test_wrong_settings(tmp_path: Path) -> None:
         UserError, match=r"gram_copy=4: the Gram teacher is copied at step 4, after"
     ):
         _task(tmp_path, "method.gram_copy=4", "method.gram_start=3").prepare()
-    with pytest.raises(ConfigError, match="tied_heads: images and patches share one head"):
-        _task(tmp_path, "method.tied_heads=true", "method.patch_out_dim=8")
+    for size in ("patch_out_dim", "patch_hidden_dim", "patch_bottleneck"):
+        with pytest.raises(ConfigError, match="tied_heads: images and patches share one head"):
+            _task(tmp_path, "method.tied_heads=true", f"method.{size}=8")
 
 
 def test_heads_of_other_sizes(tmp_path: Path) -> None:

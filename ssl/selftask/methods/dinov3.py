@@ -87,8 +87,12 @@ class DINOv3(DINOv2):
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             yield from super().problems(config)
-            if self.tied_heads and (self.patch_out_dim or self.patch_hidden_dim):
-                yield "tied_heads: images and patches share one head; patch_out_dim, ... have none"
+            sizes = (self.patch_out_dim, self.patch_hidden_dim, self.patch_bottleneck)
+            if self.tied_heads and any(sizes):
+                yield (
+                    "tied_heads: images and patches share one head, so that patch_out_dim, "
+                    "patch_hidden_dim and patch_bottleneck have no effect; leave them out"
+                )
             if self.gram_teacher is not None:
                 yield from FrozenModule.of(self.gram_teacher).problems("gram_teacher")
 

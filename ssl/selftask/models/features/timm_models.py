@@ -28,7 +28,7 @@ class TimmModel(Adapter):
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.num_layers = _num_layers(model)
+        self.num_layers = len(model.feature_info)
         offers = {"dense", "hidden"}
         if _begins_with_patches(model):
             offers.add("tokens")
@@ -69,13 +69,6 @@ class TimmModel(Adapter):
             return from_sequence(final, final.shape[1] - rows * columns, before_norm.grid)
         is_last = getattr(self.model, "output_fmt", "NCHW") == "NHWC"
         return from_map(final.permute(0, 3, 1, 2) if is_last else final)
-
-
-def _num_layers(model: Any) -> int:
-    """Return the number of layers; for a transformer, of blocks, which a plan reduces."""
-    modules = [layer["module"] for layer in model.feature_info]
-    is_transformer = modules == [f"blocks.{number}" for number in range(len(modules))]
-    return len(model.blocks) if is_transformer else len(modules)
 
 
 def _begins_with_patches(model: Any) -> bool:
