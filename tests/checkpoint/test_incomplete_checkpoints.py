@@ -65,13 +65,13 @@ def test_missing_entries_are_one_line(
     rewrite(checkpoint, change)
     capsys.readouterr()
     assert main(words(stopped)) == 2
-    told = capsys.readouterr()
-    assert "Traceback" not in told.out + told.err
-    assert f"'{entry}'" in told.out
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.out + printed.err
+    assert f"'{entry}'" in printed.out
     assert main(words(stopped, f"out={tmp_path / 'new'}", f"resume={checkpoint}")) == 2
-    told = capsys.readouterr()
-    assert "Traceback" not in told.out + told.err
-    assert "RUN FAILED at step 0" in told.out
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.out + printed.err
+    assert "RUN FAILED at step 0" in printed.out
     inside = {"optimizer": {"optim": None}, "clock": {}, "hooks": {"metrics": None}}
     if value is None and entry in inside:
         rewrite(checkpoint, lambda state: state.update({entry: inside[entry]}))

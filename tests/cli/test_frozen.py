@@ -241,9 +241,9 @@ def test_a_folder_that_cannot_be_written_to_costs_the_copy_and_not_the_numbers(
         assert main(["eval", *words]) == 0
     finally:
         (exported.parent / "evaluations.jsonl").rmdir()
-    told = capsys.readouterr()
-    assert "knn_top1" in json.loads(told.out.splitlines()[-1])
-    assert "printed only, not kept: " in told.err
+    printed = capsys.readouterr()
+    assert "knn_top1" in json.loads(printed.out.splitlines()[-1])
+    assert "printed only, not kept: " in printed.err
 
 
 def test_eval_of_an_exported_file(
@@ -266,10 +266,12 @@ def test_eval_of_an_exported_file(
         "train.device=cpu",
     ]
     assert main(["eval", *words]) == 0
-    told = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     counts = {"train_images": 4, "test_images": 4, "classes": 2, "chance": 0.5}
-    assert json.loads(told[-1]) == {"knn_top1": expected, **counts}
-    assert "4 images, each tested against the others; 2 classes ('a', 'b'); chance 0.5" in told[-2]
+    assert json.loads(printed[-1]) == {"knn_top1": expected, **counts}
+    assert (
+        "4 images, each tested against the others; 2 classes ('a', 'b'); chance 0.5" in printed[-2]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -298,9 +300,9 @@ def test_images_of_another_size_than_the_grid_s(
     words = ["eval", "knn", *words, "k=[1]"] if command == "eval" else ["features", *words]
     words += [f"out={tmp_path / 'out'}"] if command == "features" else []
     assert main([*words, LARGER]) == 2
-    told = capsys.readouterr().err
-    assert "images of 96x96 pixels, and the backbone (a VisionTransformer) takes those" in told
-    assert "of 64x64; image_size=96 interpolates its positions" in told
+    printed = capsys.readouterr().err
+    assert "images of 96x96 pixels, and the backbone (a VisionTransformer) takes those" in printed
+    assert "of 64x64; image_size=96 interpolates its positions" in printed
     assert main([*words, "image_size=96"]) == 0
     assert "pos_embed is interpolated from (1, 17, 192) to (1, 37, 192)" in capsys.readouterr().err
 

@@ -107,7 +107,7 @@ def test_references_of_a_received_run_are_not_resolved(
     shown = capsys.readouterr()
     written = [path for path in pwned.parent.rglob("*") if path.suffix in (".html", ".json")]
     texts = [shown.out, shown.err, *(path.read_text() for path in written)]
-    assert not any("hunter2" in told for told in texts)
+    assert not any("hunter2" in text for text in texts)
     if command == "eval":
         assert "config.yaml:" in shown.err and "data.path: a reference" in shown.err
 

@@ -233,8 +233,8 @@ def test_progress_is_told(
 ) -> None:
     monkeypatch.setattr("selftask.data.reading.progress_log._EVERY_S", -1.0)
     scan_folder(str(root), ENDINGS)
-    told = capsys.readouterr().err.splitlines()  # threads may lose a count
-    assert re.fullmatch(rf"data: {root}: \d images in \d folders so far \(0 s\)", told[-1])
+    printed = capsys.readouterr().err.splitlines()  # threads may lose a count
+    assert re.fullmatch(rf"data: {root}: \d images in \d folders so far \(0 s\)", printed[-1])
     (root / "list.txt").write_text("a\nb\n")
     read_list(str(root / "list.txt"))
     assert "list.txt: 2 images so far (0 s)" in capsys.readouterr().err

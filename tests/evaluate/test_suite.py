@@ -211,8 +211,8 @@ def test_jobs_on_slurm(
     assert isinstance(job, SuiteJob) and job.words[-1] == "checkpoints=2"
     fake("squeue", "echo '77|RUNNING|None'")
     assert main(["eval", "suite", str(run), "--slurm"]) == 2
-    told = capsys.readouterr().err
-    assert "job 77 (RUNNING) evaluates its checkpoints already; `selftask cancel 77`" in told
+    printed = capsys.readouterr().err
+    assert "job 77 (RUNNING) evaluates its checkpoints already; `selftask cancel 77`" in printed
     assert queue.noted(run / "evaluations") == {}, "it makes no run"
     (run / "evaluations/slurm/77_0_log.err").write_text("step 2: knn\n")
     assert main(["jobs", str(run)]) == 0

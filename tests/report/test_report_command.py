@@ -76,9 +76,9 @@ def test_what_it_refuses(
     words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", *(word.format(folder) for word in words)]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert "report: " not in told.replace("error: report: ", ""), "before features are computed"
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "report: " not in printed.replace("error: report: ", ""), "before features are computed"
 
 
 def test_a_report_that_fails_is_a_warning(

@@ -44,12 +44,12 @@ def test_commands_run(
     monkeypatch.setattr(server.Server, "serve_forever", interrupted)
     one_run = words[:2] == ["report", "runs/mine"] and "runs/other" not in words
     assert main([*words, *(["images=false"] if one_run else [])]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     if words[0] == "report":
-        assert Path(told.splitlines()[-1]).is_file()
+        assert Path(printed.splitlines()[-1]).is_file()
     elif "--json" in words:
-        assert any("emb_std" in run["values"] for run in json.loads(told))
+        assert any("emb_std" in run["values"] for run in json.loads(printed))
     elif words[0] == "runs":
-        assert "1 failed" in told or "2 finished" in told
+        assert "1 failed" in printed or "2 finished" in printed
     else:
-        assert "http://127.0.0.1:" in told and "stopped watching" in told
+        assert "http://127.0.0.1:" in printed and "stopped watching" in printed

@@ -70,8 +70,8 @@ def test_mistakes_of_all_runs_are_reported_and_nothing_starts(
 ) -> None:
     words = ["simclr", "data=digits", f"out={tmp_path / 'sweep'}", "train.epochs=0,-1"]
     assert main(["train", *words]) == 2
-    told = capsys.readouterr().err
-    assert "train.epochs=0" in told and "train.epochs=-1" in told
+    printed = capsys.readouterr().err
+    assert "train.epochs=0" in printed and "train.epochs=-1" in printed
     assert not (tmp_path / "sweep").exists()
 
 

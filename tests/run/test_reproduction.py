@@ -109,12 +109,12 @@ def test_what_a_run_records_and_what_differs_here(
     path.write_text(json.dumps(found))
     capsys.readouterr()
     assert main(["repro", "run"]) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("  torch: 1.0 there, ") for line in told)
-    assert "machine: the same" in told
-    assert "  git: there were uncommitted changes there, see git.diff" in told
-    assert "  method.temperature: 0.15 there, 0.3 now" in told
-    assert told[-4:] == [
+    printed = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("  torch: 1.0 there, ") for line in printed)
+    assert "machine: the same" in printed
+    assert "  git: there were uncommitted changes there, see git.diff" in printed
+    assert "  method.temperature: 0.15 there, 0.3 now" in printed
+    assert printed[-4:] == [
         f"  cd {folder}",
         f"  git checkout {commit}",
         f"  git -C {folder} apply {folder}/run/git.diff",

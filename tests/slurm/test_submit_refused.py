@@ -1,4 +1,4 @@
-"""``selftask submit``: mistakes are told before anything reaches a cluster."""
+"""``selftask submit``: mistakes are printed before anything reaches a cluster."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("small_words")
 def test_all_mistakes_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ("launch.slurm.partion=x", "launch.slurm.time=5h", "launch.slurm.nodes=3")
     assert submit(tmp_path, *wrong, "launch.slurm.setup=x", "train.batch_size=7", "launch.nodes=2")
-    told = capsys.readouterr().err
-    assert "sbatch has no option --partion; did you mean 'partition'?" in told
-    assert "launch.slurm.time='5h': expected minutes, h:mm:ss or days-hours" in told
-    assert "launch.slurm.nodes is set by selftask; use launch.nodes" in told
-    assert "launch.slurm.setup='x': expected a list" in told
-    assert "train.batch_size=7" in told
-    assert "Traceback" not in told
+    printed = capsys.readouterr().err
+    assert "sbatch has no option --partion; did you mean 'partition'?" in printed
+    assert "launch.slurm.time='5h': expected minutes, h:mm:ss or days-hours" in printed
+    assert "launch.slurm.nodes is set by selftask; use launch.nodes" in printed
+    assert "launch.slurm.setup='x': expected a list" in printed
+    assert "train.batch_size=7" in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize(

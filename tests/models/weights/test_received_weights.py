@@ -76,8 +76,8 @@ def test_pickled_weights(words: str, pwned: Path, capsys: pytest.CaptureFixture[
         argv.append("init.backbone=w.pt")
     assert main(argv) == 2
     assert not pwned.exists()
-    told = capsys.readouterr()
-    assert "python objects (posix.mkdir)" in told.out + told.err
+    printed = capsys.readouterr()
+    assert "python objects (posix.mkdir)" in printed.out + printed.err
     torch.load("w.pt", weights_only=False)
     assert pwned.exists()
 
