@@ -44,9 +44,11 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0] if args else None
-        if isinstance(first, Tensor) and not _any_autocast() and first.dtype not in _HALF:
-            return function(*args, **kwargs)  # fast path of every float32 step
+        for first in args[:2]:  # of a method of a module, the second: `self` is the first
+            if isinstance(first, Tensor):
+                if not _any_autocast() and first.dtype not in _HALF:
+                    return function(*args, **kwargs)  # fast path of every float32 step
+                break
         tensors = [tensor for argument in args for tensor in _tensors(argument)]
         if not tensors:
             raise TypeError(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from selftask.distributed.collectives import all_reduce_sum
-from selftask.hooks.base import Hook
 from selftask.hooks.mixup import unmixed
 from selftask.meters.accuracy import Accuracy
 from selftask.models.eval_mode import in_eval_mode
@@ -30,13 +29,7 @@ def forward(task: Task, batch: Batch) -> None:
 
 
 def update_meters(task: Task, batch: Batch) -> None:
-    """Update each meter with its class scores and classes.
-
-    In training this is done only for hooks of Classy Vision, which print or plot the values.
-    """
-    _, *hooks = task.hooks  # without the method
-    if task.train and all(isinstance(hook, Hook) for hook in hooks):
-        return
+    """Update each meter with its class scores and classes."""
     for meter in task.meters:
         scores, classes = task.loss.for_meter(meter, batch)
         train_set = task.train and isinstance(meter, Accuracy)

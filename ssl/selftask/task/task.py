@@ -28,7 +28,7 @@ from selftask.distributed.heartbeat import HEARTBEAT
 from selftask.distributed.world import read_world
 from selftask.errors import StepSkipped
 from selftask.hooks.averages.weight_average import WeightAverage
-from selftask.hooks.base import POINTS, WRAPPERS
+from selftask.hooks.base import POINTS, WRAPPERS, Hook
 from selftask.logs import MetricsFile, get_logger
 from selftask.models.teacher import Teacher
 from selftask.optim.loss_scaler import NoScaler
@@ -81,6 +81,7 @@ class Task(Recorder, ClassyTaskNames):
     meters: list[Any]
     named_hooks: dict[str, Any]
     hooks: list[Any]  # in calling order, the method first
+    meters_in_training: bool  # for hooks of Classy Vision, which print or plot their values
 
     def __init__(
         self,
@@ -169,7 +170,9 @@ class Task(Recorder, ClassyTaskNames):
         """Build hooks and meters, and list the calls of each point."""
         self.named_hooks = build.hooks(self)
         self.meters = build.meters(self)
-        self.hooks = [self.loss, *build.in_order(self.named_hooks.values())]
+        hooks = build.in_order(self.named_hooks.values())
+        self.hooks = [self.loss, *hooks]
+        self.meters_in_training = not all(isinstance(hook, Hook) for hook in hooks)
         self.calls = build.calls(self.hooks, POINTS)
         self._wrappers = build.calls(self.hooks, WRAPPERS)
         self._reduce = build.gradient_reduction(self, self._wrappers["wrap_reduction"])
@@ -202,7 +205,8 @@ class Task(Recorder, ClassyTaskNames):
 
     def update_meters(self, batch: Batch) -> None:
         """Update the meters in a test phase; in training, only for hooks of Classy Vision."""
-        update_meters(self, batch)
+        if not self.train or self.meters_in_training:
+            update_meters(self, batch)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context without gradient reduction, for all batches of a step but the last."""
@@ -311,11 +315,12 @@ class Task(Recorder, ClassyTaskNames):
 
     def train_step(self) -> None:
         """Call the train step; after ``StepSkipped``, count the step without an update."""
-        with self.update_check.compared(self.clock):
-            try:
-                self.train_step_function(self)
-            except StepSkipped:
-                self.skip_step()
+        before = self.clock.steps_done
+        try:
+            self.train_step_function(self)
+        except StepSkipped:
+            self.skip_step()
+        self.update_check.compare(self.clock.steps_done - before)
 
     @torch.no_grad()
     def eval_step(self) -> None:
@@ -374,7 +379,8 @@ class Task(Recorder, ClassyTaskNames):
     @property
     def phase_finished(self) -> bool:
         """True if the last counted step was the last of its train phase."""
-        return self.train and (self.clock.between_phases or self.clock.done)
+        ends = self.clock.batch >= self._phase_stop or self.clock.stopped is not None
+        return self.train and ends
 
     def _test_is_next(self) -> bool:
         every = self.config.eval.test_every

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from selftask.config.run_length import Clock
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
@@ -32,12 +29,9 @@ class UpdateCheck:
     def _count(self, *args: Any) -> None:
         self.updates += 1
 
-    @contextmanager
-    def compared(self, clock: Clock) -> Iterator[None]:
-        """Context of one call of the train step; compare its updates with the steps it counts."""
-        before, self.updates = clock.steps_done, 0
-        yield
-        updates, steps = self.updates, clock.steps_done - before
+    def compare(self, steps: int) -> None:
+        """Compare the updates since the last call with the steps that the train step counted."""
+        updates, self.updates = self.updates, 0
         if updates > steps and not self.has_warned:
             self.has_warned = True
             log.warning(
