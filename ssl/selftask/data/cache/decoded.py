@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from selftask.data.reading.files import BadImage
+from selftask.data.reading.files import POLICY, BadImage
 from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError
 
@@ -163,7 +163,7 @@ def store_name(source: Source, max_side: int | None) -> str:
     """
     number = len(source)
     what: list[Any] = [_VERSION, type(source).__name__, source.describe(), number]
-    digest = hashlib.sha256(repr([*what, max_side, source.max_pixels]).encode())
+    digest = hashlib.sha256(repr([*what, max_side, POLICY.max_pixels]).encode())
     for index in range(number):
         path = source.path(index)
         digest.update(f"{path}\0{_stamp(path)}\0".encode("utf-8", "surrogateescape"))

@@ -70,6 +70,7 @@ class Policy:
     retries: int = 2
     max_bytes: int = 1 << 30  # of one encoded image
     max_scans: int = 100  # of one JPEG
+    max_pixels: int = 178_956_970  # of one image; Pillow's limit for decompression bombs
 
 
 POLICY = Policy()

@@ -51,7 +51,7 @@ class FileSource(Source):
 
     def decode(self, data: bytes, path: str) -> np.ndarray:
         """Decode the content of a file to uint8 (H, W, C); raises BadImage about ``path``."""
-        return decode_image(data, path, self.max_pixels)
+        return decode_image(data, path)
 
     def path(self, index: int) -> str:
         return self.path_of_row(index)
@@ -92,7 +92,7 @@ class FileSource(Source):
         if self._unreadable is None:
             rows = range(len(self) if self._checks_headers else 0)
             with ThreadPoolExecutor(max_workers=8) as pool:
-                checks = pool.map(lambda row: check_header(self.path(row), self.max_pixels), rows)
+                checks = pool.map(check_header, map(self.path, rows))
                 self._unreadable = {row: bad for row, bad in enumerate(checks) if bad is not None}
         return self._unreadable
 

@@ -75,7 +75,7 @@ class Frames(FileSource):
 
     def extra(self, index: int, name: str) -> np.ndarray:
         """Return a later frame of the clip, uint8 (H, W, C)."""
-        return read_image(self.extra_path(index, name), self.max_pixels)
+        return read_image(self.extra_path(index, name))
 
     def path(self, index: int) -> str:
         return self.path_of_row(int(self.rows[index]))

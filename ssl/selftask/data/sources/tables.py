@@ -126,7 +126,7 @@ class TableSource(FileSource):
             return cell
         if not cell:
             raise BadImage(self.path(index), f"its {name} is empty")
-        return read_image(self.extra_path(index, name), self.max_pixels)
+        return read_image(self.extra_path(index, name))
 
     def extra_path(self, index: int, name: str) -> str:
         return os.path.join(self.root, self._extras[name][index])
