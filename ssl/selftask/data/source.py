@@ -161,16 +161,7 @@ class Wrapped(Delegating):
     def __init__(self, source: Source) -> None:
         self.source = source
         self.labels = source.labels
-
-    @property
-    def channels(self) -> int:  # type: ignore[override]
-        """Number of channels of the wrapped source."""
-        return channels_of(self.source)
-
-    @property
-    def extras(self) -> Mapping[str, ExtraKind]:  # type: ignore[override]
-        """Extras of the wrapped source."""
-        return extras_of(self.source)
+        self.channels, self.extras = channels_of(source), extras_of(source)
 
     @property
     def num_classes(self) -> int:
