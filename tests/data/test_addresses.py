@@ -68,7 +68,7 @@ def test_a_folder(store: Path, tmp_path: Path) -> None:
     check(copied(source, str(tmp_path / "fast")), [1, 2, 0, 3], [0, 0, 1, 1])
     put(tmp_path, "images/a/1.png", b"damaged")
     with pytest.raises(BadImage, match=r"^mem://bucket/images/a/1\.png: not an image"):
-        source[0]
+        build("mem://bucket/images")[0]
     with pytest.raises(UserError, match=r"no images .* under mem://bucket/nothing"):
         build("mem://bucket/nothing")
 

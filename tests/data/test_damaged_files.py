@@ -34,7 +34,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(path: Path, **more: Any) -> Source:
     """What ``data=PATH`` opens."""
     section = expand_source(str(path)) | more
-    return open_source(Component(name=section.pop("name"), args=section), 100_000_000)
+    return open_source(Component(name=section.pop("name"), args=section))
 
 
 def look(path: Path) -> str:

@@ -199,9 +199,7 @@ def test_every_image_is_looked_at_once(num_workers: int) -> None:
 
 
 def test_processes_that_cannot_even_start_end_the_survey(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "selftask.data.inspect.worker_pool._look_at_chunk", lambda *words: os._exit(7)
-    )
+    monkeypatch.setattr("selftask.data.inspect.worker_pool._work", lambda *words: os._exit(7))
     with pytest.raises(RunError, match=r"before they have read anything.*code 7"):
         list(map_images(lambda index: index, range(10), 2))
 

@@ -126,7 +126,7 @@ def test_too_many_bad_files(photos: Path) -> None:
     with pytest.raises(UserError, match="1 of 7 images"):
         decoded(opened(photos), "disk", max_unreadable=0.1)
     assert not list((photos.parent / "cache").rglob("*.pixels"))
-    assert not list((photos.parent / "cache").rglob("*.new"))
+    assert not list((photos.parent / "cache").rglob(".*.tmp"))
 
 
 @pytest.mark.parametrize("cache", ["ram", "disk"])
@@ -140,7 +140,7 @@ def test_too_little_space(photos: Path, cache: str, monkeypatch: pytest.MonkeyPa
 def cached_files(photos: Path) -> tuple[Path, Path]:
     """Pixels and table of ``data.cache=disk``."""
     (pixels,) = (photos.parent / "cache").rglob("*.pixels")
-    return pixels, pixels.with_suffix(".npz")
+    return pixels, pixels.with_suffix(".table")
 
 
 @pytest.mark.parametrize("which", ["pixels", "table"])

@@ -255,9 +255,9 @@ def test_limits_on_encoded_images_are_set_by_the_config(tmp_path: Path) -> None:
 def test_patience_is_set_by_the_config(tmp_path: Path) -> None:
     make_photographs(tmp_path, 10)
     open_data(config_for(tmp_path, tmp_path, "data.read_timeout_s=7", "data.read_retries=5").data)
-    assert Policy(7.0, 5) == files.POLICY
+    assert Policy(7.0, 5, max_pixels=100_000_000) == files.POLICY
     open_data(config_for(tmp_path, tmp_path).data)
-    assert Policy(60.0, 2) == files.POLICY
+    assert Policy(60.0, 2, max_pixels=100_000_000) == files.POLICY
 
 
 class Crashing(FileSource):

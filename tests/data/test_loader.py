@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numbered import Numbers, assert_same, dataset, read
+from PIL import Image
 
 from selftask.config.load import load_config
 from selftask.config.schema import Component, DataConfig, ViewConfig
@@ -19,6 +21,7 @@ from selftask.data.loading.dataset import EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches, in_equal_numbers
 from selftask.data.loading.open_data import check_data, open_data
 from selftask.data.open_source import open_source
+from selftask.data.reading.files import POLICY, BadImage
 from selftask.data.sampling.repeated import Repeated
 from selftask.data.sampling.sampler import Pool
 from selftask.data.transforms.pipeline import build_pipeline
@@ -144,12 +147,19 @@ def test_check_data() -> None:
         check_data(config(20, 6), source)
 
 
-def test_open_data_passes_the_pixel_limit() -> None:
-    digits = Component(name="digits", args={"split": "val"})
-    sources = open_data(DataConfig(source=digits, val=digits, max_pixels=77))
-    assert sources.train.max_pixels == 77
-    assert sources.val is not None
-    assert len(sources.val) == 450
+def test_the_pixel_limit_holds_for_all_images_also_within_concat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(POLICY, "max_pixels", POLICY.max_pixels)  # reset when the test ends
+    Image.new("RGB", (10, 8)).save(tmp_path / "a.png")
+    folder = Component(name="folder", args={"path": str(tmp_path)})
+    both = Component(name="concat", args={"sources": [folder.to_dict()]})
+    sources = open_data(DataConfig(source=both, val=folder, max_pixels=79))
+    for source in (sources.train, sources.val):
+        assert source is not None
+        with pytest.raises(BadImage, match=r"10x8 pixels, more than data\.max_pixels=79"):
+            source[0]
+    open_data(DataConfig(source=both, max_pixels=80)).train[0]
 
 
 class Corners(Numbers):

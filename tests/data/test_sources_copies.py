@@ -21,6 +21,7 @@ from selftask.config.schema import Component
 from selftask.data.loading.open_data import Sources, copy_data
 from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
+from selftask.data.relabelled import relabelled
 from selftask.data.source import Source
 from selftask.data.staging import copies
 from selftask.data.staging.staged_source import copied
@@ -71,7 +72,6 @@ def test_files_are_copied_with_their_times_and_checksums(tree: Path, tmp_path: P
     shutil.rmtree(tree)  # from here on only the copies can be read
     assert contents(fast) == contents(pickle.loads(pickle.dumps(fast))) == before
     assert (fast.num_classes, fast.labels.tolist()) == (2, [0, 0, 0, 1, 1, 1])
-    assert fast.describe().endswith(f"; copied to {tmp_path}/fast")
 
 
 def test_the_second_time_only_what_changed(
@@ -95,6 +95,15 @@ def test_of_a_subset_only_its_files(tree: Path, tmp_path: Path) -> None:
     fast = copied(source, str(tmp_path / "fast"))
     assert len(list((tmp_path / "fast").rglob("*.png"))) == len(fast) == 2
     assert contents(fast) == contents(source)
+
+
+def test_other_labels_of_copies(tree: Path, tmp_path: Path) -> None:
+    source = relabelled(build("folder", path=str(tree), subset={"count": 3}), "index")
+    fast = copied(source, str(tmp_path / "fast"))
+    images = contents(fast)
+    shutil.rmtree(tree)
+    assert contents(fast) == images
+    assert [fast[index][1] for index in range(3)] == [0, 1, 2]
 
 
 def test_unreadable_files_keep_their_names(tree: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_order_labels_and_stride(clips: str) -> None:
     assert levels(pickle.loads(pickle.dumps(by_clip))) == levels(by_clip)
 
 
-def test_errors(clips: str, tmp_path: Path) -> None:
+def test_errors(clips: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run" / "clip2" / "f9.png").write_bytes(b"nothing")
     with pytest.raises(BadImage, match=r"run/clip2/f9\.png: not an image"):
         build(path=clips)[2]
@@ -64,6 +64,6 @@ def test_errors(clips: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         build(path=f"{clips}/gone")
     source = build(path=clips)
-    source.max_pixels = 15
+    monkeypatch.setattr("selftask.data.reading.files.POLICY.max_pixels", 15)
     with pytest.raises(BadImage, match=r"more than data\.max_pixels=15"):
         source[0]

@@ -130,7 +130,6 @@ def test_in_a_config() -> None:
     names = {train.path(i) for i in range(len(train))}, {val.path(i) for i in range(len(val))}
     assert not names[0] & names[1]
     assert len(names[0] | names[1]) == 1347
-    assert train.max_pixels == config.data.max_pixels
     assert "subset" not in load_config("simclr/digits", []).data.source.args
     with pytest.raises(ConfigError, match=r"data\.subset='10%': expected a number"):
         load_config("simclr/digits", ["data.subset=10%"])

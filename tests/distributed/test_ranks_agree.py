@@ -117,7 +117,7 @@ def test_ranks_with_other_images_under_the_same_names(tmp_path: Path) -> None:
     assert run_ranks(_compare_images, 2, tmp_path) == ["", ""]
     Image.new("RGB", (8, 8)).save(tmp_path / "1/003.png")
     first, second = run_ranks(_compare_images, 2, tmp_path)
-    assert f"data: rank 1 on {HOST} has other images under the same names (1 of 5 com" in first
+    assert f"rank 0 on {HOST}: other images under the same names (1 of 5 compared: " in first
     assert "1/003.png" in second and "0/003.png" in first
 
 

@@ -66,10 +66,11 @@ def test_ranks_that_see_different_data() -> None:
     host = socket.gethostname()
     same, fewer, names, labels, none = first
     assert same == ""
-    assert f"data: rank 1 on {host} has 1 image, not the 2 images of rank 0 on {host}" in fewer
-    assert "has 2 images with other names than rank 0" in names
-    assert "has 2 images with other labels than rank 0" in labels
-    assert "has 0 images, not the 2 images of rank 0" in none
+    assert f"data: rank 1 on {host} sees other data than rank 0 on {host}: 2 images" in fewer
+    assert "2 images on rank 0, 1 on rank 1; every rank must see the same files" in fewer
+    assert "as many images (2), but not the same names or order" in names
+    assert "other labels" in labels
+    assert "2 images on rank 0, 0 on rank 1" in none
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from selftask.errors import UserError
 from selftask.report.compare.comparison_page import read_comparison
 from selftask.report.compare.differences import differing, flat, short_names
 from selftask.report.compare.interval import interval
-from selftask.report.compare.tables import show_hours, show_rate
+from selftask.report.compare.tables import show_rate
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 30])
@@ -199,4 +199,3 @@ def test_models_of_a_library_are_told_apart() -> None:
 
 def test_small_numbers_are_not_rounded_to_nothing() -> None:
     assert [show_rate(rate) for rate in (0.32, 4.25, 1409.2)] == ["0.32", "4.2", "1,409"]
-    assert [show_hours(h) for h in (0.00052, 0.5, 2.44)] == ["1.9 s", "30 min", "2.44 h"]

@@ -16,6 +16,7 @@ from selftask.data.inspect.contact_sheet import to_pixels
 from selftask.methods.mae import unpatchify
 from selftask.models.network import PatchOutput
 from selftask.report.images import sections as made
+from selftask.report.images.cache import SectionCache
 from selftask.report.images.reconstructions import visualize
 from selftask.report.images.sections import ImageSections
 from selftask.report.page import Section
@@ -33,8 +34,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 
 @pytest.fixture
-def run(trained: Task, tmp_path: Path) -> Path:
+def run(trained: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run's folder, without sections of other tests."""
+    monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "copy"
     shutil.copytree(trained.out, folder)
     return folder
@@ -101,8 +103,18 @@ def test_data_that_is_gone_or_changed_is_told(run: Path, trained: Task) -> None:
 
 def test_a_damaged_cache_is_made_anew(run: Path) -> None:
     assert sections(run).keys() == ALL
-    (run / "report" / "images.json").write_text('{"format": "1 0", "groups"')
+    cached = SectionCache(run)
+    assert cached.get("views", cached._groups["views"]["key"])
+    cached._path.write_text('{"format": "1 0", "groups"')
     assert sections(run).keys() == ALL
+
+
+def test_sections_of_another_user_are_not_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = SectionCache(run)
+    first.put("views", "key", [Section("Views", "<p>made</p>", "views")])
+    assert SectionCache(run).get("views", "key")
+    monkeypatch.setattr("os.getuid", lambda: first._path.stat().st_uid + 1)
+    assert SectionCache(run).get("views", "key") is None
 
 
 def test_a_run_without_weights_shows_its_views(run: Path) -> None:

@@ -25,16 +25,15 @@ from selftask.data.loading.dataset import EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches, in_batches, in_equal_numbers
 from selftask.data.loading.open_data import Sources, check_data, check_val
 from selftask.data.source import channels_of, extras_of
+from selftask.data.tokenizers.base import Tokenizer, build_tokenizer
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.data.views import Views
 from selftask.distributed.collectives import gather_objects, is_primary
 from selftask.logs import DETAIL, get_logger
-from selftask.registry import TOKENIZERS
 
 if TYPE_CHECKING:
     from selftask.config.schema import Config
     from selftask.data.source import Source
-    from selftask.data.tokenizers.base import Tokenizer
     from selftask.distributed.world import World
 
 log = get_logger(__name__)
@@ -110,10 +109,7 @@ class DataModule:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer that converts texts of the data to token ids."""
-        component = self.config.data.tokenizer
-        tokenizer = TOKENIZERS[component.name]
-        built: Tokenizer = tokenizer(tokenizer.Config(**component.args))
-        return built
+        return build_tokenizer(self.config.data.tokenizer)
 
     def _extras_of(self, source: Source) -> ExtrasReader | None:
         """Return a reader of a source's texts and arrays, or None if it has none."""

@@ -73,6 +73,7 @@ def differences(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
     path: Callable[[int], str] = "image {}".format,
+    when: tuple[str, str] = ("before", "now"),
 ) -> list[str]:
     """Return how two fingerprints differ, one phrase per difference.
 
@@ -80,10 +81,11 @@ def differences(
         before: A fingerprint, perhaps of an older version; contents are compared if both have them.
         now: The other fingerprint.
         path: Returns the name of an image by index, for messages.
+        when: Words for the two, for messages.
     """
     if before["count"] != now["count"]:
         number = f"{before['count']:,} {plural('image', before['count'])}"
-        return [f"{number} before, {now['count']:,} now", *_classes(before, now)]
+        return [f"{number} {when[0]}, {now['count']:,} {when[1]}", *_classes(before, now)]
     classes = list(_classes(before, now))
     if before["names"] != now["names"]:
         return [f"as many images ({now['count']:,}), but not the same names or order", *classes]
@@ -91,7 +93,7 @@ def differences(
         return ["other labels", *_contents(before, now, path)]
     if before.get("tokenizer") != now.get("tokenizer"):
         words = (each.get("tokenizer") or "none" for each in (before, now))
-        classes.append("tokens: {} before, {} now".format(*words))
+        classes.append("tokens: {} {when[0]}, {} {when[1]}".format(*words, when=when))
     return [*classes, *_contents(before, now, path)]
 
 
@@ -129,25 +131,16 @@ def check_same_on_all_ranks(source: Source | None, key: str) -> None:
     """
     if world_size() == 1:
         return
-    here: dict[str, Any] = {"count": 0}
+    here: dict[str, Any] = {"count": 0, "classes": None}
     if source is not None:
         here = {**fingerprint(source), "contents": sample_contents(source)}
     prints = gather_objects((socket.gethostname(), here))
     first_host, first = prints[0]
     for rank, (host, other) in enumerate(prints):
-        if problem := _difference(other, first, source):
+        path = "image {}".format if source is None else source.path
+        when = "on rank 0", f"on rank {rank}"
+        if other != first and (problems := differences(first, other, path, when)):
             raise UserError(
-                f"{key}: rank {rank} on {host} {problem} rank 0 on {first_host}; every rank must "
-                "see the same files, in the same order"
+                f"{key}: rank {rank} on {host} sees other data than rank 0 on {first_host}: "
+                f"{'; '.join(problems)}; every rank must see the same files, in the same order"
             )
-
-
-def _difference(other: dict[str, Any], first: dict[str, Any], source: Source | None) -> str | None:
-    counts = [f"{d['count']} {plural('image', d['count'])}" for d in (other, first)]
-    if counts[0] != counts[1]:
-        return f"has {counts[0]}, not the {counts[1]} of"
-    for key, what in (("names", "names"), ("labels", "labels"), ("classes", "classes")):
-        if other.get(key) != first.get(key):
-            return f"has {counts[0]} with other {what} than"
-    changed = _contents(first, other, "image {}".format if source is None else source.path)
-    return f"has {changed[0]} than" if changed else None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from selftask.config.schema import Component
 
 
-def open_source(component: Component, max_pixels: int | None = None) -> Source:
+def open_source(component: Component) -> Source:
     """Open a registered source; raises UserError or ConfigError for mistakes of the user.
 
     The argument ``subset``, if given, selects a part of it.
@@ -22,7 +22,5 @@ def open_source(component: Component, max_pixels: int | None = None) -> Source:
     config = getattr(registered, "Config", None)
     args = {name: value for name, value in component.args.items() if name != "subset"}
     source: Source = registered(config(**args)) if config else registered(**args)
-    if max_pixels is not None:
-        source.max_pixels = max_pixels
     check_labels(source)
     return subset_of(source, component.args.get("subset"))

@@ -11,7 +11,6 @@ import numpy as np
 
 from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage
-from selftask.data.reading.image import MAX_PIXELS
 
 ExtraKind: TypeAlias = Literal["image", "text", "array"]
 
@@ -31,7 +30,6 @@ class Source(ABC):
     raises UserError.
     """
 
-    max_pixels = MAX_PIXELS  # set from data.max_pixels when opened
     channels: int = 3  # of every image
     labels: Any = None  # (N,) int64 if known without reading an image, else None
     extras: Mapping[str, ExtraKind] = {}  # kind of each extra field, by name; never modified
@@ -163,25 +161,7 @@ class Wrapped(Delegating):
     def __init__(self, source: Source) -> None:
         self.source = source
         self.labels = source.labels
-
-    @property
-    def max_pixels(self) -> int:  # type: ignore[override]
-        """Largest number of pixels of an image of the wrapped source."""
-        return self.source.max_pixels
-
-    @max_pixels.setter
-    def max_pixels(self, value: int) -> None:
-        self.source.max_pixels = value
-
-    @property
-    def channels(self) -> int:  # type: ignore[override]
-        """Number of channels of the wrapped source."""
-        return channels_of(self.source)
-
-    @property
-    def extras(self) -> Mapping[str, ExtraKind]:  # type: ignore[override]
-        """Extras of the wrapped source."""
-        return extras_of(self.source)
+        self.channels, self.extras = channels_of(source), extras_of(source)
 
     @property
     def num_classes(self) -> int:

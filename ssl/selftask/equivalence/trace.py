@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
 from selftask.batch import Batch
 from selftask.config.schema import Config
@@ -175,34 +176,19 @@ class RecordedTask(Task):
         self.loss.register_forward_hook(after, always_call=True)
 
 
-class _CollectiveCounter:
-    """Context manager that counts calls of torch.distributed's gathers and reductions."""
-
-    _NAMES = (
-        *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all"),
-        *("reduce_scatter_tensor", "reduce_scatter_single"),
-    )
+class _CollectiveCounter(TorchDispatchMode):
+    """Context manager that counts the gathers and reductions between ranks."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls = 0
 
-    def __enter__(self) -> _CollectiveCounter:
-        present = [name for name in self._NAMES if hasattr(dist, name)]  # differs between versions
-        self._originals = {name: getattr(dist, name) for name in present}
-        for name, original in self._originals.items():
-            setattr(dist, name, self._counting(original))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for name, original in self._originals.items():
-            setattr(dist, name, original)
-
-    def _counting(self, original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return original(*args, **kwargs)
-
-        return call
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__
+        self.calls += func.namespace == "c10d" and ("all" in name or "reduce" in name)
+        return func(*args, **kwargs or {})
 
 
 class _InDouble:
@@ -225,7 +211,7 @@ class _InDouble:
 
 
 def _in_double(batch: Batch) -> Batch:
-    return replace(batch, views=_doubles(batch.views))
+    return replace(batch, views=tree_map(_double, batch.views))
 
 
 def _generator_states() -> dict[str, Any]:
@@ -249,22 +235,14 @@ def _whole(tensor: Any) -> Tensor:
     return full.detach().clone()
 
 
-def _doubles(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_doubles(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _doubles(item) for key, item in value.items()}
+def _double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _per_sample(value: Any, rows: int, name: str = "input") -> Iterator[tuple[str, Tensor]]:
+def _per_sample(value: Any, rows: int) -> Iterator[tuple[str, Tensor]]:
     """Yield a position-weighted sum per sample for each tensor (B, ...) in nested containers."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _per_sample(item, rows, f"{name}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _per_sample(item, rows, f"{name}[{number}]")
-    elif isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows:
-        flat = value.detach().reshape(rows, -1).double()
-        yield name, flat @ torch.linspace(1.0, 2.0, flat.shape[1]).double()
+    for path, leaf in tree_leaves_with_path(value):
+        if isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows:
+            flat = leaf.detach().reshape(rows, -1).double()
+            weights = torch.linspace(1.0, 2.0, flat.shape[1]).double()
+            yield f"input{keystr(path)}", flat @ weights

@@ -22,6 +22,14 @@ _LARGEST = 2**53  # up to here floats hold whole numbers exactly
 _LARGEST_FLOAT = 1e100  # products of a few such numbers are finite
 _LATEST_S = 32_503_680_000  # the year 3000
 
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
 
 class UnreadableFile(OSError, UserError):
     """Raised for a file that is too large, not a regular file, or has unexpected content."""
@@ -61,15 +69,13 @@ def check_regular(path: str | Path) -> None:
 
 
 def _check_regular(path: str | Path, mode: int) -> None:
-    kinds = {
-        stat.S_IFIFO: "a named pipe",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFDIR: "a folder",
-    }
-    if not stat.S_ISREG(mode):
-        raise UnreadableFile(path, f"is {kinds.get(stat.S_IFMT(mode), 'special')} and not a file")
+    if kind := special_kind(mode):
+        raise UnreadableFile(path, f"is {kind} and not a file")
+
+
+def special_kind(mode: int) -> str:
+    """Return what a path is by its mode, such as ``a folder``; empty for a regular file."""
+    return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 def read_bytes(path: str | Path, most: int = MAX_BYTES) -> bytes:

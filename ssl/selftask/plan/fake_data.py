@@ -15,8 +15,7 @@ from selftask.batch import Batch, Draws, Extras
 from selftask.config.checks.grid import output_side
 from selftask.config.checks.requirements import required
 from selftask.config.schema import Config, num_views
-from selftask.data.tokenizers.base import Tokenizer
-from selftask.registry import TOKENIZERS
+from selftask.data.tokenizers.base import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,7 @@ class FakeData:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of captions."""
-        component = self.config.data.tokenizer
-        kind = TOKENIZERS[component.name]
-        tokenizer: Tokenizer = kind(kind.Config(**component.args))
-        return tokenizer
+        return build_tokenizer(self.config.data.tokenizer)
 
     @cached_property
     def sides(self) -> dict[str, int]:

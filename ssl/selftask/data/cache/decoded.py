@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import zlib
@@ -12,7 +11,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from selftask.data.reading.files import BadImage
+from selftask.data.reading.files import POLICY, BadImage
+from selftask.data.reading.index import Index, load, write
 from selftask.data.source import Source, Wrapped
 from selftask.errors import UserError
 
@@ -112,14 +112,8 @@ class Store:
 
     def save_table(self, path: Path) -> None:
         """Write everything but the pixels to ``path``, atomically."""
-        new = path.with_suffix(f".{os.getpid()}.npz")
-        reasons = json.dumps({str(index): why for index, why in self.reasons.items()})
-        arrays = {name: getattr(self, name) for name in _ARRAYS}
-        with open(new, "wb") as file:
-            np.savez(file, length=self.length, reasons=np.array(reasons), **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
+        header = {"length": self.length, "reasons": list(self.reasons.items())}
+        write(Index(header, {name: getattr(self, name) for name in _ARRAYS}), path)
 
     def remove(self) -> None:
         """Remove the table, so that the file is not used again."""
@@ -135,18 +129,15 @@ class Store:
             table: File of everything else.
             channels: Number of channels of each image.
         """
-        try:
-            with np.load(table) as saved:
-                store = Store(len(saved["labels"]), channels)
-                vars(store).update({name: saved[name] for name in _ARRAYS})
-                store.length = int(saved["length"])
-                reasons: dict[str, str] = json.loads(str(saved["reasons"]))
-        except Exception as error:  # a damaged zip may raise any error
-            raise DamagedStore(f"{table} cannot be read: {error}") from error
+        saved = load(table)
+        if saved is None:
+            raise DamagedStore(f"{table} cannot be read")
+        store = Store(len(saved.arrays["labels"]), channels)
+        vars(store).update(saved.arrays)
+        store.length, store.reasons = saved.header["length"], dict(saved.header["reasons"])
         there = pixels.stat().st_size
         if there != store.length:
             raise DamagedStore(f"{pixels} has {there} bytes, and {store.length} were written")
-        store.reasons = {int(index): why for index, why in reasons.items()}
         with open(pixels, "rb") as file:
             store.map(file)
         store._checked = np.zeros(len(store.labels), dtype=bool)
@@ -163,7 +154,7 @@ def store_name(source: Source, max_side: int | None) -> str:
     """
     number = len(source)
     what: list[Any] = [_VERSION, type(source).__name__, source.describe(), number]
-    digest = hashlib.sha256(repr([*what, max_side, source.max_pixels]).encode())
+    digest = hashlib.sha256(repr([*what, max_side, POLICY.max_pixels]).encode())
     for index in range(number):
         path = source.path(index)
         digest.update(f"{path}\0{_stamp(path)}\0".encode("utf-8", "surrogateescape"))

@@ -19,6 +19,7 @@ from selftask.data.loading.loader import EvalBatches
 from selftask.data.source import channels_of
 from selftask.errors import UserError
 from selftask.files.cache_dir import cache_folder, locked
+from selftask.files.replace import replacing
 from selftask.logs import get_logger
 from selftask.logs.stages import staged
 
@@ -53,7 +54,7 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
             return Decoded(source, fill.into(file, lambda: free_bytes(torch.device("cpu"))))
     folder = cache_folder() / "decoded"
     pixels = folder / f"{store_name(source, data.max_side)}.pixels"
-    table = pixels.with_suffix(".npz")
+    table = pixels.with_suffix(".table")
     with locked(pixels.with_suffix(".lock")):
         if table.exists() and pixels.exists():
             log.info("data.cache=disk: decoded images of an earlier run, %s", pixels)
@@ -61,15 +62,9 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
                 return Decoded(source, Store.open(pixels, table, channels_of(source)))
             except DamagedStore as error:
                 log.warning("data.cache=disk: %s; it is made again", error)
-        new = pixels.with_suffix(".new")
-        try:
-            with open(new, "w+b") as file:
-                store = fill.into(file, lambda: shutil.disk_usage(folder).free)
-                os.fsync(file.fileno())
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
-        os.replace(new, pixels)
+        with replacing(pixels) as temporary, open(temporary, "w+b") as file:
+            store = fill.into(file, lambda: shutil.disk_usage(folder).free)
+            os.fsync(file.fileno())
         store.save_table(table)
         return Decoded(source, Store.open(pixels, table, channels_of(source)))
 

@@ -197,15 +197,12 @@ class _Table:
     def __init__(self, num_images: int) -> None:
         self.num_bytes = np.zeros(num_images, dtype=np.int64)
         self.sides = np.zeros((num_images, 2), dtype=np.int32)  # width, height; 0: unreadable
-        self.digests = np.zeros(num_images, dtype=f"V{_DIGEST}")
-        self.has_digest = np.zeros(num_images, dtype=bool)
+        self.digests = np.zeros(num_images, dtype=f"S{_DIGEST}")  # empty: unreadable
 
     def put(self, index: int, facts: Facts) -> None:
         self.num_bytes[index] = facts.num_bytes
         self.sides[index] = facts.width, facts.height
-        if facts.digest:
-            self.digests[index] = facts.digest
-            self.has_digest[index] = True
+        self.digests[index] = facts.digest
 
     def extremes(
         self, source: Source
@@ -224,18 +221,11 @@ class _Table:
 
     def duplicates(self, source: Source) -> list[list[str]]:
         """Return groups of paths with equal content, in the order of the source."""
-        indices = np.flatnonzero(self.has_digest)
-        pairs = self.digests[indices].view(np.uint64).reshape(-1, 2)
-        order = np.lexsort((indices, pairs[:, 1], pairs[:, 0]))
-        same = (pairs[order][1:] == pairs[order][:-1]).all(axis=1)
-        groups: list[list[int]] = []
-        for pair in np.flatnonzero(same):
-            first, second = (int(indices[order[pair + side]]) for side in (0, 1))
-            if groups and groups[-1][-1] == first:
-                groups[-1].append(second)
-            else:
-                groups.append([first, second])
-        return [[source.path(index) for index in group] for group in sorted(groups)]
+        _, content, counts = np.unique(self.digests, return_inverse=True, return_counts=True)
+        groups: dict[int, list[str]] = {}
+        for index in np.flatnonzero((counts[content] > 1) & (self.digests != b"")).tolist():
+            groups.setdefault(int(content[index]), []).append(source.path(index))
+        return list(groups.values())
 
 
 def _named_size(image: tuple[str, int, int]) -> dict[str, Any]:

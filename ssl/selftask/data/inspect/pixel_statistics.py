@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import fsum, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 class Sums(NamedTuple):
-    """Sums over one image, or over all images with the same number of pixels."""
+    """Sums over one image."""
 
     width: int
     height: int
@@ -47,7 +46,7 @@ class Statistics:
     num_unreadable: int
     by_image: Moments  # all images have equal weight, like their crops in training
     by_pixel: Moments  # all pixels have equal weight
-    sides: np.ndarray  # (num_images, 2) int32: width and height; images in any order
+    sides: np.ndarray  # (num_images, 2) int64: width and height
     seconds: float
     num_workers: int
 
@@ -120,28 +119,34 @@ def measure(
     """
     started = time.perf_counter()
     indices = choose(len(source), most, seed)
-    totals = _Totals()
-    sides = np.empty((len(indices), 2), dtype=np.int32)
-    unreadable = 0
+    table: np.ndarray | None = None  # int64, width, height, sums and squares of each image
 
     def look(index: int) -> Sums | None:
         return sums_of(source, index)
 
-    for done, (_, found) in enumerate(map_images(look, indices, num_workers), 1):
-        if isinstance(found, Sums):
-            sides[totals.num_images] = found.width, found.height
-            totals.add(found)
-        else:
-            unreadable += 1
+    for done, (index, image) in enumerate(map_images(look, indices, num_workers), 1):
+        if isinstance(image, Sums):
+            if table is None:
+                table = np.zeros((len(indices), 2 + 2 * len(image.sums)), dtype=np.int64)
+            row = [image.width, image.height, *image.sums, *image.squares]
+            if len(row) != table.shape[1]:
+                raise UserError(
+                    f"images have different numbers of channels: {table.shape[1] // 2 - 1} and "
+                    f"{len(image.sums)}"
+                )
+            table[np.searchsorted(indices, index)] = row
         progress(done)
-    if not totals.num_images:
+    if table is None:
         raise UserError(f"none of {len(indices)} images can be read; see `selftask data check`")
+    table = table[table[:, 0] > 0]
+    sides, sums = table[:, :2], np.stack(np.split(table[:, 2:], 2, axis=1))
+    pixels = sides.prod(axis=1)[:, None]
     return Statistics(
-        num_images=totals.num_images,
-        num_unreadable=unreadable,
-        by_image=totals.by_image(),
-        by_pixel=totals.by_pixel(),
-        sides=sides[: totals.num_images],
+        num_images=len(table),
+        num_unreadable=len(indices) - len(table),
+        by_image=_moments(*(sums / pixels).mean(axis=1)),
+        by_pixel=_moments(*sums.sum(axis=1) / pixels.sum()),
+        sides=sides,
         seconds=time.perf_counter() - started,
         num_workers=num_workers,
     )
@@ -168,48 +173,7 @@ def sums_of_pixels(pixels: np.ndarray) -> Sums:
     return Sums(width, height, tuple(map(int, sums)), tuple(map(int, squares)))
 
 
-class _Totals:
-    """Sums over images, grouped by number of pixels, so that images can have equal weight."""
-
-    def __init__(self) -> None:
-        self.num_images = 0
-        self.sums: dict[int, list[int]] = {}  # number of pixels -> one total for each channel
-        self.squares: dict[int, list[int]] = {}
-        self.counts: dict[int, int] = {}  # number of pixels -> images
-
-    def add(self, image: Sums) -> None:
-        channels = len(next(iter(self.sums.values()), image.sums))
-        if len(image.sums) != channels:
-            raise UserError(
-                f"images have different numbers of channels: {channels} and {len(image.sums)}"
-            )
-        pixels = image.width * image.height
-        self.counts[pixels] = self.counts.get(pixels, 0) + 1
-        for table, values in ((self.sums, image.sums), (self.squares, image.squares)):
-            before = table.get(pixels, [0] * channels)
-            table[pixels] = [old + new for old, new in zip(before, values, strict=True)]
-        self.num_images += 1
-
-    def by_pixel(self) -> Moments:
-        total = sum(pixels * count for pixels, count in self.counts.items())
-        return _moments(
-            [sum(channel) / total for channel in zip(*self.sums.values(), strict=True)],
-            [sum(channel) / total for channel in zip(*self.squares.values(), strict=True)],
-        )
-
-    def by_image(self) -> Moments:
-        return _moments(self._mean_of_means(self.sums), self._mean_of_means(self.squares))
-
-    def _mean_of_means(self, table: dict[int, list[int]]) -> list[float]:
-        """Return the mean of each channel, images weighted equally; fsum ignores their order."""
-        means = [[total / pixels for total in totals] for pixels, totals in table.items()]
-        return [fsum(channel) / self.num_images for channel in zip(*means, strict=True)]
-
-
-def _moments(firsts: list[float], seconds: list[float]) -> Moments:
-    """Return mean and standard deviation from the means of values and of their squares."""
-    variances = [second - first * first for first, second in zip(firsts, seconds, strict=True)]
-    return Moments(
-        [first / _FULL for first in firsts],
-        [sqrt(max(variance, 0.0)) / _FULL for variance in variances],
-    )
+def _moments(means: np.ndarray, squares: np.ndarray) -> Moments:
+    """Return mean and deviation of each channel in [0, 1], from the means of values and squares."""
+    deviations = np.sqrt(np.maximum(squares - means**2, 0.0))
+    return Moments((means / _FULL).tolist(), (deviations / _FULL).tolist())

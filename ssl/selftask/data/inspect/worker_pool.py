@@ -15,9 +15,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from selftask.data.reading.files import POLICY
 from selftask.errors import RunError, describe_exit
 
 MAX_PER_CHUNK = 32  # images sent to a process at once
-NEWS_EVERY_S = 0.5  # interval of reports from a process
 DECODING_S = 60.0  # seconds, time limit of decoding one image
 MAX_IDLE_DEATHS = 3  # processes in a row that may die before they read anything
 
@@ -60,7 +59,7 @@ def map_images(
         look: Runs in a forked process; its result must be picklable. Its errors end the iteration.
         indices: Indices of the images, (N,).
         num_workers: Number of processes.
-        silence_s: Seconds without a report after which a process is killed; None:
+        silence_s: Seconds without a result after which a process is killed; None:
             ``patience_s()``.
 
     Yields:
@@ -69,147 +68,105 @@ def map_images(
     Raises:
         RunError: If ``look`` raised an error, or processes die before they read anything.
     """
-    crew = _Crew(look, indices, num_workers, patience_s() if silence_s is None else silence_s)
+    silence_s = patience_s() if silence_s is None else silence_s
+    num_workers = max(1, min(num_workers, len(indices)))
+    size = max(1, min(MAX_PER_CHUNK, len(indices) // (8 * num_workers)))
+    chunks = (indices[first : first + size] for first in range(0, len(indices), size))
+    workers = [_Worker(look) for _ in range(num_workers)]
     try:
-        yield from crew.results()
-    finally:
-        crew.close()
-
-
-@dataclass(eq=False)
-class _Worker(Generic[T]):
-    number: int  # index of the process in ``current``
-    process: Any
-    connection: Connection
-    chunk: list[int] = field(default_factory=list)  # images sent and not yet reported
-    heard: float = 0.0  # time of the last report
-
-
-class _Crew(Generic[T]):
-    def __init__(
-        self,
-        look: _Look[T],
-        indices: Sequence[int] | np.ndarray,
-        num_workers: int,
-        silence_s: float,
-    ) -> None:
-        self.look = look
-        self.silence_s = silence_s
-        num_workers = max(1, min(num_workers, len(indices)))
-        size = max(1, min(MAX_PER_CHUNK, len(indices) // (8 * num_workers)))
-        self.starts = iter(range(0, len(indices), size))  # starts of unassigned chunks
-        self.indices, self.size = indices, size
-        self.again: deque[list[int]] = deque()  # remaining images of lost processes
-        self.current = _fork.RawArray("q", [-1] * num_workers)  # image that each process works on
-        self.idle_deaths = 0
-        self.workers = [self._start(number) for number in range(num_workers)]
-
-    def results(self) -> Iterator[tuple[int, T | Lost]]:
-        for worker in self.workers:
-            self._give(worker)
-        while busy := [worker for worker in self.workers if worker.chunk]:
-            ready = wait([worker.connection for worker in busy], timeout=min(1.0, self.silence_s))
+        for worker in workers:
+            worker.assign(next(chunks, ()))
+        while busy := [worker for worker in workers if worker.assigned]:
+            ready = wait([worker.connection for worker in busy], timeout=min(1.0, silence_s))
             for worker in busy:
                 if worker.connection in ready:
-                    yield from self._news_of(worker)
-                elif time.monotonic() - worker.heard > self.silence_s:
+                    yield from worker.receive()
+                elif time.monotonic() - worker.heard > silence_s:
                     worker.process.kill()
-                    yield from self._replace(worker, f"took longer than {self.silence_s:g} s")
-
-    def close(self) -> None:
-        """Kill all processes."""
-        for worker in self.workers:
+                    yield from worker.replace(f"took longer than {silence_s:g} s")
+                if not worker.assigned:
+                    worker.assign(next(chunks, ()))
+    finally:
+        for worker in workers:
             worker.process.kill()
-        for worker in self.workers:
+        for worker in workers:
             worker.process.join(timeout=5)
             worker.connection.close()
 
-    def _start(self, number: int) -> _Worker[T]:
-        ours, theirs = _fork.Pipe()
-        process = _fork.Process(
-            target=_work, args=(self.look, theirs, self.current, number, os.getpid()), daemon=True
+
+class _Worker(Generic[T]):
+    """A process, and the images assigned to it in the order in which it reads them."""
+
+    def __init__(self, look: _Look[T]) -> None:
+        self._look = look
+        self.assigned: deque[int] = deque()  # not yet reported
+        self.heard = 0.0  # time of the last message to or from the process
+        self._idle_deaths = 0
+        self._start()
+
+    def _start(self) -> None:
+        self.connection, theirs = _fork.Pipe()
+        self.process = _fork.Process(
+            target=_work, args=(self._look, theirs, os.getpid()), daemon=True
         )
-        process.start()
+        self.process.start()
         theirs.close()  # so that we get an end of file when the process dies
-        return _Worker(number, process, ours)
+        self._reads = False  # set by its first message
 
-    def _give(self, worker: _Worker[T]) -> None:
-        if self.again:
-            worker.chunk = self.again.popleft()
-        elif (start := next(self.starts, None)) is not None:
-            worker.chunk = [int(index) for index in self.indices[start : start + self.size]]
-        else:
-            return
-        worker.heard = time.monotonic()
-        self.current[worker.number] = -1
+    def assign(self, indices: Sequence[int] | np.ndarray) -> None:
+        """Send further images to the process."""
+        images = [int(index) for index in indices]
+        self.assigned += images
+        self.heard = time.monotonic()
         with suppress(OSError):  # the process is dead; the end of file is read next
-            worker.connection.send(worker.chunk)
+            self.connection.send(images)
 
-    def _news_of(self, worker: _Worker[T]) -> Iterator[tuple[int, T | Lost]]:
+    def receive(self) -> Iterator[tuple[int, T | Lost]]:
+        """Read a message, and yield the result in it; replace the process if it died."""
         try:
-            news = worker.connection.recv()
+            results = self.connection.recv()
         except (EOFError, OSError):
-            worker.process.join(timeout=5)
-            how = describe_exit(worker.process.exitcode)
-            yield from self._replace(worker, f"the process that read it {how}")
+            self.process.join(timeout=5)
+            how = describe_exit(self.process.exitcode or 0)
+            yield from self.replace(f"the process that read it {how}")
             return
-        if isinstance(news, Exception):
-            raise news
-        worker.heard = time.monotonic()
-        self.idle_deaths = 0
-        reported = {index for index, _ in news}
-        worker.chunk = [index for index in worker.chunk if index not in reported]
-        yield from news
-        if not worker.chunk:
-            self._give(worker)
+        if isinstance(results, Exception):
+            raise results
+        self.heard, self._reads, self._idle_deaths = time.monotonic(), True, 0
+        for result in results:
+            yield self.assigned.popleft(), result
 
-    def _replace(self, worker: _Worker[T], reason: str) -> Iterator[tuple[int, T | Lost]]:
-        """Replace a lost process; its current image is not tried again."""
-        index = self.current[worker.number]
-        rest = [other for other in worker.chunk if other != index]
-        if index in worker.chunk:
-            yield index, Lost(reason)
+    def replace(self, reason: str) -> Iterator[tuple[int, Lost]]:
+        """Start another process; the image that the lost one was reading is not tried again."""
+        if self._reads:
+            yield self.assigned.popleft(), Lost(reason)
         else:
-            self.idle_deaths += 1
-            if self.idle_deaths > MAX_IDLE_DEATHS:
+            self._idle_deaths += 1
+            if self._idle_deaths > MAX_IDLE_DEATHS:
                 raise RunError(f"processes end before they have read anything: one {reason}")
-        if rest:
-            self.again.append(rest)
-        worker.connection.close()
-        new = self._start(worker.number)
-        self.workers[self.workers.index(worker)] = new
-        self._give(new)
+        remaining = [*self.assigned]
+        self.assigned.clear()
+        self.connection.close()
+        self._start()
+        self.assign(remaining)
 
 
-def _work(look: _Look[T], connection: Connection, current: Any, number: int, parent: int) -> None:
-    """Main function of a process: work on chunks until the pipe is closed."""
+def _work(look: _Look[T], connection: Connection, parent: int) -> None:
+    """Main function of a process: read images until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it
     warnings.simplefilter("ignore")  # decoders warn about files that are readable
-    while True:
-        while not connection.poll(1.0):
-            if os.getppid() != parent:
-                return  # the parent was killed; its other children keep our pipe open
-        try:
-            chunk = connection.recv()
-            _look_at_chunk(look, chunk, connection, current, number)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            return
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent has ended
+        connection.send([])
+        while True:
+            while not connection.poll(1.0):
+                if os.getppid() != parent:
+                    return  # the parent was killed; its other children keep our pipe open
+            for index in connection.recv():
+                connection.send(_result(look, index))
 
 
-def _look_at_chunk(
-    look: _Look[T], chunk: list[int], connection: Connection, current: Any, number: int
-) -> None:
-    news: list[tuple[int, T]] = []
-    said = time.monotonic()
-    for index in chunk:
-        current[number] = index
-        try:
-            news.append((index, look(index)))
-        except Exception as error:  # noqa: BLE001 - raised again in the main process
-            connection.send(RunError(f"image {index}: {type(error).__name__}: {error}"))
-            return
-        if time.monotonic() - said > NEWS_EVERY_S:
-            connection.send(news)
-            news, said = [], time.monotonic()
-    if news:
-        connection.send(news)
+def _result(look: _Look[T], index: int) -> list[T] | RunError:
+    try:
+        return [look(index)]
+    except Exception as error:  # noqa: BLE001 - raised again in the main process
+        return RunError(f"image {index}: {type(error).__name__}: {error}")

@@ -38,12 +38,13 @@ def open_data(data: DataConfig) -> Sources:
     Also sets the process-wide settings of reads: timeout, retries and limits of size. Forked
     processes inherit them.
     """
-    set_policy(Policy(data.read_timeout_s, data.read_retries, data.max_bytes, data.max_scans))
-    train = subset_of(_open_named(data.source, data, "data"), data.subset)
+    limits = data.max_bytes, data.max_scans, data.max_pixels
+    set_policy(Policy(data.read_timeout_s, data.read_retries, *limits))
+    train = subset_of(_open_named(data.source, "data"), data.subset)
     train = relabelled(train, data.relabel)
-    val = None if data.val is None else _open_val(data.val, data, train, "data.val")
+    val = None if data.val is None else _open_val(data.val, train, "data.val")
     sets = {
-        name: _open_val(component, data, train, f"data.val_sets.{name}")
+        name: _open_val(component, train, f"data.val_sets.{name}")
         for name, component in data.val_sets.items()
     }
     return Sources(train, val, sets)
@@ -60,17 +61,17 @@ def open_received(config: Config, *, trust: bool) -> Sources:
     return open_data(config.data)
 
 
-def _open_named(component: Component, data: DataConfig, key: str) -> Source:
+def _open_named(component: Component, key: str) -> Source:
     """Open the source of config key ``key``, which is prepended to errors of its address."""
     try:
-        return open_source(component, data.max_pixels)
+        return open_source(component)
     except AddressError as error:
         raise AddressError(f"{key}: {error}") from error
 
 
-def _open_val(component: Component, data: DataConfig, train: Source, key: str) -> Source:
+def _open_val(component: Component, train: Source, key: str) -> Source:
     """Open a validation set and number its classes like those of the training images."""
-    source = _open_named(component, data, key)
+    source = _open_named(component, key)
     if channels_of(source) != channels_of(train):
         raise UserError(
             f"{key}: its images have {channels_of(source)} channels, those of data have "

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 from selftask.errors import UserError
 from selftask.files import addresses
 from selftask.files.addresses import is_remote
+from selftask.files.received import special_kind
 
 T = TypeVar("T")
 
@@ -36,14 +36,6 @@ TRANSIENT = frozenset(
     {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO}
     | {errno.ENOTCONN, errno.ECONNRESET, errno.ESHUTDOWN, errno.EHOSTDOWN}
 )  # errors of network file systems that may be temporary
-
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 class BadImage(Exception):
@@ -70,6 +62,7 @@ class Policy:
     retries: int = 2
     max_bytes: int = 1 << 30  # of one encoded image
     max_scans: int = 100  # of one JPEG
+    max_pixels: int = 178_956_970  # of one image; Pillow's limit for decompression bombs
 
 
 POLICY = Policy()
@@ -171,8 +164,7 @@ def open_regular(path: str) -> BinaryIO:
 def _open(path: str) -> tuple[int, int]:
     """Open a regular file and return handle and size. A pipe is rejected, as it would block."""
     status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+    if kind := special_kind(status.st_mode):
         raise OSError(errno.EINVAL, f"{kind}, not a file")
     check_size(status.st_size)
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), status.st_size

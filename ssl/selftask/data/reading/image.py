@@ -23,8 +23,6 @@ from selftask.data.reading.files import (
     read_bytes,
 )
 
-MAX_PIXELS = 178_956_970  # Pillow's limit for decompression bombs
-
 _ORIENTATION_TAG = 0x0112
 _JPEG = b"\xff\xd8\xff"
 _NPY = b"\x93NUMPY"
@@ -37,49 +35,48 @@ _MAY_BE_TURNED = (b"Exif\0\0", b"tiff:Orientation")  # markers of blocks that ho
 _HEAD = 65_536  # bytes searched for these markers; such a block is shorter
 
 
-def read_image(path: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+def read_image(path: str) -> np.ndarray:
     """Read an image file as upright RGB, uint8 (H, W, 3); of an animation the first frame.
 
     The format is detected from the content, not from the name.
 
     Raises:
-        BadImage: If the path is not a file, the file was not read in time, its header has more than
-            ``max_pixels`` pixels (checked before decoding), or it cannot be decoded completely.
+        BadImage: If the path is not a file, the file was not read in time, its header has more
+            pixels than ``data.max_pixels`` (checked before decoding), or it cannot be decoded
+            completely.
     """
-    return decode_image(read_bytes(path), path, max_pixels)
+    return decode_image(read_bytes(path), path)
 
 
-def decode_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+def decode_image(data: bytes, name: str) -> np.ndarray:
     """Decode the bytes of a file as ``read_image`` does, to uint8 (H, W, 3).
 
     Args:
         data: Content of the file.
         name: Name of the image for messages.
-        max_pixels: As in ``read_image``.
     """
     try:
         check_size(len(data))
         pixels = None
         if data.startswith(_JPEG):
             _refuse_scans(data)
-            pixels = _decode_jpeg(data, max_pixels)
-        return _decode_with_pillow(data, max_pixels) if pixels is None else pixels
+            pixels = _decode_jpeg(data)
+        return _decode_with_pillow(data) if pixels is None else pixels
     except MemoryError:
         raise
     except Exception as error:  # decoders may raise any error on damaged data
         raise BadImage(name, _reason(error)) from error
 
 
-def decode(data: bytes, name: str, max_pixels: int) -> np.ndarray:
+def decode(data: bytes, name: str) -> np.ndarray:
     """Decode an image or .npy file to uint8 (H, W, 3); raises BadImage about ``name``.
 
     Args:
         data: Encoded image, or content of a .npy file.
         name: Name of the image for messages.
-        max_pixels: As in ``read_image``.
     """
     if not data.startswith(_NPY):
-        return decode_image(data, name, max_pixels)
+        return decode_image(data, name)
     try:
         return from_array(np.load(io.BytesIO(data), allow_pickle=False))
     except (ValueError, EOFError, OSError) as error:
@@ -100,7 +97,7 @@ def image_of(array: np.ndarray, name: str, channels: int = 3) -> np.ndarray:
         raise BadImage(name, str(error)) from error
 
 
-def _decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
+def _decode_jpeg(data: bytes) -> np.ndarray | None:
     """Decode common JPEGs with libjpeg-turbo, in half of Pillow's time and with the same pixels.
 
     Returns None for other and for damaged files, which are left to Pillow.
@@ -109,7 +106,7 @@ def _decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    _refuse_bomb((width, height), max_pixels)
+    _refuse_bomb((width, height))
     if space not in _JPEG_SPACES:
         return None
     try:
@@ -122,19 +119,19 @@ def _decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
     return pixels
 
 
-def _decode_with_pillow(data: bytes, max_pixels: int) -> np.ndarray:
-    with _pixel_limit(max_pixels), Image.open(io.BytesIO(data)) as image:
-        _refuse_bomb(image.size, max_pixels)
+def _decode_with_pillow(data: bytes) -> np.ndarray:
+    with _pixel_limit(), Image.open(io.BytesIO(data)) as image:
+        _refuse_bomb(image.size)
         image.load()
         return upright(to_rgb(image), orientation(image))
 
 
-def check_header(path: str, max_pixels: int = MAX_PIXELS) -> BadImage | None:
+def check_header(path: str) -> BadImage | None:
     """Return the error if the header of a file cannot be read, else None; decodes nothing."""
 
     def open_header(path: str) -> None:
-        with open_regular(path) as file, _pixel_limit(max_pixels), Image.open(file) as image:
-            _refuse_bomb(image.size, max_pixels)
+        with open_regular(path) as file, _pixel_limit(), Image.open(file) as image:
+            _refuse_bomb(image.size)
 
     try:
         in_time(open_header, path, POLICY.timeout_s)
@@ -256,9 +253,10 @@ def _to_8_bit(array: np.ndarray, *, deep: bool = False) -> np.ndarray:
     return np.rint(values * (255.0 / full)).astype(np.uint8)
 
 
-def _refuse_bomb(size: tuple[int, int], max_pixels: int) -> None:
-    if size[0] * size[1] > max_pixels:
-        raise ValueError(f"{size[0]}x{size[1]} pixels, more than data.max_pixels={max_pixels}")
+def _refuse_bomb(size: tuple[int, int]) -> None:
+    if size[0] * size[1] > POLICY.max_pixels:
+        limit = f"data.max_pixels={POLICY.max_pixels}"
+        raise ValueError(f"{size[0]}x{size[1]} pixels, more than {limit}")
 
 
 def _refuse_scans(data: bytes) -> None:
@@ -289,13 +287,13 @@ def _count_scans(data: bytes) -> int:
 
 
 @contextmanager
-def _pixel_limit(max_pixels: int) -> Iterator[None]:
+def _pixel_limit() -> Iterator[None]:
     """Context manager that sets Pillow's limit for decompression bombs and silences warnings.
 
     Pillow warns above ``MAX_IMAGE_PIXELS`` and raises above twice as many.
     """
     before = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = (max_pixels + 1) // 2
+    Image.MAX_IMAGE_PIXELS = (POLICY.max_pixels + 1) // 2
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

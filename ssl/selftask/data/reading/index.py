@@ -14,7 +14,6 @@ import hashlib
 import json
 import mmap
 import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,11 +27,12 @@ from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.progress_log import say
 from selftask.distributed.heartbeat import activity
 from selftask.files.cache_dir import cache_path, take_lock
+from selftask.files.replace import replacing
 from selftask.logs import get_logger
 
 MIN_INDEXED = 20_000  # shortest list, in paths, that is saved
 UNSURE = -1  # in place of a modification time that is too recent; equals no other time
-MAGIC = b"selftask paths 3"
+MAGIC = b"selftask paths 4"
 _ALIGN = 64  # bytes
 _GRANULE_S = 3.0  # resolution of the coarsest file system clock, with a margin
 
@@ -135,17 +135,16 @@ def load(file: Path) -> Index | None:
     """Memory-map the index in a file; returns None if it is missing or unreadable."""
     try:
         with open(file, "rb") as stream:
-            start = stream.read(len(MAGIC) + 8)
-            if len(start) < len(MAGIC) + 8 or not start.startswith(MAGIC):
-                return None
-            text = stream.read(int.from_bytes(start[len(MAGIC) :], "little"))
-            header = json.loads(text)
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            arrays = {
-                name: np.frombuffer(data, dtype=kind, count=count, offset=offset)
-                for name, (kind, count, offset) in header.pop("arrays").items()
-            }
-    except (OSError, ValueError, KeyError):
+        if data[: len(MAGIC)] != MAGIC:
+            return None
+        size = int.from_bytes(data[-8:], "little")
+        header = json.loads(data[-8 - size : -8])
+        arrays: dict[str, np.ndarray] = {
+            name: np.ndarray(shape, kind, data, offset)
+            for name, (kind, shape, offset) in header.pop("arrays").items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged, or cut off
         return None  # missing, of another version, or damaged: the caller makes it again
     return Index(header, arrays, file)
 
@@ -156,18 +155,7 @@ def save(index: Index, file: Path) -> Index:
     The file is replaced atomically: other processes see either the old or the new file.
     """
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-        try:
-            with open(descriptor, "wb") as stream:
-                _write(stream, index)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write(index, file)
     except OSError as error:
         log.warning(
             "data: the list of %s images cannot be kept for the next run: %s: %s "
@@ -180,23 +168,26 @@ def save(index: Index, file: Path) -> Index:
     return load(file) or index
 
 
+def write(index: Index, file: Path) -> None:
+    """Write an index atomically; raises OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as temporary, open(temporary, "wb") as stream:
+        _write(stream, index)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def _write(stream: Any, index: Index) -> None:
-    """Write magic number, length of the header, header, and arrays aligned to _ALIGN bytes."""
-    table: dict[str, tuple[str, int, int]] = {}
-    end = 0
-    arrays = {name: np.ascontiguousarray(array) for name, array in index.arrays.items()}
-    for name, array in arrays.items():
-        table[name] = (array.dtype.str, len(array), end)
-        end += -(-array.nbytes // _ALIGN) * _ALIGN
-    room = len(json.dumps({**index.header, "arrays": table})) + 20 * len(table) + 64
-    first = -(-(len(MAGIC) + 8 + room) // _ALIGN) * _ALIGN
-    table = {name: (kind, count, first + at) for name, (kind, count, at) in table.items()}
+    """Write magic number, arrays aligned to _ALIGN bytes, header, and length of the header."""
+    stream.write(MAGIC)
+    table: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    for name, values in index.arrays.items():
+        array = np.ascontiguousarray(values)
+        stream.write(bytes(-stream.tell() % _ALIGN))
+        table[name] = (array.dtype.str, array.shape, stream.tell())
+        stream.write(array.data.cast("B") if array.size else b"")
     text = json.dumps({**index.header, "arrays": table}).encode()
-    text += b" " * (first - len(MAGIC) - 8 - len(text))
-    stream.write(MAGIC + len(text).to_bytes(8, "little") + text)
-    for array in arrays.values():
-        stream.write(array.data.cast("B") if len(array) else b"")
-        stream.write(bytes(-array.nbytes % _ALIGN))
+    stream.write(text + len(text).to_bytes(8, "little"))
 
 
 @contextlib.contextmanager

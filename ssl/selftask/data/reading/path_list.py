@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from selftask.data.reading import index as store
+from selftask.data.reading.class_numbers import name_classes, number_labels
 from selftask.data.reading.index import Index
 from selftask.data.reading.path_table import in_no_folder, split_bytes
 from selftask.data.reading.progress_log import ScanProgress
@@ -75,9 +76,9 @@ class _Reading:
         arrays = in_no_folder(names, split_bytes(names, b"\n"))
         header: dict[str, Any] = {"num_folders": len(self._folders), "first_line": self._first_line}
         if self._has_labels:
-            arrays["labels"] = _label_values(self._numbers)[np.concatenate(self._labels)]
-            if not _are_numbers(self._numbers):
-                header["classes"] = [os.fsdecode(label) for label in sorted(self._numbers)]
+            labels = [os.fsdecode(label) for label in self._numbers]
+            arrays["labels"] = number_labels(labels)[np.concatenate(self._labels)]
+            header["classes"] = name_classes(labels)
         return Index(header, arrays)
 
     def _take(self, piece: bytes) -> bytes:
@@ -124,21 +125,3 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
             rest += piece
     if rest:
         yield rest + b"\n"
-
-
-def _are_numbers(labels: Iterable[bytes]) -> bool:
-    return all(label.isdigit() and len(label) < 19 for label in labels)  # fits 64 bits
-
-
-def _label_values(numbers: dict[bytes, int]) -> np.ndarray:
-    """Return the class number of each label, in order of first occurrence.
-
-    If all labels are non-negative integers, they are the class numbers. Otherwise the class number
-    of a label is its index in sorted order.
-    """
-    labels = sorted(numbers)
-    values = np.zeros(len(labels), dtype=np.int64)
-    are_numbers = _are_numbers(labels)
-    for rank, label in enumerate(labels):
-        values[numbers[label]] = int(label) if are_numbers else rank
-    return values

@@ -19,7 +19,7 @@ from itertools import chain
 import numpy as np
 
 from selftask.data.reading import index as store
-from selftask.data.reading.class_numbers import NO_LABEL
+from selftask.data.reading.class_numbers import label_top_folders
 from selftask.data.reading.index import Index, settled
 from selftask.data.reading.path_table import join_bytes, split_bytes
 from selftask.data.reading.progress_log import ScanProgress
@@ -206,25 +206,13 @@ def _assemble(listed: list[Folder]) -> Index:
         "kinds": np.array([folder.kind for folder in listed], dtype=np.int8),
     }
     arrays["folder_offsets"] = split_bytes(arrays["folders"], b"\0")
-    labels = _top_folder_labels(listed)
+    paths = [os.fsdecode(os.path.join(folder.path, b"")) for folder in listed if folder.count]
+    labels = label_top_folders(paths)
     if labels is not None:
-        arrays["labels"] = np.repeat(labels, counts)
+        arrays["labels"] = np.repeat(labels, counts[counts > 0])
     passed_over = [(row, *item) for row, folder in enumerate(listed) for item in folder.passed_over]
     header = {"num_folders": int((counts > 0).sum()), "passed_over": passed_over}
     return Index(header, arrays)
-
-
-def _top_folder_labels(listed: list[Folder]) -> np.ndarray | None:
-    """Return the label of each folder, which is the rank of its top folder by name.
-
-    None if fewer than two top folders have images.
-    """
-    tops = [folder.path.partition(b"/")[0] for folder in listed]
-    used = {top for top, folder in zip(tops, listed, strict=True) if folder.count and top}
-    if len(used) < 2:
-        return None
-    numbers = {top: number for number, top in enumerate(sorted(used))}
-    return np.array([numbers.get(top, NO_LABEL) for top in tops], dtype=np.int64)
 
 
 def _is_current(root: str, index: Index) -> bool:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,7 @@ class FileSource(Source):
     num_folders: int
     _passed_over: dict[str, int] | None = None
     _unreadable: dict[int, BadImage] | None = None  # None: not checked yet
+    _copy_of: Callable[[str], str] | None = None  # None: there are no copies
 
     def _take_index(self, index: Index) -> None:
         self.paths, self.num_folders = index.paths, index.num_folders
@@ -46,12 +48,22 @@ class FileSource(Source):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        path = self.path(index)
-        return self.cut(index, self.decode(read_bytes(path), path)), self.label_of(index)
+        return self.cut(index, self.image(self.path(index))), self.label_of(index)
+
+    def image(self, path: str) -> np.ndarray:
+        """Read an image, uint8 (H, W, C), from its copy if there is one; raises BadImage."""
+        if self._copy_of is not None:
+            with suppress(BadImage):  # not copied, or removed since
+                return self.decode(read_bytes(self._copy_of(path)), path)
+        return self.decode(read_bytes(path), path)
+
+    def use_copies(self, copy_of: Callable[[str], str]) -> None:
+        """Read ``copy_of(path)`` instead of each file from now on."""
+        self._copy_of = copy_of
 
     def decode(self, data: bytes, path: str) -> np.ndarray:
         """Decode the content of a file to uint8 (H, W, C); raises BadImage about ``path``."""
-        return decode_image(data, path, self.max_pixels)
+        return decode_image(data, path)
 
     def path(self, index: int) -> str:
         return self.path_of_row(index)
@@ -92,7 +104,7 @@ class FileSource(Source):
         if self._unreadable is None:
             rows = range(len(self) if self._checks_headers else 0)
             with ThreadPoolExecutor(max_workers=8) as pool:
-                checks = pool.map(lambda row: check_header(self.path(row), self.max_pixels), rows)
+                checks = pool.map(check_header, map(self.path, rows))
                 self._unreadable = {row: bad for row, bad in enumerate(checks) if bad is not None}
         return self._unreadable
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.reading.class_numbers import label_top_folders
-from selftask.data.reading.image import read_image
 from selftask.data.reading.path_table import PathTable
 from selftask.data.reading.skipped_files import describe
 from selftask.data.source import Source
@@ -75,7 +74,7 @@ class Frames(FileSource):
 
     def extra(self, index: int, name: str) -> np.ndarray:
         """Return a later frame of the clip, uint8 (H, W, C)."""
-        return read_image(self.extra_path(index, name), self.max_pixels)
+        return self.image(self.extra_path(index, name))
 
     def path(self, index: int) -> str:
         return self.path_of_row(int(self.rows[index]))

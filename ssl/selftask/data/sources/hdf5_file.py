@@ -102,7 +102,7 @@ class Hdf5(Source):
             raise IndexError(f"image {index} of {len(self)}")
         name, item = self.path(index), self._item(index)
         if self.encoded:
-            return decode(_as_bytes(item), name, self.max_pixels), self.label_of(index)
+            return decode(_as_bytes(item), name), self.label_of(index)
         return image_of(item, name, self.channels), self.label_of(index)
 
     def _item(self, index: int) -> Any:

@@ -77,11 +77,11 @@ class HuggingFace(Source):
         if not isinstance(item, dict):
             return image_of(np.asarray(item), name)
         if item["bytes"] is not None:
-            return decode(item["bytes"], name, self.max_pixels)
+            return decode(item["bytes"], name)
         if item["path"] is None:
             raise BadImage(name, "there is no image in this row")
         try:
-            return read_image(item["path"], self.max_pixels)
+            return read_image(item["path"])
         except BadImage as error:
             raise BadImage(name, f"{item['path']}: {error.reason}") from error
 

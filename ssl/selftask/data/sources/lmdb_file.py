@@ -58,7 +58,7 @@ class Lmdb(Source):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         name, data, label = self.path(index), self.stored_bytes(index), self.label_of(index)
         if self.shape is None:
-            return decode(data, name, self.max_pixels), label
+            return decode(data, name), label
         if len(data) != np.prod(self.shape):
             raise BadImage(name, f"{len(data)} bytes are not pixels of shape {self.shape}")
         return image_of(np.frombuffer(data, np.uint8).reshape(self.shape), name), label

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.reading.files import BadImage, read_bytes
+from selftask.data.reading.files import POLICY, BadImage, read_bytes
 from selftask.data.reading.patterns import fixed_folder, is_pattern, match_files
 from selftask.data.source import Source
 from selftask.data.sources.files import LabeledByFolder
@@ -107,9 +107,9 @@ class Bands(LabeledByFolder):
             raise
         except Exception as error:  # decoders may raise any error on damaged data
             raise BadImage(path, str(error) or type(error).__name__) from error
-        if array.shape[0] * array.shape[1] > self.max_pixels:
+        if array.shape[0] * array.shape[1] > POLICY.max_pixels:
             size = f"{array.shape[1]}x{array.shape[0]}"
-            raise BadImage(path, f"{size} pixels, more than data.max_pixels={self.max_pixels}")
+            raise BadImage(path, f"{size} pixels, more than data.max_pixels={POLICY.max_pixels}")
         return array
 
     def _load(self, data: bytes, path: str) -> np.ndarray:

@@ -60,7 +60,7 @@ class WebDataset(Source):
             raise IndexError(f"image {index} of {len(self)}")
         name = self.path(index)
         data = self._bytes(self._read_from, index)
-        return decode(data, name, self.max_pixels), self.label_of(index)
+        return decode(data, name), self.label_of(index)
 
     def stored_bytes(self, index: int) -> bytes | None:
         is_stored_here = not is_remote(self.shards[self._shard[index]])

@@ -16,7 +16,6 @@ from selftask.data.reading import index as store
 from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelt
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.guards import no_traceback
-from selftask.data.reading.image import read_image
 from selftask.data.reading.index import Index
 from selftask.data.reading.path_table import PathTable, arrays_of_paths
 from selftask.data.source import ExtraKind
@@ -126,7 +125,7 @@ class TableSource(FileSource):
             return cell
         if not cell:
             raise BadImage(self.path(index), f"its {name} is empty")
-        return read_image(self.extra_path(index, name), self.max_pixels)
+        return self.image(self.extra_path(index, name))
 
     def extra_path(self, index: int, name: str) -> str:
         return os.path.join(self.root, self._extras[name][index])

@@ -7,18 +7,13 @@ import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import numpy as np
-
-from selftask.data.reading.files import BadImage, read_bytes
 from selftask.data.reading.progress_log import say
 from selftask.data.reading.storage import FileStat, find_files
 from selftask.data.source import Source, Wrapped
 from selftask.data.sources.files import FileSource
 from selftask.data.staging.copies import THREADS, copy_files, copy_path, folder_for
-from selftask.data.subset import Subset
 from selftask.errors import UserError
 from selftask.files.addresses import is_remote
 
@@ -35,7 +30,7 @@ class InFiles(Protocol):
 
 
 def copied(source: Source, stage_to: str) -> Source:
-    """Copy the files of a source and return a source that reads the copies.
+    """Copy the files of a source, which then reads the copies, and return it.
 
     If each image is a file, only the images of a subset are copied.
 
@@ -47,57 +42,30 @@ def copied(source: Source, stage_to: str) -> Source:
         UserError: If the files of the source are not known, or ``copy_files`` fails.
     """
     folder = folder_for(stage_to)
-    inner = source.source if isinstance(source, Subset) else source
+    inner = source
+    while isinstance(inner, Wrapped):
+        inner = inner.source
     if isinstance(inner, FileSource):
-        return LocalFiles(source, inner, folder)
-    if not isinstance(inner, InFiles):
+        files = _files_of(source)
+    elif isinstance(inner, InFiles):
+        files = find_files(inner.files(), "data.stage_to")
+    else:
         raise UserError(
             f"data.stage_to: a {type(inner).__name__} source cannot be copied: the files it reads "
             "are not known; folders, lists, tables, arrays, tar, HDF5 and LMDB files can be"
         )
-    copy_files(find_files(inner.files(), "data.stage_to"), folder)
+    copy_files(files, folder)
     inner.use_copies(partial(copy_path, folder))
     return source
 
 
-class LocalFiles(Wrapped):
-    """A source of image files that reads their copies, or the original if there is no copy."""
-
-    def __init__(self, source: Source, files: FileSource, folder: Path) -> None:
-        super().__init__(source)
-        self.files = files  # the source, or the one that it is a subset of
-        self.folder = folder
-        with ThreadPoolExecutor(max_workers=THREADS) as pool:
-            stats = list(pool.map(_stat, _paths(source)))
-        distinct = {file.path: file for file in stats if file is not None}
-        copy_files(list(distinct.values()), folder)
-        left_out = sum(file is None for file in stats)
-        if left_out:
-            say(f"{left_out} paths are not files: they cannot be copied, nor read")
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        image = self._copied(self.source.path(index))
-        if image is None:
-            return self.source[index]
-        return self.source.cut(index, image), self.label_of(index)
-
-    def extra(self, index: int, name: str) -> Any:
-        image = None
-        if self.extras[name] == "image":
-            image = self._copied(self.source.extra_path(index, name))
-        return self.source.extra(index, name) if image is None else image
-
-    def _copied(self, path: str) -> np.ndarray | None:
-        """Return the image in the copy of a file, or None if there is no copy."""
-        try:
-            data = read_bytes(copy_path(self.folder, path))
-        except BadImage:
-            return None
-        return self.files.decode(data, path)
-
-    def describe(self) -> str:
-        """Return a line such as ``1108 images, 20 folders, 0 unreadable; copied to /scratch``."""
-        return f"{self.source.describe()}; copied to {self.folder}"
+def _files_of(source: Source) -> list[FileStat]:
+    """Return the files of a source that has a file for each image."""
+    with ThreadPoolExecutor(max_workers=THREADS) as pool:
+        stats = list(pool.map(_stat, _paths(source)))
+    if left_out := stats.count(None):
+        say(f"{left_out} paths are not files: they cannot be copied, nor read")
+    return list({file.path: file for file in stats if file is not None}.values())
 
 
 def _paths(source: Source) -> Iterator[str]:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from selftask.registry import TOKENIZERS
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Component
 
 PADDING = 0  # id after the last token
 
@@ -35,3 +41,10 @@ class Tokenizer(ABC):
         tokens = self.encode(text)
         ids[: len(tokens)] = tokens
         return ids
+
+
+def build_tokenizer(component: Component) -> Tokenizer:
+    """Build the tokenizer of ``data.tokenizer``."""
+    kind = TOKENIZERS[component.name]
+    tokenizer: Tokenizer = kind(kind.Config(**component.args))
+    return tokenizer

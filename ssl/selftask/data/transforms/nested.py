@@ -19,6 +19,8 @@ from selftask.data.transforms.pipeline import Compose
 from selftask.data.transforms.transform import Drawn, Nested
 from selftask.registry import TRANSFORMS, register_transform
 
+_OUTERMOST = {"normalize": "the end of the outermost list", "tile": "the outermost list"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class _OneList(Nested):
@@ -30,11 +32,7 @@ class _OneList(Nested):
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.transforms:
             yield "transforms: there is none; at least one is needed"
-        for index, transform in enumerate(self.transforms):
-            if transform["name"] == "normalize":
-                yield f"transforms.{index}: normalize is for the end of the outermost list"
-            if transform["name"] == "tile":
-                yield f"transforms.{index}: tile is for the outermost list"
+        yield from _misplaced(self.transforms, "transforms")
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return _problems_within(self.transforms, "transforms", channels)
@@ -78,13 +76,7 @@ class RandomChoice(Nested):
         if not self.choices:
             yield "choices: there is none; at least one list of transforms is needed"
         for number, choice in enumerate(self.choices):
-            for index, transform in enumerate(choice):
-                if transform["name"] == "normalize":
-                    yield (
-                        f"choices.{number}.{index}: normalize is for the end of the outermost list"
-                    )
-                if transform["name"] == "tile":
-                    yield f"choices.{number}.{index}: tile is for the outermost list"
+            yield from _misplaced(choice, f"choices.{number}")
         if self.weights is not None:
             if len(self.weights) != len(self.choices):
                 yield f"weights: {len(self.weights)} numbers for {len(self.choices)} choices"
@@ -135,6 +127,13 @@ class RandomOrder(_OneList):
     def built(self) -> list[Any]:
         """Instances of ``transforms``."""
         return [for_channels(build(transform), self.channels) for transform in self.transforms]
+
+
+def _misplaced(transforms: list[Any], key: str) -> Iterator[str]:
+    """Yield a problem for each transform that is for the outermost list only."""
+    for position, transform in enumerate(transforms):
+        if transform["name"] in _OUTERMOST:
+            yield f"{key}.{position}: {transform['name']} is for {_OUTERMOST[transform['name']]}"
 
 
 def _problems_within(transforms: list[Any], key: str, channels: int) -> Iterator[str]:

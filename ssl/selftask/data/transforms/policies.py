@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import cv2
@@ -22,7 +23,6 @@ from selftask.data.transforms.policy_tables import (
     GEOMETRY,
     MIX,
     NEUTRAL,
-    POLICIES,
     RAND,
     SIGNED,
     TABLES,
@@ -118,14 +118,22 @@ class AutoAugment(_Policy):
     """Data set for which the policy was learned."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> tuple[Operation, ...]:
-        policy = POLICIES[self.policy]
         which, *draws = rng.random(5).tolist()
-        pair = policy[int(which * len(policy))]
+        pair = self._pairs[int(which * len(self._pairs))]
         return tuple(
-            _signed(name, bin_ / (POLICY_BINS - 1), sign, height, width, RAND)
+            _signed(name, (bin_ or 0) / (POLICY_BINS - 1), sign, height, width, RAND)
             for (name, p, bin_), chance, sign in zip(pair, draws[:2], draws[2:], strict=True)
             if chance < p
         )
+
+    @cached_property
+    def _pairs(self) -> list[Any]:
+        """Pairs of operations as (name, probability, bin or None), from torchvision."""
+        from torchvision.transforms import AutoAugment as Published
+        from torchvision.transforms import AutoAugmentPolicy
+
+        policies: list[Any] = Published(AutoAugmentPolicy(self.policy)).policies
+        return policies
 
 
 @register_transform("aug_mix")

@@ -46,10 +46,9 @@ class Member:
         return min(series.values) if small_is_good(column) else max(series.values)
 
     @property
-    def hours(self) -> float | None:
-        """Training time in hours, without the time between attempts."""
-        seconds = clock_of(self.record).seconds[-1]
-        return seconds / 3600 if seconds else None
+    def seconds(self) -> float | None:
+        """Training time, without the time between attempts; None if no step was logged."""
+        return clock_of(self.record).seconds[-1] or None
 
     @property
     def images_per_s(self) -> float | None:

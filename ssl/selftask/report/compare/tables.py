@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from selftask.config.values.budget import show_bytes
 from selftask.report.compare.differences import SEED
 from selftask.report.compare.groups import Comparison, Group, Member
 from selftask.report.compare.interval import Interval
 from selftask.report.header import state_badge
+from selftask.report.overview.durations import show_seconds
 from selftask.report.overview.table import small_is_good
 from selftask.report.page import escape
 from selftask.report.verdict import verdict_of
 
-GIB = 2**30
 MOST_COLUMNS = 12  # largest number of groups in the table of differences
 
 
@@ -138,7 +139,7 @@ def _results(group: Group, comparison: Comparison) -> list[Datum]:
         cells.append(_mean(group.final(name), mark))
         if name != "loss":
             cells.append(_mean(group.best(name)))
-    costs = {"hours": show_hours, "images_per_s": show_rate, "memory": show_memory}
+    costs = {"seconds": show_seconds, "images_per_s": show_rate, "memory": show_bytes}
     return cells + [_mean(group.cost(c), show=show, spread=False) for c, show in costs.items()]
 
 
@@ -216,21 +217,9 @@ def _unfinished(members: Sequence[Member]) -> str:
     return f'<sup title="{escape(states)}: not the end of training">*</sup>'
 
 
-def show_hours(hours: float) -> str:
-    """Format hours as ``2.4 h``, or short times as ``1.6 min`` or ``1.9 s``."""
-    if hours >= 1:
-        return f"{hours:.3g} h"
-    return f"{60 * hours:.2g} min" if 60 * hours >= 1 else f"{3600 * hours:.2g} s"
-
-
 def show_rate(rate: float) -> str:
     """Format images per second, small rates with two digits."""
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
-
-
-def show_memory(size: float) -> str:
-    """Format bytes in GiB."""
-    return f"{size / GIB:.2f} GiB"
 
 
 def _sort_key(text: str) -> float | str:

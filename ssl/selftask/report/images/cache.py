@@ -1,9 +1,8 @@
-"""Cache of sections in ``RUN/report/images.json``, so that a second report is fast."""
+"""Cache of sections below ``$SELFTASK_CACHE/report``, so that a second report is fast."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import os
 from collections.abc import Sequence
@@ -12,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from selftask import __version__
-from selftask.errors import UserError
-from selftask.files.cache_dir import cache_folder
+from selftask.files.cache_dir import cache_path
 from selftask.files.received import read_json
 from selftask.files.replace import replacing
 from selftask.report.images.image_section import image_section
 from selftask.report.page import Section
 
-FOLDER, NAME = "report", "images.json"
 MAX_BYTES = 256 << 20
 FORMAT = f"2 {__version__}"  # increase the number if the content of a section changes
 
@@ -28,11 +25,12 @@ class SectionCache:
     """Sections of a run by group, valid for a key of the weights, the config and the options.
 
     The cache is empty if its file is missing, damaged, of another version or of another user, whose
-    HTML would be part of the page. Nothing is stored if the run folder is read-only.
+    HTML would be part of the page; so no run folder holds it. Nothing is stored if the cache
+    folder is read-only.
     """
 
     def __init__(self, run: Path) -> None:
-        self._path = run / FOLDER / NAME
+        self._path = cache_path() / "report" / f"{digest(str(run.resolve()))}.json"
         self._groups = self._read()
 
     def get(self, group: str, key: str) -> list[Section] | None:
@@ -57,42 +55,19 @@ class SectionCache:
         """
         kept = [[section.title, section.html, section.id] for section in sections if section.html]
         self._groups[group] = {"key": key, "sections": kept}
-        text = json.dumps(self._groups)
-        content = json.dumps({"format": FORMAT, "groups": text, "signature": _signature(text)})
-        with suppress(OSError):  # a report is also made of a read-only run
-            self._path.parent.mkdir(exist_ok=True)
+        content = json.dumps({"format": FORMAT, "groups": self._groups})
+        with suppress(OSError):  # a report is also made without a cache folder
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self._path) as temporary:
                 temporary.write_text(content, encoding="utf-8")
 
     def _read(self) -> dict[str, Any]:
         try:
             content = read_json(self._path, MAX_BYTES)
+            is_own = self._path.stat().st_uid == os.getuid()
         except OSError:
             return {}
-        text, signature = content.get("groups"), str(content.get("signature"))
-        if content.get("format") != FORMAT or not isinstance(text, str):
-            return {}
-        if not hmac.compare_digest(signature.encode(), _signature(text).encode()):
-            return {}
-        return dict(json.loads(text))
-
-
-def _signature(text: str) -> str:
-    """Return a text that only this user can compute; a random one without a cache folder."""
-    try:
-        key = _secret(cache_folder() / "report.key")
-    except (OSError, UserError):
-        key = os.urandom(32)
-    return hmac.new(key, text.encode(), "sha256").hexdigest()
-
-
-def _secret(path: Path) -> bytes:
-    """Return the random content of a file that only this user can read; make it if needed."""
-    with suppress(FileExistsError):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(os.urandom(32))
-    return path.read_bytes()
+        return dict(content["groups"]) if is_own and content.get("format") == FORMAT else {}
 
 
 def digest(*parts: str | bytes | int) -> str:

@@ -12,7 +12,7 @@ _SIGNS = frozenset({"status.json", "metrics.jsonl", "environment.json"})  # file
 _JOBS = Path("slurm", "jobs.json")
 _INSIDE = frozenset(
     (
-        *("checkpoints", "evaluations", "export", "errors", "failures", "slurm", "report"),
+        *("checkpoints", "evaluations", "export", "errors", "failures", "slurm"),
         *("tensorboard", "wandb", "profile"),
     )
 )  # subfolders of a run, which contain no other runs

@@ -33,6 +33,7 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
 }
 _NO_CODE = "default-src 'none'; frame-ancestors 'none'"
+_REFUSED = {"Allow": "GET", "Connection": "close"}
 
 
 class Server(ThreadingHTTPServer):
@@ -217,32 +218,29 @@ class Handler(BaseHTTPRequestHandler):
         policy: str = _NO_CODE,
         headers: dict[str, str] | None = None,
     ) -> None:
-        more = dict(headers or {})
+        headers = dict(headers or {})
         if len(body) > _SMALL and "gzip" in self.headers.get("Accept-Encoding", ""):
-            body, more["Content-Encoding"] = gzip.compress(body, 5), "gzip"
-        self.send_response(code)
+            body, headers["Content-Encoding"] = gzip.compress(body, 5), "gzip"
         if code != 304:
-            more |= {"Content-Type": kind, "Content-Length": str(len(body))}
-        for name, value in {**_HEADERS, "Content-Security-Policy": policy, **more}.items():
+            headers |= {"Content-Type": kind, "Content-Length": str(len(body))}
+        self._begin(code, headers, policy)
+        self.wfile.write(body)
+
+    def _begin(self, code: int, headers: dict[str, str], policy: str = _NO_CODE) -> None:
+        self.send_response(code)
+        for name, value in {**_HEADERS, "Content-Security-Policy": policy, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
 
     def _file(self, path: Path) -> None:
         """Send a file; the browser shows texts and downloads weights."""
-        is_text = path.name in TEXTS
         with path.open("rb") as file:
-            size = path.stat().st_size
-            self.send_response(200)
-            kind = "text/plain; charset=utf-8" if is_text else "application/octet-stream"
-            for name, value in {**_HEADERS, "Content-Security-Policy": _NO_CODE}.items():
-                self.send_header(name, value)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(size))
-            if not is_text:
-                self.send_header("Content-Disposition", "attachment")
-            self.end_headers()
-            remaining = size  # a log may grow while it is sent
+            remaining = path.stat().st_size  # a log may grow while it is sent
+            headers = {"Content-Type": "text/plain; charset=utf-8"}
+            if path.name not in TEXTS:
+                headers = {"Content-Type": "application/octet-stream"}
+                headers["Content-Disposition"] = "attachment"
+            self._begin(200, {**headers, "Content-Length": str(remaining)})
             while remaining and (piece := file.read(min(remaining, 1 << 20))):
                 self.wfile.write(piece)
                 remaining -= len(piece)
@@ -251,13 +249,9 @@ class Handler(BaseHTTPRequestHandler):
         """Answer requests that are not GET or not HTTP in plain text, without echoing them."""
         self.close_connection = True
         body = b"GET only\n" if code in (405, 501) else b"bad request\n"
-        self.send_response(405 if code == 501 else code)
-        headers = {**_HEADERS, "Content-Type": "text/plain", "Content-Length": str(len(body))}
-        for name, value in {**headers, "Allow": "GET", "Connection": "close"}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if getattr(self, "command", "") != "HEAD":
-            self.wfile.write(body)
+        if getattr(self, "command", "") == "HEAD":
+            body = b""
+        self._send(405 if code == 501 else code, body, "text/plain", headers=_REFUSED)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do nothing, so that requests are not logged."""
