@@ -108,7 +108,7 @@ class CapiRope(nn.Module):
     """
 
     angular: Tensor  # (2, D) frequencies, times 2 pi
-    aug_active = False
+    border: Tensor  # (R, 2)
 
     def __init__(self, dim: int, num_registers: int, grid: Sequence[int]) -> None:
         super().__init__()
