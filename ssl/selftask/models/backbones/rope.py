@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE) for timm's Eva: coordinates drawn per sample in training, and CAPI's form.
+"""Rotary positions (RoPE) for timm's Eva: coordinates drawn per sample, and CAPI's form.
 
 B images, N patches, R registers, D features of an attention head.
 """

@@ -46,7 +46,7 @@ class _ViT:
     ``rope_eva`` as in EVA-02 and timm. With RoPE, keys have no bias.
     """
     rope_shift: float = setting(0.0, min=0)
-    """Coordinates of ``rope`` are shifted by up to this number in training; they go from -1 to 1."""
+    """Coordinates, from -1 to 1, are shifted by up to this number in training."""
     rope_jitter: float = setting(1.0, min=1)
     """Each axis is scaled by a factor of up to this number, or its inverse, in training."""
     rope_rescale: float = setting(1.0, min=1)
@@ -75,8 +75,8 @@ class _ViT:
             )
         if self.positions == "rope_capi" and self.registers % 4:
             yield (
-                f"backbone.registers: {self.registers} registers cannot be divided over the four "
-                f"sides of an image, as positions: rope_capi does; try {-(-self.registers // 4) * 4}"
+                f"backbone.registers: {self.registers} cannot be divided over the four sides of an "
+                f"image, as positions: rope_capi does; try {-(-self.registers // 4) * 4}"
             )
 
     def _coordinates(self) -> dict[str, float]:

@@ -1,9 +1,9 @@
-"""timm's Eva: transformers with rotary positions (EVA-02, DINOv3, PE) and selftask's own of them."""
+"""timm's Eva: transformers with rotary positions, such as EVA-02, DINOv3 and selftask's own."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -39,7 +39,9 @@ class TimmEva(TimmViT):
             yield from options
             return
         if hasattr(rope, "of_kept"):  # positions depend on which patches are kept
-            each = [rope.of_kept(grid, request.keep, request.padding)] * self.num_layers
+            each: Iterable[Tensor] = [
+                rope.of_kept(grid, request.keep, request.padding)
+            ] * self.num_layers
         else:
             embedding = self._embedding(rope, grid)
             each = embedding if self.vit.rope_mixed else [embedding] * self.num_layers
