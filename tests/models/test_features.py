@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,14 @@ import torchvision
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
+from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.backbones.libraries import Torchvision
 from selftask.models.backbones.small_resnet import SmallResNet
+from selftask.models.build import build_backbone
 from selftask.models.features.extract import FeatureExtractor, adapter_of, extract, offers
 from selftask.models.features.tokens import Features, from_map
+from selftask.models.weights.load import load_weights
 
 DENSE, TOKENS, SUBSET = (
     frozenset({"dense", "hidden", *more}) for more in ((), ("tokens",), ("tokens", "subset"))
@@ -42,6 +46,16 @@ def _torchvision_vit(image_size: int = 32) -> nn.Module:
     return vit
 
 
+def _eva(name: str, **args: Any) -> Callable[[], nn.Module]:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}
+    return _timm(name, **{**sizes, **args})
+
+
+def _own(**args: Any) -> Callable[[], nn.Module]:
+    small = {"patch_size": 8, "depth": 2, "registers": 4, **args}
+    return lambda: build_backbone(Component(name="vit_micro", args=small))
+
+
 SWIN = {"img_size": 32, "window_size": 2, "embed_dim": 12, "depths": (1, 2), "num_heads": (2, 2)}
 BACKBONES: dict[str, tuple[Callable[[], nn.Module], frozenset[str]]] = {
     "vit": (_vit, SUBSET),
@@ -50,6 +64,15 @@ BACKBONES: dict[str, tuple[Callable[[], nn.Module], frozenset[str]]] = {
     "vit_no_positions": (lambda: _vit(pos_embed="none", pre_norm=True), SUBSET),
     "vit_dynamic": (lambda: _vit(dynamic_img_size=True, init_values=0.1), SUBSET),
     "vit_map": (lambda: _vit(global_pool="map", class_token=False), SUBSET),
+    "dinov3": (_eva("vit_small_patch16_dinov3_qkvb"), SUBSET),
+    "dinov3_fixed": (_eva("vit_small_patch16_dinov3", dynamic_img_size=False), SUBSET),
+    "eva02": (_eva("eva02_tiny_patch14_224"), SUBSET),
+    "rope_mixed": (_eva("vit_small_patch16_rope_mixed_224"), SUBSET),
+    "rope_registers": (_eva("vit_base_patch16_rope_reg1_gap_256"), SUBSET),
+    "own_learned": (_own(swiglu=True, layer_scale=0.1), SUBSET),
+    "own_rope": (_own(positions="rope", swiglu=True, layer_scale=0.1), SUBSET),
+    "own_rope_capi": (_own(positions="rope_capi", pool="avg", class_token=False), SUBSET),
+    "own_rope_eva": (_own(positions="rope_eva", dynamic_img_size=True), SUBSET),
     "deit_distilled": (_timm("deit_tiny_distilled_patch16_224", img_size=32, depth=2), TOKENS),
     "beit": (_timm("beit_base_patch16_224", img_size=32, depth=2, embed_dim=48), TOKENS),
     "swin": (_timm("swin_tiny_patch4_window7_224", **SWIN), TOKENS),
@@ -181,7 +204,9 @@ def test_a_subset_of_all_patches_in_order_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("name", ["vit", "vit_avg", "vit_registers"])
+@pytest.mark.parametrize(
+    "name", ["vit", "vit_avg", "vit_registers", "dinov3", "rope_mixed", "own_rope_capi"]
+)
 @torch.no_grad()
 def test_padding_changes_nothing(name: str, fused: bool) -> None:
     vit: Any = _build(name)
@@ -196,6 +221,45 @@ def test_padding_changes_nothing(name: str, fused: bool) -> None:
         assert torch.allclose(padded.tokens.patches[i, :count], alone.tokens.patches[0], atol=1e-5)
         assert torch.allclose(padded.tokens.prefix[i], alone.tokens.prefix[0], atol=1e-5)
         assert torch.allclose(padded.pooled[i], alone.pooled[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in VITS if name != "own_rope_capi"])
+@torch.no_grad()
+def test_a_subset_is_what_unattended_patches_leave(name: str) -> None:
+    """All patches are encoded by timm's blocks, under a mask that hides those that are left out."""
+    vit: Any = _build(name)
+    images, keep = torch.randn(3, 3, 32, 32), torch.stack([torch.randperm(16)[:5] for _ in "123"])
+    hidden = torch.ones(3, 16, dtype=torch.bool).scatter(1, keep, False)
+    num_prefix = vit.num_prefix_tokens
+    seen = torch.cat([torch.ones(3, num_prefix, dtype=torch.bool), ~hidden], dim=1)
+    mask = seen[:, None, None].expand(-1, 1, seen.shape[1], -1)
+    if hasattr(vit, "rope"):
+        whole = vit.forward_features(images, attn_mask=mask)
+    else:
+        x = vit.norm_pre(vit._pos_embed(vit.patch_embed(images)))
+        for block in vit.blocks:
+            x = block(x, attn_mask=mask)
+        whole = vit.norm(x)
+    kept = extract(vit, images, keep=keep).tokens
+    assert torch.allclose(kept.prefix, whole[:, :num_prefix], atol=1e-5)
+    rows = keep[..., None].expand(-1, -1, whole.shape[2]) + num_prefix
+    assert torch.allclose(kept.patches, whole.gather(1, rows), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dinov3", "dinov3_fixed", "eva02", "rope_mixed"])
+@torch.no_grad()
+def test_rotary_positions_of_another_size_are_timms(name: str) -> None:
+    """Of a released model whose file is loaded for another size, and of images of another size."""
+    vit, images = _build(name), torch.randn(2, 3, 48, 48)
+    resized: Any = copy.deepcopy(vit)
+    resized.set_input_size(img_size=48)
+    expected = resized.forward_features(images)
+    found = extract(vit, images).tokens.sequence
+    assert torch.allclose(found, expected, atol=1e-5)
+    loaded: Any = BACKBONES[name][0]()
+    loaded.set_input_size(img_size=48)
+    load_weights(loaded, vit.state_dict())
+    assert torch.allclose(loaded.eval().forward_features(images), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [{}, {"reg_tokens": 2, "no_embed_class": True}])
@@ -265,7 +329,7 @@ def test_the_extractor_is_extract_as_a_module() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit_registers", "swin"])
+@pytest.mark.parametrize("name", ["vit_registers", "swin", "dinov3", "own_rope_capi"])
 @torch.no_grad()
 def test_compiled_features_are_the_same(name: str) -> None:
     backbone, images = _build(name), torch.randn(2, 3, 32, 32)

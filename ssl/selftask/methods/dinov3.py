@@ -45,7 +45,7 @@ class DINOv3(DINOv2):
     * As DINOv2 does: masks, KoLeo, clipping.
     * The Gram term compares patches of one image; there also of a whole batch, as an option. KoLeo
       has one neighbor; there also several.
-    * RoPE: timm's models do not shift, jitter and rescale coordinates at random.
+    * Random coordinates of RoPE are drawn for each image; there for all images of a rank and size.
     """
 
     paper = "Siméoni et al., DINOv3, 2025"

@@ -82,9 +82,12 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
 def disable_stochastic_depth(network: nn.Module) -> None:
     """Set the rates of stochastic depth and dropout to 0, for layers of timm and torchvision.
 
-    Any other layer with an attribute ``drop_prob`` is also changed.
+    Any other layer with an attribute ``drop_prob`` is also changed. The coordinates of RoPE are no
+    longer random either.
     """
     for layer in network.modules():
+        if hasattr(layer, "aug_active"):
+            layer.aug_active = False  # type: ignore[assignment]
         if hasattr(layer, "drop_prob"):
             layer.drop_prob = 0.0  # type: ignore[assignment]
         elif type(layer).__name__ in ("StochasticDepth", "Dropout"):

@@ -115,10 +115,13 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
 def fix_sincos_positions(backbone: nn.Module) -> None:
     """Set the positions of a vision transformer to fixed sine-cosine ones, zero for prefix tokens.
 
-    MAE, appendix A.1, and I-JEPA. Raises UserError for a transformer without learned positions.
+    MAE, appendix A.1, and I-JEPA. Rotary positions alone are left as they are. Raises UserError for
+    a transformer without any positions.
     """
     adapter = adapter_of(backbone)
     if adapter.positions is None:
+        if getattr(backbone, "rope", None) is not None:
+            return
         raise UserError("backbone: this transformer has no position embedding to fix")
     positions = sincos_positions(adapter.positions.shape[-1], adapter.built_grid)  # (N, E)
     adapter.positions.zero_()

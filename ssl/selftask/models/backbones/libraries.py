@@ -74,6 +74,7 @@ class Timm:
         """
         import timm
 
+        from selftask.models.backbones.rope import draw_coordinates_per_sample
         from selftask.models.dropout import set_uniform_stochastic_depth
 
         _check_model(self)
@@ -88,6 +89,7 @@ class Timm:
         model = _call(create, "timm", self)
         if self.drop_path_uniform:
             set_uniform_stochastic_depth(model, self.args.get("drop_path_rate", 0.0))
+        draw_coordinates_per_sample(model)
         if isinstance(getattr(model, "embed_dim", None), int):
             model.embed_dim = model.head_hidden_size  # timm sets that of the first stage for a Swin
         return model

@@ -1,8 +1,12 @@
-"""Vision transformers: timm's VisionTransformer with timm's parameter names, without classifier."""
+"""Vision transformers: timm's VisionTransformer, or its Eva if positions are rotary.
+
+Parameters have timm's names. There is no classifier.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from selftask.config.fields import setting
@@ -37,6 +41,22 @@ class _ViT:
     """Whether all blocks have this rate instead, as in DINOv2."""
     dynamic_img_size: bool = False
     """Whether the exported model also accepts other image sizes."""
+    positions: Literal["learned", "rope", "rope_capi", "rope_eva"] = "learned"
+    """Learned positions, or rotary ones (RoPE): ``rope`` as in DINOv3, ``rope_capi`` as in CAPI,
+    ``rope_eva`` as in EVA-02 and timm. With RoPE, keys have no bias.
+    """
+    rope_shift: float = setting(0.0, min=0)
+    """Coordinates, from -1 to 1, are shifted by up to this number in training."""
+    rope_jitter: float = setting(1.0, min=1)
+    """Each axis is scaled by a factor of up to this number, or its inverse, in training."""
+    rope_rescale: float = setting(1.0, min=1)
+    """Both axes are scaled by one such factor in training; DINOv3: 2."""
+    registers: int = setting(0, min=0)
+    """Number of register tokens; DINOv3: 4, CAPI: 16."""
+    layer_scale: float | None = setting(None, above=0)
+    """Initial factor of each residual branch (LayerScale), such as 1e-5; null: no factors."""
+    swiglu: bool = False
+    """Whether blocks have a SwiGLU of as many parameters instead of an MLP."""
 
     def problems(self, config: dict[str, Any]) -> Any:
         if self.img_size % self.patch_size:
@@ -48,37 +68,96 @@ class _ViT:
             yield "backbone.pool: 'token' needs class_token: true; use 'avg' without"
         if self.drop_path_uniform and not self.drop_path:
             yield "backbone.drop_path_uniform: true, and backbone.drop_path is 0"
+        if self.positions != "rope" and self._coordinates():
+            yield (
+                f"backbone.rope_{next(iter(self._coordinates()))}: only positions: rope has random "
+                f"coordinates, and backbone.positions is {self.positions}"
+            )
+        if self.positions == "rope_capi" and self.registers % 4:
+            yield (
+                f"backbone.registers: {self.registers} cannot be divided over the four sides of an "
+                f"image, as positions: rope_capi does; try {-(-self.registers // 4) * 4}"
+            )
+
+    def _coordinates(self) -> dict[str, float]:
+        """Return the options of random coordinates that are set, by name."""
+        names = {"shift": 0.0, "jitter": 1.0, "rescale": 1.0}
+        values = {name: getattr(self, f"rope_{name}") for name in names}
+        return {name: value for name, value in values.items() if value != names[name]}
 
     def tiny(self) -> dict[str, Any]:
-        kept = ("pool", "class_token", "drop_path", "drop_path_uniform", "dynamic_img_size")
-        size = {"img_size": 32, "patch_size": 4, "depth": 2}
-        return {"name": "vit_micro", **size, **{name: getattr(self, name) for name in kept}}
+        kept = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**kept, "name": "vit_micro", "img_size": 32, "patch_size": 4, "depth": 2}
 
     def build(self, channels: int = 3) -> nn.Module:
         """Build timm's model with random weights; class token as in DeiT, DINO and MAE."""
-        from timm.models import VisionTransformer  # slow to import
+        from timm.layers import SwiGLU  # slow to import
+        from timm.models import VisionTransformer
         from torch import nn
 
         from selftask.models.dropout import set_uniform_stochastic_depth
 
-        model = VisionTransformer(
-            img_size=self.img_size,
-            patch_size=self.patch_size,
-            in_chans=channels,
-            depth=self.depth,
-            embed_dim=self.embed_dim,
-            num_heads=self.num_heads,
-            global_pool=self.pool,
-            class_token=self.class_token,
-            fc_norm=False,  # features are normalized before pooling: one layout for both pools
-            drop_path_rate=self.drop_path,
-            dynamic_img_size=self.dynamic_img_size,
-            num_classes=0,
-        )
+        sizes = {
+            "img_size": self.img_size,
+            "patch_size": self.patch_size,
+            "in_chans": channels,
+            "depth": self.depth,
+            "embed_dim": self.embed_dim,
+            "num_heads": self.num_heads,
+            "global_pool": self.pool,
+            "class_token": self.class_token,
+            "drop_path_rate": self.drop_path,
+            "dynamic_img_size": self.dynamic_img_size,
+            "init_values": self.layer_scale,
+            "mlp_ratio": 8 / 3 if self.swiglu else 4.0,
+            "num_classes": 0,
+        }
+        model: Any
+        if self.positions == "learned":
+            gated = {"mlp_layer": partial(SwiGLU, align_to=64), "act_layer": nn.SiLU}
+            model = VisionTransformer(
+                **sizes,
+                **(gated if self.swiglu else {}),
+                reg_tokens=self.registers,
+                no_embed_class=self.registers > 0,  # as in DINOv2 with registers
+                fc_norm=False,  # features are normalized before pooling: one layout for both pools
+            )
+        else:
+            model = self._rotary(sizes)
         if self.class_token:
             nn.init.trunc_normal_(model.cls_token, std=0.02)  # timm: 1e-6
         if self.drop_path_uniform:
             set_uniform_stochastic_depth(model, self.drop_path)
+        return model
+
+    def _rotary(self, sizes: dict[str, Any]) -> nn.Module:
+        """Build timm's Eva."""
+        from timm.models import Eva
+        from torch import nn
+
+        from selftask.models.backbones.rope import CapiRope, draw_coordinates_per_sample
+
+        is_eva = self.positions == "rope_eva"
+        model = Eva(
+            **sizes,
+            num_reg_tokens=self.registers,
+            swiglu_mlp=self.swiglu,
+            swiglu_align_to=64,
+            use_fc_norm=False,
+            use_abs_pos_emb=False,
+            use_rot_pos_emb=True,
+            norm_layer=partial(nn.LayerNorm, eps=1e-6 if is_eva else 1e-5),
+            rope_type="cat" if is_eva else "dinov3",
+            rope_temperature=10_000.0 if is_eva else 100.0,
+            rope_rotate_half=not is_eva,
+            **{f"rope_{name}_coords": value for name, value in self._coordinates().items()},
+        )
+        draw_coordinates_per_sample(model)
+        if self.positions == "rope_capi":
+            grid = model.patch_embed.grid_size
+            model.rope = CapiRope(self.embed_dim // self.num_heads, self.registers, grid)
+            for block in model.blocks:
+                block.attn.num_prefix_tokens = int(self.class_token)  # registers have positions
         return model
 
 
@@ -119,3 +198,14 @@ class ViTBase(_ViT):
     """ViT-B: 12 blocks of width 768, 12 heads, 86 M parameters."""
 
     embed_dim, num_heads = 768, 12
+
+
+@register_backbone("vit_large")
+@dataclass(frozen=True, kw_only=True)
+class ViTLarge(_ViT):
+    """ViT-L: 24 blocks of width 1024, 16 heads, 303 M parameters."""
+
+    embed_dim, num_heads = 1024, 16
+
+    depth: int = setting(24, min=1, max=1000)
+    """Number of blocks."""

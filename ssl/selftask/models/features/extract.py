@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from selftask.errors import UserError
 from selftask.models.features.adapter import Adapter
+from selftask.models.features.timm_eva import TimmEva
 from selftask.models.features.timm_models import TimmModel
 from selftask.models.features.timm_vit import TimmViT
 from selftask.models.features.tokens import Features, Request
 from selftask.models.features.torchvision_models import TorchvisionStages, TorchvisionViT
 from selftask.random.keyed import LAYER_DRAWS
 
-_ADAPTERS: tuple[Any, ...] = (TimmViT, TimmModel, TorchvisionViT, TorchvisionStages)
+_ADAPTERS: tuple[Any, ...] = (TimmViT, TimmEva, TimmModel, TorchvisionViT, TorchvisionStages)
 _NEEDED = {
     "mask": "tokens",
     "mask_token": "tokens",

@@ -6,6 +6,8 @@ With all patches and the image size of the constructor, each operation is that o
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,17 +70,26 @@ class TimmViT(Adapter):
             x, grid = gather_tokens(x, request.keep), None  # (B, K, E)
         if num_prefix:
             x = torch.cat([prefix.expand(len(x), -1, -1), x], dim=1)  # (B, P + K, E)
-        x = vit.norm_pre(vit.patch_drop(vit.pos_drop(x)))
-        hidden, attend = {}, {}
-        if request.padding is not None:
-            attend["attn_mask"] = attention_mask(request.padding, num_prefix)
-        for number, block in enumerate(vit.blocks):
-            x = block(x, **attend)
+        x = vit.pos_drop(x)
+        if vit.patch_drop is not None:
+            x = vit.patch_drop(x)
+        x = vit.norm_pre(x)
+        hidden = {}
+        options = self._block_options(self.grid(*images.shape[-2:]), request)
+        for number, (block, keywords) in enumerate(zip(vit.blocks, options, strict=True)):
+            x = block(x, **keywords)
             if number in request.layers:
                 hidden[number] = from_sequence(x, num_prefix, grid)
         x = vit.norm(x)
         pooled = vit.forward_head(x if request.padding is None else _fill(x, request.padding))
         return Features(pooled, from_sequence(x, num_prefix, grid), hidden)
+
+    def _block_options(self, grid: Grid, request: Request) -> Iterator[dict[str, Any]]:
+        """Yield the keyword arguments of each block, for images of ``grid``."""
+        padding, keywords = request.padding, dict[str, Any]()
+        if padding is not None:
+            keywords["attn_mask"] = attention_mask(padding, self.vit.num_prefix_tokens)
+        return repeat(keywords, self.num_layers)
 
     def grid(self, height: int, width: int) -> Grid:
         embed = self.vit.patch_embed

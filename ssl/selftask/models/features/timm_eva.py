@@ -1,0 +1,78 @@
+"""timm's Eva: transformers with rotary positions, such as EVA-02, DINOv3 and selftask's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from selftask.models.features.timm_vit import TimmViT
+from selftask.models.features.tokens import Grid, Request
+
+
+class TimmEva(TimmViT):
+    """Adapter that rotates the kept patches of each image by their own positions."""
+
+    @staticmethod
+    def fits(backbone: Any) -> bool:
+        """Return True if a model is an Eva with that class's own forward pass."""
+        if "timm" not in sys.modules:
+            return False
+        from timm.layers import PatchEmbed
+        from timm.models import Eva
+
+        kind = type(backbone)
+        return (
+            isinstance(backbone, Eva)
+            and kind.forward_features is Eva.forward_features
+            and kind._pos_embed is Eva._pos_embed
+            and isinstance(backbone.patch_embed, PatchEmbed)
+            and backbone.patch_drop is None
+        )
+
+    def _block_options(self, grid: Grid, request: Request) -> Iterator[dict[str, Any]]:
+        options = super()._block_options(grid, request)
+        rope: Any = getattr(self.vit, "rope", None)
+        if rope is None:
+            yield from options
+            return
+        if hasattr(rope, "of_kept"):  # positions depend on which patches are kept
+            each: Iterable[Tensor] = [
+                rope.of_kept(grid, request.keep, request.padding)
+            ] * self.num_layers
+        else:
+            embedding = self._embedding(rope, grid)
+            each = embedding if self.vit.rope_mixed else [embedding] * self.num_layers
+            if request.keep is not None:
+                each = (_kept(of_block, request.keep) for of_block in each)
+        for of_block, more in zip(each, options, strict=True):
+            yield {"rope": of_block, **more}
+
+    def _embedding(self, rope: Any, grid: Grid) -> Tensor:
+        """Return sines and cosines of all patches, for any grid; (N, 2 * D) in most models."""
+        is_cached = getattr(rope, "feat_shape", None) is not None
+        if is_cached and grid != self.built_grid and hasattr(rope, "_build_embed_cat"):
+            embedding: Tensor = rope._build_embed_cat(list(grid), rope.bands)  # others ignore grid
+        else:
+            embedding = rope.get_embed(None if is_cached and grid == self.built_grid else grid)
+        return embedding
+
+
+def _kept(embedding: Tensor, keep: Tensor) -> Tensor:
+    """Select the rows of kept patches.
+
+    Args:
+        embedding: (N, F) for all images and heads, (H, N, F) by head, or (B, 1, N, F) by image.
+        keep: (B, K).
+
+    Returns:
+        (B, 1 or H, K, F).
+    """
+    if embedding.ndim == 4:
+        index = keep[:, None, :, None].expand(-1, 1, -1, embedding.shape[-1])
+        return embedding.gather(2, index)
+    if embedding.ndim == 3:
+        return embedding[:, keep].transpose(0, 1)
+    return embedding[keep][:, None]
