@@ -2,8 +2,9 @@
 
     python tools/method_tables.py [--check]
 
-* README.md: a row for each method, from the summary of its class. Methods whose names begin alike,
-  such as distill_features and distill_logits, share a row.
+* README.md: the names of all methods.
+* docs/method-table.md: a row for each method, from the summary of its class. Methods whose names
+  begin alike, such as distill_features and distill_logits, share a row.
 * docs/parity.md: the section "Differs from the authors' code" of its docstring.
 * docs/expected-curves.md: its loss at chance in the shipped recipes. The formula is the part of the
   docstring of ``chance_loss`` after the first colon.
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SUMMARY = re.compile(r"(?P<title>[^:(]+?)(?: \(arXiv:(?P<arxiv>\d{4}\.\d{5})\))?: (?P<text>.+)\.")
 DIFFERENCES = re.compile(r"^Differs from the authors' code:\n\n(.+?)(?=\n\n|\Z)", re.M | re.S)
 BEGIN, END = "<!-- begin: tools/method_tables.py -->", "<!-- end -->"
+IN_A_LINE = 3  # links of README.md
 NUM_CLASSES = {"digits": 10, "images": 10, "imagenet": 1000}
 NUM_DIGITS = 1347  # training images of the digits
 TEACHERS = {  # numbers of prototypes
@@ -68,7 +70,8 @@ def main() -> int:
 def outdated() -> dict[Path, str]:
     """Return the pages that are not up to date, with their new text."""
     pages = {
-        ROOT / "README.md": (table("| | | |"), readme_rows()),
+        ROOT / "README.md": (rf"(?P<head>{re.escape(BEGIN)}\n).*?(?={END})", names()),
+        ROOT / "docs/method-table.md": (table("| method | what it does |"), method_rows()),
         ROOT / "docs/expected-curves.md": (table("| method | formula |"), chance_rows()),
         ROOT / "docs/parity.md": (rf"(?P<head>{re.escape(BEGIN)}\n).*?(?={END})", differences()),
     }
@@ -103,10 +106,19 @@ def cards() -> Iterator[Card]:
         yield Card(name, **match.groupdict(), differences=bullets[1] if bullets else "")
 
 
-def readme_rows() -> Iterator[str]:
+def names() -> Iterator[str]:
+    """Yield lines with the names of all methods, linked to their files."""
+    links = [f"[`{name}`](ssl/selftask/methods/{name}.py)" for name in METHODS.names()]
+    for first in range(0, len(links), IN_A_LINE):
+        comma = "," if first + IN_A_LINE < len(links) else ""
+        yield ", ".join(links[first : first + IN_A_LINE]) + f"{comma}\n"
+
+
+def method_rows() -> Iterator[str]:
+    """Yield a row for each method, or for methods whose names begin alike."""
     for _, group in groupby(cards(), key=lambda card: card.name.partition("_")[0]):
         methods = list(group)
-        links = [f"[`{m.name}`](ssl/selftask/methods/{m.name}.py)" for m in methods]
+        links = [f"`{m.name}`" for m in methods]
         texts = [f"{m.title}: {m.text}" for m in methods]
         papers = [f"[{m.arxiv}](https://arxiv.org/abs/{m.arxiv})" for m in methods if m.arxiv]
         yield f"| {', '.join(links)} | {'; '.join(texts)} | {', '.join(papers)} |\n"
@@ -149,6 +161,7 @@ def chance(recipe: str | None, num_classes: int) -> str:
     vars(method).update(
         config=SimpleNamespace(**config.method.args),
         num_negatives=views * (config.train.batch_size - 1),
+        num_others=views * config.train.batch_size - 1,
         num_pairs=config.train.batch_size,
         num_classes=len(config.method.args.get("targets", range(num_classes))),
         memory=range(NUM_DIGITS),

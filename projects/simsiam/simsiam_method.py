@@ -19,7 +19,7 @@ from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
 
-@register_method("simsiam")
+@register_method("my_simsiam")
 class SimSiam(Method):
     """Prediction of each view's projection from the other view, with a stop-gradient."""
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import num_views
-from selftask.distributed.collectives import gather_cat_with_grad, rank
-from selftask.methods.base import Method
-from selftask.models.heads import mlp
+from selftask.methods.families.batch_contrast import BatchContrast
+from selftask.models.losses.contrast import view_cosines
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @register_method("simclr")
-class SimCLR(Method):
+class SimCLR(BatchContrast):
     """SimCLR (arXiv:2002.05709): recognizes the other view among all views of the batch.
 
     Differs from the authors' code:
@@ -43,42 +42,16 @@ class SimCLR(Method):
         "Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, "
         "ICML 2020"
     )
-    loss_reduction = "gathered"  # views are negatives to those of all ranks
     views = (2, None)
-    min_batch_size = 2
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
-        out_dim: int = setting(128, min=1, tiny=16)
-        """Width of the head's output, D."""
-        hidden_dim: int | None = setting(None, min=1, tiny=32)
-        """Width of the head's hidden layer; null: that of the backbone."""
-        norm: bool = True
-        """Whether both layers of the head have BatchNorm, as in the paper's code."""
+    class Config(BatchContrast.Config):
         temperature: float = setting(0.1, above=0)
         """Temperature of the similarities, tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in
         solo-learn.
         """
         scale: float = setting(1.0, above=0)
         """Factor of the whole loss; 2 in the paper's code, which sums both directions."""
-
-    def build_head(self, embed_dim: int) -> nn.Module:
-        """Build g of section 2.1. The last BatchNorm has no shift, as in the paper's code."""
-        norm = self.config.norm
-        hidden = self.config.hidden_dim or embed_dim
-        bias = not norm
-        head = mlp(
-            embed_dim,
-            hidden,
-            self.config.out_dim,
-            norm=norm,
-            last_norm=norm,
-            bias=bias,
-            last_bias=bias,
-        )
-        if norm:
-            head[-1].bias.requires_grad_(False)  # stays 0
-        return head
 
     def setup(self, task: Task) -> None:
         views = sum(num_views(task.config.views).values())
@@ -106,15 +79,10 @@ def info_nce(*views: Tensor, temperature: float) -> Tensor:
         *views: (B, D) each, of any length.
         temperature: tau.
     """
-    units = [F.normalize(view, dim=1) for view in views]
-    everyone = torch.cat([gather_cat_with_grad(view) for view in units])  # (VBW, D)
-    logits = torch.cat(units) @ everyone.T / temperature  # (VB, VBW)
-    count, num_images = len(views), len(everyone) // len(views)  # V, B * W
-    index = torch.arange(len(views[0]), device=logits.device) + rank() * len(views[0])  # (B,)
-    columns = torch.stack([index + view * num_images for view in range(count)])  # (V, B)
-    same = torch.stack([columns.roll(-shift, 0).flatten() for shift in range(count)])  # (V, VB)
+    cosines, same = view_cosines(views)
+    logits = cosines / temperature  # (VB, VBW)
     losses = []
-    for positive in range(1, count):  # view v and view v + positive, modulo V
+    for positive in range(1, len(views)):  # view v and view v + positive, modulo V
         others = torch.cat([same[:positive], same[positive + 1 :]])
         hidden = logits.scatter(1, others.T, -torch.inf)
         losses.append(F.cross_entropy(hidden, same[positive]))

@@ -34,6 +34,15 @@ class FeatureQueue(nn.Module):
         return len(self.rows)
 
     @torch.no_grad()
+    def nearest(self, queries: Tensor) -> Tensor:
+        """Return the entries of largest cosine, for queries ``(..., dim)``, of any length.
+
+        Only for entries of one dimension. Call it before the queries are enqueued, or each query
+        finds itself.
+        """
+        return self.rows[(queries.to(self.rows.dtype) @ self.rows.T).argmax(dim=-1)]
+
+    @torch.no_grad()
     def update(self, rows: Tensor) -> None:
         """Replace the oldest entries by ``rows`` ``(B, *shape)``. Every rank must call this method.
 

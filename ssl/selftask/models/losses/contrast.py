@@ -1,9 +1,12 @@
 """InfoNCE with negatives of a queue or of all ranks, and shuffled BatchNorm (MoCo).
 
-B: images per rank, W: ranks, V: sets of queries with a queue each, D: width, K: length of a queue.
+B: images per rank, W: ranks, V: views, or sets of queries with a queue each, D: width, K: length of
+a queue.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +50,41 @@ def gathered_cross_entropy(query: Tensor, key: Tensor, *, scale: float | Tensor)
     logits = scale * query @ gather_cat_with_grad(key).T  # (B, B * W)
     matches = torch.arange(len(query), device=query.device) + rank() * len(query)
     return F.cross_entropy(logits, matches)
+
+
+def view_cosines(views: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the cosines of this rank's views with the views of all ranks; differentiable.
+
+    Args:
+        views: V features (B, D) of any length.
+
+    Returns:
+        Cosines (VB, VBW), view after view in both dimensions, and columns (V, VB): entry s of a
+        row of view v is the column of view v + s (modulo V) of the same image, so that entry 0 is
+        the row itself.
+    """
+    units = [F.normalize(view, dim=1) for view in views]
+    everyone = torch.cat([gather_cat_with_grad(unit) for unit in units])  # (VBW, D)
+    cosines = torch.cat(units) @ everyone.T
+    count, num_images = len(views), len(everyone) // len(views)  # V, B * W
+    index = torch.arange(len(views[0]), device=cosines.device) + rank() * len(views[0])  # (B,)
+    columns = torch.stack([index + view * num_images for view in range(count)])  # (V, B)
+    return cosines, torch.stack([columns.roll(-shift, 0).flatten() for shift in range(count)])
+
+
+def positives_and_negatives(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines of two views of each image, and those with all views of other images.
+
+    Args:
+        first: (B, D), of any length.
+        second: (B, D); row b is the other view of image b.
+
+    Returns:
+        Positives (2B,), and negatives (2B, 2BW) whose entries of the same image are -inf.
+    """
+    cosines, same = view_cosines((first, second))
+    positives = cosines.gather(1, same[1][:, None]).squeeze(1)
+    return positives, cosines.scatter(1, same.T, -torch.inf)
 
 
 def shuffle_bn(images: Tensor) -> Tensor:

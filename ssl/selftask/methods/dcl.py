@@ -1,0 +1,83 @@
+"""DCL: SimCLR whose denominator does not contain the positive.
+
+B: images per rank, W: ranks, N: images of all ranks, D: width of the head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import gather_cat_with_grad, rank
+from selftask.methods.families.batch_contrast import BatchContrast
+from selftask.models.losses.contrast import positives_and_negatives
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("dcl")
+class DCL(BatchContrast):
+    """DCL (arXiv:2110.06848): SimCLR without the positive in the denominator, for small batches.
+
+    Differs from the authors' code:
+
+    * Negatives, and the softmax of ``sigma``, are over the images of all ranks; there over those of
+      one.
+    """
+
+    paper = "Yeh et al., Decoupled Contrastive Learning, ECCV 2022"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BatchContrast.Config):
+        temperature: float = setting(0.1, above=0)
+        """Temperature of the similarities, tau."""
+        sigma: float | None = setting(None, above=0)
+        """Temperature of the weights of positives (DCLW, eq. 6): those of less similar views count
+        more; 0.5 in the paper. null: DCL, where all weigh the same.
+        """
+
+    def setup(self, task: Task) -> None:
+        self.num_negatives = 2 * (task.length.batch_size - 1)
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return the mean of eq. 5, or of eq. 6, over images and views; ``output`` (2, B, D)."""
+        return dcl_loss(*output, temperature=self.config.temperature, sigma=self.config.sigma)
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of equal similarities: ln(2 * (batch - 1))."""
+        return math.log(self.num_negatives)
+
+
+@in_full_precision
+def dcl_loss(first: Tensor, second: Tensor, *, temperature: float, sigma: float | None) -> Tensor:
+    """Return the decoupled contrastive loss, a mean over the rows of both views.
+
+    Args:
+        first: (B, D), of any length.
+        second: (B, D); row b is the other view of image b.
+        temperature: tau.
+        sigma: Temperature of the weights 2 - N * softmax(cosines / sigma), which have a mean of 1;
+            None: no weights.
+    """
+    positive, negative = positives_and_negatives(first, second)
+    pull = positive / temperature  # (2B,)
+    if sigma is not None:
+        pull = pull * _weights(positive[: len(first)], sigma).repeat(2)
+    return ((negative / temperature).logsumexp(dim=1) - pull).mean()
+
+
+def _weights(cosines: Tensor, sigma: float) -> Tensor:
+    """Return the weights (B,) of the positives of this rank, with their gradient."""
+    everyone = gather_cat_with_grad(cosines)  # (N,)
+    shares = F.softmax(everyone / sigma, dim=0).narrow(0, rank() * len(cosines), len(cosines))
+    return 2 - len(everyone) * shares

@@ -1,0 +1,85 @@
+"""FroSSL: views agree, and the correlations of each view have a small Frobenius norm.
+
+V: views, B: images per rank, W: ranks, N: images of all ranks, D: width of the projector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import sum_with_grad, world_size
+from selftask.methods.base import Method
+from selftask.models.heads import mlp
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+
+@register_method("frossl")
+class FroSSL(Method):
+    """FroSSL (arXiv:2310.02903): views agree, and the spectrum of features is flat.
+
+    Differs from the authors' code:
+
+    * Statistics are over the images of all ranks.
+    * The norm is always that of the (D, D) matrix, which equals that of the (N, N) one.
+    """
+
+    paper = (
+        "Skean et al., FroSSL: Frobenius Norm Minimization for Self-Supervised Learning, ECCV 2024"
+    )
+    columns = {
+        "invariance": "Term of the loss: views have the same embedding.",
+        "norm": "Term of the loss: logarithm of the Frobenius norms; the spectrum is flat.",
+    }
+    loss_reduction = "statistics"  # lengths of the features, and their products
+    views = (2, None)
+    per_view = True
+    min_batch_size = 2
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(1024, min=1, tiny=16)
+        """Width of the head's output, D."""
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the projector's two hidden layers."""
+        invariance_weight: float = setting(1.4, min=0)
+        """Weight of the agreement of views, gamma; 2 for 8 views."""
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """Build the projector: three layers; the last has no BatchNorm or activation."""
+        hidden = self.config.hidden_dim
+        return mlp(embed_dim, hidden, hidden, self.config.out_dim, bias=False)
+
+    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return both terms for ``output`` (V, B, D)."""
+        invariance, norm = frossl_terms(output)
+        return {"invariance": self.config.invariance_weight * invariance, "norm": norm}
+
+
+@in_full_precision
+def frossl_terms(output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distance of views from their mean, and the log norms, summed over views.
+
+    The features are divided by their length over the images of all ranks, so that the matrix of
+    their products has the trace D.
+
+    Args:
+        output: (V, B, D).
+
+    Returns:
+        V * D times the mean squared distance of a view from the mean of the views, summed over the
+        views, and the sum of 2 ln |K| over views, with K the matrix of products divided by its
+        trace.
+    """
+    num_views, rows, dim = output.shape
+    lengths = sum_with_grad(output.square().sum(dim=1, keepdim=True)).sqrt()
+    units = output / lengths.clamp(min=1e-12)  # (V, B, D)
+    products = sum_with_grad(units.mT @ units) / dim  # (V, D, D)
+    norm = products.square().sum(dim=(1, 2)).log().sum()  # 2 ln |K|
+    distance = (units - units.mean(dim=0)).square()  # (V, B, D)
+    mean = sum_with_grad(distance.sum()) / (rows * world_size() * dim)
+    return num_views * dim * mean, norm

@@ -1,0 +1,97 @@
+"""HCL: SimCLR whose negatives count more the harder they are, corrected for false negatives.
+
+B: images per rank, W: ranks, D: width of the head, M: negatives of a view.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.methods.families.batch_contrast import BatchContrast
+from selftask.models.losses.contrast import positives_and_negatives
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("hcl")
+class HCL(BatchContrast):
+    """HCL (arXiv:2010.04592): SimCLR that weights hard negatives and allows for false ones.
+
+    With ``hardness=0`` it is Debiased Contrastive Learning (Chuang et al., NeurIPS 2020,
+    arXiv:2007.00224).
+
+    Differs from the authors' code:
+
+    * Negatives are the images of all ranks; there those of one.
+    """
+
+    paper = "Robinson et al., Contrastive Learning with Hard Negative Samples, ICLR 2021"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BatchContrast.Config):
+        temperature: float = setting(0.5, above=0)
+        """Temperature of the similarities."""
+        same_class: float = setting(0.1, min=0, below=1)
+        """Probability that a negative is of the image's own class, tau+; 0.1 for ten classes."""
+        hardness: float = setting(1.0, min=0)
+        """Concentration of negatives on similar images, beta; 0: all weigh the same."""
+
+    def setup(self, task: Task) -> None:
+        self.num_negatives = 2 * (task.length.batch_size - 1)
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return eq. 5, a mean over images and views; ``output`` (2, B, D)."""
+        config = self.config
+        return hcl_loss(
+            *output,
+            temperature=config.temperature,
+            same_class=config.same_class,
+            hardness=config.hardness,
+            num_negatives=self.num_negatives,
+        )
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of equal similarities: ln(1 + 2 * (batch - 1))."""
+        return math.log(1 + self.num_negatives)
+
+
+@in_full_precision
+def hcl_loss(
+    first: Tensor,
+    second: Tensor,
+    *,
+    temperature: float,
+    same_class: float,
+    hardness: float,
+    num_negatives: int,
+) -> Tensor:
+    """Return the contrastive loss with the estimate of eq. 4 for the sum of true negatives.
+
+    Args:
+        first: (B, D), of any length.
+        second: (B, D); row b is the other view of image b.
+        temperature: Temperature of the similarities.
+        same_class: tau+.
+        hardness: beta; the weights have gradients, as in the authors' code.
+        num_negatives: M.
+    """
+    positive, negative = positives_and_negatives(first, second)
+    pull, others = (positive / temperature).exp(), negative / temperature  # (2B,), (2B, 2BW)
+    hidden = others.isinf()
+    others = others.masked_fill(hidden, 0.0)
+    weights = (hardness * others).exp().masked_fill(hidden, 0.0)
+    biased = num_negatives * (weights * others.exp()).sum(1) / weights.sum(1)
+    true = (biased - same_class * num_negatives * pull) / (1 - same_class)
+    least = num_negatives * math.exp(-1 / temperature)  # of opposite directions
+    return -torch.log(pull / (pull + true.clamp(min=least))).mean()

@@ -1,0 +1,130 @@
+"""MEC: features of two views have the largest coding length, which agreement and spread give.
+
+B: images per rank, W: ranks, N: images of all ranks, D: width of projector and predictor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import gather_cat_with_grad
+from selftask.methods.families.ema_teacher import EMATeacher, Schedule
+from selftask.models.heads import ProjectorPredictor, mlp
+from selftask.models.network import Network
+from selftask.models.precision import in_full_precision
+from selftask.optim.schedules import build_schedule
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("mec")
+class MEC(EMATeacher):
+    """MEC (arXiv:2210.11464): maximizes the coding length that two views of the images share.
+
+    Differs from the authors' code:
+
+    * ``expansion`` reaches its end after the warm-up, there one step before.
+    """
+
+    paper = "Liu et al., Self-Supervised Learning via Maximum Entropy Coding, NeurIPS 2022"
+    loss_reduction = "gathered"  # the coding length is of the images of all ranks
+    views = 2
+    per_view = True
+    min_batch_size = 2
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EMATeacher.Config):
+        out_dim: int = setting(2048, min=1, tiny=16)
+        """Width of projector and predictor, D."""
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the projector's hidden layers."""
+        predictor_dim: int = setting(512, min=1, tiny=8)
+        """Width of the predictor's hidden layer."""
+        distortion: float = setting(64.0, above=0)
+        """Distortion of the code, epsilon; lambda is D / (N * epsilon)."""
+        expansion: Schedule = setting(
+            {"name": "constant", "start": 1.0, "warmup": "10 epochs", "warmup_start": 8.0},
+            of="schedules",
+            above=0,
+        )
+        """Factor of 1 / lambda; larger values at first keep the series from diverging."""
+        order: int = setting(4, min=1)
+        """Order of the Taylor series of the logarithm."""
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """Build projector and predictor."""
+        config = self.config
+        hidden, dim = config.hidden_dim, config.out_dim
+        projector = mlp(
+            embed_dim, hidden, hidden, dim, bias=False, last_norm=True, last_affine=False
+        )
+        return ProjectorPredictor(projector, mlp(dim, config.predictor_dim, dim, bias=False))
+
+    def averaged(self, network: Any) -> nn.Module:
+        """Return backbone and projector; the teacher has no predictor."""
+        return Network(network.backbone, network.head.projector, per_view=True)
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self.expansion_at = build_schedule(self.config.expansion, task.length)
+
+    def on_forward(self, task: Task) -> None:
+        task.last_batch["projection"] = self.teacher(task.last_batch.input)  # (2, B, D)
+        task.last_batch["expansion"] = self.expansion_at(task.where)
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return minus the coding length, divided by the images; ``output`` (2, B, 2, D)."""
+        return mec_loss(
+            output[:, :, 1],
+            batch["projection"].flip(0),
+            distortion=self.config.distortion,
+            expansion=batch["expansion"],
+            order=self.config.order,
+        )
+
+
+@in_full_precision
+def mec_loss(
+    prediction: Tensor, target: Tensor, *, distortion: float, expansion: float, order: int
+) -> Tensor:
+    """Return minus the trace of log(I + C), scaled by 1 / (lambda * N), a mean over views.
+
+    Eq. 5 and 6, C = target @ prediction.T * lambda. Every rank computes the value of all images.
+
+    Args:
+        prediction: (2, B, D), of any length.
+        target: (2, B, D): the teacher's projections of the other views.
+        distortion: epsilon.
+        expansion: Factor of 1 / lambda.
+        order: Order of the Taylor series.
+    """
+    traces = []
+    for student, teacher in zip(prediction, target, strict=True):
+        rows = gather_cat_with_grad(F.normalize(student, dim=1))  # (N, D)
+        others = gather_cat_with_grad(F.normalize(teacher, dim=1))
+        scale = expansion * len(rows) * distortion / rows.shape[1]  # 1 / lambda
+        traces.append(scale / len(rows) * _log_trace(others, rows, scale, order))
+    return -torch.stack(traces).mean()
+
+
+def _log_trace(others: Tensor, rows: Tensor, scale: float, order: int) -> Tensor:
+    """Return the trace of the series of log(I + others @ rows.T / scale).
+
+    It equals that of the (D, D) product, which is used if it is smaller.
+    """
+    small = rows.shape[0] <= rows.shape[1]
+    matrix = (others @ rows.T if small else rows.T @ others) / scale
+    power, total = matrix, matrix.trace()
+    for k in range(2, order + 1):
+        power = power @ matrix
+        total = total + (-1) ** (k + 1) * power.trace() / k
+    return total

@@ -1,0 +1,114 @@
+"""NNCLR: the positive of an image is the nearest neighbor of its other view among older images.
+
+B: images per rank, W: ranks, D: width of the head, K: length of the queue.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.methods.base import Method
+from selftask.models.feature_queue import FeatureQueue
+from selftask.models.heads import ProjectorPredictor, mlp
+from selftask.models.losses.contrast import gathered_cross_entropy
+from selftask.models.precision import in_full_precision, to_float32
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("nnclr")
+class NNCLR(Method):
+    """NNCLR (arXiv:2104.14548): contrasts a view with a neighbor of the other view in a queue.
+
+    Differs from the authors' code:
+
+    * The code was not at hand: figures are those of solo-learn, for one process.
+    """
+
+    paper = (
+        "Dwibedi et al., With a Little Help from My Friends: Nearest-Neighbor Contrastive Learning "
+        "of Visual Representations, ICCV 2021"
+    )
+    loss_reduction = "gathered"  # negatives are the predictions of all ranks
+    views = 2
+    per_view = True
+    min_batch_size = 2
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(256, min=1, tiny=16)
+        """Width of projector and predictor, D."""
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the projector's two hidden layers."""
+        predictor_dim: int = setting(4096, min=1, tiny=32)
+        """Width of the predictor's hidden layer."""
+        queue_size: int = setting(98_304, min=1, tiny=lambda batch: 2 * batch)
+        """Length of the queue in which neighbors are searched, in images; K."""
+        temperature: float = setting(0.1, above=0)
+        """Temperature of the similarities, tau."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.queue = FeatureQueue(config.queue_size, config.out_dim)
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """Build projector and predictor; the projector's last layer has BatchNorm, too."""
+        config = self.config
+        hidden, out_dim = config.hidden_dim, config.out_dim
+        return ProjectorPredictor(
+            mlp(embed_dim, hidden, hidden, out_dim, last_norm=True),
+            mlp(out_dim, config.predictor_dim, out_dim),
+        )
+
+    def setup(self, task: Task) -> None:
+        self.num_pairs = task.length.batch_size
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        """Find the neighbors of both views; the first view is enqueued after the step."""
+        batch = task.last_batch
+        units = F.normalize(to_float32(batch.output[:, :, 0]), dim=2)  # (2, B, D)
+        batch["neighbors"] = self.queue.nearest(units)
+        if task.train:
+            self.pending.append(units[0])
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return eq. 3 in both directions, averaged; ``output`` (2, B, 2, D)."""
+        prediction = output[:, :, 1]
+        return neighbor_loss(prediction, batch["neighbors"], temperature=self.config.temperature)
+
+    def on_update(self, task: Task) -> None:
+        for units in self.take_pending():
+            self.queue.update(units)
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of equal similarities: ln(batch)."""
+        return math.log(self.num_pairs)
+
+
+@in_full_precision
+def neighbor_loss(prediction: Tensor, neighbors: Tensor, *, temperature: float) -> Tensor:
+    """Return the cross-entropy of each neighbor with the other view's prediction among all.
+
+    Args:
+        prediction: (2, B, D), of any length.
+        neighbors: (2, B, D), unit vectors: neighbors of the projections of the views.
+        temperature: tau.
+    """
+    predictions = F.normalize(prediction, dim=2).flip(0)
+    losses = [
+        gathered_cross_entropy(neighbor, other, scale=1 / temperature)
+        for neighbor, other in zip(neighbors, predictions, strict=True)
+    ]
+    return torch.stack(losses).mean()

@@ -1,0 +1,86 @@
+"""SimSiam: predict the other view's projection, which has no gradient; no teacher, no negatives.
+
+V: views of an image, two in the paper; B: images per rank, D: width of the projector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.config.schema.optimizer import GroupRule
+from selftask.methods.base import Method
+from selftask.models.heads import ProjectorPredictor, mlp
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+
+@register_method("simsiam")
+class SimSiam(Method):
+    """SimSiam (arXiv:2011.10566): predicts the projection of the other view, without a teacher.
+
+    With more than two views it is FastSiam (Pototzky et al., GCPR 2022): the target of a view is
+    the mean of the projections of the others.
+    """
+
+    paper = "Chen and He, Exploring Simple Siamese Representation Learning, CVPR 2021"
+    loss_reduction = "samples"
+    views = (2, None)
+    per_view = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(2048, min=1, tiny=16)
+        """Width of the projector, D."""
+        hidden_dim: int = setting(512, min=1, tiny=8)
+        """Width of the predictor's hidden layer."""
+        projector_layers: int = setting(3, min=2)
+        """Number of layers of the projector; 2 for CIFAR-10."""
+        fix_predictor_lr: bool = True
+        """Whether the learning rate of the predictor stays constant."""
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """Build projector and predictor; the projector's layers have the backbone's width."""
+        config = self.config
+        hidden = [embed_dim] * (config.projector_layers - 1)
+        last = {"last_norm": True, "last_affine": False}
+        return ProjectorPredictor(
+            mlp(embed_dim, *hidden, config.out_dim, bias=False, **last),
+            mlp(config.out_dim, config.hidden_dim, config.out_dim, bias=False),
+        )
+
+    def group_rules(self) -> list[GroupRule]:
+        """Keep the learning rate of the predictor constant."""
+        if not self.config.fix_predictor_lr:
+            return []
+        return [GroupRule(match="network.head.predictor", schedule="constant")]
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return eq. 2 with the mean of the other views as target; ``output`` (V, B, 2, D)."""
+        projection, prediction = output.unbind(2)
+        return similarity_loss(prediction, projection)
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of directions that are unrelated: 0."""
+        return 0.0
+
+
+@in_full_precision
+def similarity_loss(prediction: Tensor, projection: Tensor) -> Tensor:
+    """Return minus the cosine of each prediction and the mean projection of the other views.
+
+    Args:
+        prediction: (V, B, D).
+        projection: (V, B, D), used without gradient. It is not normalized before the mean.
+
+    Returns:
+        The mean over views and images, from -1 to 1.
+    """
+    projection = projection.detach()
+    others = projection.sum(dim=0) - projection  # the mean, up to a factor
+    return -F.cosine_similarity(prediction, others, dim=2).mean()

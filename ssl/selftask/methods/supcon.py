@@ -1,0 +1,103 @@
+"""SupCon: the views of all images of a class attract each other.
+
+V: views of an image, B: images per rank, W: ranks, D: width of the head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.config.schema import num_views
+from selftask.distributed.collectives import all_gather_cat
+from selftask.methods.families.batch_contrast import BatchContrast
+from selftask.models.losses.contrast import view_cosines
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+BASE_TEMPERATURE = 0.07  # the loss is multiplied by temperature / 0.07, as in the authors' code
+
+
+@register_method("supcon")
+class SupCon(BatchContrast):
+    """SupCon (arXiv:2004.11362): contrastive learning whose positives are images of one class.
+
+    An image without a label (-1) has its own other views as positives, as in SimCLR.
+
+    Differs from the authors' code:
+
+    * Images and labels of all ranks are compared; there those of one process.
+    """
+
+    paper = "Khosla et al., Supervised Contrastive Learning, NeurIPS 2020"
+    views = (1, None)
+    requires: ClassVar[tuple[str, ...]] = ("labels",)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BatchContrast.Config):
+        norm: bool = False
+        """Whether both layers of the head have BatchNorm."""
+        temperature: float = setting(0.1, above=0)
+        """Temperature of the similarities, tau."""
+        sum_positives: Literal["outside", "inside"] = "outside"
+        """Where the positives of a view are summed: outside the logarithm (eq. 2, L_out), or inside
+        (eq. 3), as in solo-learn, which does not multiply the loss by ``temperature`` / 0.07.
+        """
+
+    def setup(self, task: Task) -> None:
+        views = sum(num_views(task.config.views).values())
+        self.num_others = views * task.length.batch_size - 1
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return the mean over images and views; ``output`` (V, B, D)."""
+        config = self.config
+        inside = config.sum_positives == "inside"
+        loss = supcon_loss(output, batch.labels, temperature=config.temperature, inside=inside)
+        return loss if inside else loss * config.temperature / BASE_TEMPERATURE
+
+    @property
+    def chance_loss(self) -> float | None:
+        """Loss of equal similarities: temperature / 0.07 * ln(views * batch - 1), at least."""
+        if self.config.sum_positives == "inside":
+            return None  # depends on the number of positives
+        return self.config.temperature / BASE_TEMPERATURE * math.log(self.num_others)
+
+
+@in_full_precision
+def supcon_loss(output: Tensor, labels: Tensor, *, temperature: float, inside: bool) -> Tensor:
+    """Return -log of the softmax of positives among all other views, a mean over the rank's views.
+
+    A view without a positive counts as 0.
+
+    Args:
+        output: (V, B, D), of any length.
+        labels: (B,), -1 for images without one.
+        temperature: tau.
+        inside: Sum the probabilities of the positives; else average their logarithms.
+    """
+    cosines, same = view_cosines([*output])
+    hidden = (cosines / temperature).scatter(1, same[:1].T, -torch.inf)  # without the view itself
+    log_p = (hidden - hidden.logsumexp(dim=1, keepdim=True)).scatter(1, same[:1].T, 0.0)
+    positive = _same_class(labels, len(output)).scatter(1, same.T, True)
+    positive = positive.scatter(1, same[:1].T, False)
+    count = positive.sum(dim=1)
+    if inside:
+        alone = count == 0  # such a row keeps all, so that its gradient is finite, and counts as 0
+        summed = log_p.masked_fill(~(positive | alone[:, None]), -torch.inf).logsumexp(dim=1)
+        return -torch.where(alone, 0.0, summed).mean()
+    return -((log_p * positive).sum(dim=1) / count.clamp(min=1)).mean()
+
+
+def _same_class(labels: Tensor, count: int) -> Tensor:
+    """Return whether two views have the same label, (VB, VBW), for ``count`` views V."""
+    labels, others = labels.repeat(count), all_gather_cat(labels).repeat(count)
+    return (labels[:, None] == others) & (labels >= 0)[:, None]

@@ -1,0 +1,117 @@
+"""TiCo: views agree, and features avoid the directions that are used most, on average over time.
+
+B: images per rank, W: ranks, D: width of the projector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import all_reduce_mean
+from selftask.methods.families.ema_teacher import EMATeacher
+from selftask.models.heads import mlp
+from selftask.models.precision import in_full_precision, to_float32
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("tico")
+class TiCo(EMATeacher):
+    """TiCo (arXiv:2206.10698): agrees with a teacher, off the directions that features use most.
+
+    Differs from the authors' code:
+
+    * The covariance is over the images of all ranks, and is saved and resumed. The code was not at
+      hand: figures are those of lightly, which does not save it.
+    """
+
+    paper = (
+        "Zhu et al., TiCo: Transformation Invariance and Covariance Contrast for Self-Supervised "
+        "Visual Representation Learning, 2022"
+    )
+    columns = {
+        "invariance": "Term of the loss: the student agrees with the teacher's other view.",
+        "covariance": "Term of the loss: squared length along the directions of other images.",
+    }
+    loss_reduction = "samples"  # the covariance has no gradient
+    views = 2
+    per_view = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EMATeacher.Config):
+        out_dim: int = setting(256, min=1, tiny=16)
+        """Width of the head's output, D."""
+        hidden_dim: int = setting(4096, min=1, tiny=32)
+        """Width of the projector's hidden layer."""
+        covariance_momentum: float = setting(0.9, min=0, max=1)
+        """Share of the older covariance at each step, beta."""
+        covariance_weight: float = setting(8.0, min=0)
+        """Weight of the covariance term, rho."""
+
+    covariance: Tensor
+    """Moving average of the (uncentered) covariance of the student's unit vectors, (D, D)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.register_buffer("covariance", torch.zeros(config.out_dim, config.out_dim))
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """Build the projector of two layers."""
+        return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim)
+
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        """The student sees the first view, the teacher the second one."""
+        batch.input = batch.all_views[:1]
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        """Compute the teacher's output, and the covariance with the share of this batch."""
+        batch = task.last_batch
+        (batch["teacher"],) = self.teacher(batch.all_views[1:])  # (B, D)
+        units = F.normalize(to_float32(batch.output[0]), dim=1)
+        products = all_reduce_mean(units.T @ units / len(units))
+        batch["covariance"] = self._moved(products)
+        if task.train:
+            self.pending.append(products)
+
+    def _moved(self, products: Tensor) -> Tensor:
+        return self.covariance.lerp(
+            products.to(self.covariance.dtype), 1 - self.config.covariance_momentum
+        )
+
+    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return both terms of eq. 6 for ``output`` (1, B, D)."""
+        invariance, contrast = tico_terms(output[0], batch["teacher"], batch["covariance"])
+        return {
+            "invariance": invariance,
+            "covariance": self.config.covariance_weight * contrast,
+        }
+
+    def on_update(self, task: Any) -> None:
+        super().on_update(task)
+        for products in self.take_pending():
+            self.covariance.copy_(self._moved(products))
+
+
+@in_full_precision
+def tico_terms(student: Tensor, teacher: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 1 - cos, and the quadratic form of the covariance, means over images.
+
+    Args:
+        student: (B, D), of any length.
+        teacher: (B, D), of any length.
+        covariance: (D, D).
+    """
+    first, second = F.normalize(student, dim=1), F.normalize(teacher, dim=1)
+    invariance = 1 - (first * second).sum(dim=1).mean()
+    form = ((first @ covariance.to(first.dtype)) * first).sum(dim=1)
+    return invariance, form.mean()

@@ -1,0 +1,113 @@
+"""TWIST: two views get the same class, each image one class, and the images all classes.
+
+V: views, B: images per rank, W: ranks, K: classes, which are not those of labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import sum_with_grad, world_size
+from selftask.methods.base import Method
+from selftask.models.heads import mlp
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+NUM_LARGE = 2  # views, each compared with all later ones
+
+
+@register_method("twist")
+class TWIST(Method):
+    """TWIST (arXiv:2110.07402): views get equal classes, certain for an image, even over images.
+
+    Differs from the authors' code:
+
+    * The last epochs, which train on confident classes as labels, are left out.
+    * Entropies are over the images of all ranks; there the terms of the ranks are summed.
+    """
+
+    paper = "Wang et al., Self-Supervised Learning by Estimating Twin Class Distributions, TIP 2023"
+    columns = {
+        "divergence": "Term of the loss: KL divergence between the classes of two views.",
+        "sharpness": "Term of the loss: entropy of the classes of an image.",
+        "diversity": "Term of the loss: minus the entropy of the mean over images.",
+    }
+    loss_reduction = "statistics"  # mean of the class distributions
+    views = (2, None)
+    per_view = True
+    min_batch_size = 2
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_classes: int = setting(4096, min=2, tiny=12)
+        """Number of classes, K."""
+        hidden_dim: int = setting(4096, min=1, tiny=32)
+        """Width of the head's two hidden layers."""
+        temperature: float = setting(1.0, above=0)
+        """Temperature of the distributions in both entropies, tau."""
+        sharpness_weight: float = setting(0.0)
+        """Weight of the entropy of each image beyond 1, lambda_1."""
+        diversity_weight: float = setting(1.0, min=0)
+        """Weight of the entropy of the mean distribution, lambda_2."""
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """Build three layers; the last BatchNorm has neither scale nor shift."""
+        hidden, classes = self.config.hidden_dim, self.config.num_classes
+        return mlp(
+            embed_dim,
+            hidden,
+            hidden,
+            classes,
+            bias=False,
+            last_bias=False,
+            last_norm=True,
+            last_affine=False,
+        )
+
+    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return the terms of eq. 6, means over pairs of views; ``output`` (V, B, K)."""
+        config = self.config
+        divergence, sharpness, diversity = twist_terms(output, temperature=config.temperature)
+        return {
+            "divergence": divergence,
+            "sharpness": (1 + config.sharpness_weight) * sharpness,
+            "diversity": -config.diversity_weight * diversity,
+        }
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of equal probabilities: (1 + sharpness_weight - diversity_weight) * ln(classes)."""
+        weight = 1 + self.config.sharpness_weight - self.config.diversity_weight
+        return float(weight * torch.tensor(float(self.config.num_classes)).log())
+
+
+@in_full_precision
+def twist_terms(output: Tensor, *, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the symmetric KL divergence, the entropy of images and that of their mean.
+
+    Means over the pairs of one of the first two views and a later one.
+
+    Args:
+        output: Logits (V, B, K).
+        temperature: Temperature of both entropies; that of the divergence is 1.
+    """
+    log_p = F.log_softmax(output, dim=2)
+    sharp = F.log_softmax(output / temperature, dim=2)
+    entropy = -(sharp.exp() * sharp).sum(dim=2).mean(dim=1)  # (V,)
+    mean = sum_with_grad(sharp.exp().mean(dim=1)) / world_size()  # (V, K)
+    spread = torch.special.entr(mean).sum(dim=1)  # (V,)
+    terms = []
+    for one in range(NUM_LARGE):
+        for other in range(one + 1, len(output)):
+            gap = log_p[one] - log_p[other]  # (B, K)
+            kl = ((log_p[one].exp() - log_p[other].exp()) * gap).sum(dim=1).mean() / 2
+            pair = [one, other]
+            terms.append(torch.stack([kl, entropy[pair].mean(), spread[pair].mean()]))
+    divergence, sharpness, diversity = torch.stack(terms).mean(dim=0)
+    return divergence, sharpness, diversity
