@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 
 from selftask.config import torch_names
 from selftask.config.checks import devices, grid, optimizer, requirements, sbatch
-from selftask.config.classy_names import classy_has
 from selftask.config.keys import Key
 from selftask.config.schema import Component, Config, ParallelConfig, ViewConfig, num_views
 from selftask.config.values.budget import parse_budget
@@ -18,7 +17,6 @@ from selftask.registry import (
     TASKS,
     TRAIN_STEPS,
     TRANSFORMS,
-    Registry,
 )
 
 Problem = tuple[Key, str]
@@ -51,12 +49,8 @@ def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:
 def _names(config: Config) -> Iterator[Problem]:
     if torch_names.is_torch_name("optimizer", config.optimizer.name):
         yield from torch_names.problems(config)
-    yield from _known(TASKS, config.task, ("task",))
-
-
-def _known(registry: Registry, name: str, key: Key) -> Iterator[Problem]:
-    if name not in registry and not classy_has(registry.kind, name):
-        yield key, f"no {registry.kind} named {name!r}; {nearest(name, registry.names())}"
+    if config.task not in TASKS:
+        yield ("task",), f"no task named {config.task!r}; {nearest(config.task, TASKS)}"
 
 
 def _length(config: Config) -> Iterator[Problem]:
