@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from selftask.config import torch_names
 from selftask.config.checks import devices, grid, optimizer, requirements, sbatch
 from selftask.config.keys import Key
-from selftask.config.schema import Component, Config, ParallelConfig, ViewConfig, num_views
+from selftask.config.schema import Component, Config, ParallelConfig, ViewConfig
 from selftask.config.values.budget import parse_budget
-from selftask.errors import nearest, plural
+from selftask.errors import nearest
 from selftask.registry import (
     BATCHED_TRANSFORMS,
-    METHODS,
     TASKS,
     TRAIN_STEPS,
     TRANSFORMS,
@@ -64,13 +63,8 @@ def _validation(config: Config) -> Iterator[Problem]:
         if not re.fullmatch(r"[\w.-]+", name):
             text = f"data.val_sets: the name {name!r} may have letters, digits and ._- only"
             yield ("data", "val_sets", name), text
-    if not config.eval.loss:
-        return
-    if config.data.val is None and not config.data.val_sets:
+    if config.eval.loss and config.data.val is None and not config.data.val_sets:
         yield ("eval", "loss"), "eval.loss=true: data.val is null; give the images to take it of"
-    if "index" in requirements.required(config.method.name):
-        text = f"{config.method.name} remembers each training image, and has no loss for others"
-        yield ("eval", "loss"), f"eval.loss=true: {text}; take it out"
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -82,10 +76,6 @@ def _batch(config: Config) -> Iterator[Problem]:
             f"the {world} processes of launch; try {right}"
         )
         yield ("train", "batch_size"), text
-    least = METHODS.declared(config.method.name, "min_batch_size", 1)
-    if train.batch_size < least:
-        text = f"{config.method.name} compares the images of a batch, and needs at least {least}"
-        yield ("train", "batch_size"), f"train.batch_size={train.batch_size}: {text}"
     step = train.step.name
     ours = TRAIN_STEPS.address(step).module.startswith(TRAIN_STEPS.package)
     if train.accumulate > 1 and ours and step != "accumulate":
@@ -101,7 +91,6 @@ def _views(config: Config) -> Iterator[Problem]:
         yield ("views",), "views is empty: a method needs at least one group of views"
     else:
         yield from _derived_views(config.views)
-        yield from _number_of_views(config)
     for key, transforms in config.pipelines.items():
         names = [transform.name for transform in transforms]
         if key[0] == "eval" and not names and not config.eval.evaluations:
@@ -140,35 +129,6 @@ def _derived_views(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
         if not group.count and name not in used:
             text = "needs at least 1, since no other group is made from it (`of`)"
             yield ("views", name, "count"), f"views.{name}.count=0: {text}"
-
-
-def _number_of_views(config: Config) -> Iterator[Problem]:
-    """Yield problems of views that do not match what the method declares."""
-    method = config.method.name
-    declared = METHODS.declared(method, "views", (1, None))
-    numbers = num_views(config.views)
-    groups = declared if isinstance(declared, dict) else {None: declared}
-    for group, wanted in groups.items():
-        least, most = wanted if isinstance(wanted, tuple) else (wanted, wanted)
-        number = sum(numbers.values()) if group is None else numbers.get(group, 0)
-        if number < least or (most is not None and number > most):
-            place = "of an image" if group is None else f"in group {group!r}"
-            text = f"{method} needs {_range(least, most)} {place}, got {number}"
-            yield ("views",), f"views: {text}"
-    if isinstance(declared, dict):
-        for name in config.views:
-            if numbers[name] and name not in declared:
-                text = f"{method} has no use for group {name!r}; {nearest(name, list(declared))}"
-                yield ("views", name), f"views: {text}"
-
-
-def _range(least: int, most: int | None) -> str:
-    """Format a range of view counts: ``2 views``, ``1 view or more``, ``2 to 4 views``."""
-    if most == least:
-        return f"{least} {plural('view', least)}"
-    if most is None:
-        return f"{least} {plural('view', least)} or more"
-    return f"{least} to {most} views"
 
 
 def _engine(config: Config) -> Iterator[Problem]:
