@@ -363,8 +363,7 @@ class Reader:
 
     def note_place(self, key: Key) -> None:
         """Record the origin of the value at ``key``."""
-        place = self.layers.place(key)
-        self.places[dotted(key)] = place or "default"
+        self.places[dotted(key)] = self.layers.place(key) or "default"
 
 
 def schema_of(registry: Registry, name: str) -> Schema:

@@ -83,8 +83,8 @@ def with_image_size(config: Config, size: int, layers: Layers) -> tuple[Config, 
             keys = [("backbone", "img_size")]
         backbone = backbone if setter.may_set(keys) else config.backbone
     places = config.places | dict.fromkeys(setter.overridden, layers.place(KEY) or "image_size")
-    sections = {"data": data, "views": views, "eval": evaluation, "backbone": backbone}
-    return replace(config, **sections, places=places), setter.problems
+    config = replace(config, data=data, views=views, eval=evaluation, backbone=backbone)
+    return replace(config, places=places), setter.problems
 
 
 def _with_drawn_size(data: DataConfig, size: int, setter: _Setter) -> DataConfig:
@@ -157,7 +157,9 @@ def resized_backbone(backbone: Component, size: int) -> Component:
     if "img_size" in args and "patch_size" in args:
         return replace(backbone, args={**args, "img_size": size})
     section = _sizes_in(backbone)
-    name = None if section is None else BACKBONES[backbone.name](**args).size_argument
+    if section is None:
+        return backbone
+    name = BACKBONES[backbone.name](**args).size_argument
     if name is None:
         return backbone
     return replace(backbone, args={**args, section: {**args[section], name: size}})
