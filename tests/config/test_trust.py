@@ -22,7 +22,7 @@ from selftask.checkpoint import rotation, store
 from selftask.cli.main import main
 from selftask.config import trust
 from selftask.config.load import load_config
-from selftask.errors import masked
+from selftask.errors import UserError, masked
 from selftask.report.page import escape
 
 PACKAGE = tiny.ROOT / "ssl" / "selftask"
@@ -77,6 +77,29 @@ READERS = ("eval", "features", "export", "finetune", "report", "test")
 def reading(command: str, run: Path) -> list[str]:
     words = {"report": ["report", str(run)], "test": ["test", str(run)]}
     return words.get(command) or words_of(command, run)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("import: ['${recipe}']", "import: evil"),
+        (
+            "backbone: {name: '${task}', model: 'os:mkdir', args: {path: pwned}}\ntask: custom",
+            "os:",
+        ),
+    ],
+)
+def test_code_behind_a_reference_to_another_key_is_refused_before_it_runs(
+    text: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code is judged once, on resolved values, and nothing is imported before that."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "evil.py").write_text("import os\nos.mkdir('pwned')\n")
+    (tmp_path / "config.yaml").write_text(f"defaults: [/simclr/digits]\nrecipe: evil\n{text}\n")
+    with pytest.raises(UserError, match=f"names code of its own.*{code}"):
+        load_config("config.yaml", [], trust=False)
+    assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.parametrize(

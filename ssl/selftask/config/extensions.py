@@ -12,6 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from selftask.config.compose.provenance import show_path
 from selftask.errors import ConfigError, UserError, nearest
 
@@ -38,6 +41,24 @@ def import_extensions(modules: Any, folders: Iterable[Path], place: str) -> None
     problems = [problem for name in modules if (problem := _import(name, f"{place}: import"))]
     if problems:
         raise ConfigError(problems)
+
+
+def import_listed(config: DictConfig, folders: Iterable[Path], place: str | None) -> None:
+    """Import the modules of a config's ``import:``, before any name in it is looked up.
+
+    Args:
+        config: Merged values, with references.
+        folders: Folders to put first on the search path.
+        place: Origin of ``import:``, for messages.
+    """
+    try:
+        modules = OmegaConf.select(config, "import")
+    except OmegaConfBaseException:  # it cannot be resolved, which is reported later
+        return
+    names = OmegaConf.to_container(modules) if OmegaConf.is_config(modules) else modules
+    if names:
+        names = [names] if isinstance(names, str) else names
+        import_extensions(names, folders, place or "import")
 
 
 @cache

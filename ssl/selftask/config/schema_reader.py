@@ -146,15 +146,22 @@ class Reader:
 
     def _plain(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
         """Read a value that is neither a section nor a component."""
+        converted = self._checked(value, kind, field, key)
+        if converted is _WRONG:
+            return _WRONG
+        self.note_place(key)
+        is_path = field.metadata.get("path") and converted is not None
+        return os.path.expanduser(converted) if is_path else converted
+
+    def _checked(self, value: Any, kind: Any, field: dataclasses.Field[Any], key: Key) -> Any:
+        """Return a value as ``kind`` and within the field's limits; ``_WRONG`` after a problem."""
         try:
             converted = convert(value, kind)
             check_limits(converted, field.metadata)
         except (Mismatch, ValueError) as error:
             self.problem(key, f"{dotted(key)}={_shown(value)}: {error}")
             return _WRONG
-        self.note_place(key)
-        is_path = field.metadata.get("path") and converted is not None
-        return os.path.expanduser(converted) if is_path else converted
+        return converted
 
     def _groups(self, value: Any, kind: type, key: Key) -> Any:
         """Read a mapping of sections; null removes a section that an earlier layer sets."""
@@ -239,10 +246,7 @@ class Reader:
             return _WRONG
         args = {name: item for name, item in component.args.items() if name in value}
         for name in ("start", "end", "warmup_start"):
-            try:
-                check_limits(args.get(name), field.metadata)
-            except ValueError as error:
-                self.problem((*key, name), f"{dotted((*key, name))}={args[name]}: {error}")
+            self._checked(args.get(name), Any, field, (*key, name))
         return {"name": component.name, **args}
 
     def unknown_keys(self, values: dict[str, Any], key: Key, *schemas: Schema) -> None:
@@ -354,15 +358,12 @@ class Reader:
             wanted = f"expected a list of lists of {registry.kind}s"
             self.problem(key, f"{dotted(key)}={_shown(value)}: {wanted}")
             return []
-        return [
-            self._nested(item, registry, inner, (*key, str(index)))
-            for index, item in enumerate(value)
-        ]
+        items = enumerate(value)
+        return [self._nested(item, registry, inner, (*key, str(index))) for index, item in items]
 
     def note_place(self, key: Key) -> None:
         """Record the origin of the value at ``key``."""
-        place = self.layers.place(key)
-        self.places[dotted(key)] = place or "default"
+        self.places[dotted(key)] = self.layers.place(key) or "default"
 
 
 def schema_of(registry: Registry, name: str) -> Schema:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import Any
 
-from selftask.config.checks.image_size import with_image_size
+from selftask.config.checks.grid import with_image_size
 from selftask.config.compose.provenance import Layers
 from selftask.config.fields import setting
 from selftask.config.schema import Config

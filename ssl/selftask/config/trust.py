@@ -17,7 +17,6 @@ from selftask.files.addresses import is_remote
 if TYPE_CHECKING:
     from selftask.config.schema import Config
 
-REFERENCE = "if you trust where it comes from, trust=true resolves it"
 TRUST = "trust=true   import and call code that the run, file or catalog names (docs/security.md)"
 _ADDRESSES = ("model", "dataset", "transform")
 """Fields of ``name: custom`` with a value ``package.module:callable``."""

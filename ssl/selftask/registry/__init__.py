@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from selftask.errors import UserError, nearest
-from selftask.registry.class_source import ClassSource, module_source, parse
+from selftask.registry.class_source import ClassSource, class_source, parse
 
 T = TypeVar("T")
 
@@ -196,9 +196,8 @@ class Registry:
 
     def class_source(self, name: str) -> ClassSource | None:
         """Return the parsed source of a class, without importing it; None for a function."""
-        node, module = self.definition(name), module_source(self.address(name).module)
-        assert module is not None
-        return ClassSource(module, node) if isinstance(node, ast.ClassDef) else None
+        node, address = self.definition(name), self.address(name)
+        return class_source(address.module, node)
 
     def definition(self, name: str) -> ast.ClassDef | ast.FunctionDef:
         """Return the syntax tree of a class or function, without importing it.

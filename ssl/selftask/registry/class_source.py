@@ -112,6 +112,13 @@ def module_source(name: str) -> ModuleSource | None:
     return ModuleSource(name, path) if path and path.suffix == ".py" else None
 
 
+def class_source(module: str, node: ast.ClassDef | ast.FunctionDef) -> ClassSource | None:
+    """Return the parsed source of a class in a module; None for a function."""
+    source = module_source(module)
+    assert source is not None
+    return ClassSource(source, node) if isinstance(node, ast.ClassDef) else None
+
+
 def bound_names(statement: ast.stmt) -> Iterator[str]:
     """Yield the names that a statement of a module or class binds; none under TYPE_CHECKING."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):

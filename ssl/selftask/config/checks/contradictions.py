@@ -7,18 +7,23 @@ from collections.abc import Iterator, Mapping
 
 from selftask.config import torch_names
 from selftask.config.checks import devices, grid, optimizer, requirements, sbatch
-from selftask.config.classy_names import classy_has
 from selftask.config.keys import Key
-from selftask.config.schema import Component, Config, ParallelConfig, ViewConfig, num_views
+from selftask.config.schema import (
+    Component,
+    Config,
+    DataConfig,
+    EvalConfig,
+    ParallelConfig,
+    TrainConfig,
+    ViewConfig,
+)
 from selftask.config.values.budget import parse_budget
-from selftask.errors import nearest, plural
+from selftask.errors import nearest
 from selftask.registry import (
     BATCHED_TRANSFORMS,
-    METHODS,
     TASKS,
     TRAIN_STEPS,
     TRANSFORMS,
-    Registry,
 )
 
 Problem = tuple[Key, str]
@@ -26,61 +31,48 @@ Problem = tuple[Key, str]
 
 def contradictions(config: Config) -> Iterator[Problem]:
     """Yield key and text of each contradiction in a config whose types are right."""
-    yield from _names(config)
-    yield from _length(config)
-    yield from _validation(config)
-    yield from _batch(config)
-    yield from optimizer.problems(config)
-    yield from devices.problems(config)
+    yield from _length(config.train)
+    yield from _validation(config.data, config.eval)
+    yield from _batch(config.train, config.launch.world_size)
+    yield from _engine(config.data, config.views)
+    yield from _parallel(config.parallel, config.train)
     yield from _views(config)
-    yield from requirements.of_config(config)
-    yield from grid.problems(config)
-    yield from _engine(config)
-    yield from _slurm(config)
-    yield from _parallel(config)
     for name, (low, high) in config.expected.items():
         if low > high:
             text = f"expected.{name}=[{low:g}, {high:g}]: the lowest value comes first"
             yield ("expected", name), text
+    if config.task not in TASKS:
+        yield ("task",), f"no task named {config.task!r}; {nearest(config.task, TASKS)}"
+    if torch_names.is_torch_name("optimizer", config.optimizer.name):
+        yield from torch_names.problems(config)
+    yield from optimizer.problems(config)
+    yield from devices.problems(config)
+    for key, text in sbatch.problems(config.launch.slurm):
+        yield ("launch", "slurm", key), text
+    yield from requirements.of_config(config)
+    yield from grid.problems(config)
 
 
 def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:
     return {("views", name, "transforms"): group.transforms for name, group in views.items()}
 
 
-def _names(config: Config) -> Iterator[Problem]:
-    if torch_names.is_torch_name("optimizer", config.optimizer.name):
-        yield from torch_names.problems(config)
-    yield from _known(TASKS, config.task, ("task",))
-
-
-def _known(registry: Registry, name: str, key: Key) -> Iterator[Problem]:
-    if name not in registry and not classy_has(registry.kind, name):
-        yield key, f"no {registry.kind} named {name!r}; {nearest(name, registry.names())}"
-
-
-def _length(config: Config) -> Iterator[Problem]:
-    if config.train.epochs is None and config.train.max_steps is None:
+def _length(train: TrainConfig) -> Iterator[Problem]:
+    if train.epochs is None and train.max_steps is None:
         yield ("train",), "train.epochs and train.max_steps are both null; give at least one"
 
 
-def _validation(config: Config) -> Iterator[Problem]:
+def _validation(data: DataConfig, evaluation: EvalConfig) -> Iterator[Problem]:
     """Yield problems of validation sets and of the loss on them."""
-    for name in config.data.val_sets:
+    for name in data.val_sets:
         if not re.fullmatch(r"[\w.-]+", name):
             text = f"data.val_sets: the name {name!r} may have letters, digits and ._- only"
             yield ("data", "val_sets", name), text
-    if not config.eval.loss:
-        return
-    if config.data.val is None and not config.data.val_sets:
+    if evaluation.loss and data.val is None and not data.val_sets:
         yield ("eval", "loss"), "eval.loss=true: data.val is null; give the images to take it of"
-    if "index" in requirements.required(config.method.name):
-        text = f"{config.method.name} remembers each training image, and has no loss for others"
-        yield ("eval", "loss"), f"eval.loss=true: {text}; take it out"
 
 
-def _batch(config: Config) -> Iterator[Problem]:
-    train, world = config.train, config.launch.world_size
+def _batch(train: TrainConfig, world: int) -> Iterator[Problem]:
     if train.batch_size % world:
         right = max(train.batch_size // world, 1) * world
         text = (
@@ -88,10 +80,6 @@ def _batch(config: Config) -> Iterator[Problem]:
             f"the {world} processes of launch; try {right}"
         )
         yield ("train", "batch_size"), text
-    least = METHODS.declared(config.method.name, "min_batch_size", 1)
-    if train.batch_size < least:
-        text = f"{config.method.name} compares the images of a batch, and needs at least {least}"
-        yield ("train", "batch_size"), f"train.batch_size={train.batch_size}: {text}"
     step = train.step.name
     ours = TRAIN_STEPS.address(step).module.startswith(TRAIN_STEPS.package)
     if train.accumulate > 1 and ours and step != "accumulate":
@@ -107,7 +95,6 @@ def _views(config: Config) -> Iterator[Problem]:
         yield ("views",), "views is empty: a method needs at least one group of views"
     else:
         yield from _derived_views(config.views)
-        yield from _number_of_views(config)
     for key, transforms in config.pipelines.items():
         names = [transform.name for transform in transforms]
         if key[0] == "eval" and not names and not config.eval.evaluations:
@@ -148,41 +135,11 @@ def _derived_views(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
             yield ("views", name, "count"), f"views.{name}.count=0: {text}"
 
 
-def _number_of_views(config: Config) -> Iterator[Problem]:
-    """Yield problems of views that do not match what the method declares."""
-    method = config.method.name
-    declared = METHODS.declared(method, "views", (1, None))
-    numbers = num_views(config.views)
-    groups = declared if isinstance(declared, dict) else {None: declared}
-    for group, wanted in groups.items():
-        least, most = wanted if isinstance(wanted, tuple) else (wanted, wanted)
-        number = sum(numbers.values()) if group is None else numbers.get(group, 0)
-        if number < least or (most is not None and number > most):
-            place = "of an image" if group is None else f"in group {group!r}"
-            text = f"{method} needs {_range(least, most)} {place}, got {number}"
-            yield ("views",), f"views: {text}"
-    if isinstance(declared, dict):
-        for name in config.views:
-            if numbers[name] and name not in declared:
-                text = f"{method} has no use for group {name!r}; {nearest(name, list(declared))}"
-                yield ("views", name), f"views: {text}"
-
-
-def _range(least: int, most: int | None) -> str:
-    """Format a range of view counts: ``2 views``, ``1 view or more``, ``2 to 4 views``."""
-    if most == least:
-        return f"{least} {plural('view', least)}"
-    if most is None:
-        return f"{least} {plural('view', least)} or more"
-    return f"{least} to {most} views"
-
-
-def _engine(config: Config) -> Iterator[Problem]:
+def _engine(data: DataConfig, views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
     """Yield problems of options that ``data.augment_on`` does not support."""
-    data = config.data
     if data.augment_on == "device":
         if data.cache == "device":
-            yield from _unbatched(config.views)
+            yield from _unbatched(views)
         return
     if data.cache == "device":
         yield ("data", "cache"), "data.cache='device' needs data.augment_on=device"
@@ -229,9 +186,8 @@ _ONLY_WITH = {
 }
 
 
-def _parallel(config: Config) -> Iterator[Problem]:
+def _parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Problem]:
     """Yield problems of options that ``parallel.reduce`` does not support."""
-    parallel, train = config.parallel, config.train
     for key, way in _ONLY_WITH.items():
         if getattr(parallel, key) != getattr(_DEFAULT, key) and parallel.reduce != way:
             text = (
@@ -271,8 +227,3 @@ def _parallel(config: Config) -> Iterator[Problem]:
                 f"parallel.activation_checkpointing={parallel.activation_checkpointing!r}: {error}"
             )
             yield ("parallel", "activation_checkpointing"), text
-
-
-def _slurm(config: Config) -> Iterator[Problem]:
-    for key, text in sbatch.problems(config.launch.slurm):
-        yield ("launch", "slurm", key), text

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 from selftask.config.checks import grid
 from selftask.config.checks.components import inner_components
 from selftask.config.keys import Key
-from selftask.config.schema import Component, Config
-from selftask.errors import UserError, nearest
+from selftask.config.schema import Component, Config, ViewConfig, num_views
+from selftask.errors import UserError, nearest, plural
 from selftask.registry import BACKBONES, METHODS, REQUIREMENTS, TRANSFORMS, Registry
 
 Problem = tuple[Key, str]
@@ -40,20 +40,57 @@ def required(method: str) -> frozenset[str]:
 
 
 def of_config(config: Config) -> Iterator[Problem]:
-    """Yield problems of the backbone and of transforms, from what they declare."""
+    """Yield problems of batch, views, backbone and transforms, from what all of them declare."""
+    method = config.method.name
+    if config.eval.loss and "index" in required(method):
+        text = f"{method} remembers each training image, and has no loss for others; take it out"
+        yield ("eval", "loss"), f"eval.loss=true: {text}"
+    batch, least = config.train.batch_size, METHODS.declared(method, "min_batch_size", 1)
+    if batch < least:
+        text = f"{method} compares the images of a batch, and needs at least {least}"
+        yield ("train", "batch_size"), f"train.batch_size={batch}: {text}"
+    if config.views:
+        yield from _of_views(method, config.views)
     offered = BACKBONES.declared(config.backbone.name, "offers", None)
     if offered is not None:  # None: known only after the backbone is built
         for text in of_backbone(config, offered):
             yield ("backbone",), text
-    yield from _of_transforms(config)
+    if "boxes" in required(method):
+        yield from _of_transforms(method, config.views)
 
 
-def _of_transforms(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each transform that is not affine, if the method requires boxes."""
-    method = config.method.name
-    lists = {name: group.transforms for name, group in config.views.items()}
-    for name, transforms in lists.items() if "boxes" in required(method) else ():
-        for index, transform in enumerate(transforms):
+def _of_views(method: str, views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
+    """Yield problems of views that do not match what the method declares."""
+    declared = METHODS.declared(method, "views", (1, None))
+    numbers = num_views(views)
+    groups = declared if isinstance(declared, dict) else {None: declared}
+    for group, wanted in groups.items():
+        least, most = wanted if isinstance(wanted, tuple) else (wanted, wanted)
+        number = sum(numbers.values()) if group is None else numbers.get(group, 0)
+        if number < least or (most is not None and number > most):
+            place = "of an image" if group is None else f"in group {group!r}"
+            text = f"{method} needs {_range(least, most)} {place}, got {number}"
+            yield ("views",), f"views: {text}"
+    if isinstance(declared, dict):
+        for name in views:
+            if numbers[name] and name not in declared:
+                text = f"{method} has no use for group {name!r}; {nearest(name, list(declared))}"
+                yield ("views", name), f"views: {text}"
+
+
+def _range(least: int, most: int | None) -> str:
+    """Format a range of view counts: ``2 views``, ``1 view or more``, ``2 to 4 views``."""
+    if most == least:
+        return f"{least} {plural('view', least)}"
+    if most is None:
+        return f"{least} {plural('view', least)} or more"
+    return f"{least} to {most} views"
+
+
+def _of_transforms(method: str, views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
+    """Yield a problem for each transform that is not affine, for a method that requires boxes."""
+    for name, group in views.items():
+        for index, transform in enumerate(group.transforms):
             place = ("views", name, "transforms", str(index))
             for key, kind in _not_affine(transform, TRANSFORMS, place):
                 text = f"{kind!r} moves pixels in a way that no box describes, and {method} needs"

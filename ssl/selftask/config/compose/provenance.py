@@ -1,4 +1,4 @@
-"""Origin of config values: the values of each file and of the command line, with their lines.
+"""Layers of a config: the values of each file and of the command line, with their lines.
 
 Merging loses the origin of a value, so the values before merging are kept as layers.
 ``Layers.place(key)`` returns ``configs/simclr/digits.yaml:7`` or
@@ -7,15 +7,20 @@ Merging loses the origin of a value, so the values before merging are kept as la
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from selftask.config.config_class import config_class
 from selftask.config.keys import NAMED, NAMED_ENTRIES, SCHEDULED, SOURCES, Key, default_name, dotted
+from selftask.config.schema import SHARED
 from selftask.errors import shorten
+from selftask.registry import METHODS
 
+METHOD: Key = ("method",)
 MAX_MESSAGE = 800  # characters
 
 
@@ -28,11 +33,11 @@ class Layer:
 
     def holds(self, key: Key) -> bool:
         """Return whether this layer sets ``key``."""
-        return _walk(self.values, key)[0]
+        return _value_at(self.values, key)[0]
 
     def value(self, key: Key) -> Any:
         """Return the value of ``key`` in this layer, or None."""
-        return _walk(self.values, key)[1]
+        return _value_at(self.values, key)[1]
 
     def replaces(self, key: Key) -> bool:
         """Return whether this layer holds a list or a plain value at or above ``key``.
@@ -41,7 +46,7 @@ class Layer:
         """
         return any(
             is_set and not isinstance(value, dict)
-            for is_set, value in (_walk(self.values, key[:n]) for n in range(1, len(key) + 1))
+            for is_set, value in (_value_at(self.values, key[:n]) for n in range(1, len(key) + 1))
         )
 
     def place(self, key: Key) -> str | None:
@@ -72,7 +77,7 @@ class Layer:
 
     def drop(self, key: Key) -> None:
         """Remove ``key`` from this layer."""
-        is_set, parent = _walk(self.values, key[:-1])
+        is_set, parent = _value_at(self.values, key[:-1])
         if is_set and isinstance(parent, dict):
             parent.pop(key[-1], None)
 
@@ -113,51 +118,6 @@ class Layers(list[Layer]):
         marks = [m for layer in reversed(self) for m in layer.marks.items()]
         return next((place for inner, place in marks if inner[: len(key)] == key), None)
 
-    def forget_renamed(
-        self, values: dict[str, Any], fixed: Mapping[Key, Iterable[str]]
-    ) -> dict[Key, str]:
-        """Remove from ``values`` the arguments of components that a later layer replaced.
-
-        ``backbone=resnet18`` over ``{name: small_resnet, width: 32}`` must not keep the width.
-        Fields in ``fixed``, given by section, apply to every component there and stay, such as
-        the ``lr`` of an optimizer.
-
-        Returns:
-            The removed keys with their origins.
-        """
-        removed: dict[Key, str] = {}
-        for place in sorted(_named_sections(values), key=len, reverse=True):  # data.val before data
-            renamed = self._last_renaming(place)
-            section = _walk(values, place)[1]
-            if not renamed or not isinstance(section, dict):
-                continue
-            keep = {"name", *fixed.get(place, ())}
-            for name in [name for name in section if name not in keep]:
-                origin = self.place((*place, name)) or ""
-                for layer in self[:renamed]:
-                    layer.drop((*place, name))
-                if not any(layer.holds((*place, name)) for layer in self[renamed:]):
-                    del section[name]
-                    removed[(*place, name)] = origin
-        return removed
-
-    def is_renamed(self, place: Key) -> bool:
-        """Return whether a layer changes the ``name`` in the section at this key."""
-        return self._last_renaming(place) > 0
-
-    def _last_renaming(self, place: Key) -> int:
-        """Return the index of the last layer that changes the name of the section, or 0."""
-        name, renamed = None, 0
-        for index, layer in enumerate(self):
-            is_set, section = _walk(layer.values, place)
-            if not is_set or not isinstance(section, dict):
-                continue
-            new = section.get("name", name or default_name(place))
-            if name is not None and new != name:
-                renamed = index
-            name = new
-        return renamed
-
 
 def show_path(path: Path) -> str:
     """Return a path relative to the current folder if it is below that, else unchanged."""
@@ -165,7 +125,7 @@ def show_path(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def _walk(value: Any, key: Key) -> tuple[bool, Any]:
+def _value_at(value: Any, key: Key) -> tuple[bool, Any]:
     """Return whether there is a value at ``key``, and the value."""
     for name in key:
         if isinstance(value, list) and name.isdigit() and int(name) < len(value):
@@ -177,32 +137,78 @@ def _walk(value: Any, key: Key) -> tuple[bool, Any]:
     return True, value
 
 
-def _named_sections(config: dict[str, Any]) -> list[Key]:
+def drop_replaced(values: dict[str, Any], layers: Layers) -> list[str]:
+    """Remove from ``values`` and ``layers`` the arguments of replaced components.
+
+    Fields that apply to every component of a section stay, such as the ``lr`` of an optimizer. A
+    method keeps those of the replaced method that it has as well.
+
+    Returns:
+        A note about the arguments of a replaced method that its replacement does not have.
+    """
+    removed: list[str] = []
+    for section_key in sorted(_named_sections(values), key=len, reverse=True):  # inner ones first
+        section, renamed = _value_at(values, section_key)[1], _last_renaming(layers, section_key)
+        if not renamed or not isinstance(section, dict):
+            continue
+        keep = {"name", *SHARED.get(section_key, ())}
+        if section_key == METHOD:
+            keep |= _fields_of_method(section.get("name"))
+        for name in [name for name in section if name not in keep]:
+            key = (*section_key, name)
+            origin = layers.place(key)
+            for layer in layers[:renamed]:
+                layer.drop(key)
+            if not any(layer.holds(key) for layer in layers[renamed:]):
+                del section[name]
+                removed += [f"{name} ({origin})"] if section_key == METHOD else []
+    if not removed:
+        return []
+    name = values["method"]["name"]
+    return [f"method.name={name} has no {', '.join(removed)}, which the recipe sets: left out"]
+
+
+def _fields_of_method(name: Any) -> set[str]:
+    """Return the config fields of a method; none if it is unknown, which is reported later."""
+    config = config_class(METHODS, name) if isinstance(name, str) and name in METHODS else None
+    return (
+        {f.name for f in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
+    )
+
+
+def _last_renaming(layers: Layers, key: Key) -> int:
+    """Return the index of the last layer that changes the name of the section, or 0."""
+    name, renamed = None, 0
+    for index, layer in enumerate(layers):
+        section = layer.value(key)
+        if not isinstance(section, dict):
+            continue
+        new = section.get("name", name or default_name(key))
+        if name is not None and new != name:
+            renamed = index
+        name = new
+    return renamed
+
+
+def _named_sections(values: dict[str, Any]) -> list[Key]:
     """Return the keys of all sections that may have a ``name``, also in lists of transforms."""
-    entries = [(*place, key) for place in sorted(NAMED_ENTRIES) for key in _mapping(config, place)]
+    entries = [(*key, name) for key in sorted(NAMED_ENTRIES) for name in _names_in(values, key)]
     lists: list[Key] = [("eval", "transforms")]
-    lists += [("views", group, "transforms") for group in _mapping(config, ("views",))]
-    transforms = [item for place in lists for item in _named_items(_at(config, place), place)]
+    lists += [("views", group, "transforms") for group in _names_in(values, ("views",))]
+    transforms = [item for key in lists for item in _named_items(_value_at(values, key)[1], key)]
     return [*sorted(NAMED | SCHEDULED | SOURCES), *entries, *transforms]
 
 
-def _named_items(value: Any, path: Key) -> Iterator[Key]:
+def _named_items(value: Any, key: Key) -> Iterator[Key]:
     """Yield the keys of sections with a ``name`` in a list and in nested lists."""
     for index, item in enumerate(value if isinstance(value, list) else ()):
-        place = (*path, str(index))
+        inner = (*key, str(index))
         if isinstance(item, dict) and "name" in item:
-            yield place
-            for field, inner in item.items():
-                yield from _named_items(inner, (*place, field))
+            yield inner
+            for field, nested in item.items():
+                yield from _named_items(nested, (*inner, field))
 
 
-def _mapping(config: dict[str, Any], path: Key) -> dict[str, Any]:
-    value = _at(config, path)
-    return value if isinstance(value, dict) else {}
-
-
-def _at(config: dict[str, Any], path: Key) -> Any:
-    value: Any = config
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
+def _names_in(values: dict[str, Any], key: Key) -> list[str]:
+    section = _value_at(values, key)[1]
+    return list(section) if isinstance(section, dict) else []

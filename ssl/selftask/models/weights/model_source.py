@@ -12,7 +12,7 @@ from selftask.checkpoint import store
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
 from selftask.checkpoint.mirror import local_run
-from selftask.config.checks.image_size import resized_backbone, resized_pipeline, undivided
+from selftask.config.checks.grid import resized_backbone, resized_pipeline, undivided
 from selftask.config.checks.resuming import goes_on
 from selftask.config.library_names import split_address
 from selftask.config.schema import Component, Config

@@ -1,0 +1,85 @@
+"""Resolve ``${...}`` references of merged values, and fill in what a recipe leaves out."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.basecontainer import BaseContainer
+from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
+
+from selftask.config.compose.provenance import Layer, Layers
+from selftask.config.compose.recipes import is_recipe_file
+from selftask.config.compose.short_forms import expand
+from selftask.config.keys import dotted
+from selftask.config.schema import DEFAULT_HOOKS
+from selftask.config.values import auto_values
+from selftask.errors import ConfigError
+
+REFERENCE = "if you trust where it comes from, trust=true resolves it"
+
+
+def resolve(
+    values: dict[str, Any], layers: Layers, problems: list[str], *, trust: bool
+) -> dict[str, Any]:
+    """Return the values with references resolved and the short forms in them expanded.
+
+    Args:
+        values: Merged values.
+        layers: Their layers.
+        problems: Earlier problems, which are reported together with a wrong reference.
+        trust: Whether to use OmegaConf's resolvers. The text of a received config could take
+            secrets of this machine into an address by ``${oc.env:NAME}``. References to other keys
+            are resolved in any case.
+
+    Raises:
+        ConfigError: If a reference cannot be resolved.
+    """
+    try:
+        with nullcontext() if trust else patch.dict(BaseContainer._resolvers, clear=True):
+            resolved = as_dict(OmegaConf.create(values), resolved=True)
+    except OmegaConfBaseException as error:
+        key = tuple(str(error.full_key or "").replace("[", ".").replace("]", "").split("."))
+        place = layers.place_or_around(key)
+        text = str(error).splitlines()[0]
+        if isinstance(error, UnsupportedInterpolationType) and not trust:
+            text = f"a reference to something outside of the config is not resolved; {REFERENCE}"
+        raise ConfigError([*problems, f"{place or 'config'}: {dotted(key)}: {text}"]) from error
+    return {key: expand(value, (key,)) for key, value in resolved.items()}
+
+
+def as_dict(config: DictConfig, *, resolved: bool = False) -> dict[str, Any]:
+    """Return nested plain values, with or without their references resolved."""
+    values = OmegaConf.to_container(config, resolve=resolved)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def complete(values: dict[str, Any], layers: Layers, recipe: str) -> dict[str, Any]:
+    """Return the values with the recipe's name, the run folder, default hooks and ``auto`` values.
+
+    The origin of a computed value is added to ``layers``.
+    """
+    values = dict(values)
+    if values.get("recipe") is None:
+        values["recipe"] = recipe
+    if values.get("out") is None:
+        name = str(values["recipe"])
+        values["out"] = (
+            f"runs/{Path(name).stem if is_recipe_file(name) else name.replace('/', '_')}"
+        )
+    hooks = values.get("hooks")
+    if hooks is None or isinstance(hooks, dict):  # a hook set to null is removed later
+        values["hooks"] = {**{name: {} for name in DEFAULT_HOOKS}, **(hooks or {})}
+    data, launch = values.get("data"), values.get("launch")
+    if isinstance(data, dict) and data.get("num_workers", "auto") == "auto":
+        processes = launch.get("processes", 1) if isinstance(launch, dict) else 1
+        number, origin = auto_values.num_workers(processes if isinstance(processes, int) else 1)
+        values["data"] = {**data, "num_workers": number}
+        computed = Layer({})
+        computed.record(("data", "num_workers"), number, origin)
+        layers.append(computed)
+    return values
