@@ -141,6 +141,18 @@ def sum_with_grad(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     return x if world_size() == 1 else _Sum.apply(x, group)
 
 
+def sum_with_equal_grad(x: Tensor) -> Tensor:
+    """Return the sum of ``x`` over ranks, for a loss that all ranks compute from such sums alone.
+
+    The gradient of the sum is then the same on each rank, and the backward pass multiplies it by
+    the number of ranks. The result is that of ``sum_with_grad``, with half of the communication.
+
+    Args:
+        x: Tensor of any shape, which is the same on every rank.
+    """
+    return x if world_size() == 1 else _SumWithEqualGrad.apply(x)
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -162,6 +174,16 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_reduce_sum(grads[0], ctx.group), None
+
+
+class _SumWithEqualGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return all_reduce_sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * world_size()
 
 
 @torch.no_grad()
