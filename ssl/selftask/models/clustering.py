@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.distributed.collectives import all_gather_cat
+from selftask.distributed.collectives import all_reduce_max, all_reduce_sum, world_size
 from selftask.distributed.heartbeat import track
 from selftask.models.precision import in_full_precision, to_float32
 
@@ -43,10 +43,17 @@ def sinkhorn_knopp(
     numbers = torch.arange(1, scores.shape[1] + 1, device=scores.device, dtype=logits.dtype)
     log_share = -power * numbers.log() if power else 0.0  # up to a constant
     for _ in range(iterations):
-        local_mass = logits.logsumexp(dim=0, keepdim=True)  # (1, K)
-        mass = all_gather_cat(local_mass).logsumexp(dim=0, keepdim=True)  # (1, K) over all ranks
+        mass = _logsumexp_over_ranks(logits.logsumexp(dim=0))  # (K,)
         logits = (logits - mass + log_share).log_softmax(dim=1)  # shares, then samples sum to one
     return logits.exp()
+
+
+def _logsumexp_over_ranks(x: Tensor) -> Tensor:
+    """Return the logarithm of the sum of exp(x) over ranks; a rank without rows has -inf."""
+    if world_size() == 1:
+        return x
+    largest = all_reduce_max(x).clamp(min=torch.finfo(x.dtype).min)
+    return largest + all_reduce_sum((x - largest).exp()).log()
 
 
 def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
