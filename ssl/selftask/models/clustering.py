@@ -74,7 +74,8 @@ def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
 def view_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
     """Return -sum_k p log q of each pair of views, averaged over images.
 
-    Computed as one matrix product instead of A * V passes over (B, K).
+    Computed as one batch of matrix products instead of A * V passes over (B, K). As one product it
+    would be a sum of B * K terms for each of a few entries, which occupies little of a GPU.
 
     Args:
         probs: p, assignments of the first A views, (A, B, K).
@@ -83,7 +84,8 @@ def view_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
     Returns:
         (A, V).
     """
-    return -torch.einsum("abk,vbk->av", probs, log_probs) / probs.shape[1]
+    products = torch.bmm(probs.transpose(0, 1), log_probs.permute(1, 2, 0))  # (B, A, V)
+    return -products.mean(dim=0)
 
 
 @torch.no_grad()
