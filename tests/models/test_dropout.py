@@ -136,11 +136,11 @@ def test_nothing_is_drawn_in_evaluation_outside_of_training_or_at_rate_0() -> No
 
 def test_nothing_is_drawn_for_a_teacher_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the draws of the network are kept; a teacher with dropout draws."""
-    network = nn.Sequential(DropPath(0.5), nn.Dropout2d(0.5), nn.Dropout1d(0.5))
+    network = nn.Sequential(DropPath(0.5), nn.Dropout2d(0.5))
     teachers = [Teacher(network, drop_path=drop_path) for drop_path in (False, True)]
     draw_per_sample([network, *teachers], seed=1)
     LAYER_DRAWS.start(keys(torch.arange(4)), torch.device("cpu"))
-    words, drawn, images = LAYER_DRAWS.words, [], torch.ones(4, 2, 3)
+    words, drawn, images = LAYER_DRAWS.words, [], torch.ones(4, 2, 3, 3)
     draw = lambda *args: drawn.append(args) or splitmix64(*args)  # noqa: E731
     monkeypatch.setattr("selftask.random.keyed.splitmix64", draw)
     calm, drawing = teachers
