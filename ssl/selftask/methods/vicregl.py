@@ -251,7 +251,8 @@ def matched_terms(
     indices = torch.stack(of_view, dim=1)  # (B, 2S, M) for S matches
     ours = _take(cells, views, indices)  # (2SM, B, L)
     every = None if everyone is None else _take(everyone, views, all_gather_cat(indices))
-    return F.mse_loss(*ours.chunk(2)), *variance_covariance(ours, every)
+    first, second = ours.chunk(2)
+    return F.mse_loss(first, second), *variance_covariance(ours, every)
 
 
 def _take(cells: list[Tensor], views: list[int], indices: Tensor) -> Tensor:
