@@ -15,6 +15,7 @@ from ranks import run_ranks
 from selftask.config.config_class import config_class
 from selftask.config.load import load_config
 from selftask.distributed.collectives import world_size
+from selftask.distributed.simulated import SIMULATED
 from selftask.errors import ConfigError
 from selftask.methods.moco import MoCo
 from selftask.models.losses.contrast import info_nce, shuffle_bn, unshuffle_bn
@@ -141,6 +142,8 @@ def test_keys_are_of_images_of_all_ranks() -> None:
         assert largest_difference(one["state"], alone["state"]) < 1e-9
     assert [one["shuffled"] for one in ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert [one["own"] for one in ranks] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [one["shuffled odd"] for one in ranks] == [[0, 2, 4], [1, 3, 5]]
+    assert [one["odd"] for one in ranks] == [[0, 1, 2], [3, 4, 5]]
     views = make_views((8, 8))  # the teacher gets the key of each query: of view 0 it is view 1
     for number, one in enumerate(ranks):
         for seen, view in zip(one["seen"], reversed(views), strict=True):
@@ -156,7 +159,17 @@ def _four_updates(rank: int) -> dict[str, Any]:
     mine = shuffle_bn(torch.arange(8).chunk(world_size())[rank])
     own = unshuffle_bn(mine)
     numbers = {"shuffled": mine.tolist(), "own": own.tolist()}
+    odd = shuffle_bn(torch.arange(3 * world_size()).chunk(world_size())[rank])
+    numbers |= {"shuffled odd": odd.tolist(), "odd": unshuffle_bn(odd).tolist()}
     return {"state": task.state(), "seen": seen[0], **numbers}
+
+
+def test_a_rank_sends_its_images_once() -> None:
+    """Gathering would send them to each of the other ranks."""
+    images = torch.zeros(64, 3, 4, 4)
+    with SIMULATED.of(1024):
+        unshuffle_bn(shuffle_bn(images))
+        assert SIMULATED.bytes_of.total() <= 2 * images.nbytes
 
 
 def test_impossible_configs_are_told() -> None:

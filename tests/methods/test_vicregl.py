@@ -15,6 +15,7 @@ from minitask import predicted
 from selftask.batch import total
 from selftask.config.load import load_config
 from selftask.methods.vicregl import (
+    Match,
     VICRegL,
     global_terms,
     local_terms,
@@ -103,8 +104,9 @@ def test_more_matches_than_cells_take_all_cells() -> None:
 
 
 def test_cells_that_are_the_same_cost_no_invariance() -> None:
-    first = draw(0, 4, 3, 5)
-    assert matched_terms(first, first)[0].item() == 0
+    first, indices = draw(0, 4, 3, 5), torch.arange(3).expand(4, 3)
+    match = Match(0, 1, indices, indices)
+    assert matched_terms([first, first], None, [match])[0].item() == 0
 
 
 def test_the_centers_of_two_views_of_one_place_are_matched(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ranks import run_ranks
 from selftask.distributed.collectives import world_size
+from selftask.distributed.simulated import SIMULATED
 from selftask.models.clustering import sinkhorn_knopp, spherical_kmeans
 
 
@@ -67,13 +68,25 @@ def _of_a_rank(rank: int) -> list[torch.Tensor]:
     """Assignments of this rank's part of 12 rows: 5 and 7, all together if alone."""
     scores = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
     part = scores if world_size() == 1 else scores.split([5, 7])[rank]
-    return [sinkhorn_knopp(part, epsilon=0.5, iterations=3, power=p) for p in (0.0, 0.5)]
+    whole_or_nothing = scores if world_size() == 1 else scores.split([0, 12])[rank]
+    return [
+        *(sinkhorn_knopp(part, epsilon=0.5, iterations=3, power=p) for p in (0.0, 0.5)),
+        sinkhorn_knopp(whole_or_nothing, epsilon=0.5, iterations=3),
+    ]
 
 
 def test_shares_are_those_of_the_rows_of_all_ranks() -> None:
     alone, ranks = _of_a_rank(0), run_ranks(_of_a_rank, 2)
     for whole, *parts in zip(alone, *ranks, strict=True):
         assert torch.allclose(torch.cat(parts), whole, atol=1e-6)
+
+
+def test_traffic_of_sinkhorn_does_not_grow_with_the_number_of_ranks() -> None:
+    scores = torch.zeros(2, 1000)
+    with SIMULATED.of(1024):
+        sinkhorn_knopp(scores, epsilon=0.5, iterations=3)
+        largest_and_sum = 2 * 2 * scores[0].nbytes  # a ring sends each twice
+        assert 0 < SIMULATED.bytes_of.total() <= 3 * largest_and_sum
 
 
 def test_sinkhorn_needs_an_iteration() -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from selftask.models.dropout import draw_per_sample
 from selftask.models.features.tokens import Features, from_map
 from selftask.models.network import Network
+from selftask.models.teacher import Teacher
 from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.parallel.blocks import find_blocks
 from selftask.random.keyed import LAYER_DRAWS, keep_mask
@@ -131,6 +132,25 @@ def test_nothing_is_drawn_in_evaluation_outside_of_training_or_at_rate_0() -> No
     got = network.train()(x)
     torch.manual_seed(0)
     assert torch.equal(got, nn.Dropout(0.5)(x)), "as ever: the library's own"
+
+
+def test_nothing_is_drawn_for_a_teacher_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the draws of the network are kept; a teacher with dropout draws."""
+    network = nn.Sequential(DropPath(0.5), nn.Dropout2d(0.5))
+    teachers = [Teacher(network, drop_path=drop_path) for drop_path in (False, True)]
+    draw_per_sample([network, *teachers], seed=1)
+    LAYER_DRAWS.start(keys(torch.arange(4)), torch.device("cpu"))
+    words, drawn, images = LAYER_DRAWS.words, [], torch.ones(4, 2, 3, 3)
+    draw = lambda *args: drawn.append(args) or splitmix64(*args)  # noqa: E731
+    monkeypatch.setattr("selftask.random.keyed.splitmix64", draw)
+    calm, drawing = teachers
+    for teacher in teachers:  # as a Network does
+        teacher.network.register_forward_pre_hook(lambda module, args: LAYER_DRAWS.enter((0,)))
+    assert torch.equal(calm(images), images)
+    assert drawn == []
+    assert LAYER_DRAWS.words is words
+    assert not torch.equal(drawing(images), images)
+    assert drawn
 
 
 def test_rows_of_other_lengths(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from selftask.distributed.collectives import (
     AnyFlag,
     all_gather_cat,
+    all_reduce_max,
     all_reduce_mean,
     all_reduce_sum,
+    all_to_all_cat,
     average_statistics,
     barrier,
     broadcast_module,
@@ -22,6 +24,7 @@ from selftask.distributed.collectives import (
     gather_objects,
     is_primary,
     rank,
+    sum_with_equal_grad,
     sum_with_grad,
     world_size,
 )
@@ -38,13 +41,17 @@ def collectives(_: int) -> dict[str, Any]:
         "who": (rank(), world_size(), is_primary()),
         "sum": all_reduce_sum(mine),
         "mean": all_reduce_mean(mine.detach()),
+        "maximum": all_reduce_max(mine * (1 - 2 * rank())),
         "cat": all_gather_cat(mine),
+        "exchanged": all_to_all_cat(mine, *[[len(mine) // world_size()] * world_size()] * 2),
         "objects": gather_objects({"of": rank()}),
     }
     found["input is as it was"] = torch.equal(mine.detach(), kept)
     found["gradient of cat"] = _gradient((WEIGHTS * gather_cat_with_grad(mine)).sum(), mine)
     weight = WEIGHTS[: len(mine)] * (rank() + 1)
     found["gradient of sum"] = _gradient((weight * sum_with_grad(mine)).sum(), mine)
+    equal = (WEIGHTS[: len(mine)] * sum_with_equal_grad(mine)).sum()
+    found["gradient of equal"] = _gradient(equal, mine)
     torch.manual_seed(rank())
     layer = nn.BatchNorm1d(3)
     nn.init.normal_(layer.weight)
@@ -85,10 +92,13 @@ def test_two_ranks(told: list[dict[str, Any]]) -> None:
         assert found["sum"].tolist() == [[8.0, 13.0], [16.0, 22.0]]
         assert found["mean"].tolist() == [[4.0, 6.5], [8.0, 11.0]]
         assert found["cat"].tolist() == ROWS.tolist()
+        assert found["maximum"].tolist() == [[1.0, 2.0], [3.0, 5.0]], "7 to 17 were negated"
+        assert torch.equal(found["exchanged"], ROWS[number::2])
         assert found["objects"] == [{"of": 0}, {"of": 1}]
         assert found["input is as it was"]
         assert torch.equal(found["gradient of cat"], 2 * WEIGHTS.chunk(2)[number])
         assert torch.equal(found["gradient of sum"], 3 * WEIGHTS[:2])  # 1 and 2 times
+        assert torch.equal(found["gradient of equal"], 2 * WEIGHTS[:2])
         assert torch.equal(found["broadcast"]["weight"], first)
         assert found["broadcast"]["running_mean"].tolist() == [0.0] * 3
         assert found["tensors"] == [[1.5, 2.5], [[3]]], "those of rank 0"
@@ -106,11 +116,12 @@ def test_nobody_leaves_a_barrier_before_all_have_come(told: list[dict[str, Any]]
 def test_one_process() -> None:
     found = collectives(0)
     assert found["who"] == (0, 1, True)
-    for name in ("sum", "mean", "cat"):
+    for name in ("sum", "mean", "cat", "maximum", "exchanged"):
         assert torch.equal(found[name], ROWS)
     assert found["objects"] == [{"of": 0}]
     assert torch.equal(found["gradient of cat"], WEIGHTS)
     assert torch.equal(found["gradient of sum"], WEIGHTS)
+    assert torch.equal(found["gradient of equal"], WEIGHTS)
     assert found["tensors"] == [[1.5, 2.5], [[3]]]
     assert found["statistics"] == [[1.0] * 3, [4.0] * 3, 5]
     assert found["flag"] == [False] * 4

@@ -77,13 +77,21 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     Returns:
         A new tensor, or a view of ``x`` on one rank.
     """
-    if world_size() == 1:
-        return x.detach()
+    return x.detach() if world_size() == 1 else _reduced(x, group)
+
+
+def all_reduce_max(x: Tensor) -> Tensor:
+    """Return the entrywise maximum of ``x`` over ranks, detached, as ``all_reduce_sum``."""
+    return x.detach() if world_size() == 1 else _reduced(x, None, dist.ReduceOp.MAX)
+
+
+def _reduced(x: Tensor, group: dist.ProcessGroup | None, op: Any = None) -> Tensor:
+    """Return a new tensor, reduced over ranks by ``op``; None means the sum."""
     x = x.detach().clone()
     if SIMULATED.active:
         return SIMULATED.all_reduce(x)
     with collective_activity("all_reduce"):
-        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, op=op or dist.ReduceOp.SUM, group=group)
     return x
 
 
@@ -118,6 +126,30 @@ def all_gather_cat(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     return every
 
 
+def all_to_all_cat(x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    """Send consecutive rows of ``x`` to the ranks, and concatenate what they send, in rank order.
+
+    Without gradient.
+
+    Args:
+        x: (B, ...), of the same shape on every rank.
+        sent: Number of rows for each rank; their sum is B.
+        received: Number of rows from each rank; their sum is B.
+
+    Shape:
+        (B, ...) -> (B, ...).
+    """
+    x = x.detach().contiguous()
+    if world_size() == 1:
+        return x
+    if SIMULATED.active:
+        return SIMULATED.all_to_all(x)
+    rows = torch.empty_like(x)
+    with collective_activity("all_to_all"):
+        dist.all_to_all_single(rows, x, received, sent)
+    return rows
+
+
 def gather_cat_with_grad(x: Tensor) -> Tensor:
     """Concatenate ``x`` of all ranks in rank order; gradients flow to every rank.
 
@@ -141,6 +173,18 @@ def sum_with_grad(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     return x if world_size() == 1 else _Sum.apply(x, group)
 
 
+def sum_with_equal_grad(x: Tensor) -> Tensor:
+    """Return the sum of ``x`` over ranks, for a loss that all ranks compute from such sums alone.
+
+    The gradient of the sum is then the same on each rank, and the backward pass multiplies it by
+    the number of ranks. The result is that of ``sum_with_grad``, with half of the communication.
+
+    Args:
+        x: Tensor of any shape, which is the same on every rank.
+    """
+    return x if world_size() == 1 else _SumWithEqualGrad.apply(x)
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -162,6 +206,16 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_reduce_sum(grads[0], ctx.group), None
+
+
+class _SumWithEqualGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return all_reduce_sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * world_size()
 
 
 @torch.no_grad()

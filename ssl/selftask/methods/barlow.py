@@ -12,9 +12,19 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.distributed.collectives import sum_with_grad, world_size
+from selftask.distributed.collectives import (
+    all_reduce_sum,
+    sum_with_equal_grad,
+    sum_with_grad,
+    world_size,
+)
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
+from selftask.models.losses.image_products import (
+    has_few_images,
+    rows_of_all_ranks,
+    share_of_squared_norm,
+)
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
@@ -60,10 +70,8 @@ class BarlowTwins(Method):
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the two terms of eq. 1 for ``output`` (2, B, D), equal on all ranks."""
-        correlation = cross_correlation(output[0], output[1])  # (D, D)
-        diagonal = correlation.diagonal()  # (D,)
+        diagonal, redundancy = correlations(output)
         invariance = (1 - diagonal).square().sum()
-        redundancy = (correlation - diagonal.diag()).square().sum()
         scale = self.config.scale
         return {
             "invariance": scale * invariance,
@@ -76,16 +84,51 @@ class BarlowTwins(Method):
         return float(self.config.scale * self.config.out_dim)
 
 
+EPS = 1e-5  # added to variances, as by BatchNorm
+
+
+@in_full_precision
+def correlations(views: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the diagonal (D,) of C of eq. 2, and the sum of the squares of its other entries.
+
+    The mean of the images has no gradient: centered features sum to zero, and so does what they
+    add.
+
+    Args:
+        views: Features of two views, (2, B, D).
+    """
+    if has_few_images(views):
+        return _from_images(views)
+    correlation = cross_correlation(views[0], views[1])  # (D, D)
+    diagonal = correlation.diagonal()
+    return diagonal, (correlation - diagonal.diag()).square().sum()
+
+
 @in_full_precision
 def cross_correlation(first: Tensor, second: Tensor) -> Tensor:
     """Return C of eq. 2: (D, D) correlations of features (B, D) of two views over all ranks."""
-    num_images = len(first) * world_size()
-    return sum_with_grad(standardize(first).T @ standardize(second)) / num_images
+    views = torch.stack([first, second])
+    num_images = _num_images(views)
+    centered = views - all_reduce_sum(views.sum(dim=1, keepdim=True)) / num_images
+    variance = sum_with_equal_grad(centered.square().sum(dim=1)) / num_images  # (2, D)
+    scale = torch.rsqrt(variance + EPS)
+    products = sum_with_equal_grad(centered[0].T @ centered[1]) / num_images
+    return products * scale[0, :, None] * scale[1]
 
 
-def standardize(x: Tensor, *, eps: float = 1e-5) -> Tensor:
-    """Standardize the columns of (B, D) to mean 0 and variance 1 over the rows of all ranks."""
-    num_rows = len(x) * world_size()
-    x = x - sum_with_grad(x.sum(dim=0)) / num_rows
-    variance = sum_with_grad(x.square().sum(dim=0)) / num_rows
-    return x * torch.rsqrt(variance + eps)
+def _from_images(views: Tensor) -> tuple[Tensor, Tensor]:
+    every, num_images = rows_of_all_ranks(views), _num_images(views)
+    mean = every.mean(dim=1, keepdim=True)
+    centered = views - mean
+    variance = sum_with_grad(centered.square().sum(dim=1, keepdim=True)) / num_images  # (2, 1, D)
+    scale = torch.rsqrt(variance + EPS)
+    standardized = centered * scale
+    first, second = standardized @ ((every - mean) * scale.detach()).mT  # (B, B * W)
+    norm = share_of_squared_norm(first, second) / num_images**2
+    diagonal = (standardized[0] * standardized[1]).sum(dim=0) / num_images
+    sums = sum_with_equal_grad(torch.cat([diagonal, norm[None]]))
+    return sums[:-1], sums[-1] - sums[:-1].square().sum()
+
+
+def _num_images(views: Tensor) -> int:
+    return views.shape[1] * world_size()

@@ -22,7 +22,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import total_views
 from selftask.config.schema.optimizer import GroupRule
-from selftask.distributed.collectives import sum_with_grad, world_size
+from selftask.distributed.collectives import sum_with_equal_grad, world_size
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.prototypes import PrototypeLayer
 from selftask.models.build import embed_dim
@@ -174,7 +174,7 @@ class MSN(PrototypeLayer, EMATeacher):
         log_probs = self.log_probs(output.prediction, self.config.temperature)  # (V, B, K)
         terms = {"cross_entropy": view_cross_entropy(batch["targets"][None], log_probs).mean()}
         if weight:
-            mean = sum_with_grad(log_probs.exp().mean(dim=(0, 1))) / world_size()  # (K,)
+            mean = sum_with_equal_grad(log_probs.exp().mean(dim=(0, 1))) / world_size()  # (K,)
             terms["me_max"] = weight * (mean * (mean.log() - self.log_prior)).sum()
         return terms
 

@@ -58,10 +58,10 @@ class VICReg(Method):
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return equation 6 with the variance term of the paper's code; ``output`` (2, B, D)."""
         config = self.config
-        first, second = to_float32(output)
-        variance, covariance = zip(*map(variance_covariance, (first, second)), strict=True)
+        views = to_float32(output)
+        variance, covariance = variance_covariance(views)
         return {
-            "invariance": config.invariance_weight * F.mse_loss(first, second),
-            "variance": config.variance_weight * sum(variance) / 2,
-            "covariance": config.covariance_weight * sum(covariance),
+            "invariance": config.invariance_weight * F.mse_loss(views[0], views[1]),
+            "variance": config.variance_weight * variance,
+            "covariance": config.covariance_weight * 2 * covariance,
         }

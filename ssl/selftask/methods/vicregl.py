@@ -6,11 +6,12 @@ M: matched cells; D: width of the projector, L: of the local projector.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.distributed.collectives import all_gather_cat, world_size
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
 from selftask.models.features.tokens import gather_tokens
 from selftask.models.heads import mlp
+from selftask.models.losses.image_products import has_few_images
 from selftask.models.losses.variance_covariance import variance_covariance
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
@@ -135,6 +138,17 @@ class VICRegL(Method):
         return terms
 
 
+class Match(NamedTuple):
+    """M cells of a view and their nearest neighbors in another one."""
+
+    view: int
+    other: int
+    cells: Tensor
+    """(B, M), indices."""
+    neighbors: Tensor
+    """(B, M), indices of the other view's cells."""
+
+
 class LocalNetwork(Network):
     """Views -> ``pooled`` (B, D) and ``cells`` (B, L, h, w) of each view; one view per pass.
 
@@ -163,9 +177,7 @@ def global_terms(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return invariance, variance and covariance terms of whole views, V tensors (B, D)."""
     pairs = pairs_of_views(len(views))
     invariance = torch.stack([F.mse_loss(views[i], views[j]) for i, j in pairs]).mean()
-    terms = [variance_covariance(view) for view in views]
-    variance, covariance = (torch.stack(term).mean() for term in zip(*terms, strict=True))
-    return invariance, variance, covariance
+    return invariance, *variance_covariance(torch.stack(views))
 
 
 def local_terms(
@@ -179,17 +191,30 @@ def local_terms(
         by_features: Number of cells of each view to match by features.
         by_location: Number of cells of each view to match by location.
     """
-    terms = []
+    groups: dict[tuple[int, int], list[Match]] = defaultdict(list)
     for i, j in pairs_of_views(len(cells)):
+        if i > j:
+            continue  # both views are large, and their pair counts twice
         for compared, numbers in ((cells, by_features), (centers, by_location)):
             for view, other in ((i, j), (j, i)):
                 matches = nearest_cells(compared[view], compared[other], numbers[view])
-                ours = gather_tokens(cells[view], matches[0])  # (B, M, L)
-                terms.append(matched_terms(ours, gather_tokens(cells[other], matches[1])))
-    invariance, variance, covariance = (
-        2 * torch.stack(term).mean() for term in zip(*terms, strict=True)
-    )  # sums over features and location, means otherwise
+                count = 2 if j < NUM_LARGE else 1
+                groups[matches[0].shape[1], count].append(Match(view, other, *matches))
+    total = sum(count * len(matches) for (_, count), matches in groups.items())
+    everyone = cells_of_all_ranks(cells)
+    terms = [
+        torch.stack(matched_terms(cells, everyone, matches)) * (2 * count * len(matches) / total)
+        for (_, count), matches in groups.items()
+    ]  # sums over features and location, means otherwise
+    invariance, variance, covariance = torch.stack(terms).sum(dim=0)
     return invariance, variance, covariance
+
+
+def cells_of_all_ranks(cells: list[Tensor]) -> list[Tensor] | None:
+    """Return the cells of all ranks, (B * W, N, L), or None if they are not needed."""
+    if world_size() == 1 or not has_few_images(cells[0].transpose(0, 1)):
+        return None
+    return [all_gather_cat(view) for view in cells]
 
 
 @torch.no_grad()
@@ -211,9 +236,25 @@ def nearest_cells(cells: Tensor, others: Tensor, num_matches: int) -> tuple[Tens
     return best, neighbor.gather(1, best)
 
 
-def matched_terms(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return VICReg's terms of matched cells (B, M, L), with separate statistics for each match."""
-    terms = [variance_covariance(cells.transpose(0, 1)) for cells in (first, second)]
-    (variance, covariance), (other_variance, other_covariance) = terms
-    invariance = F.mse_loss(first, second)
-    return invariance, (variance + other_variance) / 2, (covariance + other_covariance) / 2
+def matched_terms(
+    cells: list[Tensor], everyone: list[Tensor] | None, matches: list[Match]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return VICReg's terms of matched cells, with separate statistics for each of M matches.
+
+    Args:
+        cells: Cells of each view, (B, N, L).
+        everyone: Those of all ranks, see ``cells_of_all_ranks``.
+        matches: Matches of equal numbers of cells, whose terms are averaged.
+    """
+    views = [match.view for match in matches] + [match.other for match in matches]
+    of_view = [match.cells for match in matches] + [match.neighbors for match in matches]
+    indices = torch.stack(of_view, dim=1)  # (B, 2S, M) for S matches
+    ours = _take(cells, views, indices)  # (2SM, B, L)
+    every = None if everyone is None else _take(everyone, views, all_gather_cat(indices))
+    first, second = ours.chunk(2)
+    return F.mse_loss(first, second), *variance_covariance(ours, every)
+
+
+def _take(cells: list[Tensor], views: list[int], indices: Tensor) -> Tensor:
+    taken = [gather_tokens(cells[view], indices[:, n]) for n, view in enumerate(views)]
+    return torch.cat(taken, dim=1).transpose(0, 1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.distributed.collectives import all_gather_cat
+from selftask.distributed.collectives import all_reduce_max, all_reduce_sum, world_size
 from selftask.distributed.heartbeat import track
 from selftask.models.precision import in_full_precision, to_float32
 
@@ -43,10 +43,17 @@ def sinkhorn_knopp(
     numbers = torch.arange(1, scores.shape[1] + 1, device=scores.device, dtype=logits.dtype)
     log_share = -power * numbers.log() if power else 0.0  # up to a constant
     for _ in range(iterations):
-        local_mass = logits.logsumexp(dim=0, keepdim=True)  # (1, K)
-        mass = all_gather_cat(local_mass).logsumexp(dim=0, keepdim=True)  # (1, K) over all ranks
+        mass = _logsumexp_over_ranks(logits.logsumexp(dim=0))  # (K,)
         logits = (logits - mass + log_share).log_softmax(dim=1)  # shares, then samples sum to one
     return logits.exp()
+
+
+def _logsumexp_over_ranks(x: Tensor) -> Tensor:
+    """Return the logarithm of the sum of exp(x) over ranks; a rank without rows has -inf."""
+    if world_size() == 1:
+        return x
+    largest = all_reduce_max(x).clamp(min=torch.finfo(x.dtype).min)
+    return largest + all_reduce_sum((x - largest).exp()).log()
 
 
 def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
@@ -67,7 +74,8 @@ def swapped_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
 def view_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
     """Return -sum_k p log q of each pair of views, averaged over images.
 
-    Computed as one matrix product instead of A * V passes over (B, K).
+    Computed as one batch of matrix products instead of A * V passes over (B, K). As one product it
+    would be a sum of B * K terms for each of a few entries, which occupies little of a GPU.
 
     Args:
         probs: p, assignments of the first A views, (A, B, K).
@@ -76,7 +84,8 @@ def view_cross_entropy(probs: Tensor, log_probs: Tensor) -> Tensor:
     Returns:
         (A, V).
     """
-    return -torch.einsum("abk,vbk->av", probs, log_probs) / probs.shape[1]
+    products = torch.bmm(probs.transpose(0, 1), log_probs.permute(1, 2, 0))  # (B, A, V)
+    return -products.mean(dim=0)
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ _KINDS = {
     "timm.layers.drop.DropPath": _Kind("drop_prob", 0),
     "torchvision.ops.stochastic_depth.StochasticDepth": _Kind("p", 0),
 }
+_RATE_IS_P = {name.rpartition(".")[2] for name, kind in _KINDS.items() if kind.rate == "p"}
 _OTHER_RATES = ("drop_prob", "dropout", "p", "prob")
 _OTHERS = ("drop", "attention", "stochasticdepth", "rnn", "lstm", "gru")  # parts of class names
 
@@ -90,7 +91,7 @@ def disable_stochastic_depth(network: nn.Module) -> None:
             layer.aug_active = False  # type: ignore[assignment]
         if hasattr(layer, "drop_prob"):
             layer.drop_prob = 0.0  # type: ignore[assignment]
-        elif type(layer).__name__ in ("StochasticDepth", "Dropout"):
+        elif type(layer).__name__ in _RATE_IS_P:
             layer.p = 0.0  # type: ignore[assignment]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Teacher(nn.Module):
     def __init__(self, network: nn.Module, *, drop_path: bool = True) -> None:
         super().__init__()
         self.network = copy.deepcopy(network).requires_grad_(False)
+        self._draws = drop_path
         if not drop_path:
             disable_stochastic_depth(self.network)
 
@@ -36,7 +38,8 @@ class Teacher(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """EMA forward pass, without gradients."""
         LAYER_DRAWS.restart()
-        return self.network(*args, **kwargs)
+        with nullcontext() if self._draws else LAYER_DRAWS.paused():
+            return self.network(*args, **kwargs)
 
     @torch.no_grad()
     def update(self, network: nn.Module, *, momentum: float) -> None:

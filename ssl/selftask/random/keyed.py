@@ -165,6 +165,16 @@ class LayerDraws:
             self._samples, self.words = before
 
     @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context for a network without dropout layers, for which nothing is computed."""
+        before = self._samples, self.words
+        self.stop()
+        try:
+            yield
+        finally:
+            self._samples, self.words = before
+
+    @contextmanager
     def again(self, words: Tensor | None) -> Iterator[None]:
         """Context that recomputes a forward pass with the ``words`` of the first one."""
         before, self.words = self.words, words

@@ -6,13 +6,14 @@ a queue.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.distributed.collectives import all_gather_cat, gather_cat_with_grad, rank, world_size
+from selftask.distributed.collectives import all_to_all_cat, gather_cat_with_grad, rank, world_size
 from selftask.models.precision import in_full_precision
 
 
@@ -94,11 +95,29 @@ def shuffle_bn(images: Tensor) -> Tensor:
     statistics would reveal the match. The global batch is in random order, so taking every W-th
     image replaces the paper's random permutation.
     """
-    return all_gather_cat(images)[rank() :: world_size()]
+    sent, received = _rows_between(rank(), world_size(), len(images))
+    return all_to_all_cat(images[_by_rank(images)], sent, received)
 
 
 def unshuffle_bn(rows: Tensor) -> Tensor:
-    """Undo ``shuffle_bn``: gather the rows (B, ...) of this rank's own images from all ranks."""
-    everyone = all_gather_cat(rows).view(world_size(), *rows.shape)  # (W, B, ...)
-    in_order = everyone.transpose(0, 1).flatten(0, 1)  # (B * W, ...)
-    return in_order.narrow(0, rank() * len(rows), len(rows))
+    """Undo ``shuffle_bn``: return the rows (B, ...) of this rank's own images."""
+    sent, received = _rows_between(rank(), world_size(), len(rows))
+    by_rank = all_to_all_cat(rows, received, sent)
+    return by_rank[_by_rank(rows).argsort()]
+
+
+def _by_rank(rows: Tensor) -> Tensor:
+    """Return the order of this rank's rows by the rank that ``shuffle_bn`` sends them to, (B,)."""
+    number = torch.arange(len(rows), device=rows.device) + rank() * len(rows)
+    return (number % world_size()).argsort(stable=True)
+
+
+@functools.cache
+def _rows_between(rank: int, num_ranks: int, num_rows: int) -> tuple[list[int], list[int]]:
+    """Return how many rows ``shuffle_bn`` sends from a rank to each rank, and the other way."""
+
+    def count(source: int, to: int) -> int:  # of image numbers of a source, equal to `to` modulo W
+        return len(range((to - source * num_rows) % num_ranks, num_rows, num_ranks))
+
+    ranks = range(num_ranks)
+    return [count(rank, to) for to in ranks], [count(source, rank) for source in ranks]

@@ -9,29 +9,62 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selftask.distributed.collectives import sum_with_grad, world_size
+from selftask.distributed.collectives import all_reduce_sum, sum_with_equal_grad, world_size
+from selftask.models.losses.image_products import (
+    has_few_images,
+    rows_of_all_ranks,
+    share_of_squared_norm,
+)
 from selftask.models.precision import in_full_precision
 
 EPS = 1e-4  # added to variances, as in the paper
 
 
 @in_full_precision
-def variance_covariance(features: Tensor) -> tuple[Tensor, Tensor]:
+def variance_covariance(features: Tensor, every: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the variance and the covariance term of features.
+
+    A loss weights them by the same numbers on all ranks.
 
     Args:
         features: (..., B, D) for B images of this rank. Statistics are over the images of all
             ranks, separately for each leading index; terms are means over the leading indices.
+        every: Features of the images of all ranks, (..., B * W, D), if they are there; else they
+            are gathered where this is cheaper than a sum of covariances.
 
     Returns:
         The mean hinge of 1 on the standard deviation of each feature (equation 1), and the sum of
         squared covariances between different features, divided by D (equation 4).
     """
-    num_images = features.shape[-2] * world_size()
-    mean = sum_with_grad(features.sum(dim=-2, keepdim=True)) / num_images
-    centered = features - mean
-    covariance = sum_with_grad(centered.mT @ centered) / (num_images - 1)  # (..., D, D)
-    variance = covariance.diagonal(dim1=-2, dim2=-1)  # (..., D)
+    if has_few_images(features):
+        every = rows_of_all_ranks(features) if every is None else every.detach()
+        variance, others = _from_images(features, every)
+    else:
+        variance, others = _from_features(features)
     hinge = (1 - (variance + EPS).sqrt()).relu().mean()
+    return hinge, others.mean() / features.shape[-1]
+
+
+# The mean of the images has no gradient: centered features sum to zero, and so does what they add.
+
+
+def _from_images(features: Tensor, every: Tensor) -> tuple[Tensor, Tensor]:
+    """Return variances (..., D), and the sum of squared covariances of different features (...)."""
+    mean = every.mean(dim=-2, keepdim=True)
+    centered = features - mean
+    products = centered @ (every - mean).mT  # (..., B, B * W)
+    norm = share_of_squared_norm(products, products)
+    sums = sum_with_equal_grad(torch.cat([centered.square().sum(dim=-2), norm[..., None]], dim=-1))
+    degrees = every.shape[-2] - 1
+    variance = sums[..., :-1] / degrees
+    return variance, sums[..., -1] / degrees**2 - variance.square().sum(dim=-1)
+
+
+def _from_features(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same, from the covariances (..., D, D)."""
+    num_images = features.shape[-2] * world_size()
+    centered = features - all_reduce_sum(features.sum(dim=-2, keepdim=True)) / num_images
+    covariance = sum_with_equal_grad(centered.mT @ centered) / (num_images - 1)  # (..., D, D)
+    variance = covariance.diagonal(dim1=-2, dim2=-1)  # (..., D)
     others = covariance - torch.diag_embed(variance)
-    return hinge, others.square().sum(dim=(-2, -1)).mean() / features.shape[-1]
+    return variance, others.square().sum(dim=(-2, -1))

@@ -1,0 +1,42 @@
+"""Squared norms of products of features, computed from products of images.
+
+For n rows X and Y of D features, the squared norm of the (D, D) matrix X^T Y is the sum of the
+entrywise product of the (n, n) matrices X X^T and Y Y^T. With fewer images than features the latter
+are smaller, and ranks exchange n rows instead of two times D rows.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from selftask.distributed.collectives import all_gather_cat, world_size
+
+
+def has_few_images(features: Tensor) -> bool:
+    """Return True if the images of all ranks are fewer than two times the features (..., B, D).
+
+    Gathering them then takes less traffic than an all-reduce of (D, D), which sends it twice.
+    """
+    return features.shape[-2] * world_size() < 2 * features.shape[-1]
+
+
+def rows_of_all_ranks(x: Tensor) -> Tensor:
+    """Return (..., B, D) of all ranks, without gradient: (..., n, D)."""
+    return all_gather_cat(x.movedim(-2, 0)).movedim(0, -2)
+
+
+def share_of_squared_norm(first: Tensor, second: Tensor) -> Tensor:
+    """Return this rank's share of the squared norm of X^T Y; shares of all ranks sum to it.
+
+    Its gradient is that of the whole norm, although each product has a gradient in the rows of
+    this rank only: the other factor, of the same rows of all ranks, contributes as much.
+
+    Args:
+        first: X of this rank times that of all ranks, (..., B, n); the latter is detached.
+        second: The same for Y.
+
+    Shape:
+        (...).
+    """
+    share = (first * second).sum(dim=(-2, -1))
+    return 2 * share - share.detach()
