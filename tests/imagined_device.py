@@ -76,10 +76,6 @@ class MixedDevices(RuntimeError):
     """An operation on tensors of both devices."""
 
 
-class NotDeterministic(RuntimeError):
-    """An operation that ``torch.use_deterministic_algorithms`` forbids on CUDA."""
-
-
 class OnDevice(Tensor):
     """A tensor on the imagined device; ``values`` is the tensor on the CPU."""
 
@@ -144,7 +140,8 @@ class ImaginedDevice(TorchDispatchMode):
 
     ``waits`` lists where the host would have waited for it: ``file:line``, source and operation;
     ``races`` lists uses of a tensor on a stream that has not waited for the one that made it, or
-    without ``record_stream``.
+    without ``record_stream``; ``nondeterministic`` lists operations that would raise an error on
+    CUDA, if ``torch.use_deterministic_algorithms`` is in effect.
     """
 
     entered: list[ImaginedDevice] = []
@@ -153,6 +150,7 @@ class ImaginedDevice(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.races: list[str] = []
+        self.nondeterministic: list[str] = []
 
     def __enter__(self) -> ImaginedDevice:
         _register()
@@ -198,7 +196,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if inside and op not in _COPIES:
         _check_devices(func, tensors)
     if op in _NOT_DETERMINISTIC and torch.are_deterministic_algorithms_enabled():
-        raise NotDeterministic(f"{_place()}: {func}")
+        for mode in ImaginedDevice.entered:  # an error in a thread of autograd ends the process
+            mode.nondeterministic.append(f"{_place()}: {func}")
     if _makes_host_wait(op, args, kwargs, tensors):
         _report_wait(func)
     out = func(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))

@@ -16,7 +16,6 @@ from selftask.config.compose.sweep import Point, expand_sweep
 from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
-from selftask.config.values.auto_values import MAX_WORKERS
 from selftask.data.loading.open_data import check_data, open_data
 from selftask.errors import ConfigError, UserError, plural
 from selftask.files.addresses import is_remote
@@ -192,7 +191,7 @@ def derived_options(
         cpus = derived["cpus_per_task"]
         notes.append(f"{cpus} {plural('CPU', cpus)} a rank; else launch.slurm.cpus_per_task=N")
     elif config.place("data.num_workers").startswith("auto"):  # from this machine, not the nodes
-        workers = min(int(chosen_options["cpus_per_task"]), MAX_WORKERS)
+        workers = int(chosen_options["cpus_per_task"])
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
     asked = any(key in chosen_options for key in _GPUS)
     wanted = config.train.device == "cuda" or (
