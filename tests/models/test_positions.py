@@ -1,4 +1,4 @@
-"""Interpolation of positions by matrices, beside torch's own, which is not deterministic on CUDA."""
+"""Interpolation of positions by matrices, whose backward pass is deterministic on CUDA."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from selftask.logs.startup import lap, take_laps
 from selftask.models.summary import opening_lines
 from selftask.optim.arithmetic import arithmetic, arithmetic_rows
 from selftask.optim.group_table import group_table
+from selftask.task.numerics import describe_numerics
 
 if TYPE_CHECKING:
     from selftask.task.task import Task
@@ -62,6 +63,8 @@ def _rows(task: Task) -> Iterator[tuple[str, str]]:
     yield "optimizer", f"{config.optimizer.name}, step {config.train.step.name}, {groups}"
     yield "lr", f"{words['lr']}; warm-up {words['warm-up']}"
     yield "device", _device(task)
+    if settings := describe_numerics(config.train, task.device):
+        yield "float32", settings
 
 
 def _start(task: Task) -> str:

@@ -94,8 +94,12 @@ class TrainConfig(Section):
     """Precision of float32 products: highest; high: TF32 (10 of 23 bits of the fraction); medium:
     bfloat16 (7 bits); null: torch's default, highest.
     """
-    cudnn_benchmark: bool = setting(False, also=["benchmark"])
-    """Whether cuDNN times its convolution algorithms once for each shape and uses the fastest."""
+    cudnn_tf32: bool | None = setting(None, also=["cudnn_allow_tf32"])
+    """Whether cuDNN's float32 convolutions use TF32; null: torch's default, true."""
+    cudnn_benchmark: bool | None = setting(None, also=["benchmark"])
+    """Whether cuDNN times its convolution algorithms once for each shape and uses the fastest;
+    null: on CUDA without ``deterministic``.
+    """
     deterministic: bool = setting(False, also=["cudnn_deterministic"])
     """Whether to allow only deterministic operations; others raise an error."""
     compile: Literal[False, "model", "step"] = False
