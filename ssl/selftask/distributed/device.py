@@ -73,6 +73,15 @@ def _check_gpus(kind: str, world: World) -> None:
         )
 
 
+def auto_precision(device: torch.device) -> tuple[str, str]:
+    """Return the value of ``train.precision=auto`` on a device, and a text that explains it."""
+    if device.type != "cuda":
+        return "float32", f"auto: float32 on {device.type}"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bfloat16", "auto: native on this GPU; train.precision=float32 for more bits"
+    return "float32", "auto: this GPU has no native bfloat16"
+
+
 def precision_advice(precision: str, device: torch.device) -> str | None:
     """Return a log message if another precision suits this device better, or None."""
     if device.type == "cuda":

@@ -5,11 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from selftask.config.schema import TrainConfig
+from selftask.config.schema import Config, TrainConfig
+from selftask.distributed.device import auto_precision
+
+
+def settle_precision(config: Config, device: torch.device) -> Config:
+    """Replace ``train.precision=auto`` by its value on ``device``; the origin explains it."""
+    if config.train.precision != "auto":
+        return config
+    precision, origin = auto_precision(device)
+    if config.train.step.name == "manual":
+        precision, origin = "float32", "auto: train.step=manual has no mixed precision"
+    return replace(
+        config,
+        train=replace(config.train, precision=precision),
+        places={**config.places, "train.precision": origin},
+    )
 
 
 @contextmanager

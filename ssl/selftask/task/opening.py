@@ -80,5 +80,8 @@ def _device(task: Task) -> str:
     ranks = f"{size} ranks ({task.config.parallel.reduce}), " if size > 1 else ""
     threads = torch.get_num_threads()
     used = f"{threads} {plural('thread', threads)} on {cores()} {plural('core', cores())}"
-    advice = task.opening.get("precision", train.precision)
+    origin = task.config.place("train.precision")
+    is_chosen = origin.startswith("auto") and task.device.type != "cpu"
+    precision = f"{train.precision} ({origin})" if is_chosen else train.precision
+    advice = task.opening.get("precision", precision)
     return f"{task.device}, {ranks}{used}, {advice}"
