@@ -46,6 +46,29 @@ _READS_VALUES = {
     aten.unique_dim,
 }
 _INDEXES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+# raise an error on CUDA under torch.use_deterministic_algorithms, as its documentation lists
+_NOT_DETERMINISTIC = {
+    aten._adaptive_avg_pool2d_backward,
+    aten._adaptive_avg_pool3d_backward,
+    aten._ctc_loss_backward,
+    aten._upsample_bicubic2d_aa_backward,
+    aten._upsample_bilinear2d_aa_backward,
+    aten.adaptive_max_pool2d_backward,
+    aten.avg_pool3d_backward,
+    aten.fractional_max_pool2d_backward,
+    aten.grid_sampler_2d_backward,
+    aten.grid_sampler_3d_backward,
+    aten.histc,
+    aten.max_unpool2d,
+    aten.median,
+    aten.nll_loss2d_forward,
+    aten.put_,
+    aten.reflection_pad1d_backward,
+    aten.reflection_pad2d_backward,
+    aten.upsample_bicubic2d_backward,
+    aten.upsample_linear1d_backward,
+    aten.upsample_trilinear3d_backward,
+}
 _COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
 
 
@@ -117,7 +140,8 @@ class ImaginedDevice(TorchDispatchMode):
 
     ``waits`` lists where the host would have waited for it: ``file:line``, source and operation;
     ``races`` lists uses of a tensor on a stream that has not waited for the one that made it, or
-    without ``record_stream``.
+    without ``record_stream``; ``nondeterministic`` lists operations that would raise an error on
+    CUDA, if ``torch.use_deterministic_algorithms`` is in effect.
     """
 
     entered: list[ImaginedDevice] = []
@@ -126,6 +150,7 @@ class ImaginedDevice(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.races: list[str] = []
+        self.nondeterministic: list[str] = []
 
     def __enter__(self) -> ImaginedDevice:
         _register()
@@ -170,6 +195,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     _check_streams(func, tensors)
     if inside and op not in _COPIES:
         _check_devices(func, tensors)
+    if op in _NOT_DETERMINISTIC and torch.are_deterministic_algorithms_enabled():
+        for mode in ImaginedDevice.entered:  # an error in a thread of autograd ends the process
+            mode.nondeterministic.append(f"{_place()}: {func}")
     if _makes_host_wait(op, args, kwargs, tensors):
         _report_wait(func)
     out = func(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))

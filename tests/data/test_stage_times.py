@@ -277,7 +277,7 @@ def test_advice_on_workers() -> None:
     assert workers_advice(4, Cores(4, 1)) is None
     assert workers_advice(0, Cores(1, 1)) == "data.num_workers=0 leaves cores idle (1 core); try 1"
     assert workers_advice(8, Cores(64, 1)) == (
-        "data.num_workers=8 leaves cores idle (64 cores); try 16"
+        "data.num_workers=8 leaves cores idle (64 cores); try 64"
     )
     assert wait_advice(0.456, 4, Cores(4, 1), "simclr/images") == (
         "training has waited for data 46% of the time: the cores are all at work: cheaper or fewer "

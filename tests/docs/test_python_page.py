@@ -26,6 +26,7 @@ from selftask.data.views import Views
 from selftask.errors import ConfigError, UserError
 from selftask.hooks.base import function_hook
 from selftask.methods.base import Method
+from selftask.task.numerics import settle_precision
 from selftask.train_steps.standard import standard_train_step
 
 PAGE = (tiny.ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -116,7 +117,7 @@ def test_settings_are_those_of_the_command(tmp_path: Path) -> None:
             "eval.evaluations": {"knn": None, "linear": None},
         },
     )
-    assert task.config == config
+    assert task.config == settle_precision(config, task.device)
 
 
 def test_wrong_objects_and_settings_are_named(tmp_path: Path) -> None:

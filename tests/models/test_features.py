@@ -270,8 +270,8 @@ def test_other_sizes_are_those_of_timms_dynamic_model(layout: dict[str, Any]) ->
     images = torch.randn(2, 3, 24, 40)
     features = extract(fixed, images)
     assert features.tokens.grid == (3, 5)
-    assert torch.equal(features.pooled, dynamic(images))
-    assert torch.equal(extract(dynamic, images).pooled, dynamic(images))
+    assert torch.allclose(features.pooled, dynamic(images), atol=1e-6)
+    assert torch.equal(extract(dynamic, images).pooled, features.pooled)
     with pytest.raises(UserError, match="30x32 pixels cannot be divided into patches of 8x8"):
         extract(fixed, torch.zeros(1, 3, 30, 32))
 

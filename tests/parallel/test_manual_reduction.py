@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from selftask.config.schema import ParallelConfig
 from selftask.errors import RunError
+from selftask.parallel import manual
 from selftask.parallel.build import build_reduction
 from selftask.parallel.ddp import DDPReduction
 from selftask.parallel.manual import ManualReduction
@@ -132,4 +134,40 @@ def test_details_of_manual_reduction(told: list[dict[str, Any]]) -> None:
         assert counts == [0, 8, 0]
 
 
-ON_RANKS = (one_sided, details)
+def partly_early(rank: int) -> list[int]:
+    """Number of launched buckets after each backward pass, if rank 1 lacks one gradient at first.
+
+    Both ranks have it in the second step, but no hook may launch its bucket.
+    """
+    a, b = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    sharing = ManualReduction(bucket_mb=1e-6)
+    sharing.register([("a", a), ("b", b)])
+    counts = []
+    for step in range(2):
+        a.grad = b.grad = None
+        (a.sum() + b.sum() if step or rank == 0 else a.sum()).backward()
+        counts.append(sharing._next)
+        sharing.reduce()
+    return counts
+
+
+def test_a_gradient_of_some_ranks_is_sent_after_the_backward_pass(
+    told: list[dict[str, Any]],
+) -> None:
+    """Else the order of collectives in one group would depend on the rank."""
+    assert [of_rank["partly_early"] for of_rank in told] == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("backend", "groups"), [("gloo", ["new", "new"]), ("nccl", [None]), ("xccl", [None])]
+)
+def test_groups_of_buckets(
+    backend: str, groups: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two NCCL communicators in one backward pass may wait for each other."""
+    monkeypatch.setattr(manual.dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(manual, "new_group", lambda: "new")
+    assert manual.bucket_groups() == groups
+
+
+ON_RANKS = (one_sided, details, partly_early)

@@ -15,8 +15,10 @@ from submitit.core.utils import DelayedSubmission
 from submitit.slurm.slurm import SlurmJob
 
 import tiny
+from selftask.config.load import load_config
+from selftask.config.values import auto_values
 from selftask.slurm import queue
-from selftask.slurm.plan import plan
+from selftask.slurm.plan import derived_options, plan
 
 pytestmark = pytest.mark.usefixtures("small_words")
 
@@ -189,6 +191,15 @@ def test_loader_workers_are_those_of_the_nodes(tmp_path: Path) -> None:
     given = words(tmp_path, "run", "launch.slurm.cpus_per_task=5")
     given.remove("data.num_workers=0")
     assert plan("simclr/digits", given).submissions[0].config["data"]["num_workers"] == 5
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [([], 8), (["data.num_workers=20"], 20)])
+def test_a_large_login_node_does_not_ask_for_as_many_cpus(
+    chosen: list[str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_values, "cores", lambda: 64)
+    derived, workers, _ = derived_options(load_config("simclr/digits", chosen), [])
+    assert derived["cpus_per_task"] == workers == expected
 
 
 def test_one_cpu_is_singular(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from ranks import run_ranks
 from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.config.schema import GradScalerConfig
-from selftask.errors import ConfigError, RunError, StepSkipped
+from selftask.distributed.device import precision_advice
+from selftask.errors import ConfigError, RunError, StepSkipped, UserError
 from selftask.optim.loss_scaler import LossScaler
+from selftask.run.run import run_task
 from selftask.task import Task
 from selftask.task.loop import train_loop
-from selftask.task.numerics import numerics
+from selftask.task.numerics import describe_numerics, numerics, settle_precision
 
 HALF = ("train.precision=float16", "hooks.ema={}", "train.grad_scaler.init_scale=1024")
 
@@ -236,6 +238,7 @@ def settings() -> dict[str, Any]:
         "matmul": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "benchmark": torch.backends.cudnn.benchmark,
+        "tf32": torch.backends.cudnn.allow_tf32,
     }
 
 
@@ -245,6 +248,7 @@ def settings() -> dict[str, Any]:
         (["train.matmul_precision=high"], {"matmul": "high"}),
         (["train.matmul_precision=medium"], {"matmul": "medium"}),
         (["train.cudnn_benchmark=true"], {"benchmark": True}),
+        (["train.cudnn_tf32=false"], {"tf32": False}),
         (["train.deterministic=true"], {"deterministic": True}),
         ([], {}),
     ],
@@ -269,9 +273,90 @@ def stop() -> None:
     raise InterruptedError
 
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "benchmark", "text"),
+    [
+        ([], True, "cudnn_benchmark on (auto: shapes repeat)"),
+        (["train.deterministic=true"], False, "cudnn_benchmark off (train.deterministic)"),
+        (["train.cudnn_benchmark=false"], False, "cudnn_benchmark off"),
+        (["train.matmul_precision=high"], True, "products high;"),
+        (["train.cudnn_tf32=false"], True, "cuDNN's TF32 off;"),
+        ([], True, "cuDNN's TF32 on (torch's default; train.cudnn_tf32=false"),
+    ],
+)
+def test_defaults_on_cuda_are_decided_and_printed(
+    words: list[str], benchmark: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    train, before = load_config("simclr/digits", words).train, settings()
+    with numerics(train, CUDA):
+        assert settings()["benchmark"] == benchmark
+    assert settings() == before
+    assert text in str(describe_numerics(train, CUDA))
+    assert describe_numerics(train, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "is_native", "expected"),
+    [
+        ([], "cpu", True, "float32"),
+        ([], "cuda", True, "bfloat16"),
+        ([], "cuda", False, "float32"),
+        (["train.precision=float32"], "cuda", True, "float32"),
+        (["train.precision=float16"], "cpu", True, "float16"),
+        (["train.step=manual"], "cuda", True, "float32"),
+    ],
+)
+def test_auto_is_bfloat16_on_a_gpu_that_has_it(
+    words: list[str],
+    device: str,
+    is_native: bool,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_native)
+    config = load_config("simclr/digits", words)
+    settled = settle_precision(config, torch.device(device))
+    assert settled.train.precision == expected
+    is_auto = config.train.precision == "auto"
+    assert settled.place("train.precision").startswith("auto: ") == is_auto
+
+
+def test_a_run_of_the_other_precision_is_not_continued(tmp_path: Path) -> None:
+    """As a run of a GPU on a machine without; ``auto`` on the same machine resumes."""
+    tasks = [
+        tiny.task("simclr", tmp_path, "run", f"train.precision={precision}", "train.max_steps=1")
+        for precision in ("bfloat16", "auto")
+    ]
+    run_task(tasks[0])
+    with pytest.raises(UserError, match=r"train\.precision: bfloat16 there, float32 now"):
+        run_task(tasks[1])
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_native", "expected"),
+    [
+        ("float32", True, "train.precision=bfloat16 uses"),
+        ("float32", False, "train.precision=float16 uses"),
+        ("bfloat16", False, "emulated on this GPU; train.precision=float16"),
+        ("bfloat16", True, None),
+        ("float16", False, None),
+    ],
+)
+def test_precision_advice_on_cuda(
+    precision: str, is_native: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_native)
+    advice = precision_advice(precision, CUDA)
+    assert advice is None if expected is None else expected in str(advice)
+
+
 def test_deterministic_refuses_other_operations(tmp_path: Path) -> None:
     config = tiny.config("simclr", tmp_path, "run", "train.deterministic=true")
-    with numerics(config.train), pytest.raises(RuntimeError, match="deterministic"):
+    with numerics(config.train, CPU), pytest.raises(RuntimeError, match="deterministic"):
         torch.empty(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
 
 

@@ -138,7 +138,7 @@ def difference(values: list[float], expected: list[float]) -> float:
 def check_losses(setting: Setting) -> Iterator[Result]:
     for method in setting.methods:
         for precision, limit in LIMITS.items():
-            words = (f"train.precision={precision}",)
+            words = (f"train.precision={precision}", "train.cudnn_tf32=false")
             expected = losses(setting, method, f"cpu-{precision}", *words, "train.device=cpu")
             values = losses(setting, method, f"device-{precision}", *words, ON_DEVICE)
             found = difference(values, expected)

@@ -73,8 +73,19 @@ def _check_gpus(kind: str, world: World) -> None:
         )
 
 
+def auto_precision(device: torch.device) -> tuple[str, str]:
+    """Return the value of ``train.precision=auto`` on a device, and a text that explains it."""
+    if device.type != "cuda":
+        return "float32", f"auto: float32 on {device.type}"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bfloat16", "auto: native on this GPU; train.precision=float32 for more bits"
+    return "float32", "auto: this GPU has no native bfloat16"
+
+
 def precision_advice(precision: str, device: torch.device) -> str | None:
-    """Return a log message if another precision suits this CPU better, or None."""
+    """Return a log message if another precision suits this device better, or None."""
+    if device.type == "cuda":
+        return _advice_on_cuda(precision)
     if device.type != "cpu":
         return None
     if precision == "float16":
@@ -86,6 +97,16 @@ def precision_advice(precision: str, device: torch.device) -> str | None:
         f"float32; this CPU has {instructions}, by which train.precision=bfloat16 took 0.5 to 0.9 "
         "times the CPU time (docs/benchmarks.md)"
     )
+
+
+def _advice_on_cuda(precision: str) -> str | None:
+    is_native = torch.cuda.is_bf16_supported(including_emulation=False)
+    if precision == "float32":
+        better = "bfloat16" if is_native else "float16"
+        return f"float32; train.precision={better} uses this GPU's fast units for matrix products"
+    if precision == "bfloat16" and not is_native:
+        return "bfloat16 is emulated on this GPU; train.precision=float16 uses its fast units"
+    return None
 
 
 def bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:

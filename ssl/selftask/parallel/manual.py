@@ -1,9 +1,9 @@
 """Manual gradient reduction: flat buckets, sent during the backward pass.
 
-Buckets are launched in a fixed order on separate process groups. Every rank therefore calls the
-same collectives in the same order, even if some parameters have no gradient on some ranks, and
-independent of collectives in the backward pass of the loss. gloo has no mean, so gradients are
-divided before they are sent.
+Buckets are launched in a fixed order, so every rank calls the same collectives in the same order,
+even if some parameters have no gradient on some ranks. With gloo they use groups of their own, so
+as not to queue behind collectives in the backward pass of the loss; with NCCL, one group carries
+all. gloo has no mean, so gradients are divided before they are sent.
 """
 
 from __future__ import annotations
@@ -99,11 +99,12 @@ class ManualReduction(Reduction):
         self._listens = False  # hooks launch buckets; False in the first step and under no_sync
         self._idle: Named = []  # without a gradient on any rank in the first step
         self._next = 0  # index of the first bucket that is not launched yet
+        self._early = 0  # number of buckets that hooks may launch
         self._buckets: list[Bucket] = []
 
     def register(self, named: Named) -> None:
         self._named = named
-        self._groups: list[dist.ProcessGroup | None] = [*bucket_groups()]
+        self._groups = bucket_groups()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -131,16 +132,27 @@ class ManualReduction(Reduction):
         log.warning("%s\n  what no rank has a gradient for keeps its value", message)
 
     def _begin(self) -> None:
-        """Find unused parameters in the first step, then build the buckets, with idle ones last."""
+        """Find unused parameters in the first step, then build the buckets.
+
+        Hooks launch only buckets whose parameters have gradients on all ranks. A rank would launch
+        another one later than others do, and collectives of the loss in the same group would differ
+        in order.
+        """
         names = [name for name, _ in self._named]
         counts = count_ranks([p.grad is not None for _, p in self._named])
         if min(counts) < world_size():
             self.on_unused(describe(names, counts))
         self._idle = [pair for pair, n in zip(self._named, counts, strict=True) if n == 0]
-        used = [p for (_, p), n in zip(self._named, counts, strict=True) if n > 0]
+        everywhere: list[nn.Parameter] = []
+        elsewhere: list[nn.Parameter] = []
+        for (_, p), n in zip(self._named, counts, strict=True):
+            (everywhere if n == world_size() else elsewhere).append(p)
         # gradients arrive roughly in reverse order of the forward pass
-        order = [*reversed(used), *(p for _, p in self._idle)]
-        self._buckets = [Bucket(group, self._wire) for group in _split(order, self._bytes)]
+        order = [*reversed(everywhere), *reversed(elsewhere)]
+        early = _split(everywhere[::-1], self._bytes)
+        self._early = len(early)
+        parts = [*early, *_split(elsewhere[::-1], self._bytes)]
+        self._buckets = [Bucket(part, self._wire) for part in parts]
         self._place = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in order]
         self._listens = True
@@ -163,7 +175,7 @@ class ManualReduction(Reduction):
                 "is on its way already; put all but the last one under task.no_sync()"
             )
         bucket.take(parameter)
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+        while self._next < self._early and not self._buckets[self._next].missing:
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -178,13 +190,14 @@ class ManualReduction(Reduction):
         return [p for (_, p), count in zip(self._idle, counts, strict=True) if count == 0]
 
 
-def bucket_groups() -> list[dist.ProcessGroup]:
-    """Create the process groups that buckets use in turn. Every rank must call this function.
+def bucket_groups() -> list[dist.ProcessGroup | None]:
+    """Return the process groups that buckets use in turn. Every rank must call this function.
 
-    gloo gets two, which is faster than one (docs/benchmarks.md). NCCL gets one: two would share the
-    GPU, and concurrent collectives of two groups may wait for each other.
+    gloo gets two of its own, which is faster than one (docs/benchmarks.md). The others, such as
+    NCCL, get the default group (None). Collectives of two NCCL groups at once may wait for each
+    other forever, and SyncBatchNorm and gathers use the default group in the same backward pass.
     """
-    return [new_group() for _ in range(2 if dist.get_backend() == "gloo" else 1)]
+    return [new_group(), new_group()] if dist.get_backend() == "gloo" else [None]
 
 
 def _split_like(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:

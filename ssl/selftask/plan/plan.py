@@ -8,6 +8,8 @@ from typing import Any
 
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
+from selftask.distributed.device import pick_device
+from selftask.distributed.world import World
 from selftask.plan.assumptions import Assumptions
 from selftask.plan.checkpoints import CheckpointPlan, checkpoint_size, plan_checkpoints
 from selftask.plan.data import PlannedData, plan_data
@@ -16,6 +18,7 @@ from selftask.plan.memory import RankMemory, rank_memory
 from selftask.plan.model import Part, parts_of
 from selftask.plan.simulation import StepCost, fake_task, simulate
 from selftask.plan.traffic import Traffic, traffic
+from selftask.task.numerics import settle_precision
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ def make_plan(config: Config, given: Assumptions, *, measured: bool = False) -> 
         UserError: If config, data or model do not fit together, or if a step needs the values of
             tensors.
     """
+    is_auto = config.train.device == "auto"  # another machine's accelerator is not seen here
+    config = settle_precision(config, pick_device("auto" if is_auto else "cpu", World()))
     data = plan_data(config, given)
     per_rank = config.train.batch_size // config.launch.world_size
     with fake_task(config, data.fake) as task:

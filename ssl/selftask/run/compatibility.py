@@ -33,7 +33,10 @@ def check_same_run(config: Config, out: Path) -> None:
     folder = out / "checkpoints"
     if not exists(saved) or not checkpoints(folder) or not uses_newest(config):
         return
-    differences = list(changes(_fixed(_read(saved)), _fixed(config.to_dict()), ""))
+    before, now = _fixed(_read(saved)), _fixed(config.to_dict())
+    if config.train.precision == "auto":  # the task settles it, and is checked once more
+        del before["train"]["precision"], now["train"]["precision"]
+    differences = list(changes(before, now, ""))
     if differences:
         listed = "\n".join(f"  {shorten(change)}" for change in differences[:8])
         raise UserError(

@@ -16,7 +16,6 @@ from selftask.config.compose.sweep import Point, expand_sweep
 from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
-from selftask.config.values.auto_values import MAX_WORKERS
 from selftask.data.loading.open_data import check_data, open_data
 from selftask.errors import ConfigError, UserError, plural
 from selftask.files.addresses import is_remote
@@ -29,6 +28,7 @@ from selftask.slurm.partitions import Partition, check_time, chosen
 if TYPE_CHECKING:
     from submitit.slurm.slurm import SlurmJob
 
+_MAX_DERIVED_CPUS = 8  # per rank; nodes may have fewer cores than this machine
 _GPUS = ("gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket", "gres")
 
 
@@ -187,12 +187,14 @@ def derived_options(
     chosen_options = {option(key): value for key, value in config.launch.slurm.items()}
     derived: dict[str, Any] = {}
     workers, notes = config.data.num_workers, []
+    is_auto = config.place("data.num_workers").startswith("auto")  # from this machine, not nodes
     if "cpus_per_task" not in chosen_options:
+        workers = min(workers, _MAX_DERIVED_CPUS) if is_auto else workers
         derived["cpus_per_task"] = max(1, workers)
         cpus = derived["cpus_per_task"]
         notes.append(f"{cpus} {plural('CPU', cpus)} a rank; else launch.slurm.cpus_per_task=N")
-    elif config.place("data.num_workers").startswith("auto"):  # from this machine, not the nodes
-        workers = min(int(chosen_options["cpus_per_task"]), MAX_WORKERS)
+    elif is_auto:
+        workers = int(chosen_options["cpus_per_task"])
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
     asked = any(key in chosen_options for key in _GPUS)
     wanted = config.train.device == "cuda" or (

@@ -35,7 +35,7 @@ def iterate_steps(task: Task) -> Iterator[int]:
     Raises:
         Interrupted: If a stop was requested; a checkpoint has been saved.
     """
-    with numerics(task.config.train):
+    with numerics(task.config.train, task.device):
         yield from _iterate(task)
 
 

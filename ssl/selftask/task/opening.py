@@ -16,6 +16,7 @@ from selftask.logs.startup import lap, take_laps
 from selftask.models.summary import opening_lines
 from selftask.optim.arithmetic import arithmetic, arithmetic_rows
 from selftask.optim.group_table import group_table
+from selftask.task.numerics import describe_numerics
 
 if TYPE_CHECKING:
     from selftask.task.task import Task
@@ -62,6 +63,8 @@ def _rows(task: Task) -> Iterator[tuple[str, str]]:
     yield "optimizer", f"{config.optimizer.name}, step {config.train.step.name}, {groups}"
     yield "lr", f"{words['lr']}; warm-up {words['warm-up']}"
     yield "device", _device(task)
+    if settings := describe_numerics(config.train, task.device):
+        yield "float32", settings
 
 
 def _start(task: Task) -> str:
@@ -77,5 +80,8 @@ def _device(task: Task) -> str:
     ranks = f"{size} ranks ({task.config.parallel.reduce}), " if size > 1 else ""
     threads = torch.get_num_threads()
     used = f"{threads} {plural('thread', threads)} on {cores()} {plural('core', cores())}"
-    advice = task.opening.get("precision", train.precision)
+    origin = task.config.place("train.precision")
+    is_chosen = origin.startswith("auto") and task.device.type != "cpu"
+    precision = f"{train.precision} ({origin})" if is_chosen else train.precision
+    advice = task.opening.get("precision", precision)
     return f"{task.device}, {ranks}{used}, {advice}"

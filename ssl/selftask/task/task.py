@@ -42,6 +42,7 @@ from selftask.registry import register_task
 from selftask.task import build, exported, loop, opening, task_state
 from selftask.task.averaged_weights import begin_phase
 from selftask.task.frozen import FrozenParameters
+from selftask.task.numerics import settle_precision
 from selftask.task.rank_agreement import open_same_data
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import score, update_meters
@@ -91,13 +92,13 @@ class Task(Recorder, ClassyTaskNames):
         backbone: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.world = read_world()
+        self.device = device.pick_device(config.train.device, self.world)
+        self.config = config = settle_precision(config, self.device)
         self.sources = sources
         self.backbone = backbone
         self.init_weights: Mapping[str, Tensor] | None = None  # set by the launcher
         self.out = config.out_folder
-        self.world = read_world()
-        self.device = device.pick_device(config.train.device, self.world)
         self.opening: dict[str, str] = {}  # entries of the start-up table, set by the launcher
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
         self.before_export: list[Callable[[nn.Module], nn.Module]] = []  # each returns a copy

@@ -41,7 +41,7 @@ def _device(config: Config) -> Iterator[Problem]:
 
 def _precision(config: Config) -> Iterator[Problem]:
     train = config.train
-    if train.precision != "float32" and train.step.name == "manual":
+    if train.precision not in ("auto", "float32") and train.step.name == "manual":
         text = f"train.step='manual' has no mixed precision ({train.precision}); use standard"
         yield ("train", "step"), text
     if train.deterministic and train.cudnn_benchmark:

@@ -67,10 +67,12 @@ class TrainConfig(Section):
     """
     batch_size: int = setting(256, min=1, also=["batch", "bs"])
     """Images in a batch, over all processes."""
-    precision: Literal["float32", "bfloat16", "float16"] = setting(
-        "float32", also=["amp", "fp16", "bf16", "dtype"]
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", also=["amp", "fp16", "bf16", "dtype"]
     )
-    """Data type of forward and backward passes under autocast; weights stay float32."""
+    """Data type of forward and backward passes under autocast; weights stay float32. auto: bfloat16
+    on a CUDA GPU that has it natively, else float32; ``step: manual`` has float32 only.
+    """
     step: Component = setting(Component(name="standard"), of="train_steps", also=["train_step"])
     """Train step, by name."""
     accumulate: int = setting(1, min=1, also=["accum", "grad_accum", "accumulation"])
@@ -94,8 +96,12 @@ class TrainConfig(Section):
     """Precision of float32 products: highest; high: TF32 (10 of 23 bits of the fraction); medium:
     bfloat16 (7 bits); null: torch's default, highest.
     """
-    cudnn_benchmark: bool = setting(False, also=["benchmark"])
-    """Whether cuDNN times its convolution algorithms once for each shape and uses the fastest."""
+    cudnn_tf32: bool | None = setting(None, also=["cudnn_allow_tf32"])
+    """Whether cuDNN's float32 convolutions use TF32; null: torch's default, true."""
+    cudnn_benchmark: bool | None = setting(None, also=["benchmark"])
+    """Whether cuDNN times its convolution algorithms once for each shape and uses the fastest;
+    null: on CUDA without ``deterministic``.
+    """
     deterministic: bool = setting(False, also=["cudnn_deterministic"])
     """Whether to allow only deterministic operations; others raise an error."""
     compile: Literal[False, "model", "step"] = False

@@ -7,9 +7,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-MAX_WORKERS = 8  # per process; more only compete for memory and disk
-
-
 _MANY = 1 << 20  # number of cores that means no limit
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -43,5 +40,4 @@ def num_workers(processes: int) -> tuple[int, str]:
     """
     started = os.environ.get("LOCAL_WORLD_SIZE", "")
     processes = max(processes, int(started) if started.isdecimal() else 1)
-    workers = min(cores() // processes, MAX_WORKERS)
-    return workers, f"auto: {cores()} cores, {processes} processes, at most {MAX_WORKERS}"
+    return cores() // processes, f"auto: {cores()} cores, {processes} processes"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from selftask.config.values.auto_values import MAX_WORKERS
 from selftask.errors import plural
 
 TOO_MUCH = 0.2  # share of time spent waiting
@@ -62,11 +61,10 @@ def workers_advice(num_workers: int, cores: Cores) -> str | None:
     here = f"{cores.number} {plural('core', cores.number)}"
     if cores.processes > 1:
         here += f" for {cores.processes} processes"
-    better = min(cores.share, max(2 * num_workers, MAX_WORKERS))
     if num_workers == 0 and cores.share > 1:
-        return f"data.num_workers=0 reads between the steps; try {better} ({here})"
+        return f"data.num_workers=0 reads between the steps; try {cores.share} ({here})"
     if num_workers < cores.share:
-        return f"data.num_workers={num_workers} leaves cores idle ({here}); try {better}"
+        return f"data.num_workers={num_workers} leaves cores idle ({here}); try {cores.share}"
     if num_workers > 2 * cores.share:
         return f"data.num_workers={num_workers} is too many for {here}; try {cores.share}"
     return None

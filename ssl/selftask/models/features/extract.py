@@ -84,8 +84,9 @@ def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
     """Return pooled features (B, E) of images (B, C, H, W) of any size that ``extract`` accepts.
 
     The result is ``backbone(images)``, unless it is a transformer with a grid of another size.
+    timm's own interpolation of positions is not used: its backward pass is not deterministic.
     """
-    size = fixed_size(backbone)
+    size = _built_size(backbone)
     if size is None or tuple(images.shape[-2:]) == size or not interpolates(backbone):
         features: Tensor = backbone(images)
         return features
@@ -95,11 +96,15 @@ def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
 def fixed_size(backbone: nn.Module) -> tuple[int, int] | None:
     """Return the only image size in pixels that a transformer's forward pass accepts, or None."""
     patches: Any = getattr(backbone, "patch_embed", None)
-    if getattr(patches, "strict_img_size", False):  # timm
-        height, width = patches.img_size
-        return height, width
-    side: Any = getattr(backbone, "image_size", None)  # torchvision
-    return (side, side) if isinstance(side, int) else side
+    is_strict = getattr(patches, "strict_img_size", patches is None)
+    return _built_size(backbone) if is_strict else None
+
+
+def _built_size(backbone: nn.Module) -> tuple[int, int] | None:
+    """Return the image size in pixels of a transformer's grid of positions, or None."""
+    size: Any = getattr(getattr(backbone, "patch_embed", None), "img_size", None)  # timm
+    size = size or getattr(backbone, "image_size", None)  # torchvision
+    return (size, size) if isinstance(size, int) else size and tuple(size)
 
 
 def interpolates(backbone: nn.Module) -> bool:

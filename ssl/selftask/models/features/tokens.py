@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.models.precision import to_float32
+from selftask.models.precision import in_full_precision, to_float32
 
 Grid = tuple[int, int]
 """Rows and columns of patches."""
@@ -131,7 +131,8 @@ def resample(
     """Interpolate learned positions from one grid of patches to another.
 
     Bicubic with antialiasing, like ``timm.layers.resample_abs_pos_embed``. That function rounds
-    float64 to float32, so that several ranks would differ from one.
+    float64 to float32, so that several ranks would differ from one. Interpolation along an axis is
+    a product with a matrix, whose backward pass is deterministic on CUDA, unlike torch's kernel.
 
     Args:
         positions: (1, P + N, E), prefix tokens first.
@@ -143,9 +144,45 @@ def resample(
         (1, P + M, E).
     """
     prefix, patches = positions[:, :num_prefix], positions[:, num_prefix:]
-    as_map = to_float32(patches).unflatten(1, tuple(built)).permute(0, 3, 1, 2)  # (1, E, h, w)
-    resized = F.interpolate(as_map, size=tuple(grid), mode="bicubic", antialias=True)
-    return torch.cat([prefix, resized.flatten(2).transpose(1, 2).to(positions.dtype)], dim=1)
+    as_map = to_float32(patches)[0].unflatten(0, tuple(built))  # (h, w, E)
+    down, across = (
+        _interpolation_matrix(as_map, *sizes) for sizes in zip(built, grid, strict=True)
+    )
+    resized = _multiply(as_map, down, across).flatten(0, 1)[None]  # (1, M, E)
+    return torch.cat([prefix, resized.to(positions.dtype)], dim=1)
+
+
+@in_full_precision
+def _multiply(x: Tensor, down: Tensor, across: Tensor) -> Tensor:
+    """(h, w, E), (h', h), (w', w) -> (h', w', E)."""
+    rows = (down @ x.flatten(1)).unflatten(1, x.shape[1:])  # (h', w, E)
+    return across @ rows
+
+
+_MATRICES: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+
+
+def _interpolation_matrix(like: Tensor, size: int, new_size: int) -> Tensor:
+    """Return the weights (new_size, size) of torch's interpolation along one axis.
+
+    They are kept, except those of a compiled graph, whose memory the next call may overwrite, and
+    those of fake tensors and other subclasses, which are valid in their context only.
+    """
+    if torch.compiler.is_compiling() or type(like.detach()) is not Tensor:
+        return _interpolated_units(like, size, new_size)
+    key = size, new_size, like.dtype, like.device
+    if key not in _MATRICES:
+        with torch.inference_mode(mode=False):  # autograd cannot save tensors of inference mode
+            _MATRICES[key] = _interpolated_units(like, size, new_size)
+    return _MATRICES[key]
+
+
+@torch.no_grad()
+def _interpolated_units(like: Tensor, size: int, new_size: int) -> Tensor:
+    """Interpolate each unit vector of length ``size``; the results are the matrix's columns."""
+    units = torch.eye(size, dtype=like.dtype, device=like.device)[None, None]
+    columns = F.interpolate(units, size=(size, new_size), mode="bicubic", antialias=True)
+    return columns[0, 0].mT.contiguous()  # (new_size, size)
 
 
 def attention_mask(padding: Tensor, num_prefix: int) -> Tensor:
