@@ -256,6 +256,14 @@ CODE = {
     "ijepa/vit_base_imagenet": Published(
         adamw(0.999), weights, 1e-3, 1e-6, 2e-4, decay=0.04, end_decay=0.4
     ),
+    "lejepa/vit_small_imagenette": Published(
+        adamw(0.999),
+        everything,
+        2e-3,
+        1e-3,
+        2e-5,
+        decay=0.05,  # MINIMAL.md
+    ),
 }
 
 NOT_REPLAYED = {  # docs/parity.md says so
