@@ -197,6 +197,9 @@ CODE = {
     "dino/vit_small_imagenet": Published(
         adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
     ),
+    "ibot/vit_small_imagenet": Published(
+        adamw(0.999), weights, 0.0005 * SHARE, 2.5e-7 * SHARE, decay=0.04, end_decay=0.4
+    ),
     "dinov2/vit_large_imagenet": DINOV2,
     "dinov3/vit_large_imagenet": DINOV2,  # no other rules
     "npid/resnet50_imagenet": Published(
