@@ -121,41 +121,6 @@ def test_a_teacher_of_a_family_follows(example: Callable[[str], ModuleType]) -> 
     assert exported is task.loss.teacher.network.backbone
 
 
-def _epps_pulley(x: list[float]) -> float:
-    """The statistic with the weight exp(-t^2 / 2), whose integral over all t has a closed form."""
-    pairs = sum(math.exp(-((a - b) ** 2) / 2) for a in x for b in x)
-    crossed = sum(math.exp(-(a**2) / 4) for a in x)
-    root = math.sqrt(math.pi)
-    return (
-        math.sqrt(2) * root * pairs / len(x) - 2 * root * crossed + len(x) * root * math.sqrt(2 / 3)
-    )
-
-
-def test_lejepa_is_its_closed_form(example: Callable[[str], ModuleType]) -> None:
-    """Prediction and SIGReg in double precision; the integral's points from 0 to 5 suffice."""
-    module = example("lejepa")
-    x = torch.randn(9, 4, dtype=torch.float64) * torch.tensor([1.0, 0.3, 2.0, 1.0]) + 0.2
-    expected = sum(_epps_pulley(column.tolist()) for column in x.T) / 4
-    exact = module.epps_pulley(x, 200, limit=12.0)
-    assert float(exact) == pytest.approx(expected, rel=1e-12)
-    assert float(module.epps_pulley(x, 17)) == pytest.approx(expected, rel=1e-3)
-
-    task = MiniTask(module.LeJEPA, {"out_dim": 3, "num_slices": 5, "num_points": 60, "weight": 0.3})
-    task.run(1)
-    output, slices = task.last_batch.output.detach(), task.last_batch["slices"].double()
-    assert torch.allclose(slices.norm(dim=0), torch.ones(5).double(), rtol=0, atol=1e-6)
-    center = output.mean(dim=0)
-    distance = sum(float((view - center).square().sum()) for view in output) / output.numel()
-    columns = [(view @ slices[:, m]).tolist() for view in output for m in range(5)]
-    terms = task.last_batch.terms
-    assert float(terms["prediction"]) == pytest.approx(0.7 * distance, rel=1e-9)
-    sigreg = 0.3 * sum(map(_epps_pulley, columns)) / len(columns)
-    assert float(terms["sigreg"]) == pytest.approx(sigreg, rel=1e-5)
-    first = task.last_batch["slices"].clone()
-    task.run(1)
-    assert not torch.allclose(first, task.last_batch["slices"]), "the same slices at each step"
-
-
 def test_clips_are_slow_and_steady(example: Callable[[str], ModuleType]) -> None:
     """First and second differences over time, as loops; a uniform motion is steady."""
     kind = example("steady").Steady

@@ -197,6 +197,9 @@ CODE = {
     "dino/vit_small_imagenet": Published(
         adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
     ),
+    "ibot/vit_small_imagenet": Published(
+        adamw(0.999), weights, 0.0005 * SHARE, 2.5e-7 * SHARE, decay=0.04, end_decay=0.4
+    ),
     "dinov2/vit_large_imagenet": DINOV2,
     "dinov3/vit_large_imagenet": DINOV2,  # no other rules
     "npid/resnet50_imagenet": Published(
@@ -255,6 +258,14 @@ CODE = {
     "mae/vit_base_imagenet": Published(adamw(0.95), weights, 1.5e-4 * SHARE, decay=0.05),
     "ijepa/vit_base_imagenet": Published(
         adamw(0.999), weights, 1e-3, 1e-6, 2e-4, decay=0.04, end_decay=0.4
+    ),
+    "lejepa/vit_small_imagenette": Published(
+        adamw(0.999),
+        everything,
+        2e-3,
+        1e-3,
+        2e-5,
+        decay=0.05,  # MINIMAL.md
     ),
 }
 

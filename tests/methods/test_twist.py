@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from figures import draw
-from minitask import MiniTask, loss_of
+from minitask import loss_of
 from selftask.methods.twist import TWIST, twist_terms
 
 # bytedance/TWIST for seeds 0 and 500: divergence, entropy of images, of the mean, gradients of
@@ -52,11 +52,3 @@ def test_loss_is_lowest_for_certain_equal_and_different_classes() -> None:
     method = TWIST(TWIST.Config())
     assert loss_of(method, sure).item() == pytest.approx(-math.log(6), abs=1e-9)
     assert loss_of(method, sure[:, :1].expand(2, 6, 6)).item() == pytest.approx(0.0, abs=1e-9)
-
-
-def test_chance_is_the_loss_of_equal_probabilities() -> None:
-    config = {"num_classes": 7, "sharpness_weight": 0.5, "diversity_weight": 0.3}
-    method = MiniTask("twist", config).loss
-    loss = loss_of(method, torch.zeros(2, 8, 7, dtype=torch.float64))
-    assert loss.item() == pytest.approx(method.chance_loss, rel=1e-6)
-    assert method.chance_loss == pytest.approx(1.2 * math.log(7), rel=1e-6)

@@ -183,7 +183,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
             grid: Rows and columns of patches.
             device: Device that the masks are moved to.
         """
-        config, sampler = self.config, BlockMask(grid)
+        config, sampler = self.config, self.block_mask(grid)
         draws = uniform(seed, key, NUM_GLOBAL * (2 + sampler.num_draws))
         draws = draws.unflatten(1, (NUM_GLOBAL, -1)).transpose(0, 1).flatten(0, 1)  # (2 * B, ...)
         least, most = config.mask_ratio
@@ -194,6 +194,10 @@ class DINOv2(PrototypeHeads, EMATeacher):
         weights = (1 / mask.sum(dim=1)).repeat_interleave(mask.sum(dim=1))
         return Masks(*(x.to(device, non_blocking=True) for x in (mask, indices, weights)))
 
+    def block_mask(self, grid: tuple[int, int]) -> BlockMask:
+        """Return the sampler of masks for a grid of patches."""
+        return BlockMask(grid)
+
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
         """Compute targets from the teacher's scores of the unmasked global views.
@@ -201,19 +205,37 @@ class DINOv2(PrototypeHeads, EMATeacher):
         ``batch["teacher"]`` is the teacher's whole output, for further terms.
         """
         batch = task.last_batch
-        batch["teacher"] = self.teacher(batch.input.whole())
+        batch["teacher"] = self.teacher(self.teacher_input(batch))
         predicted = batch["teacher"].prediction
         scores = [to_float32(predicted.images.flatten(0, 1)), to_float32(predicted.patches)]
-        temperature = self.teacher_temperature_at(task.where)
         images, patches = (
             self.targets(rows, center, temperature)
-            for rows, center in zip(scores, self.centers, strict=True)
+            for rows, center, temperature in zip(
+                (scores[0], self.masked_scores(scores[1], batch["masks"])),
+                self.centers,
+                self.teacher_temperatures(task.where),
+                strict=True,
+            )
         )
         batch["image_targets"] = images.unflatten(0, (NUM_GLOBAL, -1))  # (2, B, K)
         batch["patch_targets"] = patches  # (M, K)
         if task.train and self.config.targets == "centering":
             sums = [F.pad(rows.sum(dim=0), (0, 1), value=len(rows)) for rows in scores]
             self.pending.append(torch.stack(sums))  # (2, K + 1), with the number of scores
+
+    def teacher_input(self, batch: Batch) -> Inputs:
+        """Return the argument of the teacher, which scores the patches of ``masks.indices``."""
+        whole: Inputs = batch.input.whole()
+        return whole
+
+    def masked_scores(self, scores: Tensor, masks: Masks) -> Tensor:
+        """Return the scores (M, K) of masked patches among those that the teacher scored."""
+        return scores
+
+    def teacher_temperatures(self, where: float) -> tuple[float, float]:
+        """Return the temperatures of the teacher for images and patches."""
+        temperature = self.teacher_temperature_at(where)
+        return temperature, temperature
 
     def targets(self, scores: Tensor, center: Tensor, temperature: float) -> Tensor:
         """Turn the teacher's scores into targets.
@@ -231,7 +253,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         return sinkhorn_knopp(scores, epsilon=temperature, iterations=SINKHORN_ITERATIONS)
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the four weighted terms of section 4. DINO terms are means over pairs of views.
+        """Return the weighted terms of section 4. DINO terms are means over pairs of views.
 
         ``output.features`` are those of the global views, (2 * B, E) and (2 * B, N, E).
         """
@@ -242,13 +264,15 @@ class DINOv2(PrototypeHeads, EMATeacher):
         patches = patch_cross_entropy(
             predicted.patches, batch["patch_targets"], masks.weights, temperature=config.temperature
         )
-        views = output.features.pooled.chunk(NUM_GLOBAL)  # (B, E) each
-        return {
+        terms = {
             "dino_local": pairs[:, NUM_GLOBAL:].sum(),
             "dino_global": pairs[0, 1] + pairs[1, 0],
             "ibot": config.ibot_weight * patches / len(masks.mask),
-            "koleo": config.koleo_weight * sum(koleo(view) for view in views),
         }
+        if config.koleo_weight:
+            views = output.features.pooled.chunk(NUM_GLOBAL)  # (B, E) each
+            terms["koleo"] = config.koleo_weight * sum(koleo(view) for view in views)
+        return terms
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:

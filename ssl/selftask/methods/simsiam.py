@@ -64,11 +64,6 @@ class SimSiam(Method):
         projection, prediction = output.unbind(2)
         return similarity_loss(prediction, projection)
 
-    @property
-    def chance_loss(self) -> float:
-        """Loss of directions that are unrelated: 0."""
-        return 0.0
-
 
 @in_full_precision
 def similarity_loss(prediction: Tensor, projection: Tensor) -> Tensor:

@@ -80,12 +80,6 @@ class TWIST(Method):
             "diversity": -config.diversity_weight * diversity,
         }
 
-    @property
-    def chance_loss(self) -> float:
-        """Loss of equal probabilities: (1 + sharpness_weight - diversity_weight) * ln(classes)."""
-        weight = 1 + self.config.sharpness_weight - self.config.diversity_weight
-        return float(weight * torch.tensor(float(self.config.num_classes)).log())
-
 
 @in_full_precision
 def twist_terms(output: Tensor, *, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,106 @@
+"""iBOT: DINO for whole images and, with the same head, for masked patches.
+
+Without KoLeo and Sinkhorn-Knopp, which DINOv2 added later, and with a center of all patches.
+
+B: images per rank; N: patches of a global view; M: masked patches of all global views on this rank;
+K: outputs of the heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.config.run_length import RunLength
+from selftask.methods.dinov2 import DINOv2, Inputs, Masks
+from selftask.methods.families.ema_teacher import Schedule, teacher_momentum
+from selftask.models.block_mask import BlockMask
+from selftask.models.weights.trained import Scores
+from selftask.optim.schedules import build_schedule, last_value
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("ibot")
+class IBOT(DINOv2):
+    """iBOT (arXiv:2111.07832): DINO, and the same for hidden patches by the same head.
+
+    Differs from the authors' code:
+
+    * The teacher's temperatures rise with each step, there with each epoch.
+    * Student and teacher tie their heads, or not. There the teacher's are tied by default also if
+      the student's are not, so that its patches go through the head of images.
+    * Swin transformers are masked by patches of the input, there by windows of 32 pixels.
+    """
+
+    paper = "Zhou et al., iBOT: Image BERT Pre-Training with Online Tokenizer, ICLR 2022"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(DINOv2.Config):
+        out_dim: int = setting(8192, min=1, tiny=16)
+        """Number of prototypes, K."""
+        tied_heads: bool = True
+        """Whether images and patches share one head."""
+        targets: Literal["sinkhorn", "centering"] = "centering"
+        """How the teacher's outputs become targets."""
+        patch_teacher_temperature: float | dict[str, Any] = setting(
+            {"name": "constant", "start": 0.07, "warmup": "30 epochs", "warmup_start": 0.04},
+            of="schedules",
+            above=0,
+        )
+        """Temperature of the teacher for patches."""
+        momentum: Schedule = teacher_momentum({"name": "cosine", "start": 0.996, "end": 1.0})
+        """Momentum of the teacher."""
+        koleo_weight: float = setting(0.0, min=0)
+        """Weight of KoLeo, which spreads the embeddings; no term of iBOT."""
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        temperature = self.config.patch_teacher_temperature
+        self.patch_temperature_at = build_schedule(temperature, task.length)
+
+    def block_mask(self, grid: tuple[int, int]) -> BlockMask:
+        """Return the sampler of masks, of blocks of at least a ninth of the patches."""
+        least = max(1, (min(grid) // 3) ** 2)
+        return BlockMask(grid, min_patches=least, max_patches=grid[0] * grid[1])
+
+    def teacher_input(self, batch: Batch) -> Inputs:
+        """Return whole global views, all patches of which the teacher scores."""
+        whole = super().teacher_input(batch)
+        every = torch.arange(whole.masks.mask.numel(), device=whole.masks.mask.device)
+        return whole._replace(masks=replace(whole.masks, indices=every))
+
+    def masked_scores(self, scores: Tensor, masks: Masks) -> Tensor:
+        """Return the scores (M, K) of masked patches among those of all, (2 * B * N, K)."""
+        return scores[masks.indices]
+
+    def teacher_temperatures(self, where: float) -> tuple[float, float]:
+        return self.teacher_temperature_at(where), self.patch_temperature_at(where)
+
+    @property
+    def chance_loss(self) -> float | None:
+        """Loss of equal probabilities, without KoLeo: ln(``out_dim``) * (``dino_weight`` +
+        ``ibot_weight`` * ``mask_probability``).
+        """
+        config = self.config
+        if config.koleo_weight:
+            return None
+        share = config.dino_weight + config.ibot_weight * config.mask_probability
+        return math.log(config.out_dim) * share
+
+    def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
+        """Return the teacher's heads, with their last temperatures and their centers."""
+        scores = super().load_scores(embed_dim, checkpoint)
+        length = RunLength(**checkpoint["length"])
+        temperature = last_value(self.config.patch_teacher_temperature, length)
+        assert scores.patches is not None
+        return replace(scores, patches=replace(scores.patches, temperature=temperature))

@@ -1,0 +1,117 @@
+"""SigLIP: CLIP's towers, and for each pair of image and caption the question whether they match.
+
+B: images per rank; W: ranks; D: width of the embeddings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import gather_cat_with_grad, rank, world_size
+from selftask.methods.clip import CLIP
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("siglip")
+class SigLIP(CLIP):
+    """SigLIP (arXiv:2303.15343): decides for each image and each caption whether they match.
+
+    Differs from the authors' code:
+
+    * The towers are those of CLIP, with its differences; there the text transformer has no causal
+      mask, and images are pooled by attention.
+    """
+
+    paper = "Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023"
+    columns = {
+        "bias": "Learned bias of the logits.",
+    }
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(CLIP.Config):
+        temperature: float = setting(0.1, above=0)
+        """Initial temperature, 1 / t; it is learned."""
+        bias: float = -10.0
+        """Initial bias of the logits, b; it is learned. Below 0, since most pairs do not match."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if self.text_dim % self.text_heads:
+                yield f"text_heads: {self.text_heads} does not divide text_dim={self.text_dim}"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bias = nn.Parameter(torch.tensor(config.bias))
+
+    def on_forward(self, task: Task) -> None:
+        """Log temperature and bias."""
+        super().on_forward(task)
+        if task.should_log:
+            task.log("bias", self.bias.detach())
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return the loss of algorithm 1; ``output`` (2, B, D): images, then captions."""
+        return judge_pairs(output[0], output[1], self.log_scale, self.bias)
+
+    def on_update(self, task: Task) -> None:
+        """Leave the scale of the logits without a limit."""
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of equal logits with the best bias: ln(batch) + (batch - 1) ln(batch / (batch - 1)).
+
+        Each pair then matches with probability 1 / batch.
+        """
+        others = self.num_pairs - 1
+        return math.log(self.num_pairs) + others * math.log(self.num_pairs / others)
+
+
+@in_full_precision
+def judge_pairs(images: Tensor, captions: Tensor, log_scale: Tensor, bias: Tensor) -> Tensor:
+    """Return -log sigmoid(y (t cos + b)), summed over the captions of all ranks, mean over images.
+
+    y is 1 for an image and its caption, else -1. Captions are taken rank by rank, and their logits
+    (B, B) are computed again in the backward pass, so that no (B, B * W) numbers are held.
+
+    Args:
+        images: (B, D).
+        captions: (B, D).
+        log_scale: ln t, a scalar.
+        bias: b, a scalar.
+    """
+    images, captions = F.normalize(images, dim=1), F.normalize(captions, dim=1)
+    everyone = gather_cat_with_grad(captions).chunk(world_size())
+    sums = [
+        checkpoint(
+            _negative_log_likelihood,
+            *(images, theirs, log_scale, bias, number == rank()),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for number, theirs in enumerate(everyone)
+    ]
+    return torch.stack(sums).sum() / len(images)
+
+
+def _negative_log_likelihood(
+    images: Tensor, captions: Tensor, log_scale: Tensor, bias: Tensor, are_matches: bool
+) -> Tensor:
+    """Return the sum over all pairs; row i of both match if ``are_matches``."""
+    logits = log_scale.exp() * images @ captions.T + bias  # (B, B)
+    signs = -torch.ones_like(logits)
+    if are_matches:
+        signs.fill_diagonal_(1.0)
+    return -F.logsigmoid(signs * logits).sum()
