@@ -131,10 +131,11 @@ class Reader:
         kind = schema.types[field.name]
         if "of" in field.metadata:
             return self._named(value, field, schema, key)
-        if FrozenModule in typing.get_args(kind) and type(None) in typing.get_args(kind):
+        section = next(filter(dataclasses.is_dataclass, typing.get_args(kind)), None)
+        if section is not None and type(None) in typing.get_args(kind):
             if value is None:
                 return None
-            kind = FrozenModule
+            kind = section
         if dataclasses.is_dataclass(kind):
             read = self.section(kind, value, key)  # type: ignore[arg-type]
             return _WRONG if read is None else read
@@ -198,13 +199,17 @@ class Reader:
         if value is None:
             return None
         shared = {name: schema.fields[name] for name in field.metadata["shared"]}
+        if type(None) in typing.get_args(kind):
+            kind, _ = typing.get_args(kind)
+        of_kind = Schema.of(kind, without=["name", "args"])
         component, ours = self.component(
-            value, registry, key, ours=Schema(shared, schema.types, "")
+            value, registry, key, ours=of_kind | Schema(shared, schema.types, "")
         )
-        if component is None:
+        if component is None or not of_kind.fields.keys() <= ours.keys():
             return _WRONG
+        more = {name: ours.pop(name) for name in of_kind.fields}
         shared_args = {name: item for name, item in ours.items() if item is not None}
-        return dataclasses.replace(component, args={**component.args, **shared_args})
+        return kind(name=component.name, args={**component.args, **shared_args}, **more)
 
     def _scheduled(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
         """Read a number, or a schedule as a name or a section; keep only the keys that it sets.
