@@ -72,12 +72,11 @@ class Preserve(Hook):
             start = self._features(self.start, images)
         with in_eval_mode(backbone), torch.set_grad_enabled(weight > 0):
             now = self._features(backbone, images)
-        cosines = [_cosine(*pair) for pair in zip(now, start, strict=True)]
+        changes = [_change(*pair) for pair in zip(now, start, strict=True)]
         if weight:
-            term = torch.stack([1 - cosine for cosine in cosines]).mean()
-            task.last_batch.added_terms["preserve"] = weight * term
+            task.last_batch.added_terms["preserve"] = weight * torch.stack(changes).mean()
         if task.should_log:
-            task.log("start_cosine", all_reduce_mean(cosines[0].detach()))
+            task.log("start_cosine", 1 - all_reduce_mean(changes[0].detach()))
 
     def _features(self, backbone: nn.Module, images: Tensor) -> list[Tensor]:
         """Return pooled features (B, E), and patches (B, N, E) if the backbone has any."""
@@ -94,5 +93,7 @@ class Preserve(Hook):
 
 
 @in_full_precision
-def _cosine(features: Tensor, start: Tensor) -> Tensor:
-    return F.cosine_similarity(features, start, dim=-1).mean()
+def _change(features: Tensor, start: Tensor) -> Tensor:
+    """Return the mean of 1 - cosine, in a form that is exactly 0 for equal features."""
+    differences = F.normalize(features, dim=-1) - F.normalize(start, dim=-1)
+    return differences.square().sum(dim=-1).mean() / 2
