@@ -3,7 +3,7 @@
     python study.py CIFAR10 [--out runs/adaptation] [--seeds 2] [key=value ...]
 
 CIFAR10/train and CIFAR10/test hold one folder of images for each class. A transformer is trained
-with SimCLR on 6,000 images of animals. `selftask adapt` then continues it on 500 images of vehicles,
+with SimCLR on 3,000 images of animals. `selftask adapt` then continues it on 500 images of vehicles,
 in several ways. k-NN finds the class of 1,000 other vehicles from the 500. Run the command again to
 continue, or with more seeds to extend it.
 """
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
     lists = {
         (kind, part): _list(options.data, options.out, kind, part, count)
         for kind, part, count in (
-            ("animals", "train", 1000),
+            ("animals", "train", 500),
             ("animals", "test", 50),
             ("vehicles", "train", 125),
             ("vehicles", "test", 250),
@@ -62,12 +62,12 @@ def main(argv: Sequence[str]) -> None:
         start = options.out / f"start_{seed}"
         _selftask(
             "train", "simclr/images", *_images(lists, "animals"), f"backbone={BACKBONE}",
-            "image_size=32", "train.epochs=15", "train.batch_size=128", f"out={start}", *common,
+            "image_size=32", "train.epochs=15", "train.batch_size=64", f"out={start}", *common,
         )  # fmt: skip
         for way, changes in WAYS.items():
             out = options.out / f"{way.split(':')[0].replace(' ', '_').replace(',', '')}_{seed}"
             _selftask(
-                "adapt", str(start), *_images(lists, "vehicles"), "train.epochs=60", f"out={out}",
+                "adapt", str(start), *_images(lists, "vehicles"), "train.epochs=30", f"out={out}",
                 *common, *changes, *words,
             )  # fmt: skip
             rows = read_metrics(out / "metrics.jsonl")

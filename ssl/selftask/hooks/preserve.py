@@ -35,6 +35,8 @@ class Preserve(Hook):
     step, in evaluation mode: without dropout, and with BatchNorm's running statistics. Checkpoints
     contain the copy.
 
+    BatchNorm's running statistics follow the new images, and so change the features, too.
+
     While the weight is 0, the run is the same as without the hook, and ``start_cosine`` is logged.
     """
 
@@ -44,7 +46,8 @@ class Preserve(Hook):
     """Weight of the term."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
-        if config["train"]["step"] == "sam":
+        step = config["train"]["step"]
+        if (step if isinstance(step, str) else step["name"]) == "sam":
             yield "weight: train.step=sam computes the loss twice, the second time without this term"
         if config["parallel"]["reduce"] == "fsdp":
             yield "weight: parallel.reduce=fsdp has no whole backbone outside of the network's pass"

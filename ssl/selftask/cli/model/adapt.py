@@ -148,9 +148,7 @@ def _chosen(
     return _words(made, keys)
 
 
-def _trained_part(
-    recipe: str, words: list[str], config: Config, assumptions: Any
-) -> list[Choice]:
+def _trained_part(recipe: str, words: list[str], config: Config, assumptions: Any) -> list[Choice]:
     """Return nothing to train all weights, or LoRA and a smaller batch if memory requires it."""
     from selftask.config.load import load_config
     from selftask.config.values.budget import show_bytes

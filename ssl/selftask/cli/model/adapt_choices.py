@@ -56,7 +56,9 @@ def choose_method(facts: dict[str, Any]) -> tuple[str, str]:
 
 def choose_side(facts: dict[str, Any]) -> list[Choice]:
     """Return the image size; nothing for a model that received images in their own size."""
-    side, patch = facts.get("input_size"), patch_size(Component(**facts["architecture"]))
+    architecture = Component(**facts["architecture"])
+    side = facts.get("input_size") or architecture.args.get("img_size")
+    patch = patch_size(architecture)
     if side is None:
         return []
     if side <= LARGEST_SIDE:
