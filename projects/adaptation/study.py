@@ -3,8 +3,8 @@
     python study.py CIFAR10 [--out runs/adaptation] [--seeds 2] [key=value ...]
 
 CIFAR10/train and CIFAR10/test hold one folder of images for each class. A transformer is trained
-with SimCLR on 3,000 images of animals. `selftask adapt` then continues it on 500 images of vehicles,
-in several ways. k-NN finds the class of 1,000 other vehicles from the 500. Run the command again to
+with SimCLR on 3,000 images of animals, once. `selftask adapt` then continues it on 500 images of
+vehicles, in several ways and with several seeds. k-NN finds the class of 1,000 other vehicles from the 500. Run the command again to
 continue, or with more seeds to extend it.
 """
 
@@ -33,7 +33,7 @@ WAYS = {
     "biases and norms": [FREE, 'backbone.lora={rank: 0, train: ["*.bias", "*norm*"]}'],
     "all weights, preserved": [],
     "from scratch": [FREE, "init.backbone=null", "optimizer.lr=1e-3", "optimizer.groups=[]"],
-    "harm: rate too high": [FREE, "optimizer.lr=1e-2", "optimizer.groups=[]"],
+    "harm: a rate of 0.1": [FREE, "optimizer.lr=0.1", "optimizer.groups=[]"],
 }
 """Ways to continue: words of `selftask adapt`."""
 
@@ -57,19 +57,24 @@ def main(argv: Sequence[str]) -> None:
         )
     }
     scores: dict[str, list[dict[int, float]]] = {way: [] for way in WAYS}
+    start = options.out / "start"
+    _selftask(
+        "train",
+        "simclr/images",
+        *_images(lists, "animals"),
+        f"backbone={BACKBONE}",
+        *("image_size=32", "train.epochs=15", "train.batch_size=64", f"out={start}", *HERE),
+    )
     for seed in range(options.seeds):
-        common = [*HERE, f"train.seed={seed}"]
-        start = options.out / f"start_{seed}"
-        _selftask(
-            "train", "simclr/images", *_images(lists, "animals"), f"backbone={BACKBONE}",
-            "image_size=32", "train.epochs=15", "train.batch_size=64", f"out={start}", *common,
-        )  # fmt: skip
         for way, changes in WAYS.items():
-            out = options.out / f"{way.split(':')[0].replace(' ', '_').replace(',', '')}_{seed}"
+            name = way.split(":")[0].replace(" ", "_").replace(",", "")
+            out = options.out / f"{name}_{seed}"
             _selftask(
-                "adapt", str(start), *_images(lists, "vehicles"), "train.epochs=30", f"out={out}",
-                *common, *changes, *words,
-            )  # fmt: skip
+                "adapt",
+                str(start),
+                *_images(lists, "vehicles"),
+                *("train.epochs=30", f"train.seed={seed}", f"out={out}", *HERE, *changes, *words),
+            )
             rows = read_metrics(out / "metrics.jsonl")
             scores[way].append({int(r["step"]): r["knn_top1"] for r in rows if "knn_top1" in r})
         print_table(scores)

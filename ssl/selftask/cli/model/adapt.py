@@ -237,7 +237,10 @@ def conclude(config: Config) -> None:
         from selftask.cli.model import export
 
         export.main([f"{config.out_folder}@best"])
-        print(f"adapt: the features became worse after step {best}; export/ has those of that step")
+        print(
+            f"adapt: the features are best at step {best}, better than at the start; later ones "
+            "are worse; export/ has those of that step"
+        )
 
 
 def _export_start(config: Config) -> None:
