@@ -4,8 +4,8 @@
 
 CIFAR10/train and CIFAR10/test hold one folder of images for each class. A transformer is trained
 with SimCLR on 3,000 images of animals, once. `selftask adapt` then continues it on 500 images of
-vehicles, in several ways and with several seeds. k-NN finds the class of 1,000 other vehicles from the 500. Run the command again to
-continue, or with more seeds to extend it.
+vehicles, in several ways and with several seeds. k-NN finds the class of 1,000 other vehicles from
+the 500. Run the command again to continue, or with more seeds to extend it.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ def assert_equal(task: Task, other: Task) -> None:
             assert torch.equal(ours.state_dict()[name], value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dinov2", "simclr"])  # a transformer; BatchNorm
 def test_weight_0_is_the_run_without_it(method: str, tmp_path: Path) -> None:
     without = tiny.train(method, tmp_path, "without")
@@ -41,6 +42,7 @@ def test_weight_0_is_the_run_without_it(method: str, tmp_path: Path) -> None:
                              for t in (held, without)))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_resumes_exactly(tmp_path: Path) -> None:
     whole = tiny.train("mae", tmp_path, "whole", ON)
     tiny.train("mae", tmp_path, "half", ON, "train.stop_at=7")

@@ -146,13 +146,14 @@ def test_the_section_reads_and_writes(tmp_path: Path) -> None:
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert load_config(str(tmp_path / "again.yaml"), []).backbone == config.backbone
     assert load_config("mae/digits", ["backbone.lora=null"]).backbone.lora is None
-    with pytest.raises(ConfigError, match="did you mean 'backbone.lora.rank'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'backbone\.lora\.rank'"):
         load_config("mae/digits", ["backbone.lora.rnk=4"])
 
 
 LORA = "backbone.lora={rank: 2, train: ['*norm*']}"
 
 
+@pytest.mark.slow
 def test_a_run_resumes_exactly_and_exports_merged_weights(tmp_path: Path) -> None:
     whole = tiny.train("dinov2", tmp_path, "whole", LORA)
     tiny.train("dinov2", tmp_path, "half", LORA, "train.stop_at=7")

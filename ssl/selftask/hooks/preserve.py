@@ -48,7 +48,7 @@ class Preserve(Hook):
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         step = config["train"]["step"]
         if (step if isinstance(step, str) else step["name"]) == "sam":
-            yield "weight: train.step=sam computes the loss twice, the second time without this term"
+            yield "weight: train.step=sam computes a second loss, which would lack this term"
         if config["parallel"]["reduce"] == "fsdp":
             yield "weight: parallel.reduce=fsdp has no whole backbone outside of the network's pass"
         if config["parallel"]["activation_checkpointing"] != "none":
