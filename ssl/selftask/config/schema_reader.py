@@ -131,11 +131,11 @@ class Reader:
         kind = schema.types[field.name]
         if "of" in field.metadata:
             return self._named(value, field, schema, key)
-        section = next(filter(dataclasses.is_dataclass, typing.get_args(kind)), None)
-        if section is not None and type(None) in typing.get_args(kind):
+        sections = [option for option in typing.get_args(kind) if dataclasses.is_dataclass(option)]
+        if sections and type(None) in typing.get_args(kind):
             if value is None:
                 return None
-            kind = section
+            (kind,) = sections
         if dataclasses.is_dataclass(kind):
             read = self.section(kind, value, key)  # type: ignore[arg-type]
             return _WRONG if read is None else read
@@ -198,18 +198,15 @@ class Reader:
             return self._nested(value, registry, kind, key)
         if value is None:
             return None
-        shared = {name: schema.fields[name] for name in field.metadata["shared"]}
-        if type(None) in typing.get_args(kind):
-            kind, _ = typing.get_args(kind)
+        kind = next(k for k in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(k))
         of_kind = Schema.of(kind, without=["name", "args"])
-        component, ours = self.component(
-            value, registry, key, ours=of_kind | Schema(shared, schema.types, "")
-        )
+        shared = Schema({n: schema.fields[n] for n in field.metadata["shared"]}, schema.types, "")
+        component, ours = self.component(value, registry, key, ours=of_kind | shared)
         if component is None or not of_kind.fields.keys() <= ours.keys():
             return _WRONG
         more = {name: ours.pop(name) for name in of_kind.fields}
-        shared_args = {name: item for name, item in ours.items() if item is not None}
-        return kind(name=component.name, args={**component.args, **shared_args}, **more)
+        args = component.args | {name: item for name, item in ours.items() if item is not None}
+        return kind(name=component.name, args=args, **more)
 
     def _scheduled(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
         """Read a number, or a schedule as a name or a section; keep only the keys that it sets.

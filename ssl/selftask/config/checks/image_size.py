@@ -7,7 +7,7 @@ those.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from selftask.config.checks.grid import keeps_size, multiples, patch_size, resizes, title
 from selftask.config.compose.provenance import Layers
@@ -17,6 +17,8 @@ from selftask.registry import BACKBONES, SOURCES
 
 KEY: Key = ("image_size",)
 Problem = tuple[Key, str]
+
+C = TypeVar("C", bound=Component)
 
 
 class _Setter:
@@ -146,7 +148,7 @@ def undivided(backbone: Component, size: int) -> str | None:
     )
 
 
-def resized_backbone(backbone: Component, size: int) -> Component:
+def resized_backbone(backbone: C, size: int) -> C:
     """Return the backbone for images of ``size`` pixels, unchanged if it accepts any size."""
     args = backbone.args
     if "img_size" in args and "patch_size" in args:
