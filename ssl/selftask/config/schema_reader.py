@@ -231,8 +231,7 @@ class Reader:
         if value is None and type(None) in options:
             return None
         if isinstance(value, str) and str in options:
-            read_name = self._schedule({"name": value}, field, key)
-            return _WRONG if read_name is _WRONG else value
+            return _WRONG if self._schedule({"name": value}, field, key) is _WRONG else value
         return self._plain(value, field, float | dict[str, Any], key)
 
     def _schedule(self, value: dict[str, Any], field: dataclasses.Field[Any], key: Key) -> Any:
