@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tiny
+from selftask.cli.adapt.choices import choose_method, choose_schedule, choose_side
 from selftask.cli.main import main
-from selftask.cli.model.adapt_choices import choose_method, choose_schedule, choose_side
 from selftask.models.weights.model_source import open_model
 
 

@@ -21,7 +21,7 @@ from selftask.logs.verbosity import verbosity
 COMMANDS = {
     "train": ("selftask.cli.train", "RECIPE [key=value ...]", "pretrain, or resume a run"),
     "adapt": (
-        "selftask.cli.model.adapt",
+        "selftask.cli.adapt.adapt",
         "RUN_OR_MODEL data=DIR",
         "continue a trained model on your images",
     ),

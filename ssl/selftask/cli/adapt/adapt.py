@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selftask.cli.model import adapt_choices as choices
-from selftask.cli.model.adapt_choices import Choice
+from selftask.cli.adapt import choices
+from selftask.cli.adapt.choices import Choice
 from selftask.cli.model.finetune import flow
 from selftask.cli.model.load_model import MODEL, take
 from selftask.cli.verbosity import USAGE as VERBOSITY
