@@ -17,7 +17,7 @@ from selftask.checkpoint import rotation, store
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import LoRAConfig
 from selftask.errors import ConfigError, UserError
-from selftask.models.lora import LowRank, adapt, adapted_state, merged, merged_state
+from selftask.models.weights.lora import LowRank, adapt, adapted_state, merged, merged_state
 from selftask.models.weights.model_source import open_model, read_weights
 
 

@@ -23,11 +23,11 @@ from selftask.methods.dinov2 import NUM_GLOBAL, DINOv2
 from selftask.methods.families.ema_teacher import Schedule
 from selftask.models.features.extract import FeatureExtractor
 from selftask.models.heads import DINOHead
-from selftask.models.lora import adapted_state
 from selftask.models.network import PatchOutput
 from selftask.models.precision import in_full_precision
 from selftask.models.teacher import Teacher
 from selftask.models.weights.load import is_on_meta
+from selftask.models.weights.lora import adapted_state
 from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method
 

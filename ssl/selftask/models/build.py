@@ -13,7 +13,7 @@ from selftask.config.library_names import LIBRARIES
 from selftask.errors import ConfigError, UserError
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.features.extract import adapter_of, fixed_size, interpolates, offers
-from selftask.models.lora import adapt
+from selftask.models.weights.lora import adapt
 from selftask.registry import BACKBONES, METHODS
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from selftask.meters.accuracy import Accuracy
 from selftask.models.build import build_backbone, check_offers, check_sizes, with_embed_dim
 from selftask.models.depth import parameter_depths
 from selftask.models.dropout import draw_per_sample
-from selftask.models.lora import adapt
 from selftask.models.weights.frozen import Frozen
+from selftask.models.weights.lora import adapt
 from selftask.models.weights.model_source import load_head, load_init
 from selftask.optim.build import build_optimizer
 from selftask.optim.loss_scaler import LossScaler, NoScaler

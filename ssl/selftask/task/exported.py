@@ -9,7 +9,7 @@ from torch import nn
 
 from selftask.distributed.collectives import average_statistics, broadcast_buffers
 from selftask.models.build import build_backbone
-from selftask.models.lora import adapt, merged
+from selftask.models.weights.lora import adapt, merged
 from selftask.task.averaged_weights import averaged_weights
 
 if TYPE_CHECKING:

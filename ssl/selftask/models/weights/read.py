@@ -17,10 +17,10 @@ from selftask.errors import UserError, join_some
 from selftask.files.addresses import fetch
 from selftask.files.paths import is_file
 from selftask.logs import get_logger
-from selftask.models.lora import merged_state
 from selftask.models.weights.address import existing_file
 from selftask.models.weights.foreign_pickle import read_tensors
 from selftask.models.weights.layouts import flatten
+from selftask.models.weights.lora import merged_state
 
 log = get_logger(__name__)
 
