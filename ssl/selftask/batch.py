@@ -110,6 +110,8 @@ class Batch:
     """Mean of the loss over ranks, detached."""
     added: dict[str, Any] = field(default_factory=dict)
     """Results of hooks, by name."""
+    added_terms: dict[str, Tensor] = field(default_factory=dict)
+    """Terms of hooks, with their graph, by name; set in ``on_forward`` and added to the loss."""
     _local_loss: Tensor | None = field(default=None, init=False)
     step_data: ClassVar[dict[str, Any]] = {}
     """Always empty; Classy Vision's hooks look for timings here."""
@@ -129,6 +131,8 @@ class Batch:
     def local_loss(self) -> Tensor:
         """Loss of this rank, a scalar with its graph; set it to a scalar or to named terms.
 
+        ``added_terms`` are added when it is set.
+
         Raises:
             AttributeError: If the step has not computed it yet.
         """
@@ -139,8 +143,11 @@ class Batch:
     @local_loss.setter
     def local_loss(self, loss: Loss) -> None:
         self._local_loss = total(loss)
-        if not isinstance(loss, Tensor):
-            self.terms = {name: term.detach() for name, term in loss.items()}
+        terms = {} if isinstance(loss, Tensor) else dict(loss)
+        for name, term in self.added_terms.items():
+            self._local_loss = self._local_loss + term
+            terms[name] = term
+        self.terms = {name: term.detach() for name, term in terms.items()}
 
     @property
     def target(self) -> Tensor:

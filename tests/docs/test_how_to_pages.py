@@ -95,7 +95,7 @@ FILES = {
 
 def shortened(words: list[str]) -> list[str]:
     """The command with settings that make it a matter of seconds."""
-    if words[0] not in ("train", "finetune"):
+    if words[0] not in ("train", "adapt", "finetune"):
         return words
     given = {word.partition("=")[0] for word in words}
     small = list(SHORT)

@@ -20,6 +20,11 @@ from selftask.logs.verbosity import verbosity
 
 COMMANDS = {
     "train": ("selftask.cli.train", "RECIPE [key=value ...]", "pretrain, or resume a run"),
+    "adapt": (
+        "selftask.cli.adapt.adapt",
+        "RUN_OR_MODEL data=DIR",
+        "continue a trained model on your images",
+    ),
     "submit": (
         "selftask.cli.cluster.submit",
         "RECIPE [key=value ...]",
@@ -68,7 +73,7 @@ COMMANDS = {
 }  # name -> module with USAGE and main(argv) -> exit code, arguments, description in one line
 
 GROUPS = {
-    "train": ("train", "finetune", "plan", "config", "explain", "model-summary"),
+    "train": ("train", "adapt", "finetune", "plan", "config", "explain", "model-summary"),
     "inspect": ("report", "watch", "runs", "checkpoints", "data", "bench", "replay", "repro"),
     "evaluate and use": ("eval", "test", "features", "export"),
     "cluster": ("submit", "jobs", "cancel"),
@@ -78,7 +83,7 @@ GROUPS = {
 ALONE = ("test", "export", "report", "replay", "check", "bench", "submit")
 """Commands that do or write something and cannot share it among ranks."""
 
-WITHOUT_DEFAULT = ("bench", "check", "export", "features", "finetune")
+WITHOUT_DEFAULT = ("adapt", "bench", "check", "export", "features", "finetune")
 """Commands that print their usage if they are called without arguments."""
 
 ABOUT = """\

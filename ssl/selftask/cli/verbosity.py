@@ -7,7 +7,7 @@ import sys
 from selftask.errors import UserError
 from selftask.logs.verbosity import is_verbose
 
-TALKATIVE = ("train", "eval", "finetune", "export", "features", "submit")
+TALKATIVE = ("train", "adapt", "eval", "finetune", "export", "features", "submit")
 OPTIONS = {"--quiet": "quiet", "-q": "quiet", "--verbose": "verbose", "-v": "verbose"}
 USAGE = """\
 -q, --quiet   print errors and the result only; log.txt is still complete

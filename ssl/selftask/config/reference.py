@@ -125,6 +125,8 @@ def _keys_of(config: type, prefix: str, without: tuple[str, ...] = ()) -> Iterat
     for field in dataclasses.fields(config):
         if field.name in without or (field.name == "args" and "name" in hints):
             continue  # args: in a config, the component's own keys
+        if field.name == "name" and issubclass(config, Component):
+            continue  # the key of the component itself
         key, kind = f"{prefix}{field.name}", hints[field.name]
         if field.metadata.get("flat"):
             key = f"{prefix}name"
@@ -173,8 +175,8 @@ def _type(field: dataclasses.Field[Any], kind: Any) -> str:
 
 def _sections(kind: Any, key: str) -> Iterator[tuple[type, str]]:
     """Yield the config classes in a type, with the path of their keys."""
-    if _is_section(kind):
-        yield kind, key
+    if _is_section(kind) or (isinstance(kind, type) and issubclass(kind, Component)):
+        yield kind, key  # of a component, the fields that all of its kind have
         return
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     names = {dict: f"{key}.NAME", list: f"{key}[]"}

@@ -131,10 +131,11 @@ class Reader:
         kind = schema.types[field.name]
         if "of" in field.metadata:
             return self._named(value, field, schema, key)
-        if FrozenModule in typing.get_args(kind) and type(None) in typing.get_args(kind):
+        sections = [option for option in typing.get_args(kind) if dataclasses.is_dataclass(option)]
+        if sections and type(None) in typing.get_args(kind):
             if value is None:
                 return None
-            kind = FrozenModule
+            (kind,) = sections
         if dataclasses.is_dataclass(kind):
             read = self.section(kind, value, key)  # type: ignore[arg-type]
             return _WRONG if read is None else read
@@ -204,14 +205,15 @@ class Reader:
             return self._nested(value, registry, kind, key)
         if value is None:
             return None
-        shared = {name: schema.fields[name] for name in field.metadata["shared"]}
-        component, ours = self.component(
-            value, registry, key, ours=Schema(shared, schema.types, "")
-        )
-        if component is None:
+        kind = next(k for k in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(k))
+        of_kind = Schema.of(kind, without=["name", "args"])
+        shared = Schema({n: schema.fields[n] for n in field.metadata["shared"]}, schema.types, "")
+        component, ours = self.component(value, registry, key, ours=of_kind | shared)
+        if component is None or not of_kind.fields.keys() <= ours.keys():
             return _WRONG
-        shared_args = {name: item for name, item in ours.items() if item is not None}
-        return dataclasses.replace(component, args={**component.args, **shared_args})
+        more = {name: ours.pop(name) for name in of_kind.fields}
+        args = component.args | {name: item for name, item in ours.items() if item is not None}
+        return kind(name=component.name, args=args, **more)
 
     def _scheduled(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
         """Read a number, or a schedule as a name or a section; keep only the keys that it sets.
@@ -236,8 +238,7 @@ class Reader:
         if value is None and type(None) in options:
             return None
         if isinstance(value, str) and str in options:
-            read_name = self._schedule({"name": value}, field, key)
-            return _WRONG if read_name is _WRONG else value
+            return _WRONG if self._schedule({"name": value}, field, key) is _WRONG else value
         return self._plain(value, field, float | dict[str, Any], key)
 
     def _schedule(self, value: dict[str, Any], field: dataclasses.Field[Any], key: Key) -> Any:

@@ -18,6 +18,7 @@ from selftask.config.checks.requirements import required
 from selftask.config.config_class import config_class
 from selftask.config.schema import (
     DEFAULT_HOOKS,
+    BackboneComponent,
     Component,
     Config,
     OptimizerConfig,
@@ -147,7 +148,7 @@ def _given(config: Config, key: str) -> bool:
     return config.place(key).startswith("command line")
 
 
-def _small_backbone(config: Config) -> Component:
+def _small_backbone(config: Config) -> BackboneComponent:
     """Return the backbone's tiny version, unless the command line sets the backbone."""
     typed = {k: v for k, v in config.backbone.args.items() if _given(config, f"backbone.{k}")}
     backbone = BACKBONES[config.backbone.name](**config.backbone.args)
@@ -159,7 +160,7 @@ def _small_backbone(config: Config) -> Component:
     names = {field.name for field in fields(schema)} if schema else set()
     if not typed.keys() <= names:
         return config.backbone
-    return Component(name=name, args={**args, **typed})
+    return replace(config.backbone, name=name, args={**args, **typed})
 
 
 def _calm_optimizer(config: Config) -> OptimizerConfig:

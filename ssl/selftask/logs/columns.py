@@ -124,6 +124,20 @@ _GENERAL = (
         "Share of images whose class is among the K best.",
         "`meters`",
     ),
+    Column(
+        "preserve",
+        "",
+        "Term of the loss: weight times 1 - cosine of the features and those at the start, mean of "
+        "pooled features and of patches.",
+        "hook `preserve`, while its weight is above 0",
+    ),
+    Column(
+        "start_cosine",
+        "-1 to 1",
+        "Mean cosine of the pooled features of an image and those at the start; 1 at first. Low "
+        "values say that the features are others, not whether they are better.",
+        "hook `preserve`",
+    ),
     Column("grad_norm", "", "Norm of the gradient before clipping.", "hook `clip_gradients`"),
     Column("grad_norm/PART", "", "Norm of a part's gradient.", "hook `gradient_norms`"),
     Column("weight_norm/PART", "", "Norm of a part's weights.", "hook `gradient_norms`"),

@@ -27,6 +27,7 @@ from selftask.models.network import PatchOutput
 from selftask.models.precision import in_full_precision
 from selftask.models.teacher import Teacher
 from selftask.models.weights.load import is_on_meta
+from selftask.models.weights.lora import adapted_state
 from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method
 
@@ -154,7 +155,8 @@ class DINOv3(DINOv2):
         if is_on_meta(backbone):
             return
         try:
-            backbone.load_state_dict(self.open_frozen("gram_teacher", task).network.state_dict())
+            weights = self.open_frozen("gram_teacher", task).network.state_dict()
+            backbone.load_state_dict(adapted_state(backbone, weights))
         except RuntimeError as error:  # names of tensors and their shapes
             raise UserError(
                 "method.gram_teacher: it must be of the same architecture and image size as the "

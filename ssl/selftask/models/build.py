@@ -13,6 +13,7 @@ from selftask.config.library_names import LIBRARIES
 from selftask.errors import ConfigError, UserError
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.features.extract import adapter_of, fixed_size, interpolates, offers
+from selftask.models.weights.lora import adapt
 from selftask.registry import BACKBONES, METHODS
 
 if TYPE_CHECKING:
@@ -59,17 +60,18 @@ def with_embed_dim(model: nn.Module, name: str, channels: int) -> nn.Module:
 
 
 def check_backbone(config: Config, channels: int) -> None:
-    """Raise UserError if ``config`` cannot train its model of timm or torchvision.
+    """Raise UserError if ``config`` cannot train its model of timm or torchvision, or adapt it.
 
     Name, arguments and sizes can only be checked by building the model. On the meta device this is
     fast and needs no memory, so errors are reported before the run's folder is created.
     """
-    if config.backbone.name not in LIBRARIES:
+    if config.backbone.name not in LIBRARIES and config.backbone.lora is None:
         return
     backbone = build_on_meta(config.backbone, channels)
     if backbone is not None:
         check_sizes(backbone, config)
         check_offers(backbone, config)
+        adapt(backbone, config.backbone.lora)
 
 
 def build_on_meta(component: Component, channels: int) -> nn.Module | None:

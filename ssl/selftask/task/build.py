@@ -22,6 +22,7 @@ from selftask.models.build import build_backbone, check_offers, check_sizes, wit
 from selftask.models.depth import parameter_depths
 from selftask.models.dropout import draw_per_sample
 from selftask.models.weights.frozen import Frozen
+from selftask.models.weights.lora import adapt
 from selftask.models.weights.model_source import load_head, load_init
 from selftask.optim.build import build_optimizer
 from selftask.optim.loss_scaler import LossScaler, NoScaler
@@ -65,6 +66,7 @@ def network(task: Task, initial: InitialWeights) -> tuple[Any, nn.Module]:
         check_sizes(backbone, config)
         check_offers(backbone, config)
         load_init(backbone, config, task.init_weights)
+        adapt(backbone, config.backbone.lora)
         method = METHODS[config.method.name]
         loss = method(method.Config(**config.method.args))
         built: nn.Module = loss.build_network(backbone, task)

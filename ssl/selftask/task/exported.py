@@ -9,6 +9,7 @@ from torch import nn
 
 from selftask.distributed.collectives import average_statistics, broadcast_buffers
 from selftask.models.build import build_backbone
+from selftask.models.weights.lora import adapt, merged
 from selftask.task.averaged_weights import averaged_weights
 
 if TYPE_CHECKING:
@@ -31,14 +32,20 @@ def sync_buffers(task: Task) -> None:
 
 
 def export_backbone(task: Task) -> nn.Module:
-    """Return the trained backbone, unsharded; every rank must call this function."""
+    """Return the trained backbone, unsharded, with merged adapters; every rank must call it."""
     task.sync_buffers()
     backbone: nn.Module = task.loss.export_backbone(task.base_model)
     with averaged_weights(task) as averaged:
-        backbone = task.reduction.unsharded(
-            backbone, lambda: build_backbone(task.config.backbone, task.data_module.channels)
-        )
+        backbone = task.reduction.unsharded(backbone, lambda: _new_backbone(task))
         backbone = deepcopy(backbone) if averaged else backbone
+        backbone = merged(backbone)
     for change in task.before_export:
         backbone = change(backbone)
+    return backbone
+
+
+def _new_backbone(task: Task) -> nn.Module:
+    config = task.config.backbone
+    backbone = build_backbone(config, task.data_module.channels)
+    adapt(backbone, config.lora)
     return backbone

@@ -79,7 +79,7 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
         **_transforms(facts),
         "out": f"runs/finetune_{Path(address.rpartition(':')[2]).stem}",
     }
-    return [*(f"{key}={_flow(value)}" for key, value in settings.items()), *words]
+    return [*(f"{key}={flow(value)}" for key, value in settings.items()), *words]
 
 
 def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
@@ -124,12 +124,12 @@ def _data(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
     return {"data": source}
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """Format a value for Hydra's command-line grammar, with every string in quotes."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_flow, value)) + "]"
+        return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
         if "${" in value:
             raise UserError(f"{value!r}: a reference in a run or file is not resolved")

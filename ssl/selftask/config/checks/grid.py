@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from selftask.config.checks.components import inner_components
 from selftask.config.compose.provenance import Layers
@@ -18,6 +18,7 @@ from selftask.registry import BACKBONES, SOURCES, TRANSFORMS, Registry
 
 KEY: Key = ("image_size",)
 Problem = tuple[Key, str]
+C = TypeVar("C", bound=Component)
 
 
 class _Setter:
@@ -151,7 +152,7 @@ def undivided(backbone: Component, size: int) -> str | None:
     )
 
 
-def resized_backbone(backbone: Component, size: int) -> Component:
+def resized_backbone(backbone: C, size: int) -> C:
     """Return the backbone for images of ``size`` pixels, unchanged if it accepts any size."""
     args = backbone.args
     if "img_size" in args and "patch_size" in args:

@@ -6,7 +6,13 @@ The fields of a component (method, backbone, hook, ...) are not here. They are d
 ``config/load.py`` creates these objects; all other code treats them as read-only.
 """
 
-from selftask.config.schema.component import Component, HookComponent, plain
+from selftask.config.schema.component import (
+    BackboneComponent,
+    Component,
+    HookComponent,
+    LoRAConfig,
+    plain,
+)
 from selftask.config.schema.config import DEFAULT_HOOKS, SHARED, Config
 from selftask.config.schema.data import DataConfig
 from selftask.config.schema.evaluation import EvalConfig
@@ -20,6 +26,7 @@ from selftask.config.schema.views import ViewConfig, num_views, total_views
 __all__ = [
     "DEFAULT_HOOKS",
     "SHARED",
+    "BackboneComponent",
     "CompileConfig",
     "Component",
     "Config",
@@ -30,6 +37,7 @@ __all__ = [
     "HookComponent",
     "InitConfig",
     "LaunchConfig",
+    "LoRAConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "ResumeConfig",

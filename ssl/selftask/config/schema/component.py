@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from selftask.config.fields import setting
+
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
@@ -31,6 +33,41 @@ class HookComponent(Component):
         """Return ``{name: ..., **args}``, with the priority if it is set."""
         order = {} if self.priority is None else {"priority": self.priority}
         return {**super().to_dict(), **order}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Which part of a backbone is trained, if not all of it."""
+
+    rank: int = setting(8, min=0, also=["r", "lora_rank"])
+    """Rank of the adapters: each adapted weight is W + alpha / rank * B A, with B of shape (out,
+    rank) and A of shape (rank, in); W is frozen. 0: no adapters, ``train`` alone.
+    """
+    alpha: float = setting(8.0, above=0, also=["lora_alpha"])
+    """Scale of the adapters, divided by ``rank``."""
+    layers: list[str] | None = setting(None, also=["target_modules"])
+    """Names of adapted layers in the backbone, or patterns: ``["*.attn.qkv", "blocks.11"]``; linear
+    layers, attention and convolutions have adapters. Null: all linear layers; of a network without
+    linear layers, all convolutions.
+    """
+    train: list[str] = setting([], also=["modules_to_save", "bias"])
+    """Names of the backbone's own parameters that are trained, too, or patterns: ``["*.bias"]``,
+    ``["*norm*"]``. All others are frozen.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneComponent(Component):
+    """A backbone with its arguments, and the part of it that is trained."""
+
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters (LoRA) or chosen parameters in place of the whole backbone, such as
+    ``{rank: 8}`` or ``{rank: 0, train: ["*.bias"]}``; null: train all of it.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``{name: ..., **args}``, with ``lora`` if it is set."""
+        return {**super().to_dict(), **({} if self.lora is None else {"lora": plain(self.lora)})}
 
 
 class Section:

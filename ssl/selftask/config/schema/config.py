@@ -8,7 +8,12 @@ from typing import Any
 
 from selftask.config.fields import setting
 from selftask.config.keys import Key
-from selftask.config.schema.component import Component, HookComponent, Section
+from selftask.config.schema.component import (
+    BackboneComponent,
+    Component,
+    HookComponent,
+    Section,
+)
 from selftask.config.schema.data import DataConfig
 from selftask.config.schema.evaluation import EvalConfig
 from selftask.config.schema.launch import LaunchConfig, ParallelConfig
@@ -42,7 +47,7 @@ class Config(Section):
     """Images to train on; ``data=FOLDER`` is short for ``data.path=FOLDER``."""
     views: dict[str, ViewConfig]
     """Groups of views, in the order in which the method receives them."""
-    backbone: Component = setting(of="backbones", missing="give the name of a backbone")
+    backbone: BackboneComponent = setting(of="backbones", missing="give the name of a backbone")
     """Network that is trained, by name: ``resnet18``, ``timm:NAME``, ``torchvision:NAME``,
     ``module:function``.
     """
@@ -117,6 +122,7 @@ class Config(Section):
 
 
 SHARED: dict[Key, frozenset[str]] = {
+    ("backbone",): frozenset({"lora"}),
     ("data",): frozenset(f.name for f in fields(DataConfig)) - {"source", "val", "val_sets"},
     ("optimizer",): frozenset(f.name for f in fields(OptimizerConfig)) - {"name", "args"},
 }

@@ -160,8 +160,10 @@ def find_weights(address: str) -> Exported | Saved:
 
 
 def component(section: Mapping[str, Any]) -> Component:
-    """Return a section of a resolved config as a component."""
-    return Component(name=section["name"], args={k: v for k, v in section.items() if k != "name"})
+    """Return a section of a resolved config as a component; a backbone's ``lora`` is merged."""
+    return Component(
+        name=section["name"], args={k: v for k, v in section.items() if k not in ("name", "lora")}
+    )
 
 
 def _warn_of_newer(run: Path, export: Exported) -> None:

@@ -20,6 +20,7 @@ from selftask.logs import get_logger
 from selftask.models.weights.address import existing_file
 from selftask.models.weights.foreign_pickle import read_tensors
 from selftask.models.weights.layouts import flatten
+from selftask.models.weights.lora import merged_state
 
 log = get_logger(__name__)
 
@@ -55,13 +56,17 @@ def backbone_state(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def weights_at(checkpoint: Mapping[str, Any], path: str) -> dict[str, Tensor]:
-    """Return the weights of a module in a checkpoint, such as ``method.teacher.network.head``."""
+    """Return the weights of a module in a checkpoint, such as ``method.teacher.network.head``.
+
+    Adapters (``backbone.lora``) are merged.
+    """
     part, _, prefix = path.partition(".")
     weights = checkpoint.get(part)
     if not isinstance(weights, Mapping):
         raise UserError(f"the checkpoint lacks {part!r}, which has the weights of {path}")
     prefix += "."
-    return {k.removeprefix(prefix): value for k, value in weights.items() if k.startswith(prefix)}
+    inner = {k.removeprefix(prefix): value for k, value in weights.items() if k.startswith(prefix)}
+    return merged_state(inner)
 
 
 def of_backbone(checkpoint: Mapping[str, Any], name: str) -> bool:

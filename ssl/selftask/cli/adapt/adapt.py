@@ -1,0 +1,259 @@
+"""``selftask adapt``: continue a trained model on other images without labels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selftask.cli.adapt import choices
+from selftask.cli.adapt.choices import Choice
+from selftask.cli.model.finetune import flow
+from selftask.cli.model.load_model import MODEL, take
+from selftask.cli.verbosity import USAGE as VERBOSITY
+from selftask.config.checks.grid import patch_size
+from selftask.config.trust import TRUST, take_trust
+from selftask.errors import UserError
+
+if TYPE_CHECKING:
+    from selftask.config.schema import Config
+    from selftask.data.loading.open_data import Sources
+
+USAGE = f"""\
+usage: selftask adapt RUN_OR_MODEL data=DIR [data.val=LABELED] [key=value ...]
+
+{MODEL}
+data=DIR          images to continue on; labels are not used in training
+data.val=LABELED  labeled images: k-NN before, during and after, if data has labels, too
+weights=FILE      for timm: and torchvision: the weights to start from
+memory=24GB       of the device; default: that of this machine
+--dry-run         print the choices and do not train
+{TRUST}
+
+Chooses method, image size, length, learning rate, LoRA or all weights, and preservation, and prints
+each choice with its reason; key=value overrides it. The end says whether the features are better
+than at the start. If they are worse, export/ has the best ones, which may be those of the start.
+The same command again resumes a run. More: docs/how-to-continue.md.
+{VERBOSITY}"""
+
+
+def main(argv: list[str]) -> int:
+    """Choose, train, and compare the result with the start."""
+    if not argv or "=" in argv[0]:
+        raise UserError(f"adapt needs a run or model before any key=value\n{USAGE}")
+    from selftask.cli import train
+    from selftask.config.load import load_config
+
+    dry_run, argv = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
+    recipe, words = recipe_words(argv[0], argv[1:])
+    if dry_run:
+        return 0
+    code = train.main([recipe, *words])
+    if code == 0 and os.environ.get("RANK", "0") == "0":
+        conclude(load_config(recipe, words))
+    return code
+
+
+def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
+    """Print the choices for a model and its images; return the recipe and all overrides.
+
+    Raises:
+        UserError: If there is no such model or there are no images, or if its architecture is the
+            user's code and ``trust=true`` is not given.
+    """
+    from selftask.config.compose.overrides import import_plugins
+    from selftask.models.weights.address import NONE, PRETRAINED, check_model
+    from selftask.plan.assumptions import take_assumptions
+
+    import_plugins(words)
+    words, trust = take_trust(words)
+    weights, words = take("weights", words)
+    words, assumptions = take_assumptions(words)
+    check_model(address, weights)
+    keys = {word.partition("=")[0] for word in words}
+    if not keys & {"data", "data.name", "data.path"}:
+        raise UserError("adapt: data is missing; give data=DIR with images to continue on")
+
+    from selftask.models.weights.model_source import describe_model  # imports torch
+
+    facts = describe_model(address, weights=weights or PRETRAINED, trust=trust)
+    start = address if weights in (None, PRETRAINED) else weights
+    if start == NONE:
+        raise UserError("adapt: weights=none are random; adapt continues trained weights")
+    method, reason = choices.choose_method(facts)
+    recipe = f"{method}/images"
+    print(f"adapt: {recipe}: {reason}")
+    fixed = _words(_of_model(address, start, facts, recipe), keys)
+    sides = choices.choose_side(facts)
+    fixed += _words(sides, keys)
+    chosen = _chosen(sides, recipe, [*fixed, *words], keys, assumptions)
+    return recipe, [*fixed, *chosen, *words]
+
+
+def _of_model(address: str, start: str, facts: dict[str, Any], recipe: str) -> Iterator[Choice]:
+    """Yield the settings that follow from the model: backbone, weights and normalization."""
+    from selftask.config.load import load_config
+
+    architecture = facts["architecture"]
+    backbone = {"name": architecture["name"], **architecture["args"]}
+    yield Choice("backbone", backbone, "")
+    yield Choice("init.backbone", start, "")
+    yield Choice("out", f"runs/adapt_{Path(address.rpartition(':')[2]).stem}", "")
+    normalize = next((t for t in facts.get("transforms") or () if t["name"] == "normalize"), None)
+    if normalize is None:
+        return
+    config = load_config(recipe, ["data=digits"], trust=True)
+    for key, transforms in config.pipelines.items():
+        for index, transform in enumerate(transforms):
+            if transform.name == "normalize":
+                yield Choice(".".join((*key, str(index))), normalize, "")
+
+
+def _chosen(
+    sides: list[Choice], recipe: str, words: list[str], keys: set[str], assumptions: Any
+) -> list[str]:
+    """Return the words of all choices that the user has not made, and print them."""
+    from selftask.config.load import load_config
+    from selftask.data.loading.open_data import open_data
+
+    config = load_config(recipe, words)
+    sources = open_data(config.data)
+    num_images = len(sources.train)
+    batch = choices.BATCH
+    while batch > 8 and 4 * batch > num_images:
+        batch //= 2
+    made = [
+        choices.choose_preservation(num_images),
+        Choice("train.batch_size", batch, f"{num_images:,} images"),
+    ]
+    made += choices.choose_measures(has_labels=_has_labels(sources))
+    if recipe.startswith("dinov3"):
+        for name in ("gram_start", "gram_copy", "gram_renewals"):
+            made.append(Choice(f"method.{name}", 0, "the start is the Gram teacher"))
+    with_lora = [word for word in words if word.startswith("backbone.lora")]
+    parts: list[Choice] = []
+    if not with_lora:
+        parts = _trained_part(recipe, [*_words(made, keys), *words], config, assumptions)
+    is_small = bool(parts) or any(not word.endswith("=null") for word in with_lora)
+    made = [one for one in made if one.key not in {part.key for part in parts}] + parts
+    has_layers = patch_size(config.backbone) is not None
+    made += choices.choose_schedule(num_images, batch, is_small=is_small, has_layers=has_layers)
+    for choice in (*sides, *made):
+        typed = " (overridden)" if _is_typed(choice.key, keys) else ""
+        print(f"adapt: {choice.key}={flow(choice.value)}: {choice.reason}{typed}")
+    if not _has_labels(sources):
+        print("adapt: without labels in both data and data.val nothing measures what is learned")
+    return _words(made, keys)
+
+
+def _trained_part(recipe: str, words: list[str], config: Config, assumptions: Any) -> list[Choice]:
+    """Return nothing to train all weights, or LoRA and a smaller batch if memory requires it."""
+    from selftask.config.load import load_config
+    from selftask.config.values.budget import show_bytes
+    from selftask.distributed import accelerator
+    from selftask.distributed.device import pick_device
+    from selftask.distributed.world import World
+    from selftask.plan.plan import make_plan
+
+    if assumptions.memory is None:
+        device = pick_device(config.train.device, World())
+        size = accelerator.free_bytes(device) or _host_memory()
+        assumptions = replace(assumptions, memory=float(size))
+    rank = {"rank": 8}
+    batch = load_config(recipe, words).train.batch_size
+    smaller = [(rank, batch // parts, parts) for parts in (1, 2, 4, 8) if batch // parts > 1]
+    needed = 0
+    for lora, size, parts in [(None, batch, 1), *smaller]:
+        changes = [] if lora is None else [Choice("backbone.lora", lora, "")]
+        if parts > 1:
+            changes += [
+                Choice("train.batch_size", size, ""),
+                Choice("train.accumulate", parts, ""),
+                Choice("train.step", "accumulate", ""),
+            ]
+        plan = make_plan(load_config(recipe, [*words, *_words(changes, set())]), assumptions)
+        needed = needed or plan.memory.total
+        if plan.memory.fits(assumptions.memory):
+            reason = (
+                f"all weights need {show_bytes(needed)}, the device has "
+                f"{show_bytes(assumptions.memory)}; this needs {show_bytes(plan.memory.total)}"
+            )
+            return [replace(choice, reason=reason) for choice in changes]
+    raise UserError(
+        f"adapt: even LoRA on batches of {size} images needs {show_bytes(plan.memory.total)}, and "
+        f"the device has {show_bytes(assumptions.memory)}; a smaller image_size needs less"
+    )
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _has_labels(sources: Sources) -> bool:
+    from selftask.data.labels import is_labelled
+
+    return sources.val is not None and is_labelled(sources.train) and is_labelled(sources.val)
+
+
+def _words(made: Iterable[Choice], keys: set[str]) -> list[str]:
+    """Return choices as ``key=value`` words, without those that the user has made."""
+    return [f"{one.key}={flow(one.value)}" for one in made if not _is_typed(one.key, keys)]
+
+
+def _is_typed(key: str, keys: set[str]) -> bool:
+    return any(typed == key or key.startswith(f"{typed}.") for typed in keys)
+
+
+def conclude(config: Config) -> None:
+    """Print how the features compare with those at the start; export the best if they are worse."""
+    from selftask.logs import read_metrics
+    from selftask.run.status import Status
+
+    if not Status(config).says_finished():
+        return
+    rows = list(read_metrics(config.out_folder / "metrics.jsonl"))
+    cosines = [row["start_cosine"] for row in rows if "start_cosine" in row]
+    if cosines:
+        print(f"adapt: cosine of the features and those at the start: {cosines[-1]:.3f}")
+    scores = {int(row["step"]): row["knn_top1"] for row in rows if "knn_top1" in row}
+    if len(scores) < 2:
+        return
+    steps = sorted(scores)
+    start, last = steps[0], steps[-1]
+    best = max(steps, key=lambda step: (scores[step], -step))
+    print(
+        f"adapt: k-NN {scores[start]:.4f} at the start, {scores[best]:.4f} at best (step {best}), "
+        f"{scores[last]:.4f} at the end"
+    )
+    if scores[last] == scores[best] and best != start:
+        print("adapt: the features are better than at the start; export/ has those of the end")
+    elif best == start:
+        _export_start(config)
+        word = "not better" if scores[last] == scores[start] else "worse"
+        print(f"adapt: the features are {word} than at the start; export/ has those of the start")
+    else:
+        from selftask.cli.model import export
+
+        export.main([f"{config.out_folder}@best"])
+        print(
+            f"adapt: the features are best at step {best}, better than at the start; later ones "
+            "are worse; export/ has those of that step"
+        )
+
+
+def _export_start(config: Config) -> None:
+    """Replace the export by the weights that the run began with."""
+    from selftask.checkpoint import store
+    from selftask.config.schema import ResumeConfig
+    from selftask.hooks.export import facts
+    from selftask.models.build import build_backbone
+    from selftask.models.weights.export import save_backbone
+    from selftask.models.weights.model_source import load_init
+
+    newest = store.load_newest(config.out_folder / "checkpoints")
+    channels = 3 if newest is None else newest[0]["channels"]
+    backbone = build_backbone(config.backbone, channels)
+    load_init(backbone, replace(config, resume=ResumeConfig(checkpoint="never")))
+    save_backbone(backbone, config.out_folder / "export", facts(config, 0, channels))

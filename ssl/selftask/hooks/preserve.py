@@ -1,0 +1,102 @@
+"""Preservation: hold the features to those that the backbone had at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.distributed.collectives import all_reduce_mean
+from selftask.hooks.base import Hook
+from selftask.models.eval_mode import in_eval_mode
+from selftask.models.features.extract import extract, offers, pooled
+from selftask.models.precision import in_full_precision
+from selftask.optim.schedules import build_schedule
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_hook("preserve")
+@dataclass(eq=False, kw_only=True)
+class Preserve(Hook):
+    """Adds a term to the loss that holds the features to those of the backbone at the start.
+
+    The term is 1 - cosine of the features of the first view of each image, without masks, and those
+    of a copy of the backbone that is made when the run begins, after ``init``; the mean of pooled
+    features and patch tokens, if the backbone has any. It costs two more passes of the backbone a
+    step, in evaluation mode: without dropout, and with BatchNorm's running statistics. Checkpoints
+    contain the copy.
+
+    BatchNorm's running statistics follow the new images, and so change the features, too.
+
+    While the weight is 0, the run is the same as without the hook, and ``start_cosine`` is logged.
+    """
+
+    priority: ClassVar[int] = 30
+
+    weight: float | dict[str, Any] = setting(1.0, of="schedules", min=0)
+    """Weight of the term."""
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        step = config["train"]["step"]
+        if (step if isinstance(step, str) else step["name"]) == "sam":
+            yield "weight: train.step=sam computes a second loss, which would lack this term"
+        if config["parallel"]["reduce"] == "fsdp":
+            yield "weight: parallel.reduce=fsdp has no whole backbone outside of the network's pass"
+        if config["parallel"]["activation_checkpointing"] != "none":
+            yield (
+                "weight: parallel.activation_checkpointing must be none, since blocks would be "
+                "recomputed in train mode"
+            )
+
+    def on_start(self, task: Task) -> None:
+        self.weight_at = build_schedule(self.weight, task.length)
+        backbone = task.export_backbone()
+        self.start = deepcopy(backbone).requires_grad_(False).eval()
+        weights: dict[str, Tensor] = getattr(self, "loaded", {})
+        if weights:
+            self.start.load_state_dict(weights)
+        self.has_patches = "dense" in offers(self.start)
+
+    def on_forward(self, task: Task) -> None:
+        weight = self.weight_at(task.where) if task.train else 0.0
+        if not weight and not (task.train and task.should_log):
+            return
+        images, backbone = task.last_batch.all_views[0], task.base_model.backbone
+        with torch.no_grad():
+            start = self._features(self.start, images)
+        with in_eval_mode(backbone), torch.set_grad_enabled(weight > 0):
+            now = self._features(backbone, images)
+        changes = [_change(*pair) for pair in zip(now, start, strict=True)]
+        if weight:
+            task.last_batch.added_terms["preserve"] = weight * torch.stack(changes).mean()
+        if task.should_log:
+            task.log("start_cosine", 1 - all_reduce_mean(changes[0].detach()))
+
+    def _features(self, backbone: nn.Module, images: Tensor) -> list[Tensor]:
+        """Return pooled features (B, E), and patches (B, N, E) if the backbone has any."""
+        if not self.has_patches:
+            return [pooled(backbone, images)]
+        features = extract(backbone, images)
+        return [features.pooled, features.patches]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.start.state_dict() if hasattr(self, "start") else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+@in_full_precision
+def _change(features: Tensor, start: Tensor) -> Tensor:
+    """Return the mean of 1 - cosine, in a form that is exactly 0 for equal features."""
+    differences = F.normalize(features, dim=-1) - F.normalize(start, dim=-1)
+    return differences.square().sum(dim=-1).mean() / 2

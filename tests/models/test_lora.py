@@ -1,0 +1,182 @@
+"""``backbone.lora``: adapters, what is frozen, merging, and exact runs."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import tiny
+from selftask.checkpoint import rotation, store
+from selftask.config.load import load_config, to_yaml
+from selftask.config.schema import LoRAConfig
+from selftask.errors import ConfigError, UserError
+from selftask.models.weights.lora import LowRank, adapt, adapted_state, merged, merged_state
+from selftask.models.weights.model_source import open_model, read_weights
+
+
+def vit() -> nn.Module:
+    return timm.create_model("test_vit", num_classes=0)
+
+
+MODELS = {
+    "qkv": (vit, 160),
+    "weights used without their layer": (
+        lambda: timm.create_model("beit_base_patch16_224", num_classes=0, depth=1, embed_dim=48,
+                                  num_heads=4, img_size=32),
+        32,
+    ),
+    "multi-head attention": (
+        lambda: torchvision.models.VisionTransformer(32, 16, 1, 2, 24, 48),
+        32,
+    ),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten()),
+        8,
+    ),
+}  # fmt: skip
+
+
+def moved(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Adapters with random values, as after training."""
+    draw = torch.Generator().manual_seed(seed)
+    for part in model.modules():
+        if isinstance(part, LowRank):
+            part.lora_b.data = torch.randn(part.lora_b.shape, generator=draw) * 0.1
+    return model
+
+
+def expected(model: nn.Module, rank: int, alpha: float) -> dict[str, Tensor]:
+    """The base's weights with alpha / r * B A added, by hand."""
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        where, mark, part = name.partition(".parametrizations.")
+        if not mark and not name.startswith("parametrizations."):
+            state[name] = value
+        elif part.endswith(".original"):
+            key = part.removesuffix(".original")
+            a, b = (model.state_dict()[f"{where}{mark}{key}.0.lora_{x}"] for x in "ab")
+            update = torch.einsum("or,ri->oi", b.double(), a.double()) * alpha / rank
+            state[f"{where}.{key}"] = (value.double() + update.reshape(value.shape)).float()
+    return state
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_merged_weights_are_the_adapter_applied_to_the_base(kind: str) -> None:
+    build, side = MODELS[kind]
+    torch.manual_seed(0)
+    model = build().eval()
+    images, before = torch.rand(2, 3, side, side), model.state_dict()
+    plain = model(images)
+    adapt(model, LoRAConfig(rank=3, alpha=6.0))
+    assert torch.equal(model(images), plain), "B is 0 at first"
+    moved(model)
+    alone, features = merged(model), model(images)
+    assert (features - plain).abs().max() > 1e-3, "the adapters have an effect"
+    torch.testing.assert_close(alone(images), features, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(model(images), features, atol=0, rtol=0)  # unchanged by its copy
+    wanted = expected(model, 3, 6.0)
+    for state in (alone.state_dict(), merged_state(model.state_dict())):
+        assert state.keys() == before.keys() == wanted.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, wanted[name], atol=1e-6, rtol=1e-6)
+    fresh = build()
+    fresh.load_state_dict(alone.state_dict())  # the library's own model takes them
+
+
+def test_a_copy_follows_alone() -> None:
+    """An EMA teacher is a copy; merging one network leaves the other as it was."""
+    model = vit()
+    adapt(model, LoRAConfig(rank=2))
+    teacher, images = deepcopy(model), torch.rand(1, 3, 160, 160)
+    before = teacher.eval()(images)
+    merged(moved(model))
+    assert torch.equal(teacher(images), before) and not torch.equal(model.eval()(images), before)
+
+
+def names_trained(model: nn.Module) -> set[str]:
+    return {name for name, value in model.named_parameters() if value.requires_grad}
+
+
+def test_what_is_trained() -> None:
+    model = vit()
+    adapt(model, LoRAConfig(rank=2, layers=["*.attn.qkv"], train=["norm"]))
+    trained = names_trained(model)
+    adapters = {name for name in trained if ".lora_" in name}
+    assert adapters and all(".attn.qkv.parametrizations.weight.0." in name for name in adapters)
+    assert trained - adapters == {"norm.weight", "norm.bias"}
+    model = vit()
+    adapt(model, LoRAConfig(rank=0, train=["*.bias"]))
+    names = {name for name, _ in model.named_parameters() if name.endswith(".bias")}
+    assert names_trained(model) == names and merged(model) is model
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"rank": 0}, "nothing of the backbone would be trained"),
+        ({"layers": ["*.kqv"]}, r"backbone.lora.layers: '\*.kqv' matches nothing"),
+        ({"train": ["*.bais"]}, r"backbone.lora.train: '\*.bais' matches nothing"),
+        ({"layers": ["norm"]}, "backbone.lora.layers: 'norm' matches nothing"),
+    ],
+)
+def test_mistaken_names_are_errors(config: dict[str, Any], text: str) -> None:
+    with torch.device("meta"), pytest.raises(UserError, match=text):
+        adapt(vit(), LoRAConfig(**config))
+
+
+def test_weights_for_the_plain_network_load_into_the_base() -> None:
+    model, plain = vit(), vit()
+    adapt(model, LoRAConfig(rank=2))
+    model.load_state_dict(adapted_state(model, plain.state_dict()))
+    for name, value in merged(model).state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name])
+
+
+def test_the_section_reads_and_writes(tmp_path: Path) -> None:
+    config = load_config("mae/digits", ["backbone.lora={rank: 4, train: ['*.bias']}"])
+    assert config.backbone.lora == LoRAConfig(rank=4, train=["*.bias"])
+    assert "lora" not in config.backbone.args
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert load_config(str(tmp_path / "again.yaml"), []).backbone == config.backbone
+    assert load_config("mae/digits", ["backbone.lora=null"]).backbone.lora is None
+    with pytest.raises(ConfigError, match=r"did you mean 'backbone\.lora\.rank'"):
+        load_config("mae/digits", ["backbone.lora.rnk=4"])
+
+
+LORA = "backbone.lora={rank: 2, train: ['*norm*']}"
+
+
+@pytest.mark.slow
+def test_a_run_resumes_exactly_and_exports_merged_weights(tmp_path: Path) -> None:
+    whole = tiny.train("dinov2", tmp_path, "whole", LORA)
+    tiny.train("dinov2", tmp_path, "half", LORA, "train.stop_at=7")
+    task = tiny.train("dinov2", tmp_path, "half", LORA)
+    for ours, theirs in ((task.base_model, whole.base_model), (task.loss, whole.loss)):
+        for name, value in theirs.state_dict().items():
+            assert torch.equal(ours.state_dict()[name], value), name
+    student, teacher = whole.base_model.backbone, whole.loss.teacher.network.backbone
+    for name, value in teacher.named_parameters():
+        same = torch.equal(value, student.get_parameter(name))
+        assert same != (".lora_" in name or "norm" in name), name  # only what is trained differs
+    optimized = {id(p) for group in whole.optimizer.param_groups for p in group["params"]}
+    of_base = [p for name, p in student.named_parameters() if name.endswith("original")]
+    assert of_base and optimized.isdisjoint(map(id, of_base))
+
+    exported = expected(teacher, 2, 8.0)
+    run = str(tmp_path / "whole")
+    newest = rotation.checkpoints(tmp_path / "whole/checkpoints")[0]
+    from_export, facts = open_model(run)
+    assert "lora" not in facts["architecture"]["args"]
+    for state in (from_export.state_dict(), read_weights(f"{run}@{tiny.STEPS}")):
+        assert state.keys() == exported.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, exported[name], atol=1e-6, rtol=1e-6)
+    saved = store.load(newest)["model"]  # base and adapters
+    assert any(key.endswith(".original") for key in saved)
