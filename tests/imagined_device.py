@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from selftask.distributed import accelerator
+
 NAME = "imagined"
 _REPOSITORY = str(Path(__file__).resolve().parents[1])
 _HELPERS = ("imagined_device.py", "imagined_ranks.py")  # no one is to blame for a line of these
@@ -39,6 +41,7 @@ aten = torch.ops.aten
 _READS_VALUES = {
     aten._local_scalar_dense,
     aten._unique2,
+    aten._linalg_eigh,  # LAPACK's result code
     aten.allclose,
     aten.bincount,
     aten.equal,
@@ -49,6 +52,7 @@ _READS_VALUES = {
     aten.unique_dim,
 }
 _INDEXES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+_STAGED = 64 * 1024  # bytes of pageable memory that CUDA copies without waiting
 COLLECTIVES: dict[Any, Callable[..., Any]] = {}  # how they run, by operation
 _COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
 
@@ -80,6 +84,7 @@ class OnDevice(Tensor):
         return made  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
+        _report_wait("repr")
         return f"OnDevice({self.values!r})"
 
     def data_ptr(self) -> int:
@@ -134,6 +139,9 @@ class ImaginedDevice(TorchDispatchMode):
         self.entered.remove(self)
         super().__exit__(*error)
 
+    def launched(self, func: Any, args: Any) -> None:
+        """Receive each operation on the device; for subclasses that count them."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # first it calls the operation of its shards
@@ -162,14 +170,20 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on the CPU; put its results on the device if it is there."""
     tensors: list[Tensor] = []
     tree_map(lambda x: tensors.append(x) if isinstance(x, Tensor) else None, (args, kwargs))
+    op = func.overloadpacket
+    if op is aten.is_pinned:
+        return _is_pinned(args[0])
+    if op is aten._pin_memory:
+        return _pin(args[0])
     inside = any(isinstance(x, OnDevice) for x in tensors)
     asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
     if not inside and (asked is None or asked.type != NAME):
         return func(*args, **kwargs)
-    op = func.overloadpacket
     if op in COLLECTIVES:
         return COLLECTIVES[op](*args, **kwargs)
     _check_streams(func, tensors)
+    for mode in ImaginedDevice.entered:
+        mode.launched(func, args)
     if inside and op not in _COPIES:
         _check_devices(func, tensors)
     if _makes_host_wait(op, args, kwargs, tensors):
@@ -190,6 +204,21 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return OnDevice(value) if is_new else same.get(id(value), value)
 
     return tree_map(wrapped, out)
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    """Return a copy in page-locked memory."""
+    pinned = tensor.clone()
+    storage = pinned.untyped_storage()
+    _pinned[storage._cdata] = pinned
+    return pinned
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.untyped_storage()._cdata in _pinned
+
+
+_pinned: Any = weakref.WeakValueDictionary()  # tensors in page-locked memory, by their storage
 
 
 def _to_cpu(value: Any) -> Any:
@@ -217,6 +246,8 @@ def _makes_host_wait(op: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> 
             ends.append(ends[0] if asked is None else torch.device(asked).type == NAME)
         sent = len(set(ends)) == 2
         waits = not kwargs.get("non_blocking", len(args) > 2 and target is not None and args[2])
+        if sent and not waits and target is None and not isinstance(tensors[0], OnDevice):
+            waits = tensors[0].nbytes > _STAGED and not _is_pinned(tensors[0])
         return sent and waits
     if op in _INDEXES:
         return any(
@@ -306,7 +337,9 @@ def _place() -> str:
 
 @cache
 def _is_ours(path: str) -> bool:
-    return path.startswith(_REPOSITORY) and "/.venv/" not in path and Path(path).name not in _HELPERS
+    return (
+        path.startswith(_REPOSITORY) and "/.venv/" not in path and Path(path).name not in _HELPERS
+    )
 
 
 # -- registration ----------------------------------------------------------------------------------
@@ -430,6 +463,7 @@ def _register() -> None:
     if _libraries:
         return
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    accelerator._PINNED = (*accelerator._PINNED, NAME)
     others = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     others.fallback(torch.library.fallthrough_kernel)
     products = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")

@@ -33,7 +33,9 @@ class Group(dist.ProcessGroup):
         self.stream = device._Stream()
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
-    def _run(self, name: str, outputs: list[Any], inputs: list[Any], *args: Any, joint: bool) -> Any:
+    def _run(
+        self, name: str, outputs: list[Any], inputs: list[Any], *args: Any, joint: bool
+    ) -> Any:
         tensors = [x for x in _flat([outputs, inputs])]
         for x in tensors:
             if not isinstance(x, OnDevice):
@@ -197,8 +199,12 @@ def _one_rank(rank: int, function: Any, size: int, port: int, folder: str, args:
     collectives.collective_device = lambda: torch.device(NAME)
     dist.Backend.register_backend(NAME, Group, devices=[NAME])
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     try:
         torch.save(function(*args), Path(folder) / f"{rank}.pt")
