@@ -36,7 +36,7 @@ class Group(dist.ProcessGroup):
     def _run(
         self, name: str, outputs: list[Any], inputs: list[Any], *args: Any, joint: bool
     ) -> Any:
-        tensors = [x for x in _flat([outputs, inputs])]
+        tensors = _flat([outputs, inputs])
         for x in tensors:
             if not isinstance(x, OnDevice):
                 raise MixedDevices(

@@ -191,8 +191,8 @@ def main() -> int:
                 name = f"{method:<20}{network:<12}"
                 try:
                     launches = count(method, network, Path(folder))
-                except UserError:
-                    print(f"{name}     -  does not take this network", flush=True)
+                except UserError as error:
+                    print(f"{name}     -  {str(error).splitlines()[0]}", flush=True)
                     continue
                 total = launches.total()
                 above += total > BOUND
