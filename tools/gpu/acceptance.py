@@ -49,6 +49,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "ssl"), str(ROOT / "tests"), str(ROOT / "tools")]
 
 import tiny  # noqa: E402
+from gpu import throughput  # noqa: E402
 from gpu.rows import Result, Setting  # noqa: E402
 from selftask.distributed.accelerator import names  # noqa: E402
 from selftask.parallel.sync_batch_norm import Ranks, synchronize_batch_norm  # noqa: E402
@@ -224,7 +225,7 @@ def _killed_rank(setting: Setting) -> Result:
 
 CHECKS: dict[str, Callable[[Setting], Iterator[Result]]] = {
     name.removeprefix("check_"): check
-    for name, check in list(globals().items())
+    for name, check in [*globals().items(), *vars(throughput).items()]
     if name.startswith("check_")
 }
 
