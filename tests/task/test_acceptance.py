@@ -97,6 +97,7 @@ TINY = Sizes(
     height=32,
     steps=4,
     more=("train.threads=1",),
+    assumed=("classes=10", "side=32"),
     compiler="eager",
 )
 

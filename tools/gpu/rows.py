@@ -37,6 +37,7 @@ class Sizes:
     height: int = 256
     steps: int = 40
     more: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ("classes=1000",)  # words of a plan
     compiler: str = "inductor"
 
 

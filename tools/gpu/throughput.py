@@ -36,7 +36,7 @@ COMPILED = 2e-2  # difference of losses: a compiled network sums in another orde
 def measured(setting: Setting, recipe: str, *more: str) -> Plan:
     """Return the plan of a recipe, with the speed of steps whose images are on the device."""
     sizes = setting.sizes
-    words = ["samples=1.28M", "classes=1000", f"train.batch_size={sizes.batch_size}"]
+    words = ["samples=1.28M", *sizes.assumed, f"train.batch_size={sizes.batch_size}"]
     overrides, assumptions = take_assumptions([*words, setting.on_device, *sizes.more, *more])
     return make_plan(load_config(recipe, overrides), assumptions, measured=True)
 
