@@ -90,13 +90,16 @@ def test_faults_are_seen(plant: Any, check: str, figure: str, tmp_path: Path) ->
     assert failed and all(figure in result.figure for result in failed)
 
 
+BATCH_FORMS = (
+    "[{name: random_resized_crop, size: 32}, horizontal_flip, {name: normalize, stats: half}]"
+)
 TINY = Sizes(
     recipes=("supervised/digits", "simclr/digits"),
     batch_size=8,
     images=64,
     height=32,
     steps=4,
-    more=("train.threads=1",),
+    more=("train.threads=1", f"views.main.transforms={BATCH_FORMS}"),
     assumed=("classes=10", "side=32"),
     compiler="eager",
 )
