@@ -15,6 +15,7 @@ from __future__ import annotations
 import linecache
 import multiprocessing
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -24,18 +25,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from selftask.distributed import accelerator
+
 NAME = "imagined"
 _REPOSITORY = str(Path(__file__).resolve().parents[1])
+_HELPERS = ("imagined_device.py", "imagined_ranks.py")  # no one is to blame for a line of these
 aten = torch.ops.aten
 
 # the result, or its size, depends on values of the device
 _READS_VALUES = {
     aten._local_scalar_dense,
     aten._unique2,
+    aten._linalg_eigh,  # LAPACK's result code
     aten.allclose,
     aten.bincount,
     aten.equal,
@@ -69,6 +75,8 @@ _NOT_DETERMINISTIC = {
     aten.upsample_linear1d_backward,
     aten.upsample_trilinear3d_backward,
 }
+_STAGED = 64 * 1024  # bytes of pageable memory that CUDA copies without waiting
+COLLECTIVES: dict[Any, Callable[..., Any]] = {}  # how they run, by operation
 _COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
 
 
@@ -80,9 +88,7 @@ class OnDevice(Tensor):
     """A tensor on the imagined device; ``values`` is the tensor on the CPU."""
 
     values: Tensor
-    stream: _Stream  # the stream that wrote it last
-    number: int  # of its operation on that stream
-    in_use: set[_Stream]  # streams that the allocator waits for before it reuses the memory
+    memory: Memory  # shared by its views
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -96,11 +102,12 @@ class OnDevice(Tensor):
             device=torch.device(NAME, 0),
         )
         made.values = values
-        made.in_use = {_streams[-1]}
-        made.written()
+        storage = values.untyped_storage()._cdata
+        made.memory = _memories.get(storage) or _memories.setdefault(storage, Memory())
         return made  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
+        _report_wait("repr")
         return f"OnDevice({self.values!r})"
 
     def data_ptr(self) -> int:
@@ -116,12 +123,8 @@ class OnDevice(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         raise MixedDevices(f"{_place()}: numpy() of a tensor that is not on the CPU")
 
-    def written(self) -> None:
-        self.stream = _streams[-1]
-        self.number = self.stream.launch()
-
     def record_stream(self, stream: Any) -> None:
-        self.in_use.add(stream)
+        self.memory.recorded.add(stream)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
@@ -161,7 +164,12 @@ class ImaginedDevice(TorchDispatchMode):
         self.entered.remove(self)
         super().__exit__(*error)
 
+    def launched(self, func: Any, args: Any) -> None:
+        """Receive each operation on the device; for subclasses that count them."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # first it calls the operation of its shards
         return _run(func, args, kwargs or {})
 
 
@@ -187,12 +195,20 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on the CPU; put its results on the device if it is there."""
     tensors: list[Tensor] = []
     tree_map(lambda x: tensors.append(x) if isinstance(x, Tensor) else None, (args, kwargs))
+    op = func.overloadpacket
+    if op is aten.is_pinned:
+        return _is_pinned(args[0])
+    if op is aten._pin_memory:
+        return _pin(args[0])
     inside = any(isinstance(x, OnDevice) for x in tensors)
     asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
     if not inside and (asked is None or asked.type != NAME):
         return func(*args, **kwargs)
-    op = func.overloadpacket
+    if op in COLLECTIVES:
+        return COLLECTIVES[op](*args, **kwargs)
     _check_streams(func, tensors)
+    for mode in ImaginedDevice.entered:
+        mode.launched(func, args)
     if inside and op not in _COPIES:
         _check_devices(func, tensors)
     if op in _NOT_DETERMINISTIC and torch.are_deterministic_algorithms_enabled():
@@ -202,9 +218,10 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         _report_wait(func)
     out = func(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
     if func._schema.is_mutable:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for number, argument in enumerate(func._schema.arguments):
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
-                tree_map(lambda x: x.written() if isinstance(x, OnDevice) else None, value)
+                tree_map(lambda x: x.memory.written() if isinstance(x, OnDevice) else None, value)
     to_cpu = asked is not None and asked.type == "cpu"
     if op is aten.copy_ or to_cpu:
         return args[0] if op is aten.copy_ else out
@@ -215,6 +232,21 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return OnDevice(value) if is_new else same.get(id(value), value)
 
     return tree_map(wrapped, out)
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    """Return a copy in page-locked memory."""
+    pinned = tensor.clone()
+    storage = pinned.untyped_storage()
+    _pinned[storage._cdata] = pinned
+    return pinned
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.untyped_storage()._cdata in _pinned
+
+
+_pinned: Any = weakref.WeakValueDictionary()  # tensors in page-locked memory, by their storage
 
 
 def _to_cpu(value: Any) -> Any:
@@ -242,6 +274,8 @@ def _makes_host_wait(op: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> 
             ends.append(ends[0] if asked is None else torch.device(asked).type == NAME)
         sent = len(set(ends)) == 2
         waits = not kwargs.get("non_blocking", len(args) > 2 and target is not None and args[2])
+        if sent and not waits and target is None and not isinstance(tensors[0], OnDevice):
+            waits = tensors[0].nbytes > _STAGED and not _is_pinned(tensors[0])
         return sent and waits
     if op in _INDEXES:
         return any(
@@ -265,20 +299,58 @@ def _report_wait(func: Any) -> None:
 
 
 def _check_streams(func: Any, tensors: list[Tensor]) -> None:
-    """Report tensors of a stream that the current one has not waited for.
-
-    Tensors of the default stream are not checked for ``record_stream``: they outlive side streams.
-    """
+    """Report tensors of a stream that the current one has not waited for."""
+    if is_view(func):
+        return
     now = _streams[-1]
+    number = now.launch()
     for x in tensors:
-        if not isinstance(x, OnDevice) or x.stream is now:
+        if not isinstance(x, OnDevice):
             continue
-        is_made = x.number <= max(x.stream.finished, now.waited_for.get(x.stream, 0))
-        is_kept = not x.in_use.isdisjoint((now, _streams[0]))
-        problem = "" if is_made else "no wait_event"
-        problem = problem if problem or is_kept else "no record_stream"
-        for mode in ImaginedDevice.entered if problem else ():
-            mode.races.append(f"{_place()}: {func}: {problem}")
+        memory = x.memory
+        if not now.is_after(memory.stream, memory.number):
+            _report_race(f"{_place()}: {func}: no wait_event")
+        if memory.home is not now:
+            memory.users[now] = number, f"{_place()}: {func}"
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Return whether the result of the operation is another view of the same memory."""
+    schema = getattr(func, "_schema", None)  # a collective has none
+    return schema is not None and any(
+        value.alias_info is not None and not value.alias_info.is_write for value in schema.returns
+    )
+
+
+def _report_race(race: str) -> None:
+    for mode in ImaginedDevice.entered:
+        mode.races.append(race)
+
+
+class Memory:
+    """Memory of a tensor and its views, in the pool of the stream on which it was allocated.
+
+    When it is freed, the next operation of that stream may use it again. By then, that stream must
+    have waited for the streams that used it, or ``record_stream`` must have named them.
+    """
+
+    def __init__(self) -> None:
+        self.home = _streams[-1]
+        self.recorded: set[Any] = set()
+        self.users: dict[Any, tuple[int, str]] = {}  # other streams: last operation and its line
+        self.written()
+
+    def written(self) -> None:
+        self.stream = _streams[-1]  # the one that wrote it last, and the number of its operation
+        self.number = self.stream.launch()
+
+    def __del__(self) -> None:
+        unrecorded = (user for user in self.users.items() if user[0] not in self.recorded)
+        self.home.freed += [(stream, *use) for stream, use in unrecorded]
+
+
+_memories: Any = weakref.WeakValueDictionary()  # by address of the storage
 
 
 def _place() -> str:
@@ -293,7 +365,9 @@ def _place() -> str:
 
 @cache
 def _is_ours(path: str) -> bool:
-    return path.startswith(_REPOSITORY) and "/.venv/" not in path and path != __file__
+    return (
+        path.startswith(_REPOSITORY) and "/.venv/" not in path and Path(path).name not in _HELPERS
+    )
 
 
 # -- registration ----------------------------------------------------------------------------------
@@ -308,31 +382,50 @@ class _Event:
 
     def record(self, stream: _Stream | None = None) -> None:
         self.stream = stream or _streams[-1]
-        self.number = self.stream.launched
+        self.clock = {**self.stream.waited_for, self.stream: self.stream.launched}
 
     def wait(self, stream: _Stream | None = None) -> None:
         (stream or _streams[-1]).wait_event(self)
 
     def synchronize(self) -> None:
-        self.stream.finished = max(self.stream.finished, self.number)
+        for stream, number in self.clock.items():
+            stream.finished = max(stream.finished, number)
 
     def elapsed_time(self, other: _Event) -> float:
         return 0.0
 
 
 class _Stream:
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.launched = 0  # number of the last operation
+        self.freed: list[tuple[_Stream, int, str]] = []  # uses of freed memory by other streams
         self.finished = 0  # number of the last one that the host has waited for
-        self.waited_for: dict[_Stream, int] = {}
+        self.waited_for: dict[_Stream, int] = {}  # number of its operation
 
     def launch(self) -> int:
+        for stream, number, line in self.freed:
+            if not self.is_after(stream, number):
+                _report_race(f"{line}: no record_stream")
+        self.freed.clear()
         self.launched += 1
         return self.launched
 
+    def wait_stream(self, stream: _Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record(self)
+        return event
+
     def wait_event(self, event: _Event) -> None:
-        before = self.waited_for.get(event.stream, 0)
-        self.waited_for[event.stream] = max(before, event.number)
+        for stream, number in event.clock.items():  # also what that stream has waited for
+            self.waited_for[stream] = max(self.waited_for.get(stream, 0), number)
+
+    def is_after(self, other: _Stream, number: int) -> bool:
+        """Return whether operations from now on start after that one of the other stream."""
+        done = max(other.finished, self.waited_for.get(other, 0))
+        return other is self or number <= done
 
 
 _streams = [_Stream()]  # the default one, and the entered ones
@@ -359,7 +452,7 @@ class _Module:
     is_initialized = staticmethod(lambda: True)
     _is_in_bad_fork = staticmethod(lambda: False)
     manual_seed_all = staticmethod(lambda seed: None)
-    get_rng_state = staticmethod(lambda: torch.zeros(1, dtype=torch.uint8))
+    get_rng_state = staticmethod(lambda device=None: torch.zeros(1, dtype=torch.uint8))
     set_rng_state = staticmethod(lambda state: None)
     emptied = 0  # how often
 
@@ -398,6 +491,7 @@ def _register() -> None:
     if _libraries:
         return
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    accelerator._PINNED = (*accelerator._PINNED, NAME)
     others = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     others.fallback(torch.library.fallthrough_kernel)
     products = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 import imagined_device
 from gpu import acceptance
+from gpu.rows import Setting, Sizes
 from imagined_device import NAME, ImaginedDevice, in_process
 from selftask.registry import METHODS
 
@@ -31,7 +32,7 @@ def accepted(folder: Path, checks: list[str], plant: Any) -> list[Any]:
 
         if plant is not None:
             plant(patch)
-        setting = acceptance.Setting(NAME, ["simclr"], folder, without_waits)
+        setting = Setting(NAME, ["simclr"], folder, without_waits)
         return acceptance.run(setting, checks)
 
 
@@ -87,3 +88,31 @@ def test_faults_are_seen(plant: Any, check: str, figure: str, tmp_path: Path) ->
     results = in_process(accepted, tmp_path, [check], plant)
     failed = [result for result in results if result.passed is False]
     assert failed and all(figure in result.figure for result in failed)
+
+
+BATCH_FORMS = (
+    "[{name: random_resized_crop, size: 32}, horizontal_flip, {name: normalize, stats: half}]"
+)
+TINY = Sizes(
+    recipes=("supervised/digits", "simclr/digits"),
+    batch_size=8,
+    images=64,
+    height=32,
+    steps=4,
+    more=("train.threads=1", f"views.main.transforms={BATCH_FORMS}"),
+    assumed=("classes=10", "side=32"),
+    compiler="eager",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check", ["speed", "loader", "bare_loop", "precision", "compile", "races", "ranks"]
+)
+def test_what_cannot_be_imagined_runs_on_the_cpu(check: str, tmp_path: Path) -> None:
+    """Figures of speed are not compared: they are those of a tiny network on a busy machine."""
+    setting = Setting("cpu", ["simclr"], tmp_path, nullcontext, ranks=2, sizes=TINY)
+    results = acceptance.run(setting, [check])
+    assert results and all(result.case != "stopped" for result in results), results
+    if check in ("compile", "races", "ranks"):
+        assert all(result.passed for result in results), results

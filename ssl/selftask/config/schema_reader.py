@@ -205,7 +205,11 @@ class Reader:
             return self._nested(value, registry, kind, key)
         if value is None:
             return None
-        kind = next(k for k in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(k))
+        kind = next(
+            one
+            for one in (kind, *typing.get_args(kind))
+            if isinstance(one, type) and issubclass(one, Component)
+        )
         of_kind = Schema.of(kind, without=["name", "args"])
         shared = Schema({n: schema.fields[n] for n in field.metadata["shared"]}, schema.types, "")
         component, ours = self.component(value, registry, key, ours=of_kind | shared)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -73,7 +74,7 @@ def _check_gpus(kind: str, world: World) -> None:
         )
 
 
-def auto_precision(device: torch.device) -> tuple[str, str]:
+def auto_precision(device: torch.device) -> tuple[Literal["float32", "bfloat16"], str]:
     """Return the value of ``train.precision=auto`` on a device, and a text that explains it."""
     if device.type != "cuda":
         return "float32", f"auto: float32 on {device.type}"

@@ -47,9 +47,9 @@ class SimSiam(Method):
         """Build projector and predictor; the projector's layers have the backbone's width."""
         config = self.config
         hidden = [embed_dim] * (config.projector_layers - 1)
-        last = {"last_norm": True, "last_affine": False}
+        sizes = (embed_dim, *hidden, config.out_dim)
         return ProjectorPredictor(
-            mlp(embed_dim, *hidden, config.out_dim, bias=False, **last),
+            mlp(*sizes, bias=False, last_norm=True, last_affine=False),
             mlp(config.out_dim, config.hidden_dim, config.out_dim, bias=False),
         )
 

@@ -41,9 +41,14 @@ def whole_norms(
     sharded = [i for i, tensor in enumerate(shards_of) if _is_sharded(tensor)]
     if sharded:
         first = shards_of[sharded[0]]
-        mine = norms[None, sharded].to(first.device_mesh.device_type)
-        every = all_gather_cat(mine)[ranks_of_shards(first)]  # (ranks, S)
-        norms[sharded] = torch.linalg.vector_norm(every, ord=p, dim=0).to(norms.device)
+        each = norms.unbind()  # an index of numbers would be copied from the host, which waits
+        mine = torch.stack([each[i] for i in sharded])[None].to(first.device_mesh.device_type)
+        ranks = ranks_of_shards(first)
+        of_ranks = all_gather_cat(mine).unbind()
+        every = torch.stack([of_ranks[i] for i in ranks])  # (ranks, S)
+        of_shards = torch.linalg.vector_norm(every, ord=p, dim=0).to(norms.device).unbind()
+        merged = dict(enumerate(each)) | dict(zip(sharded, of_shards, strict=True))
+        norms = torch.stack([merged[i] for i in range(len(each))])
     return norms
 
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import empty as empty_shards
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from selftask.distributed.accelerator import is_accelerator
+from selftask.distributed.accelerator import forked_rng, is_accelerator
 from selftask.distributed.collectives import is_primary, world_size
 from selftask.distributed.shards import full_tensor
 from selftask.errors import RunError, UserError
@@ -223,7 +223,7 @@ class FSDPReduction(Reduction):
             key: full_tensor(value) if isinstance(value, DTensor) else value
             for key, value in module.state_dict().items()
         }
-        with torch.random.fork_rng():
+        with forked_rng():
             copy = build()
         copy.load_state_dict(full)
         device = next(iter(full.values())).device

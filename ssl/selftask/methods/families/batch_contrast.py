@@ -6,11 +6,12 @@ B: images per rank, W: ranks, E: features of the backbone, D: width of the head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
 from selftask.config.fields import setting
-from selftask.methods.base import Method
+from selftask.methods.base import Method, NumViews
 from selftask.models.heads import mlp
 
 
@@ -18,7 +19,7 @@ class BatchContrast(Method):
     """Method with SimCLR's head (arXiv:2002.05709, section 2.1), whose negatives are the batch."""
 
     loss_reduction = "gathered"  # views are negatives to those of all ranks
-    views = 2
+    views: ClassVar[NumViews | dict[str, NumViews]] = 2
     min_batch_size = 2
 
     @dataclass(frozen=True, kw_only=True)
