@@ -20,6 +20,7 @@ SMALLEST = {
     "freed_memory": "--batch 2 --steps 1 --rounds 1",
     "kernel": "--size 32 --rounds 1",
     "knn": "--train 200 --test 50 --rounds 1",
+    "launches": "--methods simclr --networks resnet50",
     "linear": "--images 100 --width 16 --rounds 1",
     "loader": "--workers 1 --batch 4 --batches 1 --rounds 1",
     "long_run": "--steps 400",

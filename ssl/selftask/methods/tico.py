@@ -39,8 +39,8 @@ class TiCo(EMATeacher):
         "Visual Representation Learning, 2022"
     )
     columns = {
-        "invariance": "Term of the loss: the student agrees with the teacher's other view.",
-        "covariance": "Term of the loss: squared length along the directions of other images.",
+        "invariance": "Term of the loss: two views have the same embedding.",
+        "contrast": "Term of the loss: squared length along the directions of other images.",
     }
     loss_reduction = "samples"  # the covariance has no gradient
     views = 2
@@ -93,7 +93,7 @@ class TiCo(EMATeacher):
         invariance, contrast = tico_terms(output[0], batch["teacher"], batch["covariance"])
         return {
             "invariance": invariance,
-            "covariance": self.config.covariance_weight * contrast,
+            "contrast": self.config.covariance_weight * contrast,
         }
 
     def on_update(self, task: Any) -> None:
