@@ -51,7 +51,7 @@ class TWIST(Method):
         """Width of the head's two hidden layers."""
         temperature: float = setting(1.0, above=0)
         """Temperature of the distributions in both entropies, tau."""
-        sharpness_weight: float = setting(0.0)
+        sharpness_weight: float = setting(0.0, min=-1)
         """Weight of the entropy of each image beyond 1, lambda_1."""
         diversity_weight: float = setting(1.0, min=0)
         """Weight of the entropy of the mean distribution, lambda_2."""
