@@ -49,7 +49,7 @@ def _vit(**args: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _no_layers_afterwards() -> Iterator[None]:
     yield
-    LAYER_DRAWS.reset(0, 0)
+    LAYER_DRAWS.reset(0)
 
 
 def test_rope_is_that_of_dinov3() -> None:

@@ -6,7 +6,9 @@ import copy
 import time
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from selftask.distributed.collectives import (
@@ -33,6 +35,15 @@ ROWS = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0], [13.0, 17.0]])  # two 
 WEIGHTS = torch.tensor([[0.5, -1.0], [2.0, 0.25], [1.5, 3.0], [-0.75, 4.0]])
 
 
+def scattered(mine: Tensor) -> tuple[Tensor, bool]:
+    """Return the gradient with a backend that is not called gloo; whether all was reduced."""
+    reduced = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda: "nccl")
+        patch.setattr(dist, "all_reduce", lambda *args, **more: reduced.append(args))
+        return _gradient((WEIGHTS * gather_cat_with_grad(mine)).sum(), mine), bool(reduced)
+
+
 def collectives(_: int) -> dict[str, Any]:
     """What each collective returns on this rank, or on one rank without a process group."""
     mine = ROWS.chunk(world_size())[rank()].clone().requires_grad_()
@@ -48,6 +59,7 @@ def collectives(_: int) -> dict[str, Any]:
     }
     found["input is as it was"] = torch.equal(mine.detach(), kept)
     found["gradient of cat"] = _gradient((WEIGHTS * gather_cat_with_grad(mine)).sum(), mine)
+    found["gradient of cat by scattering"] = scattered(mine)
     weight = WEIGHTS[: len(mine)] * (rank() + 1)
     found["gradient of sum"] = _gradient((weight * sum_with_grad(mine)).sum(), mine)
     equal = (WEIGHTS[: len(mine)] * sum_with_equal_grad(mine)).sum()
@@ -97,6 +109,9 @@ def test_two_ranks(told: list[dict[str, Any]]) -> None:
         assert found["objects"] == [{"of": 0}, {"of": 1}]
         assert found["input is as it was"]
         assert torch.equal(found["gradient of cat"], 2 * WEIGHTS.chunk(2)[number])
+        gradient, reduced_all = found["gradient of cat by scattering"]
+        assert torch.equal(gradient, 2 * WEIGHTS.chunk(2)[number])
+        assert not reduced_all
         assert torch.equal(found["gradient of sum"], 3 * WEIGHTS[:2])  # 1 and 2 times
         assert torch.equal(found["gradient of equal"], 2 * WEIGHTS[:2])
         assert torch.equal(found["broadcast"]["weight"], first)

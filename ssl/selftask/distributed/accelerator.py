@@ -41,6 +41,12 @@ def pins_memory(device: torch.device) -> bool:
     return device.type in _PINNED
 
 
+def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor of the host on the device; the host does not wait for it."""
+    source = tensor.pin_memory() if pins_memory(device) else tensor
+    return source.to(device, non_blocking=True)
+
+
 def wait_for(device: torch.device) -> None:
     """Wait until the device has finished everything that was launched."""
     if is_accelerator(device):
