@@ -69,10 +69,10 @@ def of_selftask(train: Tensor, test: Tensor, k: int, search: str) -> Callable[[]
         queries = F.normalize(test, dim=1)
         chunks = queries.split(knn._TEST_ROWS)
         none = [torch.full((len(chunk),), -1) for chunk in chunks]
-        found = [
+        neighbors = [
             bank.nearest(*pair) for pair in ((c, k, n) for c, n in zip(chunks, none, strict=True))
         ]
-        return torch.cat([rows for _, rows in found])
+        return torch.cat([rows for _, rows in neighbors])
 
     return run
 

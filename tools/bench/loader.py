@@ -136,8 +136,8 @@ class Entry:
         others = set(multiprocessing.active_children())
         self.batches = iter(make())
         next(self.batches)
-        own = set(multiprocessing.active_children()) - others
-        self.processes = [process.pid for process in own if process.pid]
+        workers = set(multiprocessing.active_children()) - others
+        self.processes = [process.pid for process in workers if process.pid]
         self.found: list[tuple[float, float]] = []  # CPU seconds and faults of each turn
 
     def take(self, count: int) -> None:

@@ -55,7 +55,7 @@ def parts_of(text: str, platform: str = sys.platform) -> list[Part]:
     return sections + [Part(*block) for block in _BLOCK.findall(text)]
 
 
-def problems(package: str, found: list[Part]) -> list[str]:
+def problems(package: str, parts: list[Part]) -> list[str]:
     """Return a line for each part under the GPL itself.
 
     The LGPL is admitted: its libraries are shared libraries, which can be replaced. So is the
@@ -64,7 +64,7 @@ def problems(package: str, found: list[Part]) -> list[str]:
     admitted = re.compile(r"LGPL|Lesser|GCC-exception")
     return [
         f"{package}: contains {part.name}: copyleft: {part.license}"
-        for part in found
+        for part in parts
         if "GPL" in part.license and not admitted.search(part.license)
     ]
 
