@@ -183,7 +183,10 @@ class ManualReduction(Reduction):
         self._next += 1
 
     def _without_gradient_anywhere(self) -> list[nn.Parameter]:
-        """Return the idle parameters that are idle on all ranks; a collective if there are any."""
+        """Return the parameters of ``_idle`` that have no gradient on any rank in this step.
+
+        Collective, unless ``_idle`` is empty.
+        """
         if not self._idle:
             return []
         counts = count_ranks([p.grad is not None for _, p in self._idle])

@@ -56,7 +56,7 @@ _FULL_PRECISION: AbstractContextManager[None] = nullcontext()
 
 @register_task("standard")
 class Task(Recorder, ClassyTaskNames):
-    """Parts of one run, also for Classy's trainers; docs/how-to-own-hook.md: what is public.
+    """One run and its parts; docs/how-to-own-hook.md lists what is public.
 
     Args:
         config: The config of the run.
