@@ -32,11 +32,11 @@ FREE = re.compile(
     r"Boost|CC0|0BSD",
     re.IGNORECASE,
 )
-"""Licences without conditions for programs that use the package. MPL requires publishing changes of
+"""Licenses without conditions for programs that use the package. MPL requires publishing changes of
 its own files only; NVIDIA's are those of the CUDA libraries that torch wheels require.
 """
 EMPTY = {"cuda-toolkit": "NVIDIA: an empty package that requires the CUDA libraries"}
-"""Licences of packages whose metadata have none."""
+"""Licenses of packages whose metadata have none."""
 
 NAMELESS = ("OSI Approved", "Other/Proprietary License")
 """Ends of classifiers that name no license; the field ``License`` does."""
@@ -117,7 +117,7 @@ def write_licenses(path: Path, packages: list[str]) -> None:
         capture_output=True,
         text=True,
     )
-    head = f"# Licences\n\nOf what selftask requires; selftask itself: {license(PACKAGE)}.\n\n"
+    head = f"# Licenses\n\nOf what selftask requires; selftask itself: {license(PACKAGE)}.\n\n"
     path.write_text(f"{head}{done.stdout}\n{bundled.table(packages)}", encoding="utf-8")
 
 
