@@ -366,7 +366,7 @@ def test_features_of_hidden_layers_and_their_clusters(
     centroids = np.stack([unit[labels == label].sum(axis=0) for label in (0, 1)])
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
     assert ((unit @ centroids.T).argmax(axis=1) == labels).all(), "of the nearest centroid"
-    cosines = unit @ unit.T - 3 * np.eye(len(unit))  # no image is its own neighbour
+    cosines = unit @ unit.T - 3 * np.eye(len(unit))  # no image is its own neighbor
     nearest = dict(zip(map(str, paths), cosines.max(axis=1), strict=True))
     with (out / "ranking.csv").open(newline="") as file:
         ranking = {row["path"]: float(row["cosine"]) for row in csv.DictReader(file)}
@@ -385,7 +385,7 @@ def test_evaluations_of_hidden_layers(
     capsys.readouterr()
     with (out / "images.csv").open(newline="") as file:
         folders = np.array([Path(line["path"]).parent.name for line in csv.DictReader(file)])
-    for layer in (0, 1):  # each image by its nearest neighbour among the others
+    for layer in (0, 1):  # each image by its nearest neighbor among the others
         unit = np.load(out / f"features_layer{layer}.npy").astype(np.float64)
         unit /= np.linalg.norm(unit, axis=1, keepdims=True)
         nearest = (unit @ unit.T - 3 * np.eye(len(unit))).argmax(axis=1)

@@ -23,7 +23,7 @@ from selftask.data.reading.files import BadImage
 from selftask.data.views import Views
 from selftask.errors import UserError
 
-LEVEL = 1 / 255  # a grey level in views without normalize
+LEVEL = 1 / 255  # a gray level in views without normalize
 
 
 def part(name: str, **args: Any) -> Component:
@@ -83,7 +83,7 @@ def read(batches: Batches, count: int, start: int = 0) -> list[Batch]:
 
 
 def assert_same(a: list[Batch], b: list[Batch], levels: float | None = None) -> None:
-    """Equal, or the views within a mean of so many grey levels."""
+    """Equal, or the views within a mean of so many gray levels."""
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
         assert (x.epoch, x.number) == (y.epoch, y.number)
@@ -244,7 +244,7 @@ def test_free_memory_is_known() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_same_views_without_a_wait() -> None:
-    """On its side stream, with no synchronisation once constants are there."""
+    """On its side stream, with no synchronization once constants are there."""
     make = lambda device: Batches(  # noqa: E731
         dataset(Photos(same=True)), batch_size=8, seed=3, device=torch.device(device)
     )

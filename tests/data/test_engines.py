@@ -64,7 +64,7 @@ def test_engines_differ_by_rounding(tmp_path: Path) -> None:
     for one, other in zip(cpu, device, strict=True):
         assert torch.equal(one.index, other.index)
         for view, other_view in zip(one.all_views, other.all_views, strict=True):
-            assert (view - other_view).abs().mean() < 1.5 / 127.5  # grey levels, normalised
+            assert (view - other_view).abs().mean() < 1.5 / 127.5  # gray levels, normalized
 
 
 def test_iterate_all_reads_every_image_once(tmp_path: Path) -> None:

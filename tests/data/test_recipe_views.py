@@ -1,7 +1,7 @@
 """Views of shipped recipes against torchvision's pipelines: the same distribution.
 
 Nothing is shared but the 2,000 images, so the statistics differ by their sampling errors, of which
-five are allowed. Their rounding down (half a grey level an operation, at most 2 in all) is a third
+five are allowed. Their rounding down (half a gray level an operation, at most 2 in all) is a third
 of one such error of the mean.
 """
 
@@ -35,7 +35,7 @@ STATISTICS = [
 
 @cache
 def images() -> list[np.ndarray]:
-    """Coloured blots of 56x44 pixels with some noise, brighter to the right."""
+    """Colored blots of 56x44 pixels with some noise, brighter to the right."""
     rng = np.random.default_rng(0)
     ramp = np.linspace(-60, 60, 56)[None, :, None]
     found = []

@@ -31,7 +31,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("photos", "my_images", "labelled/train", "labelled/test"):
         for label in CLASSES:
             (home / folder / label).mkdir(parents=True)
-            for number in range(22):  # half of them are more than the 20 neighbours of k-NN
+            for number in range(22):  # half of them are more than the 20 neighbors of k-NN
                 path = home / folder / label / f"{number}.png"
                 pixels = draw.integers(0, 255, (48, 48, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(path)

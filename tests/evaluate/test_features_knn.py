@@ -1,4 +1,4 @@
-"""Features of a frozen backbone, and nearest neighbours against scikit-learn and plain loops."""
+"""Features of a frozen backbone, and nearest neighbors against scikit-learn and plain loops."""
 
 from __future__ import annotations
 

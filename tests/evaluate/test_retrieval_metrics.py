@@ -58,7 +58,7 @@ def test_average_precision_is_scikit_learns_without_junk(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_trapezoids_are_those_of_a_walk_down_the_list(seed: int) -> None:
-    """Precision and recall after each image; the area between neighbouring points."""
+    """Precision and recall after each image; the area between neighboring points."""
     scores, positives, ignored = drawn(seed)
     hits = ranked(scores, positives, ignored)
     area, found, recall, precision = 0.0, 0, 0.0, 1.0

@@ -24,7 +24,7 @@ def _method(**config: Any) -> BarlowTwins:
 
 
 def _paper_correlation(first: Tensor, second: Tensor, i: int, j: int) -> float:
-    """Eq. 2 of features that are centred along the batch, as the paper assumes."""
+    """Eq. 2 of features that are centered along the batch, as the paper assumes."""
     a = [x - first[:, i].mean().item() for x in first[:, i].tolist()]
     b = [x - second[:, j].mean().item() for x in second[:, j].tolist()]
     lengths = math.sqrt(sum(x * x for x in a)) * math.sqrt(sum(x * x for x in b))

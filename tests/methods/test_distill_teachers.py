@@ -263,7 +263,7 @@ def _student(folder: Path, out: str, *words: str) -> Task:
 
 
 def test_a_run_of_dino_teaches_a_transformer_its_prototypes(runs: Path, tmp_path: Path) -> None:
-    """With its centre and temperature; stopped and resumed as if never stopped."""
+    """With its center and temperature; stopped and resumed as if never stopped."""
     words = [
         f"method.teacher={runs / 'dino'}",
         "backbone={name: vit_micro, depth: 1}",

@@ -140,7 +140,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("count", [20, 75])
 def test_masks_are_distributed_as_the_published_ones(count: int) -> None:
-    """Mean number of masked patches, their mean place, and neighbours that are masked together."""
+    """Mean number of masked patches, their mean place, and neighbors that are masked together."""
     number = 3000
     draws = random.Random(0)
     expected = torch.tensor([_published(draws, count, GRID, 98) for _ in range(number)]).float()

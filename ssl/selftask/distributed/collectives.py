@@ -195,7 +195,7 @@ def sum_with_grad(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the sum of ``x`` over ranks; the backward pass also sums gradients over ranks.
 
     Args:
-        x: Tensor of any shape, which is the same on every rank.
+        x: Tensor, with the same shape on every rank.
         group: Group to reduce over; None means all ranks.
     """
     return x if world_size() == 1 else _Sum.apply(x, group)
@@ -208,7 +208,7 @@ def sum_with_equal_grad(x: Tensor) -> Tensor:
     the number of ranks. The result is that of ``sum_with_grad``, with half of the communication.
 
     Args:
-        x: Tensor of any shape, which is the same on every rank.
+        x: Tensor, with the same shape on every rank.
     """
     return x if world_size() == 1 else _SumWithEqualGrad.apply(x)
 

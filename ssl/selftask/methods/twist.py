@@ -1,4 +1,4 @@
-"""TWIST: two views get the same class, each image one class, and the images all classes.
+"""TWIST: views of an image get the same class, each with confidence, and all classes are used.
 
 V: views, B: images per rank, W: ranks, K: classes, which are not those of labels.
 """
@@ -24,7 +24,7 @@ NUM_LARGE = 2  # views, each compared with all later ones
 
 @register_method("twist")
 class TWIST(Method):
-    """TWIST (arXiv:2110.07402): views get equal classes, certain for an image, even over images.
+    """TWIST (arXiv:2110.07402): views get the same class, with confidence; all classes are used.
 
     Differs from the authors' code:
 

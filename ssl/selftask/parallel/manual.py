@@ -185,9 +185,10 @@ class ManualReduction(Reduction):
         self._next += 1
 
     def _without_gradient_anywhere(self) -> list[nn.Parameter]:
-        """Return the idle parameters that are idle on all ranks.
+        """Return the parameters of ``_idle`` that have no gradient on any rank in this step.
 
-        If there are any, hosts exchange in each step which have a gradient; no device is waited for.
+        Collective, unless ``_idle`` is empty: hosts exchange which have one; no device is waited
+        for.
         """
         if not self._idle:
             return []

@@ -53,7 +53,7 @@ log = get_logger(__name__)
 
 @register_task("standard")
 class Task(Recorder, ClassyTaskNames):
-    """Parts of one run, also for Classy's trainers; docs/how-to-own-hook.md: what is public.
+    """One run and its parts; docs/how-to-own-hook.md lists what is public.
 
     Args:
         config: The config of the run.

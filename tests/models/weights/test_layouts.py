@@ -270,6 +270,6 @@ def test_positions_are_interpolated_to_the_module_s_grid(
     found = new.state_dict()[key]
     assert torch.equal(found[:, :num_prefix], state[key][:, :num_prefix])
     grid = found[0, num_prefix:, 0].view(12, 12)
-    at = (torch.arange(12.0) + 0.5) / 2 - 0.5  # pixel centres of the finer grid in the coarser
+    at = (torch.arange(12.0) + 0.5) / 2 - 0.5  # pixel centers of the finer grid in the coarser
     expected = 2 * at[None, :] + 3 * at[:, None]
     torch.testing.assert_close(grid[4:8, 4:8], expected[4:8, 4:8], rtol=1e-4, atol=1e-4)
