@@ -187,7 +187,8 @@ class ManualReduction(Reduction):
     def _without_gradient_anywhere(self) -> list[nn.Parameter]:
         """Return the idle parameters that are idle on all ranks.
 
-        If there are any, hosts exchange in each step which have a gradient; no device is waited for.
+        If there are any, hosts exchange in each step which of them have a gradient, and wait for no
+        device.
         """
         if not self._idle:
             return []
