@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import imagined_device
 import tiny
@@ -210,6 +210,38 @@ def test_values_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert places == [{NAME}, {"cpu"}], "hooks.ema.device"
     assert there["step"] == here["step"] == 2 * tiny.STEPS_PER_EPOCH
     assert there["loss"] == pytest.approx(here["loss"], rel=1e-4)
+
+
+def formats(folder: Path) -> list[bool]:
+    """Return whether images, weights, gradients and momenta are channels_last after a step.
+
+    The last is a momentum that was saved on a CPU.
+    """
+    with ImaginedDevice():
+        task = tiny.task("byol", folder, "formats", "train.device=auto")
+        task.prepare()
+        task.on_start()
+        task.on_phase_start()
+        task.step()
+        weight, teacher = (
+            next(part.weight for part in network.modules() if isinstance(part, nn.Conv2d))
+            for network in (task.base_model, task.loss.teacher)
+        )
+        momentum, *_ = (x for x in task.optimizer.optimizer.state[weight].values() if x.ndim == 4)
+        tensors = [task.last_batch.all_views[0], weight, teacher, weight.grad, momentum]
+        state = task.optimizer.get_classy_state()
+        for of_parameter in state["optim"]["state"].values():
+            for name, value in of_parameter.items():
+                of_parameter[name] = value.contiguous()
+        task.optimizer.set_classy_state(state)
+        tensors += [x for x in task.optimizer.optimizer.state[weight].values() if x.ndim == 4][:1]
+        task.close()
+    return [x.is_contiguous(memory_format=torch.channels_last) for x in tensors]
+
+
+@pytest.mark.slow
+def test_convolutions_have_the_memory_format_of_the_images(tmp_path: Path) -> None:
+    assert in_process(formats, tmp_path) == [True] * 6
 
 
 def clipped() -> list[Any]:
