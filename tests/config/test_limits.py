@@ -76,8 +76,8 @@ def complaints(kind: str, name: str, field: str, value: float, whole: dict[str, 
     nested = {f.metadata.get("of") for f in schema.fields.values()}
     if nested - {None, "schedules"}:  # lists of transforms
         return ""
-    found = iter_problems(Component(name=name, args=args), REGISTRIES[kind], ("x",), whole)
-    return "; ".join(text for _, text in found)
+    problems = iter_problems(Component(name=name, args=args), REGISTRIES[kind], ("x",), whole)
+    return "; ".join(text for _, text in problems)
 
 
 def test_every_number_of_ours_has_a_limit() -> None:

@@ -38,12 +38,12 @@ def images() -> list[np.ndarray]:
     """Colored blots of 56x44 pixels with some noise, brighter to the right."""
     rng = np.random.default_rng(0)
     ramp = np.linspace(-60, 60, 56)[None, :, None]
-    found = []
+    results = []
     for blots in rng.integers(40, 220, (NUM, 5, 6, 3), dtype=np.uint8):
         smooth = cv2.resize(blots, (56, 44), interpolation=cv2.INTER_CUBIC)
         noisy = smooth + ramp + rng.integers(-15, 16, (44, 56, 3))
-        found.append(np.clip(noisy, 0, 255).astype(np.uint8))
-    return found
+        results.append(np.clip(noisy, 0, 255).astype(np.uint8))
+    return results
 
 
 def statistics(view: np.ndarray) -> list[float]:

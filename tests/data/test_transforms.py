@@ -119,9 +119,9 @@ def test_random_crop(photo: np.ndarray) -> None:
     seen = set()
     for seed in range(20):
         crop = build("random_crop", size=32, padding=4)(photo, rng(seed))
-        found = np.argwhere((windows == crop.transpose(2, 0, 1)).all(axis=(2, 3, 4)))
-        assert len(found) == 1
-        seen.add(tuple(found[0]))
+        actual = np.argwhere((windows == crop.transpose(2, 0, 1)).all(axis=(2, 3, 4)))
+        assert len(actual) == 1
+        seen.add(tuple(actual[0]))
     assert len(seen) > 15
 
 

@@ -58,10 +58,10 @@ def shortened(command: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_run(home: Path) -> None:
-    found = commands()
-    assert len(found) >= 9
+    actual = commands()
+    assert len(actual) >= 9
     environment = os.environ | {"PYTHONPATH": str(ROOT / "ssl"), "OMP_NUM_THREADS": "1"}
-    for command in found:
+    for command in actual:
         done = subprocess.run(
             [sys.executable, "-m", "selftask", *shortened(command)],
             cwd=home,

@@ -33,12 +33,12 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 def slow_matches(here: list[Any], there: list[Any], num: int) -> list[tuple[int, int]]:
     """Of one image: the ``num`` cells whose nearest neighbor is nearest, in their order."""
-    found = []
+    results = []
     for n, cell in enumerate(here):
         distances = [sum((a - b) ** 2 for a, b in zip(cell, other, strict=True)) for other in there]
         best = min(range(len(there)), key=distances.__getitem__)
-        found.append((distances[best], n, best))
-    chosen = sorted(found)[:num]
+        results.append((distances[best], n, best))
+    chosen = sorted(results)[:num]
     return sorted((n, best) for _, n, best in chosen)
 
 

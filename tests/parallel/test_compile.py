@@ -178,9 +178,9 @@ def test_compiled_with_checkpointing(method: str, checkpointing: str, tmp_path: 
     counters.clear()
     expected = losses(method, tmp_path, "eager", more)
     assert not counters["stats"]["unique_graphs"]
-    found = losses(method, tmp_path, "compiled", more, "train.compile=model", EAGER)
+    actual = losses(method, tmp_path, "compiled", more, "train.compile=model", EAGER)
     assert counters["stats"]["unique_graphs"] > 0
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def on_rank(rank: int, folder: Path, out: str, *more: str) -> list[float]:
@@ -191,12 +191,12 @@ def on_rank(rank: int, folder: Path, out: str, *more: str) -> list[float]:
     task.prepare()
     task.on_start()
     task.on_phase_start()
-    found = []
+    results = []
     for _ in range(4):
         task.step()
-        found.append(float(task.last_batch.loss))
+        results.append(float(task.last_batch.loss))
     task.close()
-    return found
+    return results
 
 
 @pytest.mark.slow
@@ -209,6 +209,6 @@ def test_compiled_on_two_ranks(reduce: str, tmp_path: Path) -> None:
     parallel = f"parallel={reduce}"
     expected = run_ranks(on_rank, 2, tmp_path, "eager", parallel)
     options = ("train.compile=model", EAGER)
-    found = run_ranks(on_rank, 2, tmp_path, "compiled", parallel, *options)
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
-    assert found[0] == found[1]
+    results = run_ranks(on_rank, 2, tmp_path, "compiled", parallel, *options)
+    assert results[0] == pytest.approx(expected[0], rel=1e-5)
+    assert results[0] == results[1]

@@ -47,8 +47,8 @@ def one_sided(rank: int) -> tuple[list[list[Tensor | None]], list[str]]:
     return seen, []
 
 
-def test_a_gradient_on_one_rank_only(told: list[dict[str, Any]]) -> None:
-    for seen, message in (of_rank["one_sided"] for of_rank in told):
+def test_a_gradient_on_one_rank_only(rank_results: list[dict[str, Any]]) -> None:
+    for seen, message in (of_rank["one_sided"] for of_rank in rank_results):
         for step, (a, b, c, d) in enumerate(seen):
             assert a.tolist() == [1.5] * 3
             assert b.tolist() == [3.0] * 3, "zero on the other rank"
@@ -121,8 +121,8 @@ def details(rank: int) -> tuple[Any, ...]:
     return second_backward(rank), compressed(rank), memory_format(rank), overlap(rank)
 
 
-def test_details_of_manual_reduction(told: list[dict[str, Any]]) -> None:
-    for message, reduced, kept, counts in (of_rank["details"] for of_rank in told):
+def test_details_of_manual_reduction(rank_results: list[dict[str, Any]]) -> None:
+    for message, reduced, kept, counts in (of_rank["details"] for of_rank in rank_results):
         assert "a second backward pass" in message
         assert "network.weight" in message
         assert "task.no_sync()" in message
@@ -152,10 +152,10 @@ def partly_early(rank: int) -> list[int]:
 
 
 def test_a_gradient_of_some_ranks_is_sent_after_the_backward_pass(
-    told: list[dict[str, Any]],
+    rank_results: list[dict[str, Any]],
 ) -> None:
     """Else the order of collectives in one group would depend on the rank."""
-    assert [of_rank["partly_early"] for of_rank in told] == [[0, 1], [0, 1]]
+    assert [of_rank["partly_early"] for of_rank in rank_results] == [[0, 1], [0, 1]]
 
 
 def idle_on_the_host(rank: int) -> list[list[float] | None]:

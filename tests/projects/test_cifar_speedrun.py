@@ -39,7 +39,7 @@ def test_features_equal_a_loop_over_patches(patches: ModuleType) -> None:
     features = bank(images).detach().view(10, 4, 5)
     filters = bank.filters.detach().numpy()
     filters = filters / np.linalg.norm(filters, axis=1, keepdims=True)
-    for image, found in zip(images.numpy(), features.numpy(), strict=True):
+    for image, actual in zip(images.numpy(), features.numpy(), strict=True):
         similarity = np.zeros((6, 6, 5))
         for y in range(6):
             for x in range(6):
@@ -49,7 +49,7 @@ def test_features_equal_a_loop_over_patches(patches: ModuleType) -> None:
                 similarity[y, x] = filters @ (patch / np.linalg.norm(patch))
         active = np.maximum(similarity - 0.1, 0)
         cells = [active[y : y + 3, x : x + 3].mean(axis=(0, 1)) for y in (0, 3) for x in (0, 3)]
-        np.testing.assert_allclose(found, cells, atol=1e-12)
+        np.testing.assert_allclose(actual, cells, atol=1e-12)
 
 
 def test_patches_are_whitened_and_filters_are_patches(patches: ModuleType) -> None:

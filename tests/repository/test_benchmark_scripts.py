@@ -47,5 +47,5 @@ def test_a_script_runs(name: str, tmp_path: Path) -> None:
         pytest.importorskip("faiss")
     command = [sys.executable, str(BENCH / f"{name}.py"), *SMALLEST[name].split()]
     environment = {**tiny.environment(), "PYTHONPATH": ""}
-    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert found.stdout.strip() and "Traceback" not in found.stderr, found.stderr
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.stdout.strip() and "Traceback" not in process.stderr, process.stderr

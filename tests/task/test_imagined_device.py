@@ -68,8 +68,11 @@ def run(method: str, folder: Path, *more: str, plant: Any = None) -> tuple[list[
 
 def trained(method: str, folder: Path, *more: str) -> list[str]:
     """Train, evaluate, save, resume and train on; the waits between log points."""
-    labelled = [f"data.val={tiny.digits_file(folder)}", "eval.evaluations={knn: {}, linear: null}"]
-    options = [*labelled, *more]
+    data_words = [
+        f"data.val={tiny.digits_file(folder)}",
+        "eval.evaluations={knn: {}, linear: null}",
+    ]
+    options = [*data_words, *more]
     waits, task = run(method, folder, *options, "train.stop_at=null")
     assert 0.0 <= task.last_row["knn_top1"] <= 1.0
     saved = tiny.last_state(task.out)
@@ -248,8 +251,8 @@ def clipped() -> list[Any]:
     """As with ``parallel.cpu_offload``: gradients of the network here, of the method there."""
     with ImaginedDevice():
         grads = [torch.full((7,), 2.0), torch.full((9,), 2.0, device=NAME)]
-        found = [float(clip_norm(grads, 4.0, each=each)) for each in (False, True)]
-        return [*found, *(grad.cpu().norm().item() for grad in grads)]
+        actual = [float(clip_norm(grads, 4.0, each=each)) for each in (False, True)]
+        return [*actual, *(grad.cpu().norm().item() for grad in grads)]
 
 
 def test_clipping_on_two_devices() -> None:

@@ -96,7 +96,8 @@ def _of_field(field: Field[Any], kind: Any, name: str) -> Place:
     options = _options(kind)
     if not name and isinstance(field.default, Component):
         name = field.default.name
-    section = next((o for o in options if is_dataclass(o) and o is not Component), None)
+    component = next((o for o in options if isinstance(o, type) and issubclass(o, Component)), None)
+    section = next((o for o in options if is_dataclass(o) and o is not component), None)
     if section is not None:
         schema = Schema.of(typing.cast(type, section))
         flat = next((f for f in schema.fields.values() if f.metadata.get("flat")), None)
@@ -107,8 +108,9 @@ def _of_field(field: Field[Any], kind: Any, name: str) -> Place:
         return Place(schema=_joined(schema, _component(kinds, name)), names=kinds, kind=kind)
     if registry is not None and typing.get_origin(options[0]) is dict and len(options) == 1:
         return Place(entries=registry)
-    if registry is not None and Component in options:
-        return Place(schema=_joined(None, _component(registry, name)), names=registry)
+    if registry is not None and component is not None:
+        shared = Schema.of(component, without=["name", "args"])
+        return Place(schema=_joined(shared, _component(registry, name)), names=registry)
     return Place(names=registry, kind=kind)
 
 
