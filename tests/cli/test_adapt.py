@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 import tiny
 from selftask.cli.adapt.choices import choose_method, choose_schedule, choose_side
 from selftask.cli.main import main
+from selftask.config.load import load_config
 from selftask.models.weights.model_source import open_model
+from selftask.plan.memory import USABLE
 
 
 def facts(model: str, side: int = 224, method: str = "timm") -> dict[str, Any]:
@@ -91,7 +94,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def adapted(start: Path, out: Path, *more: str) -> int:
+def adapted(start: Path | str, out: Path, *more: str) -> int:
     data = ["data=digits", "data.val={name: digits, split: val}"]
     here = ["train.threads=1", "data.num_workers=0", "train.batch_size=32", f"out={out}"]
     return main(["adapt", str(start), *data, *here, *more])
@@ -118,6 +121,43 @@ def test_what_harms_is_said_and_not_exported(
     assert scores[0] == max(scores) > scores[-1]
     assert adapted(start, out, *harm, "train.max_steps=10") == 0  # finished already
     assert "worse than at the start" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_rate_follows_from_overrides(
+    start: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dry = (start, tmp_path / "dry", "--dry-run")
+    assert adapted(*dry, "train.batch_size=16", "train.step=accumulate", "train.accumulate=3") == 0
+    printed = capfd.readouterr().out
+    assert "lr={base: 0.0001," in printed and "already; for 48 images a step" in printed
+    assert adapted(*dry, "backbone.lora.rank=4") == 0
+    printed = capfd.readouterr().out
+    assert "lr={base: 0.001," in printed and "from 0; for 32 images a step" in printed
+    assert "layer_decay" not in printed
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_choices(
+    start: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also if there is more free memory than before."""
+    out = tmp_path / "resumed"
+    short = ["train.max_steps=4", "hooks.early_stopping=null"]
+    assert adapted(start, out, "memory=1MB") == 2
+    least = re.search(r"even LoRA .* needs ([\d.]+) MB", capfd.readouterr().err)
+    assert least is not None
+    little = f"memory={1.01 * float(least[1]) / USABLE}MB"
+    assert adapted(start, out, *short, "train.stop_at=2", little) == 75
+    assert "backbone.lora={rank: 8}: all weights need" in capfd.readouterr().out
+    assert adapted(start, out, *short) == 0
+    printed = capfd.readouterr().out
+    assert f"adapt: resumes {out} with the choices that it began with" in printed
+    assert "all weights need" not in printed and "cosine of the features" in printed
+    saved = load_config(str(out / "config.yaml"), [])
+    assert saved.backbone.lora is not None and saved.optimizer.lr.base == 1e-3
+    assert adapted(f"{start}@30", out, *short) == 2  # other weights to start from: not resumed
+    assert "holds another run than the one asked for" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from selftask.checkpoint import rotation, store
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import LoRAConfig
 from selftask.errors import ConfigError, UserError
+from selftask.models.backbones.vit import ViTMicro
 from selftask.models.weights.lora import LowRank, adapt, adapted_state, merged, merged_state
 from selftask.models.weights.model_source import open_model, read_weights
 
@@ -32,6 +33,17 @@ MODELS = {
                                   num_heads=4, img_size=32),
         32,
     ),
+    "weights used without their layer, rotary": (
+        lambda: timm.create_model("eva02_tiny_patch14_224", num_classes=0, depth=1, img_size=28,
+                                  patch_size=14, embed_dim=48, num_heads=4, qkv_fused=True),
+        28,
+    ),
+    "DINOv3": (lambda: timm.create_model("vit_small_patch16_dinov3", num_classes=0, depth=1,
+                                         embed_dim=48, num_heads=4, img_size=32,
+                                         init_values=1.0), 32),
+    "rope": (lambda: ViTMicro(positions="rope", depth=1).build(), 32),
+    "rope_eva": (lambda: ViTMicro(positions="rope_eva", depth=1).build(), 32),
+    "rope_capi": (lambda: ViTMicro(positions="rope_capi", depth=1).build(), 32),
     "multi-head attention": (
         lambda: torchvision.models.VisionTransformer(32, 16, 1, 2, 24, 48),
         32,
@@ -88,6 +100,32 @@ def test_merged_weights_are_the_adapter_applied_to_the_base(kind: str) -> None:
             torch.testing.assert_close(value, wanted[name], atol=1e-6, rtol=1e-6)
     fresh = build()
     fresh.load_state_dict(alone.state_dict())  # the library's own model takes them
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_adapter_gets_the_gradient_of_its_weight(kind: str) -> None:
+    """By the chain rule: that of B is alpha / r * G A^T, of A alpha / r * B^T G."""
+    build, side = MODELS[kind]
+    torch.manual_seed(0)
+    model = build().eval()
+    adapt(model, LoRAConfig(rank=3, alpha=6.0))
+    plain, images = merged(moved(model)), torch.rand(2, 3, side, side)
+    weight = torch.randn_like(plain(images))
+    for network in (model, plain.requires_grad_(True)):
+        (network(images) * weight).sum().backward()
+    adapters = [(n, part) for n, part in model.named_modules() if isinstance(part, LowRank)]
+    for name, adapter in adapters:
+        gradient = plain.get_parameter(name.replace("parametrizations.", "")[:-2]).grad
+        assert gradient is not None and gradient.abs().max() > 0, name
+        gradient = gradient.flatten(1).double()
+        expected_b = 2 * gradient @ adapter.lora_a.double().T
+        expected_a = 2 * adapter.lora_b.double().T @ gradient
+        for value, wanted in ((adapter.lora_a.grad, expected_a), (adapter.lora_b.grad, expected_b)):
+            assert value is not None, name
+            close = {"atol": 1e-5 * wanted.abs().max().item(), "rtol": 1e-5}
+            torch.testing.assert_close(value.double(), wanted, **close)
+    names = {name for name, value in model.named_parameters() if value.grad is not None}
+    assert names and all(".lora_" in name or name.startswith("parametr") for name in names)
 
 
 def test_a_copy_follows_alone() -> None:

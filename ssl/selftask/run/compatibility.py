@@ -23,17 +23,21 @@ _DATA_MAY_CHANGE = (
 )
 
 
+def resumes(config: Config, out: Path) -> bool:
+    """Return whether training would resume from the newest checkpoint of a run in ``out``."""
+    has_run = exists(out / "config.yaml") and checkpoints(out / "checkpoints")
+    return bool(has_run) and uses_newest(config)
+
+
 def check_same_run(config: Config, out: Path) -> None:
     """Raise UserError if ``out`` has checkpoints of a run with another config.
 
     The length of the run may change (train.epochs, train.max_steps). So may settings that do not
     affect the result: logging, checkpoints, hooks, evaluations, device, workers.
     """
-    saved = out / "config.yaml"
-    folder = out / "checkpoints"
-    if not exists(saved) or not checkpoints(folder) or not uses_newest(config):
+    if not resumes(config, out):
         return
-    before, now = _fixed(_read(saved)), _fixed(config.to_dict())
+    before, now = _fixed(_read(out / "config.yaml")), _fixed(config.to_dict())
     if config.train.precision == "auto":  # the task settles it, and is checked once more
         del before["train"]["precision"], now["train"]["precision"]
     differences = list(changes(before, now, ""))

@@ -33,9 +33,10 @@ memory=24GB       of the device; default: that of this machine
 {TRUST}
 
 Chooses method, image size, length, learning rate, LoRA or all weights, and preservation, and prints
-each choice with its reason; key=value overrides it. The end says whether the features are better
-than at the start. If they are worse, export/ has the best ones, which may be those of the start.
-The same command again resumes a run. More: docs/how-to-continue.md.
+each choice with its reason; key=value overrides it. Rates, epochs and weights of preservation are
+starting points that were not tuned. The end says whether the features are better than at the start.
+If they are worse, export/ has the best ones, which may be those of the start.
+The same command again resumes a run with the choices it began with. More: docs/how-to-continue.md.
 {VERBOSITY}"""
 
 
@@ -59,11 +60,14 @@ def main(argv: list[str]) -> int:
 def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
     """Print the choices for a model and its images; return the recipe and all overrides.
 
+    The recipe of a run to resume is its config, since free memory may now lead to other choices.
+
     Raises:
         UserError: If there is no such model or there are no images, or if its architecture is the
             user's code and ``trust=true`` is not given.
     """
     from selftask.config.compose.overrides import import_plugins
+    from selftask.config.load import load_config
     from selftask.models.weights.address import NONE, PRETRAINED, check_model
     from selftask.plan.assumptions import take_assumptions
 
@@ -84,12 +88,27 @@ def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
         raise UserError("adapt: weights=none are random; adapt continues trained weights")
     method, reason = choices.choose_method(facts)
     recipe = f"{method}/images"
-    print(f"adapt: {recipe}: {reason}")
-    fixed = _words(_of_model(address, start, facts, recipe), keys)
     sides = choices.choose_side(facts)
-    fixed += _words(sides, keys)
+    fixed = _words([*_of_model(address, start, facts, recipe), *sides], keys)
+    config = load_config(recipe, [*fixed, *words])
+    if _resumes(config, words):
+        saved = str(config.out_folder / "config.yaml")
+        print(f"adapt: resumes {config.out} with the choices that it began with ({saved})")
+        return saved, words
+    print(f"adapt: {recipe}: {reason}")
     chosen = _chosen(sides, recipe, [*fixed, *words], keys, assumptions)
     return recipe, [*fixed, *chosen, *words]
+
+
+def _resumes(config: Config, words: list[str]) -> bool:
+    """Return whether ``out`` has a run to resume that continues the same model."""
+    from selftask.config.load import load_config
+    from selftask.run.compatibility import resumes
+
+    if not resumes(config, config.out_folder):
+        return False
+    saved = load_config(str(config.out_folder / "config.yaml"), words)
+    return (saved.init.backbone, saved.method.name) == (config.init.backbone, config.method.name)
 
 
 def _of_model(address: str, start: str, facts: dict[str, Any], recipe: str) -> Iterator[Choice]:
@@ -132,14 +151,16 @@ def _chosen(
     if recipe.startswith("dinov3"):
         for name in ("gram_start", "gram_copy", "gram_renewals"):
             made.append(Choice(f"method.{name}", 0, "the start is the Gram teacher"))
-    with_lora = [word for word in words if word.startswith("backbone.lora")]
-    parts: list[Choice] = []
-    if not with_lora:
-        parts = _trained_part(recipe, [*_words(made, keys), *words], config, assumptions)
-    is_small = bool(parts) or any(not word.endswith("=null") for word in with_lora)
-    made = [one for one in made if one.key not in {part.key for part in parts}] + parts
-    has_layers = patch_size(config.backbone) is not None
-    made += choices.choose_schedule(num_images, batch, is_small=is_small, has_layers=has_layers)
+    if not any(word.startswith("backbone.lora") for word in words):
+        parts = _trained_part(recipe, [*_words(made, keys), *words], keys, assumptions)
+        made = [one for one in made if one.key not in {part.key for part in parts}] + parts
+    config = load_config(recipe, [*_words(made, keys), *words])  # with the user's batch and LoRA
+    made += choices.choose_schedule(
+        num_images,
+        config.train.batch_size * config.train.accumulate,
+        is_small=config.backbone.lora is not None,
+        has_layers=patch_size(config.backbone) is not None,
+    )
     for choice in (*sides, *made):
         typed = " (overridden)" if _is_typed(choice.key, keys) else ""
         print(f"adapt: {choice.key}={flow(choice.value)}: {choice.reason}{typed}")
@@ -148,8 +169,11 @@ def _chosen(
     return _words(made, keys)
 
 
-def _trained_part(recipe: str, words: list[str], config: Config, assumptions: Any) -> list[Choice]:
-    """Return LoRA and a smaller batch if memory requires them, else nothing: all are trained."""
+def _trained_part(recipe: str, words: list[str], keys: set[str], assumptions: Any) -> list[Choice]:
+    """Return LoRA and a smaller batch if memory requires them, else nothing: all are trained.
+
+    A batch that the user has typed stays as it is.
+    """
     from selftask.config.load import load_config
     from selftask.config.values.budget import show_bytes
     from selftask.distributed import accelerator
@@ -157,13 +181,15 @@ def _trained_part(recipe: str, words: list[str], config: Config, assumptions: An
     from selftask.distributed.world import World
     from selftask.plan.plan import make_plan
 
+    config = load_config(recipe, words)
     if assumptions.memory is None:
         device = pick_device(config.train.device, World())
         size = accelerator.free_bytes(device) or _host_memory()
         assumptions = replace(assumptions, memory=float(size))
-    rank = {"rank": 8}
-    batch = load_config(recipe, words).train.batch_size
-    smaller = [(rank, batch // parts, parts) for parts in (1, 2, 4, 8) if batch // parts > 1]
+    rank, batch = {"rank": 8}, config.train.batch_size
+    is_fixed = keys & {"train", "train.batch_size", "train.accumulate", "train.step"}
+    numbers = (1,) if is_fixed else (1, 2, 4, 8)
+    smaller = [(rank, batch // parts, parts) for parts in numbers if batch // parts > 1]
     needed = 0
     for lora, size, parts in [(None, batch, 1), *smaller]:
         changes = [] if lora is None else [Choice("backbone.lora", lora, "")]
@@ -173,7 +199,7 @@ def _trained_part(recipe: str, words: list[str], config: Config, assumptions: An
                 Choice("train.accumulate", parts, ""),
                 Choice("train.step", "accumulate", ""),
             ]
-        plan = make_plan(load_config(recipe, [*words, *_words(changes, set())]), assumptions)
+        plan = make_plan(load_config(recipe, [*words, *_words(changes, keys)]), assumptions)
         needed = needed or plan.memory.total
         if plan.memory.fits(assumptions.memory):
             reason = (

@@ -75,7 +75,7 @@ def choose_schedule(
 
     Args:
         num_images: Number of training images.
-        batch: Images in a batch.
+        batch: Images in a step.
         is_small: Whether adapters or few parameters are trained, which learn at higher rates.
         has_layers: Whether the backbone is a transformer.
     """
@@ -86,9 +86,9 @@ def choose_schedule(
     yield Choice(
         "optimizer.lr",
         {"base": base, "per": 256, "rule": "sqrt"},
-        f"low, since the weights are trained already; for {batch} images a batch"
+        f"low, since the weights are trained already; for {batch} images a step"
         if not is_small
-        else f"adapters start from 0; for {batch} images a batch",
+        else f"adapters start from 0; for {batch} images a step",
     )
     if has_layers and not is_small:
         yield Choice("optimizer.layer_decay", 0.8, "lower layers are more general")
