@@ -101,7 +101,8 @@ def twist_terms(output: Tensor, *, temperature: float) -> tuple[Tensor, Tensor, 
         for other in range(one + 1, len(output)):
             gap = log_p[one] - log_p[other]  # (B, K)
             kl = ((log_p[one].exp() - log_p[other].exp()) * gap).sum(dim=1).mean() / 2
-            pair = [one, other]
-            terms.append(torch.stack([kl, entropy[pair].mean(), spread[pair].mean()]))
+            sharpness = (entropy[one] + entropy[other]) / 2
+            diversity = (spread[one] + spread[other]) / 2
+            terms.append(torch.stack([kl, sharpness, diversity]))
     divergence, sharpness, diversity = torch.stack(terms).mean(dim=0)
     return divergence, sharpness, diversity
