@@ -492,6 +492,7 @@ def _register() -> None:
         return
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     accelerator._PINNED = (*accelerator._PINNED, NAME)
+    accelerator._CHANNELS_LAST = (*accelerator._CHANNELS_LAST, NAME)
     others = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     others.fallback(torch.library.fallthrough_kernel)
     products = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")

@@ -22,8 +22,8 @@ class Block:
     @property
     def file(self) -> str | None:
         """``mine.py`` of a block that begins with ``# mine.py``."""
-        found = NAME.match(self.text) if self.language in ("python", "yaml") else None
-        return found[1] if found else None
+        matched = NAME.match(self.text) if self.language in ("python", "yaml") else None
+        return matched[1] if matched else None
 
     @property
     def commands(self) -> list[list[str]]:

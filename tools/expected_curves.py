@@ -36,9 +36,9 @@ def smooth(values: list[float], over: int) -> list[float]:
 def draw(axis: Any, name: str, color: str, rows: list[dict[str, Any]], column: str) -> None:
     """Draw one run's column over its progress from 0 to 1; nothing if the run has none."""
     length = max(row["step"] for row in rows)
-    found = [(row["step"] / length, row[column]) for row in rows if row.get(column) is not None]
-    if found:
-        where, values = zip(*found, strict=True)
+    points = [(row["step"] / length, row[column]) for row in rows if row.get(column) is not None]
+    if points:
+        where, values = zip(*points, strict=True)
         values = smooth(list(values), max(1, len(values) // 40)) if column in SMOOTHED else values
         dashed = "--" if name in ("collapsed", "atchance") else "-"
         axis.plot(where, values, dashed, color=color, label=name, linewidth=1.3)

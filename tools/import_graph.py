@@ -109,11 +109,11 @@ class Graph:
         Importing ``a.b`` runs ``a/__init__.py`` first, which counts if it has code. It does not
         count for modules in ``a``, whose package is already being imported.
         """
-        names = {found.name for found in imports(self.files[module])}
+        names = {statement.name for statement in imports(self.files[module])}
         for name in [name for name in names if name in self.files]:
             names |= {name.rpartition(".")[0]}
-        found = {name for name in names if name in self.files and self._has_code(name)}
-        return {name for name in found if not f"{module}.".startswith(f"{name}.")}
+        modules = {name for name in names if name in self.files and self._has_code(name)}
+        return {name for name in modules if not f"{module}.".startswith(f"{name}.")}
 
     def _has_code(self, module: str) -> bool:
         """Return True if a file has code in addition to a docstring."""
@@ -145,7 +145,7 @@ def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
     number: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
 
     def visit(module: str) -> None:
         number[module] = lowest[module] = len(number)
@@ -160,12 +160,12 @@ def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
             group = sorted(stack[start:])
             del stack[start:]
             if len(group) > 1:
-                found.append(group)
+                groups.append(group)
 
     for module in edges:
         if module not in number:
             visit(module)
-    return found
+    return groups
 
 
 def main() -> int:

@@ -67,7 +67,7 @@ class PatchBank(nn.Module):
         """Return all patches with mean 0 and about variance 1: (B, P, D)."""
         patches = F.unfold(images, self.patch_size).transpose(1, 2)
         variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
-        return (patches - mean) * (variance + 0.0025).rsqrt()  # 10 / 255^2 before normalisation
+        return (patches - mean) * (variance + 0.0025).rsqrt()  # 10 / 255^2 before normalization
 
     def directions(self, images: Tensor) -> Tensor:
         """Return whitened patches of length 1: (B, P, D)."""
@@ -122,7 +122,7 @@ class PatchKMeans(Method):
         return BestSimilarity(backbone, nn.Identity())
 
     def on_phase_start(self, task: Task) -> None:
-        """Before the first step: compute the whitening and initialise the filters with patches."""
+        """Before the first step: compute the whitening and initialize the filters with patches."""
         if task.train and task.clock.batch == 0:
             self._read_patches(task)
 

@@ -95,15 +95,15 @@ def pretrain(recipe: str, words: list[str], out: Path, budget: float) -> Path:
     stages = STAGES[recipe]
     previous: Path | None = None
     for place, stage in enumerate(stages):
-        own = list(words)
+        overrides = list(words)
         if stage.size is not None:
-            own.append(f"views.main.transforms.0.size={stage.size}")
+            overrides.append(f"views.main.transforms.0.size={stage.size}")
         if previous is not None:
-            own.append(f"init.backbone={previous}")
+            overrides.append(f"init.backbone={previous}")
         if stage.share is not None:
             probe = out / f"probe_{place}"
             began = time.monotonic()
-            _train(recipe, [*own, f"train.max_steps={PROBE_STEPS}", f"out={probe}"])
+            _train(recipe, [*overrides, f"train.max_steps={PROBE_STEPS}", f"out={probe}"])
             took = time.monotonic() - began
             step_s = _seconds_per_step(probe)
             start_up = max(0.0, took - PROBE_STEPS * step_s)  # imports, reading the images
@@ -111,9 +111,9 @@ def pretrain(recipe: str, words: list[str], out: Path, budget: float) -> Path:
             seconds = (deadline - time.monotonic()) * stage.share / remaining - start_up
             steps = max(1, int(seconds / step_s))
             print(f"stage {place}: {step_s:.3f} s a step, {steps} steps", flush=True)
-            own += [f"train.max_steps={steps}", "train.epochs=null"]
+            overrides += [f"train.max_steps={steps}", "train.epochs=null"]
         previous = out / f"stage_{place}"
-        _train(recipe, [*own, f"out={previous}"])
+        _train(recipe, [*overrides, f"out={previous}"])
     assert previous is not None
     return previous
 

@@ -87,7 +87,7 @@ def _sweep(method: str, overrides: list[str], seeds: int) -> None:
 
 
 def raw_pixels(method: str, overrides: list[str]) -> dict[str, Any]:
-    """Return the accuracies of the normalised raw pixels."""
+    """Return the accuracies of the normalized raw pixels."""
     config = load_config(str(HERE / f"{method}.yaml"), overrides)
     device = pick_device(config.train.device, World())
     return evaluate_backbone(nn.Flatten(), config, open_data(config.data), device=device)

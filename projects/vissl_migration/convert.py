@@ -180,7 +180,7 @@ def _swav(keys: Keys, arguments: dict[str, Any]) -> dict[str, Any]:
     arguments.pop("use_double_precision", None)  # assignments are computed in float32 here
     method: dict[str, Any] = {"name": "swav"}
     if arguments.pop("normalize_last_layer", True) is not True:
-        keys.refuse("LOSS.swav_loss.normalize_last_layer", "prototypes are normalised here")
+        keys.refuse("LOSS.swav_loss.normalize_last_layer", "prototypes are normalized here")
     if (crops := arguments.pop("crops_for_assign", [0, 1])) != [0, 1]:
         keys.refuse("LOSS.swav_loss.crops_for_assign", f"{crops}: those of the first group")
     method["temperature"] = arguments.pop("temperature", 0.1)

@@ -52,16 +52,16 @@ class Keys:
 
     def names(self, section: str) -> list[str]:
         """Return the keys of a section."""
-        found = self._find(section)
-        return list(found) if isinstance(found, dict) else []
+        value = self._find(section)
+        return list(value) if isinstance(value, dict) else []
 
     def take(self, key: str, default: Any) -> Any:
         """Return the value of a key and count it as converted; ``default`` if it is missing."""
-        found = self._find(key)
-        if found is None:
+        value = self._find(key)
+        if value is None:
             return default
         self._taken.add(key)
-        return found
+        return value
 
     def drop(self, key: str) -> None:
         """Count everything below a key as without effect."""
@@ -102,12 +102,12 @@ class Keys:
         return lines
 
     def _find(self, key: str) -> Any:
-        found: Any = self._config
+        value: Any = self._config
         for name in key.split("."):
-            if not isinstance(found, dict) or name not in found:
+            if not isinstance(value, dict) or name not in value:
                 return None
-            found = found[name]
-        return found
+            value = value[name]
+        return value
 
 
 def _leaves(section: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -109,9 +109,9 @@ def test_a_checkpoint_that_a_run_replaces_while_it_is_read(
             store.save({"step": step}, tmp_path, step, keep=1)
         return store.load(path)
 
-    found = store.load_newest(tmp_path, read)
-    assert found is not None
-    assert found[0] == {"step": 3}
+    newest = store.load_newest(tmp_path, read)
+    assert newest is not None
+    assert newest[0] == {"step": 3}
     assert "damaged" not in caplog.text
 
 
@@ -121,9 +121,9 @@ def test_a_whole_file_without_its_seal_counts(tmp_path: Path) -> None:
     second.with_suffix(".json").unlink()
     assert store.load_newest(tmp_path) == ({"n": 2}, second)
     second.write_bytes(second.read_bytes()[:-30])
-    found = store.load_newest(tmp_path)
-    assert found is not None
-    assert found[0] == {"n": 1}
+    newest = store.load_newest(tmp_path)
+    assert newest is not None
+    assert newest[0] == {"n": 1}
 
 
 def test_what_a_kill_left_is_cleared_away(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_every_cut_of_the_write_leaves_a_good_state(
             try:
                 save(tmp_path, 2)
             except KeyboardInterrupt:
-                found = store.load_newest(tmp_path)
-                assert found is not None
-                assert found[0]["n"] == (2 if calls >= 2 else 1), (calls, seen)
+                newest = store.load_newest(tmp_path)
+                assert newest is not None
+                assert newest[0]["n"] == (2 if calls >= 2 else 1), (calls, seen)
     assert first.exists()

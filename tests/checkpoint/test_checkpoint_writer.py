@@ -108,9 +108,9 @@ def test_one_at_a_time_and_the_wait_is_told_once(
     for step in range(5):
         loaded = store.load(tmp_path / f"step_{step:09d}.pt")
         assert loaded["weight"].tolist() == [step] * 3
-    told = [record.message for record in caplog.records if "waited" in record.message]
-    assert len(told) == 1
-    assert "train.checkpoint_every is shorter" in told[0]
+    messages = [record.message for record in caplog.records if "waited" in record.message]
+    assert len(messages) == 1
+    assert "train.checkpoint_every is shorter" in messages[0]
 
 
 def test_the_last_one_is_on_disk_on_return(tmp_path: Path, gate: Gate) -> None:
@@ -228,9 +228,9 @@ raise KeyboardInterrupt
     assert done.stdout.startswith("RunError the checkpoint of step 2 could not be written"), done
     assert "(File too large)" in done.stdout
     assert steps(tmp_path) == [3, 1]
-    found = store.load_newest(tmp_path)
-    assert found is not None
-    assert torch.equal(found[0]["a"], torch.ones(200_000))
+    newest = store.load_newest(tmp_path)
+    assert newest is not None
+    assert torch.equal(newest[0]["a"], torch.ones(200_000))
     assert not list(tmp_path.glob(".*"))
 
 

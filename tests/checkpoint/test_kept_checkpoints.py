@@ -108,9 +108,9 @@ def test_smaller_is_better_and_a_rewound_run_forgets(
 def test_a_metric_that_no_row_has_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="selftask"):
         train(folder, "typo", "train.keep_best.metric=knn_top", "train.epochs=1")
-    told = [text for text in caplog.messages if "keep_best" in text]
-    assert len(told) == 1
-    assert "no row has it yet; did you mean 'knn_top1'" in told[0]
+    logged = [text for text in caplog.messages if "keep_best" in text]
+    assert len(logged) == 1
+    assert "no row has it yet; did you mean 'knn_top1'" in logged[0]
 
 
 def test_best_weights_start_another_run_and_are_exported(

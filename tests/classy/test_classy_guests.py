@@ -60,22 +60,22 @@ class Rows(ClassyMeter):
 '''
 
 
-def labelled(folder: Path) -> str:
+def labeled(folder: Path) -> str:
     return f"data.val={tiny.digits_file(folder, 'val.npz', 400, 430)}"
 
 
 def test_their_hook_and_meter_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     more = [
-        labelled(tmp_path),
+        labeled(tmp_path),
         "hooks.logging={name: 'classy:loss_lr_meter_logging', log_freq: 2}",
         "meters.top={name: 'classy:accuracy', topk: [1, 3]}",
         "train.epochs=1",
     ]
     with caplog.at_level(logging.INFO):
         tiny.train("supervised", tmp_path, "run", *more)
-    told = [message for message in caplog.messages if "Approximate meters: " in message]
-    assert len(told) == 2
-    assert "train phase 0 (40.00% done), loss: " in told[0]
+    logged = [message for message in caplog.messages if "Approximate meters: " in message]
+    assert len(logged) == 2
+    assert "train phase 0 (40.00% done), loss: " in logged[0]
     ended = [message for message in caplog.messages if "Synced meters: " in message]
     assert [("train phase 0" in line, "test phase 0" in line) for line in ended] == [
         (True, False),
@@ -90,7 +90,7 @@ def test_their_hook_prints_the_meters_of_the_training_images(
 ) -> None:
     """Against ``hooks.train_meters``, whose rows of one step each have all images of the epoch."""
     more = [
-        labelled(tmp_path),
+        labeled(tmp_path),
         "hooks.logging={name: 'classy:loss_lr_meter_logging'}",
         "hooks.train_meters={}",
         "hooks.mixup={}",
@@ -99,11 +99,11 @@ def test_their_hook_prints_the_meters_of_the_training_images(
     ]
     with caplog.at_level(logging.INFO):
         tiny.train("supervised", tmp_path, "run", *more)
-    (told,) = (m for m in caplog.messages if "Synced meters: [0] train phase 0" in m)
+    (message,) = (m for m in caplog.messages if "Synced meters: [0] train phase 0" in m)
     shares = [r["train_ours_top_3"] for r in tiny.rows(tmp_path / "run") if "loss" in r]
     mean = sum(shares) / len(shares)
     assert 0 < mean < 1
-    assert float(re.findall(r"top_3=([\d.]+)", told)[0]) == pytest.approx(mean, abs=1e-6)
+    assert float(re.findall(r"top_3=([\d.]+)", message)[0]) == pytest.approx(mean, abs=1e-6)
 
 
 def test_a_loss_of_ones_own_by_its_bare_name(
@@ -157,7 +157,7 @@ def test_every_hook_works_or_is_refused_with_what_to_use() -> None:
 def test_every_hook_by_its_name_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [labelled(tmp_path), "meters.accuracy={topk: [1]}", "train.epochs=1"]
+    words = [labeled(tmp_path), "meters.accuracy={topk: [1]}", "train.epochs=1"]
     words.append(f"hooks.classy:{name}={ALONE[name]}")
     if (module := classy._NEEDS.get(name)) and importlib.util.find_spec(module[0]) is None:
         with pytest.raises(ConfigError, match=rf"{name}' needs {module[1]}: pip install"):
@@ -189,7 +189,7 @@ def test_registered_by_the_users_own_module(
     (tmp_path / "theirs.py").write_text(THEIRS)
     monkeypatch.chdir(tmp_path)
     more = [
-        labelled(tmp_path),
+        labeled(tmp_path),
         "import=[theirs]",
         "hooks.their_counter={by: 2}",
         "meters.their_rows={factor: 10}",
@@ -275,7 +275,7 @@ def test_classys_trainer_drives_our_task(method: str, tmp_path: Path) -> None:
     """To the same rows and the same state as our own, bit for bit."""
     from classy_vision.trainer import LocalTrainer
 
-    more = [labelled(tmp_path), "train.epochs=2"]
+    more = [labeled(tmp_path), "train.epochs=2"]
     if method == "supervised":
         more.append("meters.accuracy={topk: [1]}")
     ours = tiny.task(method, tmp_path, "ours", *more)

@@ -68,6 +68,7 @@ COMMANDS_ON_PATHS = {
     "features": ["features", "CLOSED/x", "data=digits", "out=somewhere"],
     "features out": ["features", "torchvision:resnet18", "out=CLOSED/x", "weights=none"],
     "export": ["export", "CLOSED/x"],
+    "adapt": ["adapt", "CLOSED/x", "data=images"],
     "finetune": ["finetune", "CLOSED/x", "data=images"],
     "finetune data": ["finetune", "torchvision:resnet18", "weights=none", "data=CLOSED/x"],
     "check": ["check", "simclr", "data=CLOSED/x"],

@@ -17,7 +17,7 @@ from selftask.models.build import build_backbone
 from selftask.models.weights.export import check_library
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> str:
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err.strip()
 
 
@@ -67,7 +67,9 @@ def test_of_a_vissl_file_for_timm(tmp_path: Path, capsys: pytest.CaptureFixture[
     torch.save({"classy_state_dict": {"base_model": {"model": model}}}, tmp_path / "vissl.torch")
     words = ["torchvision:resnet18", f"weights={tmp_path / 'vissl.torch'}", "--to", "timm"]
     assert main(["export", *words]) == 2
-    assert told(capsys) == "error: export: of a model that no run made, --out DIR says where to"
+    assert (
+        error_line(capsys) == "error: export: of a model that no run made, --out DIR says where to"
+    )
     assert main(["export", *words, "--out", str(tmp_path / "out")]) == 0
     ours = timm.create_model("resnet18", num_classes=0)
     ours.load_state_dict(torch.load(tmp_path / "out" / "backbone.pt"), strict=True)
@@ -77,4 +79,4 @@ def test_of_a_vissl_file_for_timm(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_only_a_run_has_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "timm:resnet18", "weights=none", "--to", "checkpoint"]) == 2
-    assert "timm:resnet18 is no run" in told(capsys)
+    assert "timm:resnet18 is no run" in error_line(capsys)

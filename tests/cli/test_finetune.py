@@ -13,7 +13,7 @@ from selftask.checkpoint import rotation, store
 from selftask.cli.main import main
 from selftask.cli.model.finetune import RECIPE, recipe_words
 from selftask.config.load import load_config
-from selftask.config.schema import Component, Config
+from selftask.config.schema import BackboneComponent, Component, Config
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import save_backbone
@@ -62,7 +62,8 @@ def test_a_file_of_others_by_its_model(exported: Path) -> None:
     words[0] = f"weights={exported}"
     config = resolved("torchvision:resnet18", *words)
     assert config.init.backbone == str(exported)
-    assert config.backbone == Component(name="torchvision", args={"model": "resnet18", "args": {}})
+    args = {"model": "resnet18", "args": {}}
+    assert config.backbone == BackboneComponent(name="torchvision", args=args)
 
 
 def test_from_a_run_on_the_images_of_the_run(

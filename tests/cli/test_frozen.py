@@ -110,9 +110,9 @@ def test_a_loaded_model_takes_files_pictures_and_arrays(
     model = selftask.load(exported)
     paths = [images / folder / f"{number}.png" for folder in ("b", "a") for number in (1, 0)]
     pictures = [Image.open(path).convert("RGB") for path in paths]
-    found = model.features(paths)
+    actual = model.features(paths)
     for given in (pictures, [np.asarray(picture) for picture in pictures]):
-        assert torch.equal(model.features(given), found)
+        assert torch.equal(model.features(given), actual)
     moments = [torch.tensor(values)[:, None, None] for values in (MEAN, STD)]
     inputs = torch.stack([model.transform(path) for path in paths])
     for picture, seen in zip(pictures, inputs, strict=True):
@@ -122,8 +122,8 @@ def test_a_loaded_model_takes_files_pictures_and_arrays(
     backbone = build_backbone(Component(name="small_resnet", args={"width": 8})).eval()
     backbone.load_state_dict(torch.load(exported))
     with torch.no_grad():
-        torch.testing.assert_close(found, backbone(inputs))
-    assert found.shape == (4, model.embed_dim) and not model.backbone.training
+        torch.testing.assert_close(actual, backbone(inputs))
+    assert actual.shape == (4, model.embed_dim) and not model.backbone.training
 
 
 def test_features_are_those_of_the_rows_beside_them(
@@ -158,7 +158,7 @@ def test_features_are_those_of_the_rows_beside_them(
 
 def test_parts_of_the_images_make_the_whole(exported: Path, images: Path, tmp_path: Path) -> None:
     """As several processes with a part each write them, to folders of their own."""
-    found: dict[str, dict[str, list[float]]] = {"whole": {}, "parts": {}}
+    results: dict[str, dict[str, list[float]]] = {"whole": {}, "parts": {}}
     for out, more in (
         ("whole", []),
         *((f"part{k}", [f"data.subset={{part: {k}, of: 2}}"]) for k in range(2)),
@@ -169,12 +169,12 @@ def test_parts_of_the_images_make_the_whole(exported: Path, images: Path, tmp_pa
         with (tmp_path / out / "images.csv").open(newline="") as file:
             paths = [row["path"] for row in csv.DictReader(file)]
         rows = np.load(tmp_path / out / "features.npy")
-        kept = found["whole" if out == "whole" else "parts"]
+        kept = results["whole" if out == "whole" else "parts"]
         assert not kept.keys() & set(paths) and 0 < len(paths) == len(rows)
         kept.update({path: row.tolist() for path, row in zip(paths, rows, strict=True)})
-    assert found["whole"].keys() == found["parts"].keys()
+    assert results["whole"].keys() == results["parts"].keys()
     assert all(
-        found["parts"][p] == pytest.approx(row, abs=1e-5) for p, row in found["whole"].items()
+        results["parts"][p] == pytest.approx(row, abs=1e-5) for p, row in results["whole"].items()
     )
 
 
@@ -351,8 +351,8 @@ def test_features_of_hidden_layers_and_their_clusters(
     for number in (0, last):
         tokens = seen[number]
         expected = torch.cat([tokens[:, 0], tokens[:, 1:].mean(dim=1)], dim=1)
-        found = np.load(out / f"features_layer{number}.npy")
-        assert np.allclose(found, expected.numpy(), atol=1e-5)
+        actual = np.load(out / f"features_layer{number}.npy")
+        assert np.allclose(actual, expected.numpy(), atol=1e-5)
     with (out / "clusters.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [Path(row["path"]) for row in table] == [path.absolute() for path in paths]
@@ -361,12 +361,12 @@ def test_features_of_hidden_layers_and_their_clusters(
     config = load_config("supervised/digits", [f"data={out / 'clusters.csv'}", "data.val=null"])
     source = open_data(config.data).train  # a data set with these labels
     assert [source[number][1] for number in range(len(source))] == labels.tolist()
-    unit = found.astype(np.float64)
+    unit = actual.astype(np.float64)
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     centroids = np.stack([unit[labels == label].sum(axis=0) for label in (0, 1)])
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
     assert ((unit @ centroids.T).argmax(axis=1) == labels).all(), "of the nearest centroid"
-    cosines = unit @ unit.T - 3 * np.eye(len(unit))  # no image is its own neighbour
+    cosines = unit @ unit.T - 3 * np.eye(len(unit))  # no image is its own neighbor
     nearest = dict(zip(map(str, paths), cosines.max(axis=1), strict=True))
     with (out / "ranking.csv").open(newline="") as file:
         ranking = {row["path"]: float(row["cosine"]) for row in csv.DictReader(file)}
@@ -385,7 +385,7 @@ def test_evaluations_of_hidden_layers(
     capsys.readouterr()
     with (out / "images.csv").open(newline="") as file:
         folders = np.array([Path(line["path"]).parent.name for line in csv.DictReader(file)])
-    for layer in (0, 1):  # each image by its nearest neighbour among the others
+    for layer in (0, 1):  # each image by its nearest neighbor among the others
         unit = np.load(out / f"features_layer{layer}.npy").astype(np.float64)
         unit /= np.linalg.norm(unit, axis=1, keepdims=True)
         nearest = (unit @ unit.T - 3 * np.eye(len(unit))).argmax(axis=1)

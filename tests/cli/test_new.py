@@ -26,12 +26,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_files_and_what_they_hold(written: Path) -> None:
-    found = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
+    actual = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
     names = [name for kind, name in KINDS.items() if kind != "project"]
     flat = {f for name in names for f in (f"{name}.py", f"{name}.yaml", f"test_{name}.py")}
-    assert flat <= found
-    assert {"birdie/pyproject.toml", "birdie/src/birdie/configs/birdie/digits.yaml"} <= found
-    assert not [path for path in found if "$" in (written / path).read_text()]
+    assert flat <= actual
+    assert {"birdie/pyproject.toml", "birdie/src/birdie/configs/birdie/digits.yaml"} <= actual
+    assert not [path for path in actual if "$" in (written / path).read_text()]
 
 
 @pytest.mark.parametrize("rules", [["--isolated"], ["--config", str(tiny.ROOT / "pyproject.toml")]])

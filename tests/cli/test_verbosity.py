@@ -55,11 +55,11 @@ def test_the_log_has_every_detail_and_no_table(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_on_a_terminal(folder: Path) -> None:
-    """Live lines are drawn there, and with NO_COLOR without colours; the table says `resumes`."""
+    """Live lines are drawn there, and with NO_COLOR without colors; the table says `resumes`."""
     text = on_a_terminal(again(folder, "train.stop_at=3"), folder, TERM="xterm", NO_COLOR="1")
     assert "resumes at step 2 of 4" in text
     assert "\x1b[2K" in text, "lines are erased"
-    assert "\x1b[3" not in text, "no colours"
+    assert "\x1b[3" not in text, "no colors"
     assert "pretrain" in text and "/4" in text
 
 

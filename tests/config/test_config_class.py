@@ -129,8 +129,8 @@ def test_bases_helpers_and_constants_from_elsewhere(larder: Registry, imported: 
     config: Any = config_class(larder, "jam")
     assert [field.name for field in fields(config)] == ["lid", "label", "grams"]
     assert (config().label, config().grams) == ("PLUM", 100)
-    told = _told(larder, "jam", lid=False, label="FIG", grams=1200)
-    assert told == ["lid: none", "grams: 200 too many"]
+    problems = _told(larder, "jam", lid=False, label="FIG", grams=1200)
+    assert problems == ["lid: none", "grams: 200 too many"]
     assert ("heavy" in sys.modules) is imported
 
 

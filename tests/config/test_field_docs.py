@@ -27,13 +27,13 @@ def sections(kind: type) -> Iterator[type]:
 
 
 def classes() -> dict[str, type]:
-    found = {kind.__name__: kind for kind in sections(Config)}
+    actual = {kind.__name__: kind for kind in sections(Config)}
     for plural, registry in REGISTRIES.items():
         for name in registry.names():
             config = config_class(registry, name)
             if config is not None:
-                found[f"{plural}: {name}"] = config
-    return found
+                actual[f"{plural}: {name}"] = config
+    return actual
 
 
 @pytest.mark.parametrize("name", classes())

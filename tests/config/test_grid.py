@@ -67,7 +67,7 @@ NO_PATCHES = [word.replace("32", "40") for word in TWO_SIZES]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             ["backbone=timm:vit_tiny_patch16_224"],
@@ -100,14 +100,14 @@ NO_PATCHES = [word.replace("32", "40") for word in TWO_SIZES]
         ),
     ],
 )
-def test_a_library_s_size_is_compared_when_it_is_built(words: list[str], told: str) -> None:
+def test_a_library_s_size_is_compared_when_it_is_built(words: list[str], message: str) -> None:
     """All of these are told before the first batch is read, in the words of the config."""
 
     def check() -> None:
         config = load_config("simclr/images", ["data=digits", "data.val=digits", *words])
         check_sizes(build_backbone(config.backbone), config)
 
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         check()
 
 
@@ -123,14 +123,14 @@ def test_sizes_that_are_no_whole_patches(backbone: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_config("simclr/images", ["data=digits", *words])
     title = "vit_tiny" if backbone is DYNAMIC else "timm:vit_tiny_patch16_224"
-    told = f"cannot be divided into the patches of 16 pixels of backbone '{title}'; try"
+    message = f"cannot be divided into the patches of 16 pixels of backbone '{title}'; try"
     views, evaluation = error.value.problems
-    assert f"views.main.transforms: images of 90 pixels {told} 80 or 96" in views
-    assert f"eval.transforms: images of 100 pixels {told} 96 or 112" in evaluation
+    assert f"views.main.transforms: images of 90 pixels {message} 80 or 96" in views
+    assert f"eval.transforms: images of 100 pixels {message} 96 or 112" in evaluation
 
 
 @pytest.mark.parametrize(
-    ("method", "backbone", "told"),
+    ("method", "backbone", "message"),
     [
         ("simclr", "timm:vit_tinny_patch16_224", "timm has no model named 'vit_tinny"),
         (
@@ -145,7 +145,7 @@ def test_sizes_that_are_no_whole_patches(backbone: list[str]) -> None:
     ],
 )
 def test_a_library_s_model_is_checked_before_the_run_has_a_folder(
-    method: str, backbone: str, told: str, tmp_path: Path
+    method: str, backbone: str, message: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     words = ["data=digits", f"backbone={backbone}", f"out={out}", "train.device=cpu"]
@@ -156,7 +156,7 @@ def test_a_library_s_model_is_checked_before_the_run_has_a_folder(
         config = load_config(f"{method}/images", words)
         run(config, open_data(config.data))
 
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         train()
     assert not out.exists()
 

@@ -15,12 +15,18 @@ from selftask.config.config_class import config_class
 from selftask.config.fields import default_of, has_default, setting
 from selftask.config.load import load_config
 from selftask.config.schema import Component
-from selftask.config.schema_reader import Schema
 from selftask.config.values.coerce import Mismatch, check_limits, convert
+from selftask.config.values.section_schema import Schema
 from selftask.errors import ConfigError
 from selftask.registry import REGISTRIES
 
-SIGNED = {"bands.value_range", "contrast_noise.offset", "early_stopping.target", "normalize.mean"}
+SIGNED = {
+    "bands.value_range",
+    "contrast_noise.offset",
+    "early_stopping.target",
+    "normalize.mean",
+    "siglip.bias",
+}
 OF_VALUE = ("start", "end", "warmup_start", "first")  # limits are those of what is scheduled
 
 
@@ -70,8 +76,8 @@ def complaints(kind: str, name: str, field: str, value: float, whole: dict[str, 
     nested = {f.metadata.get("of") for f in schema.fields.values()}
     if nested - {None, "schedules"}:  # lists of transforms
         return ""
-    found = iter_problems(Component(name=name, args=args), REGISTRIES[kind], ("x",), whole)
-    return "; ".join(text for _, text in found)
+    problems = iter_problems(Component(name=name, args=args), REGISTRIES[kind], ("x",), whole)
+    return "; ".join(text for _, text in problems)
 
 
 def test_every_number_of_ours_has_a_limit() -> None:

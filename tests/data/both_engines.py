@@ -26,7 +26,7 @@ def part(name: str, **args: Any) -> Component:
 def smooth_images(
     count: int, height: int, width: int, seed: int = 0, channels: int = 3
 ) -> np.ndarray:
-    """Smooth and colourful, uint8 (count, height, width, channels)."""
+    """Smooth and colorful, uint8 (count, height, width, channels)."""
     rng = np.random.default_rng(seed)
     shape = count, height // 5 + 2, width // 5 + 2, channels
     small = rng.integers(0, 256, shape, dtype=np.uint8)
@@ -82,7 +82,7 @@ def by_device(
 def assert_close(
     config: dict[str, ViewConfig], ours: list[torch.Tensor], cpu: list[torch.Tensor], most: float
 ) -> None:
-    """Mean difference in grey levels."""
+    """Mean difference in gray levels."""
     assert len(ours) == len(cpu)
     black = torch.zeros(1, ours[0].shape[1], 1, 1)
     to_float = Views(config, black.shape[1]).to_float[0]

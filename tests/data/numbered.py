@@ -21,7 +21,7 @@ CROP = Component(name="random_resized_crop", args={"size": 8})
 
 
 class Numbers:
-    """n plain images, image i of grey level i; those in ``bad`` cannot be read."""
+    """n plain images, image i of gray level i; those in ``bad`` cannot be read."""
 
     labels = None
 

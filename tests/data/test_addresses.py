@@ -98,8 +98,8 @@ def test_an_array(store: Path, tmp_path: Path) -> None:
 
 def test_patterns(store: Path) -> None:
     def names(pattern: str) -> list[str]:
-        found = addresses.find(f"mem://bucket/images/{pattern}", pattern=True)
-        return [address.removeprefix("mem://bucket/images/") for address, _, _ in found]
+        files = addresses.find(f"mem://bucket/images/{pattern}", pattern=True)
+        return [address.removeprefix("mem://bucket/images/") for address, _, _ in files]
 
     assert names("*/[0-9].png") == ["a/1.png", "b/0.png"]
     assert names("**/[03].png") == ["b/0.png", "b/c/3.png"]

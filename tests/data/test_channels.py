@@ -201,9 +201,9 @@ class WithAKey:
 
 
 def test_only_those_that_ask_are_told_the_number() -> None:
-    told, key = Told(), WithAKey()
-    assert for_channels(told, 13).channels == 13
-    assert told.channels == 3, "the given one is not changed"
+    transform, key = Told(), WithAKey()
+    assert for_channels(transform, 13).channels == 13
+    assert transform.channels == 3, "the given one is not changed"
     assert for_channels(key, 13) is key and for_channels(print, 13) is print
 
 

@@ -205,8 +205,8 @@ def test_processes_that_cannot_even_start_end_the_survey(monkeypatch: pytest.Mon
 
 
 def test_a_process_lost_on_each_image_is_replaced_each_time() -> None:
-    found = dict(map_images(lambda index: os._exit(index), range(1, 13), 2))
-    assert found == {
+    actual = dict(map_images(lambda index: os._exit(index), range(1, 13), 2))
+    assert actual == {
         index: Lost(f"the process that read it ended with code {index}") for index in range(1, 13)
     }
 

@@ -51,20 +51,20 @@ def uneven_images() -> list[np.ndarray]:
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_moments_are_those_of_all_pixels(num_workers: int, tmp_path: Path) -> None:
     images = uneven_images()
-    found = measure(ListOfArrays(images), num_workers)
+    actual = measure(ListOfArrays(images), num_workers)
     pixels = np.concatenate([image.reshape(-1, 3) for image in images]) / 255.0
-    np.testing.assert_allclose(found.by_pixel.mean, pixels.mean(axis=0), rtol=1e-13)
-    np.testing.assert_allclose(found.by_pixel.std, pixels.std(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(actual.by_pixel.mean, pixels.mean(axis=0), rtol=1e-13)
+    np.testing.assert_allclose(actual.by_pixel.std, pixels.std(axis=0), rtol=1e-12)
     means = np.mean([(image / 255.0).mean(axis=(0, 1)) for image in images], axis=0)
     squares = np.mean([((image / 255.0) ** 2).mean(axis=(0, 1)) for image in images], axis=0)
-    np.testing.assert_allclose(found.by_image.mean, means, rtol=1e-13)
-    np.testing.assert_allclose(found.by_image.std, np.sqrt(squares - means**2), rtol=1e-12)
+    np.testing.assert_allclose(actual.by_image.mean, means, rtol=1e-13)
+    np.testing.assert_allclose(actual.by_image.std, np.sqrt(squares - means**2), rtol=1e-12)
     expected = sorted((image.shape[1], image.shape[0]) for image in images)
-    assert sorted(map(tuple, found.sides.tolist())) == expected
+    assert sorted(map(tuple, actual.sides.tolist())) == expected
     heights = sorted(image.shape[0] for image in images)
-    assert found.quantiles()["height"][0] == heights[0]
-    assert found.quantiles()["height"][3] == heights[len(heights) // 2 - 1]
-    assert found.quantiles()["height"][-1] == heights[-1]
+    assert actual.quantiles()["height"][0] == heights[0]
+    assert actual.quantiles()["height"][3] == heights[len(heights) // 2 - 1]
+    assert actual.quantiles()["height"][-1] == heights[-1]
 
 
 def test_moments_do_not_depend_on_the_number_of_processes() -> None:

@@ -44,15 +44,15 @@ def decoded(source: Source, cache: Any, max_unreadable: float = 1.0, **data: Any
 
 
 def all_of(source: Source) -> list[Any]:
-    found: list[Any] = []
+    results: list[Any] = []
     for index in range(len(source)):
         try:
             picture, label = source[index]
         except BadImage as error:
-            found.append((error.path, error.reason))
+            results.append((error.path, error.reason))
         else:
-            found.append((picture.shape, picture.tobytes(), label))
-    return found
+            results.append((picture.shape, picture.tobytes(), label))
+    return results
 
 
 @pytest.mark.parametrize("cache", ["ram", "disk"])

@@ -40,7 +40,7 @@ SIMCLR = [
     part("solarize", p=0.3),
     part("normalize"),
 ]
-# name: transforms, and what the mean difference in grey levels may be
+# name: transforms, and what the mean difference in gray levels may be
 CASES: dict[str, tuple[list[Component], float]] = {
     "shrinking crop": ([part("random_resized_crop", size=12)], 0.25),
     "growing crop": ([part("random_resized_crop", size=70)], 0.25),

@@ -23,7 +23,7 @@ from selftask.data.reading.files import BadImage
 from selftask.data.views import Views
 from selftask.errors import UserError
 
-LEVEL = 1 / 255  # a grey level in views without normalize
+LEVEL = 1 / 255  # a gray level in views without normalize
 
 
 def part(name: str, **args: Any) -> Component:
@@ -83,7 +83,7 @@ def read(batches: Batches, count: int, start: int = 0) -> list[Batch]:
 
 
 def assert_same(a: list[Batch], b: list[Batch], levels: float | None = None) -> None:
-    """Equal, or the views within a mean of so many grey levels."""
+    """Equal, or the views within a mean of so many gray levels."""
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
         assert (x.epoch, x.number) == (y.epoch, y.number)
@@ -137,9 +137,9 @@ def test_views_without_a_crop_are_refused() -> None:
 def test_a_pass_over_all_images() -> None:
     """The last batch is smaller; an image that cannot be read is replaced, as in a sweep."""
     data = dataset(Photos(21, bad=(5,)))
-    found = list(EvalBatches(data, batch_size=8, bad_files=BadFiles(None, 21, max_unreadable=1)))
-    assert [len(sample.index) for sample in found] == [8, 8, 5]
-    assert all(len(view) == len(sample.index) for sample in found for view in sample.all_views)
+    actual = list(EvalBatches(data, batch_size=8, bad_files=BadFiles(None, 21, max_unreadable=1)))
+    assert [len(sample.index) for sample in actual] == [8, 8, 5]
+    assert all(len(view) == len(sample.index) for sample in actual for view in sample.all_views)
 
 
 def test_shrunk_pictures() -> None:
@@ -244,15 +244,15 @@ def test_free_memory_is_known() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_same_views_without_a_wait() -> None:
-    """On its side stream, with no synchronisation once constants are there."""
+    """On its side stream, with no synchronization once constants are there."""
     make = lambda device: Batches(  # noqa: E731
         dataset(Photos(same=True)), batch_size=8, seed=3, device=torch.device(device)
     )
     expected, batches = read(make("cpu"), 6), make("cuda")
-    found = [next(batches)]
+    actual = [next(batches)]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found += list(itertools.islice(batches, 5))
+        actual += list(itertools.islice(batches, 5))
     finally:
         torch.cuda.set_sync_debug_mode("default")
         batches.close()
@@ -263,6 +263,6 @@ def test_on_a_gpu_the_same_views_without_a_wait() -> None:
             index=batch.index.cpu(),
             labels=batch.labels.cpu(),
         )
-        for batch in found
+        for batch in actual
     ]
     assert_same(on_host, expected, levels=0.5)

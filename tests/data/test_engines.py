@@ -30,8 +30,8 @@ def feed(out: Path, *settings: str) -> DataModule:
 
 
 def batches(feed: DataModule, start: int) -> list[Batch]:
-    found = feed.train_batches(start)
-    read = [next(found) for _ in range(2)]
+    actual = feed.train_batches(start)
+    read = [next(actual) for _ in range(2)]
     feed.close()
     return read
 
@@ -47,9 +47,9 @@ def test_caches_do_not_change_samples(tmp_path: Path, engine: str) -> None:
     for cache in ("disk", "device") if engine == "device" else ("ram",):
         cached = feed(tmp_path, *settings, f"data.cache={cache}")
         assert isinstance(cached.batches, CachedBatches) == (cache == "device")
-        found = batches(cached, 5)
+        actual = batches(cached, 5)
         assert isinstance(cached.batches.dataset.source, Decoded) == (cache != "device")
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             assert one.number == other.number
             assert torch.equal(one.index, other.index)
             assert torch.equal(one.labels, other.labels)
@@ -64,13 +64,13 @@ def test_engines_differ_by_rounding(tmp_path: Path) -> None:
     for one, other in zip(cpu, device, strict=True):
         assert torch.equal(one.index, other.index)
         for view, other_view in zip(one.all_views, other.all_views, strict=True):
-            assert (view - other_view).abs().mean() < 1.5 / 127.5  # grey levels, normalised
+            assert (view - other_view).abs().mean() < 1.5 / 127.5  # gray levels, normalized
 
 
 def test_iterate_all_reads_every_image_once(tmp_path: Path) -> None:
     made = feed(tmp_path, "data.augment_on=device", "data.cache=ram", "train.batch_size=256")
-    found = torch.cat([batch.index for batch in made.iterate_all()])
-    assert found.tolist() == list(range(made.num_images))
+    actual = torch.cat([batch.index for batch in made.iterate_all()])
+    assert actual.tolist() == list(range(made.num_images))
 
 
 @pytest.mark.parametrize(

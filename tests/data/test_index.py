@@ -47,16 +47,16 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def looked_into(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The folders whose names were read, except that of the index."""
-    found: list[str] = []
+    results: list[str] = []
     scandir = os.scandir
 
     def noting(path: Any) -> Any:
         if not os.fsdecode(path).startswith(os.environ["SELFTASK_CACHE"]):
-            found.append(os.fsdecode(path))
+            results.append(os.fsdecode(path))
         return scandir(path)
 
     monkeypatch.setattr(scan.os, "scandir", noting)
-    return found
+    return results
 
 
 def touch(path: Path) -> None:
@@ -72,15 +72,15 @@ def finalize(folder: Path) -> None:
 
 def paths_below(root: Path) -> list[str]:
     """The same by another way: no links, folders by path, then names."""
-    found = []
+    results = []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if not name.startswith(".")]
         relative = os.path.relpath(folder, root)
         start = "" if relative == "." else relative
         for name in names:
             if name.lower().endswith(ENDINGS) and not name.startswith("."):
-                found.append((os.fsencode(start), os.fsencode(name)))
-    return [os.fsdecode(os.path.join(*pair)) for pair in sorted(found)]
+                results.append((os.fsencode(start), os.fsencode(name)))
+    return [os.fsdecode(os.path.join(*pair)) for pair in sorted(results)]
 
 
 # -- folders ---------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 
 def photo(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """Smooth colours with noise, edges, saturated and equal channels: what hurts each operation."""
+    """Smooth colors with noise, edges, saturated and equal channels: what hurts each operation."""
     rng = np.random.default_rng(seed)
     small = rng.integers(0, 256, (max(1, height // 8), max(1, width // 8), 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
@@ -55,7 +55,7 @@ def apply(
 
 
 def levels(got: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
-    """Largest and mean distance in grey levels."""
+    """Largest and mean distance in gray levels."""
     distance = np.abs(got.astype(float) - expected.astype(float))
     return float(distance.max()), float(distance.mean())
 
@@ -78,8 +78,8 @@ def cubic(x: np.ndarray) -> np.ndarray:
 def resampling(inputs: int, outputs: int, kind: Filter) -> np.ndarray:
     """(outputs, inputs) antialiased weights in double precision."""
     scale = inputs / outputs
-    centres = (np.arange(outputs) + 0.5) * scale
-    offsets = (np.arange(inputs)[None] + 0.5 - centres[:, None]) / max(scale, 1)
+    centers = (np.arange(outputs) + 0.5) * scale
+    offsets = (np.arange(inputs)[None] + 0.5 - centers[:, None]) / max(scale, 1)
     weights = tent(offsets) if kind == Filter.BILINEAR else cubic(offsets)
     return weights / weights.sum(1, keepdims=True)
 
@@ -225,8 +225,8 @@ def test_gray(variant: str) -> None:
     assert levels(apply(image, [Op.GRAY], None, variant), exact)[0] <= 0.55
 
 
-def every_colour() -> np.ndarray:
-    """All corners, edges and grays of the colour cube, and 4,000 others."""
+def every_color() -> np.ndarray:
+    """All corners, edges and grays of the color cube, and 4,000 others."""
     steps = np.array([0, 1, 2, 60, 127, 128, 200, 254, 255])
     grid = np.stack(np.meshgrid(steps, steps, steps), -1).reshape(-1, 3)
     others = np.random.default_rng(1).integers(0, 256, (4000, 3))
@@ -235,12 +235,12 @@ def every_colour() -> np.ndarray:
 
 @pytest.mark.parametrize("turn", [0.0, 0.1, -0.1, 1 / 3, 0.5, -0.5, 0.017, 0.99, -3.25])
 def test_hue_is_a_rotation_in_hsv(turn: float, variant: str) -> None:
-    colours = every_colour()
+    colors = every_color()
     exact = [
         colorsys.hsv_to_rgb((h + turn) % 1, s, v)
-        for h, s, v in (colorsys.rgb_to_hsv(*colour) for colour in colours[0] / 255)
+        for h, s, v in (colorsys.rgb_to_hsv(*color) for color in colors[0] / 255)
     ]
-    got = apply(colours, [Op.HUE, turn], None, variant)
+    got = apply(colors, [Op.HUE, turn], None, variant)
     assert levels(got, 255 * np.array([exact]))[0] <= 0.7
 
 
@@ -302,10 +302,10 @@ def test_a_program_is_its_operations_in_turn(variant: str) -> None:
     assert most <= 1 and mean < 0.01  # a flip may be done after the crop, with weights mirrored
 
 
-@pytest.mark.parametrize("colour", [[], [Op.MATRIX, *matrix_of(saturation=2.0).ravel()]])
-def test_what_is_gray_is_blurred_alike(colour: list[float], variant: str) -> None:
+@pytest.mark.parametrize("color", [[], [Op.MATRIX, *matrix_of(saturation=2.0).ravel()]])
+def test_what_is_gray_is_blurred_alike(color: list[float], variant: str) -> None:
     tint = [Op.MATRIX, *np.hstack([np.diag([1.0, 0.5, 1.2]), [[0], [20], [0]]]).ravel()]
-    steps = [[Op.GRAY], [Op.HUE, 0.3], [Op.CONTRAST, 1.4], colour or tint, [Op.BLUR, 1.2]]
+    steps = [[Op.GRAY], [Op.HUE, 0.3], [Op.CONTRAST, 1.4], color or tint, [Op.BLUR, 1.2]]
     for parts in (steps, [*steps[:3], *steps[4:]]):
         together = apply(photo(50, 70), [n for part in parts for n in part], None, variant)
         apart = photo(50, 70)

@@ -212,10 +212,10 @@ def test_the_key_of_a_sample_names_its_draws(
         assert sample.key.dtype == torch.int64
         keys = sample.key.tolist()
         for number, view in enumerate(sample.all_views):
-            found = turned(view)
-            assert found == [drawn(3, *key, number) for key in keys]
+            actual = turned(view)
+            assert actual == [drawn(3, *key, number) for key in keys]
             by_image = [drawn(3, sample.epoch, index, number) for index in sample.index.tolist()]
-            wrong += found != by_image
+            wrong += actual != by_image
     assert wrong >= 3  # index and epoch do not name them
 
 

@@ -160,10 +160,10 @@ def raw(workers: int, count: int) -> Batches:
 def test_batches_that_are_kept_stay_as_they_are() -> None:
     """While workers go on making others."""
     with_workers, without = raw(2, 60), raw(0, 60)
-    found = [next(with_workers._reader).views for _ in range(25)]
+    actual = [next(with_workers._reader).views for _ in range(25)]
     expected = [next(without._reader).views for _ in range(25)]
     with_workers.close()
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -226,7 +226,7 @@ def test_other_ways_to_start_processes(method: str) -> None:
     """Workers are forked whatever else starts processes, and whatever the default of python is."""
     multiprocessing.set_start_method(method, force=True)
     try:
-        found = read(Batches(dataset(Numbers(20)), batch_size=4, seed=0, num_workers=1), 5)
+        actual = read(Batches(dataset(Numbers(20)), batch_size=4, seed=0, num_workers=1), 5)
     finally:
         multiprocessing.set_start_method(None, force=True)
-    assert_same(found, read(Batches(dataset(Numbers(20)), batch_size=4, seed=0), 5))
+    assert_same(actual, read(Batches(dataset(Numbers(20)), batch_size=4, seed=0), 5))

@@ -30,7 +30,7 @@ def pillow(image: np.ndarray) -> Image.Image:
 
 
 def _waves() -> np.ndarray:
-    """Smooth but colourful, with a part of the range of values only; 44x60."""
+    """Smooth but colorful, with a part of the range of values only; 44x60."""
     y, x = np.mgrid[0:44, 0:60]
     planes = [np.sin(x / 7) * np.cos(y / 5), np.cos(x / 11 + y / 6), np.sin(y / 9) * np.sin(x / 4)]
     return (np.stack(planes, -1) * (90, 50, 120) + (110, 180, 125)).astype(np.uint8)
@@ -54,7 +54,7 @@ every_picture = pytest.mark.parametrize("image", PICTURES.values(), ids=PICTURES
 
 
 def assert_same(ours: np.ndarray, theirs: Any, mean: float = 0.0, most: int = 0) -> None:
-    """Within these grey levels."""
+    """Within these gray levels."""
     assert ours.dtype == np.uint8
     assert ours.flags.c_contiguous
     difference = np.abs(ours.astype(int) - np.asarray(theirs).astype(int))

@@ -74,7 +74,7 @@ def test_cutout_as_in_the_paper() -> None:
     covered = np.zeros((40, 60))
     for _ in range(3000):
         covered += (transform(IMAGE, draws) == 0).all(axis=2)
-    rows = np.array([min(y + 8, 39) - max(y - 7, 0) + 1 for y in range(40)])  # centres that do it
+    rows = np.array([min(y + 8, 39) - max(y - 7, 0) + 1 for y in range(40)])  # centers that do it
     columns = np.array([min(x + 8, 59) - max(x - 7, 0) + 1 for x in range(60)])
     expected = np.outer(rows / 40, columns / 60)
     error = np.sqrt(expected * (1 - expected) / 3000)
@@ -95,7 +95,7 @@ def test_gaussian_noise(gray: bool) -> None:
     n = noise.size / (3 if gray else 1)
     assert abs(noise.mean()) < 5 / math.sqrt(n)
     assert abs(noise.std() - 1) < 5 / math.sqrt(2 * n) + 0.002
-    for sigmas, share in ((1, 0.6827), (2, 0.9545)):  # of grey levels: half of one more or less
+    for sigmas, share in ((1, 0.6827), (2, 0.9545)):  # of gray levels: half of one more or less
         assert abs((np.abs(noise) <= sigmas).mean() - share) < 0.015
     same = (noise[..., 0] == noise[..., 1]).mean()
     assert (same == 1) if gray else (same < 0.1)

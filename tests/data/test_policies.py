@@ -25,7 +25,7 @@ def build(name: str, **args: Any) -> Any:
 
 
 def smooth_image(seed: int, height: int, width: int) -> np.ndarray:
-    """Smooth and colourful, with a part of the range of values only."""
+    """Smooth and colorful, with a part of the range of values only."""
     small = np.random.default_rng(seed).integers(20, 240, (5, 6, 3), dtype=np.uint8)
     return cv2.resize(small, (width, height), interpolation=cv2.INTER_LINEAR)
 
@@ -77,7 +77,7 @@ def test_each_operation(name: str, size: tuple[int, int]) -> None:
     """At every strength of the widest table, either way, on a smooth image.
 
     Tables are exact, blends within rounding; what is moved is the same but for one pixel in 30,
-    whose nearest neighbour OpenCV's steps of 1/1024 of a pixel find on the other side.
+    whose nearest neighbor OpenCV's steps of 1/1024 of a pixel find on the other side.
     """
     height, width = size
     image = smooth_image(3, height, width)

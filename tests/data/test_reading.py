@@ -91,8 +91,8 @@ def test_what_is_no_file_is_refused_at_once(timeout_s: float, tmp_path: Path) ->
     for name, reason in expected.items():
         with pytest.raises(BadImage) as caught:
             read_bytes(str(tmp_path / name), timeout_s)
-        told = caught.value.reason
-        assert told == reason or (name == "null\0.jpg" and reason in told), name
+        message = caught.value.reason
+        assert message == reason or (name == "null\0.jpg" and reason in message), name
         assert caught.value.path == str(tmp_path / name)
     assert time.perf_counter() - started < 20
     server.close()

@@ -1,7 +1,7 @@
 """Views of shipped recipes against torchvision's pipelines: the same distribution.
 
 Nothing is shared but the 2,000 images, so the statistics differ by their sampling errors, of which
-five are allowed. Their rounding down (half a grey level an operation, at most 2 in all) is a third
+five are allowed. Their rounding down (half a gray level an operation, at most 2 in all) is a third
 of one such error of the mean.
 """
 
@@ -35,15 +35,15 @@ STATISTICS = [
 
 @cache
 def images() -> list[np.ndarray]:
-    """Coloured blots of 56x44 pixels with some noise, brighter to the right."""
+    """Colored blots of 56x44 pixels with some noise, brighter to the right."""
     rng = np.random.default_rng(0)
     ramp = np.linspace(-60, 60, 56)[None, :, None]
-    found = []
+    results = []
     for blots in rng.integers(40, 220, (NUM, 5, 6, 3), dtype=np.uint8):
         smooth = cv2.resize(blots, (56, 44), interpolation=cv2.INTER_CUBIC)
         noisy = smooth + ramp + rng.integers(-15, 16, (44, 56, 3))
-        found.append(np.clip(noisy, 0, 255).astype(np.uint8))
-    return found
+        results.append(np.clip(noisy, 0, 255).astype(np.uint8))
+    return results
 
 
 def statistics(view: np.ndarray) -> list[float]:

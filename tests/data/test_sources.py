@@ -73,13 +73,13 @@ def test_folder_counts_unreadable_headers(tree: Path) -> None:
 def test_image_like_files_that_are_passed_over_are_counted(tree: Path) -> None:
     for name in ("a/1.HEIC", "b/2.heic", "b/3.cr2", "b/4.zip", "b/.5.heic"):
         (tree / name).touch()
-    found = "2 .heic, 1 .cr2, 1 .zip passed over (convert images to JPEG or PNG, unpack archives)"
+    message = "2 .heic, 1 .cr2, 1 .zip passed over (convert images to JPEG or PNG, unpack archives)"
     folder = "4 images, 3 folders, 0 unreadable"
-    assert build("folder", path=str(tree)).describe() == f"{folder}; {found}"
-    assert build("glob", pattern=f"{tree}/**/*").describe() == f"{folder}; {found}"
+    assert build("folder", path=str(tree)).describe() == f"{folder}; {message}"
+    assert build("glob", pattern=f"{tree}/**/*").describe() == f"{folder}; {message}"
     assert build("glob", pattern=f"{tree}/**/*.png").passed_over() == {}
     frames = build("frames", path=str(tree))
-    assert frames.describe() == f"4 frames of 3 clips, no labels; {found}"
+    assert frames.describe() == f"4 frames of 3 clips, no labels; {message}"
 
 
 def test_archives_are_named_as_such(tmp_path: Path) -> None:

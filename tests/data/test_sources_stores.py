@@ -102,8 +102,8 @@ def test_hdf5_reads_no_other_files_of_this_machine(tmp_path: Path) -> None:
             file.create_dataset("images", PIXELS.shape, "uint8", external=raw)
             file["link"] = h5py.ExternalLink(other, "images")
             file.create_virtual_dataset("virtual", layout)
-        for key, told in (("images", "another file"), ("link", name), ("virtual", name)):
-            with pytest.raises(UserError, match=f"data.images: {key!r} of .*{re.escape(told)}"):
+        for key, message in (("images", "another file"), ("link", name), ("virtual", name)):
+            with pytest.raises(UserError, match=f"data.images: {key!r} of .*{re.escape(message)}"):
                 build("hdf5", path=str(path), images=key, labels=None)
             with pytest.raises(UserError, match=f"data.labels: {key!r} of .*"):
                 build("hdf5", path=str(private), labels=key, labels_path=str(path))

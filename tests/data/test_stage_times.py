@@ -61,7 +61,7 @@ def config_for(folder: Path, *more: str) -> Config:
     )
 
 
-def found(**changes: object) -> StageTimes:
+def stage_times(**changes: object) -> StageTimes:
     """A measurement of photographs on 8 cores, with some of it changed."""
     usual = StageTimes(
         read_s=1e-4,
@@ -212,19 +212,19 @@ def test_the_costliest_transform_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_advice_fits_what_was_measured(changes: dict[str, object], said: str) -> None:
-    sentences = advice(found(**changes))
+    sentences = advice(stage_times(**changes))
     assert sentences[0].startswith(said)
     assert len(sentences) <= 2
 
 
 def test_nothing_to_advise() -> None:
-    assert advice(found()) == []
-    assert advice(found(num_workers=0, cache="device")) == [], "no worker is met"
-    assert advice(found(augment_on="device", to_device_s=2e-4)) == []
+    assert advice(stage_times()) == []
+    assert advice(stage_times(num_workers=0, cache="device")) == [], "no worker is met"
+    assert advice(stage_times(augment_on="device", to_device_s=2e-4)) == []
 
 
 def test_the_table_adds_up() -> None:
-    lines = list(table(found()))
+    lines = list(table(stage_times()))
     rows = {line.split("  ")[0]: line.split() for line in lines}
     assert [rows[name][1] for name in ("read", "decode", "augment")] == ["0.100", "1.000", "1.000"]
     assert rows["all"][1:] == ["2.210", "452"]
@@ -288,8 +288,8 @@ def test_advice_on_workers() -> None:
 
 def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hook in a task of 200 steps of a second, of which 0.1 and later 0.4 are waiting."""
-    told, rows, clock = [], [], [0.0]
-    monkeypatch.setattr(metrics.log, "warning", lambda text, *words: told.append(text % words))
+    results, rows, clock = [], [], [0.0]
+    monkeypatch.setattr(metrics.log, "warning", lambda text, *words: results.append(text % words))
     monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
     task: Any = SimpleNamespace(
         config=config_for(tmp_path, "train.log_every=10", "data.num_workers=1", "out=runs/a"),
@@ -318,7 +318,7 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert [(row["step_s"], row["images_per_s"]) for row in rows] == [(1.0, 8.0)] * 20
     assert [row["eta_s"] for row in rows] == pytest.approx([*range(190, -10, -10)])
     assert [row["data_wait"] for row in rows] == pytest.approx([0.1] * 10 + [0.4] * 10)
-    (line,) = told
+    (line,) = results
     assert line == (
         "step 150: training has waited for data 40% of the time: data.num_workers=1 leaves cores "
         "idle (8 cores for 2 processes); try 4; `selftask bench data runs/a/config.yaml` shows "

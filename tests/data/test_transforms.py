@@ -1,6 +1,6 @@
 """Transforms against torchvision's (on Pillow images) for the same drawn parameters.
 
-Theirs round down after each operation, ours to nearest: half a grey level for each, on average.
+Theirs round down after each operation, ours to nearest: half a gray level for each, on average.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 def waves(height: int, width: int) -> np.ndarray:
-    """Smooth but colourful, with the whole range of values."""
+    """Smooth but colorful, with the whole range of values."""
     y, x = np.mgrid[0:height, 0:width]
     planes = [np.sin(x / 7) * np.cos(y / 5), np.cos(x / 11 + y / 6), np.sin(y / 9) * np.sin(x / 4)]
     return (np.stack(planes, -1) * 127.5 + 127.5).astype(np.uint8)
@@ -52,7 +52,7 @@ def pillow(image: np.ndarray) -> Image.Image:
 
 
 def assert_close(ours: np.ndarray, theirs: Image.Image, mean: float = 0.0, most: int = 0) -> None:
-    """Within these grey levels."""
+    """Within these gray levels."""
     assert ours.dtype == np.uint8
     assert ours.flags.c_contiguous
     difference = np.abs(ours.astype(int) - np.asarray(theirs).astype(int))
@@ -109,8 +109,8 @@ def test_resize_and_center_crop(photo: np.ndarray, size: int) -> None:
     for image in (photo, np.ascontiguousarray(photo.transpose(1, 0, 2))):
         resized = F.resize(pillow(image), [size])
         assert_close(build("resize", size=size)(image, rng()), resized, mean=0.35, most=2)
-        centre = F.center_crop(pillow(image), [size])
-        assert_close(build("center_crop", size=size)(image, rng()), centre)
+        center = F.center_crop(pillow(image), [size])
+        assert_close(build("center_crop", size=size)(image, rng()), center)
 
 
 def test_random_crop(photo: np.ndarray) -> None:
@@ -119,9 +119,9 @@ def test_random_crop(photo: np.ndarray) -> None:
     seen = set()
     for seed in range(20):
         crop = build("random_crop", size=32, padding=4)(photo, rng(seed))
-        found = np.argwhere((windows == crop.transpose(2, 0, 1)).all(axis=(2, 3, 4)))
-        assert len(found) == 1
-        seen.add(tuple(found[0]))
+        actual = np.argwhere((windows == crop.transpose(2, 0, 1)).all(axis=(2, 3, 4)))
+        assert len(actual) == 1
+        seen.add(tuple(actual[0]))
     assert len(seen) > 15
 
 
@@ -141,7 +141,7 @@ def test_flips(photo: np.ndarray) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_affine(photo: np.ndarray, seed: int) -> None:
-    """OpenCV knows positions to 1/32 of a pixel, here worth up to 3 grey levels, but for edges."""
+    """OpenCV knows positions to 1/32 of a pixel, here worth up to 3 gray levels, but for edges."""
     transform = build("random_affine", degrees=45, scale=(0.5, 1.1), translate=0.25)
     angle, scale, right, down = rng(seed).random(4)
     expected = F.affine(
@@ -229,7 +229,7 @@ COMPILED = pytest.param(
 
 @pytest.mark.parametrize("compiled", [COMPILED, False])
 def test_the_whole_pipeline_is_close_to_torchvisions(compiled: bool) -> None:
-    """Mean difference below 1.5 grey levels over 60 images, with the same draws."""
+    """Mean difference below 1.5 gray levels over 60 images, with the same draws."""
     images = [waves(90 + 7 * seed % 40, 120 + 11 * seed % 50) for seed in range(60)]
     crop, flip = build("random_resized_crop", size=64), build("horizontal_flip")
     jitter = build("color_jitter", brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, p=0.8)

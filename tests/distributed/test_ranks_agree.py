@@ -201,8 +201,8 @@ def _find_checkpoints(rank: int, folder: Path, steps: list[tuple[list[int], ...]
         for step in of_rank[rank]:
             store.save(_state(abs(step)), own, max(step, 1), keep=9)
         try:
-            found = store.find("auto", own)
-            answers.append(None if found is None else found[1].name)
+            newest = store.find("auto", own)
+            answers.append(None if newest is None else newest[1].name)
         except UserError as error:
             answers.append(str(error))
     return answers

@@ -39,15 +39,15 @@ def train(
 
 def orphans(out: str) -> list[str]:
     """Processes that still have the run's folder on their command line."""
-    found = []
+    results = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = entry.read_bytes().decode(errors="replace")
         except OSError:
             continue
         if out in line and int(entry.parent.name) != os.getpid():
-            found.append(line)
-    return found
+            results.append(line)
+    return results
 
 
 def check_failed(done: subprocess.CompletedProcess[str], out: Path, rank: int, cause: str) -> None:
@@ -193,6 +193,6 @@ def test_every_launcher_gives_the_same_losses(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses[name] = [json.loads(row)["loss"] for row in rows]
-    for name, found in losses.items():
-        assert found == pytest.approx(losses["python"], rel=1e-6), name
-        assert len(found) == 5
+    for name, actual in losses.items():
+        assert actual == pytest.approx(losses["python"], rel=1e-6), name
+        assert len(actual) == 5

@@ -101,9 +101,9 @@ def test_an_early_error_is_left_for_rank_0(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("MASTER_ADDR", "n1")
     with pytest.raises(UserError, match="no room"), report_early_errors(tmp_path):
         raise UserError("no room")
-    found = find_early_error(tmp_path, "n1:7::")
-    assert found is not None
-    assert (found.rank, found.message) == (1, f"no room (on {socket.gethostname()})")
+    error = find_early_error(tmp_path, "n1:7::")
+    assert error is not None
+    assert (error.rank, error.message) == (1, f"no room (on {socket.gethostname()})")
     assert find_early_error(tmp_path, "n1:8::") is None, "of another attempt"
     with report_early_errors(tmp_path):
         pass
@@ -150,18 +150,20 @@ def test_ranks_that_have_not_arrived_are_named(
     def meet(one: World) -> AbstractContextManager[None]:
         return early_errors.watch_others(tmp_path, one, lambda failure: None)
 
-    def told() -> list[str]:
+    def waiting_lines() -> list[str]:
         return [text for text in caplog.messages if text.startswith("waiting for rank")]
 
     with caplog.at_level("WARNING", "selftask"), meet(world(2)), meet(world(3, "then")):
         assert early_errors.missing_ranks(tmp_path, world(0)) == [1, 3]
         with meet(world(0)):
             end = time.monotonic() + 20
-            while len(told()) < 2 and time.monotonic() < end:
+            while len(waiting_lines()) < 2 and time.monotonic() < end:
                 time.sleep(0.01)
-        number = len(told())
+        number = len(waiting_lines())
     assert number >= 2, "again and again"
-    assert all(text.startswith("waiting for rank 1, 3 of 4 for 0 s: not sta") for text in told())
+    assert all(
+        text.startswith("waiting for rank 1, 3 of 4 for 0 s: not sta") for text in waiting_lines()
+    )
     assert not (tmp_path / "errors").exists(), "all have met"
     with meet(World()):
         assert not (tmp_path / "errors").exists(), "one process waits for nobody"

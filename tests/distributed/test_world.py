@@ -54,10 +54,10 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = world(monkeypatch, TORCHRUN)
-    assert found == World(3, 4, 1, 2, "torchrun", attempt=found.attempt)
+    current = world(monkeypatch, TORCHRUN)
+    assert current == World(3, 4, 1, 2, "torchrun", attempt=current.attempt)
     again = world(monkeypatch, TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert again.attempt != found.attempt
+    assert again.attempt != current.attempt
 
 
 def test_torchrun_inside_srun_counts_as_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,12 +65,12 @@ def test_torchrun_inside_srun_counts_as_torchrun(monkeypatch: pytest.MonkeyPatch
 
 
 def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = world(monkeypatch, SRUN)
-    assert (found.rank, found.size, found.local_rank, found.local_size) == (3, 4, 1, 2)
-    assert found.launcher == "slurm"
-    assert found.master is not None
-    assert found.master[0] == "gpu07"
-    assert 1024 < found.master[1] < 32768
+    current = world(monkeypatch, SRUN)
+    assert (current.rank, current.size, current.local_rank, current.local_size) == (3, 4, 1, 2)
+    assert current.launcher == "slurm"
+    assert current.master is not None
+    assert current.master[0] == "gpu07"
+    assert 1024 < current.master[1] < 32768
 
 
 def test_each_attempt_meets_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +114,9 @@ def test_which_launcher_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         (SRUN | TORCHRUN, "torchrun"),
         (mpi, "mpi"),
     ):
-        found = world(monkeypatch, variables)
-        assert found.launcher == launcher
-        place = (found.rank, found.size, found.local_rank, found.local_size)
+        current = world(monkeypatch, variables)
+        assert current.launcher == launcher
+        place = (current.rank, current.size, current.local_rank, current.local_size)
         assert place == ((0, 1, 0, 1) if launcher == "python" else (3, 4, 1, 2)), launcher
 
 

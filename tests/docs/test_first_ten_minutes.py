@@ -49,7 +49,7 @@ def _interrupt(words: list[str], home: Path) -> str:
 
 @pytest.mark.slow
 def test_commands_run_and_print_what_the_page_says(tmp_path: Path) -> None:
-    assert write_files(PAGE, tmp_path) == ["digits.py", "neighbours.py"]
+    assert write_files(PAGE, tmp_path) == ["digits.py", "neighbors.py"]
     lines, said = _lines(), {}
     train = next(line for line in lines if line.startswith("selftask train"))
     assert lines.count(train) == 2, "once to be interrupted, once to resume"
@@ -70,8 +70,8 @@ def test_commands_run_and_print_what_the_page_says(tmp_path: Path) -> None:
         line = next(line for line in lines if f"eval {kind}" in line)
         result = json.loads(said[line].splitlines()[-1])
         assert result[f"{kind}_top1"] >= least
-    assert "60 tensors\n(360, 128) 9" in said["python neighbours.py"]
-    assert "\nraw pixels: 95% of the nearest" in said["python neighbours.py"]
+    assert "60 tensors\n(360, 128) 9" in said["python neighbors.py"]
+    assert "\nraw pixels: 95% of the nearest" in said["python neighbors.py"]
     assert "first: learning: the loss fell" in said["selftask report runs/first"]
     assert "finished  220/220" in said["selftask runs"]
     assert (tmp_path / "features/images.csv").exists() and (tmp_path / "views.png").exists()

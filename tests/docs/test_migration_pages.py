@@ -41,27 +41,29 @@ def ours(page: str) -> list[str]:
 @cache
 def keys() -> dict[str, Any]:
     """Every key that one of the recipes has, with the hooks of the tables."""
-    found: dict[str, Any] = {"image_size": None}
+    results: dict[str, Any] = {"image_size": None}
     for recipe in RECIPES:
         words = ["data=no/such/folder", "eval.evaluations.linear={}", "launch.slurm.time=60"]
         words += ["launch.slurm.partition=gpu", "meters.accuracy={}"] * ("moco" not in recipe)
         words += [f"hooks.{hook}={{}}" for hook in HOOKS]
         words += ["hooks.wandb.mode=offline"]  # no login is wanted here
         config = load_config(recipe, words).to_dict()
-        _flatten(config, "", found)
-    _flatten({"optimizer": {**load_config("simclr", ["optimizer=larc"]).optimizer.args}}, "", found)
-    _flatten({"optimizer": load_config("simclr", ["optimizer=sgd"]).optimizer.args}, "", found)
+        _flatten(config, "", results)
+    _flatten(
+        {"optimizer": {**load_config("simclr", ["optimizer=larc"]).optimizer.args}}, "", results
+    )
+    _flatten({"optimizer": load_config("simclr", ["optimizer=sgd"]).optimizer.args}, "", results)
     for name in METHODS.names():
         for field in dataclasses.fields(METHODS[name].Config):
-            found[f"method.{field.name}"] = None
-    return {**found, "meters.mean_average_precision": None, "task": None, "resume": None}
+            results[f"method.{field.name}"] = None
+    return {**results, "meters.mean_average_precision": None, "task": None, "resume": None}
 
 
-def _flatten(value: Any, prefix: str, found: dict[str, Any]) -> None:
+def _flatten(value: Any, prefix: str, results: dict[str, Any]) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
-            found[f"{prefix}{key}"] = item
-            _flatten(item, f"{prefix}{key}.", found)
+            results[f"{prefix}{key}"] = item
+            _flatten(item, f"{prefix}{key}.", results)
 
 
 def _known(word: str) -> bool:
@@ -121,9 +123,9 @@ def test_values_of_the_tables_are_valid(setting: str) -> None:
 
 @cache
 def _config(recipe: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    _flatten(load_config(recipe, ["data=no/such/folder"]).to_dict(), "", found)
-    return found
+    results: dict[str, Any] = {}
+    _flatten(load_config(recipe, ["data=no/such/folder"]).to_dict(), "", results)
+    return results
 
 
 def _accepts(recipe: str, key: str) -> bool:

@@ -35,5 +35,5 @@ def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     resources = {"metadata": {"path": tmp_path}}
     nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
     assert tiny.status(tmp_path / RUNS[path.stem])["state"] == "finished"
-    found = [row["knn_top1"] for row in tiny.rows(tmp_path / RUNS[path.stem]) if "knn_top1" in row]
-    assert found[0] < 0.85 < 0.9 < found[-1]
+    actual = [row["knn_top1"] for row in tiny.rows(tmp_path / RUNS[path.stem]) if "knn_top1" in row]
+    assert actual[0] < 0.85 < 0.9 < actual[-1]

@@ -301,7 +301,7 @@ def test_learner_is_the_task(tmp_path: Path, forget_names: None) -> None:
     learner.network.load_state_dict(start.base_model.state_dict())
     learner.method.load_state_dict(start.loss.state_dict())
     optimizer = torch.optim.SGD(learner.network.parameters(), lr=0.1, momentum=0.9)
-    found = []
+    actual = []
     for views in batches() * 2:
         other = build()
         other.load_state_dict(learner.state_dict())
@@ -312,7 +312,7 @@ def test_learner_is_the_task(tmp_path: Path, forget_names: None) -> None:
         learner.after_backward()
         optimizer.step()
         learner.update()
-        found.append(loss.item())
-    assert found == pytest.approx(expected, rel=1e-5)
+        actual.append(loss.item())
+    assert actual == pytest.approx(expected, rel=1e-5)
     assert len(set(expected)) == 10
     assert learner.get_extra_state() == {"steps": 10}

@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("my_images", "labelled/train", "labelled/test", "cifar10/train", "cifar10/test"):
         for label in ("cat", "dog"):
             (home / folder / label).mkdir(parents=True)
-            for number in range(11):  # more than the 20 neighbours of k-NN
+            for number in range(11):  # more than the 20 neighbors of k-NN
                 pixels = draw.integers(0, 255, (32, 32, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(home / folder / label / f"{number}.png")
     return home
@@ -58,10 +58,10 @@ def shortened(command: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_run(home: Path) -> None:
-    found = commands()
-    assert len(found) >= 9
+    actual = commands()
+    assert len(actual) >= 9
     environment = os.environ | {"PYTHONPATH": str(ROOT / "ssl"), "OMP_NUM_THREADS": "1"}
-    for command in found:
+    for command in actual:
         done = subprocess.run(
             [sys.executable, "-m", "selftask", *shortened(command)],
             cwd=home,

@@ -178,10 +178,10 @@ def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 def rows_of(output: str, ranks: str) -> dict[str, str]:
     """quantity -> verdict, of the rows for so many ranks."""
-    found = re.findall(
+    matches = re.findall(
         rf"^  (\w+) +{re.escape(ranks)}  +\S+  +(ok|DIFFERENT)", output, re.MULTILINE
     )
-    return dict(found)
+    return dict(matches)
 
 
 QUANTITIES = ["samples", "inputs", "loss", "terms", "gradients", "method", "network", "optimizer"]

@@ -1,4 +1,4 @@
-"""Features of a frozen backbone, and nearest neighbours against scikit-learn and plain loops."""
+"""Features of a frozen backbone, and nearest neighbors against scikit-learn and plain loops."""
 
 from __future__ import annotations
 
@@ -165,10 +165,10 @@ def test_candidates_in_bfloat16_are_the_neighbours_of_float64(leave_one_out: boo
     if leave_one_out:
         exact[torch.arange(300), torch.arange(300)] = -torch.inf
     assert torch.allclose(cosine.double(), exact.gather(1, row), atol=1e-6)
-    found = torch.stack(
+    actual = torch.stack(
         [torch.isin(a, b) for a, b in zip(row, exact.topk(20).indices, strict=True)]
     )
-    assert found.float().mean() > 0.999
+    assert actual.float().mean() > 0.999
     assert KNN(search="bfloat16")(train, _set(300, 4, dim=64)) == pytest.approx(
         KNN()(train, _set(300, 4, dim=64)), abs=1.5 / 300
     )
@@ -190,9 +190,9 @@ def test_results_of_several_evaluations_are_merged() -> None:
     train, test = _set(60, 1), _set(30, 2)
     near, far = (Component(name="knn", args={"k": [k]}) for k in (3, 9))
     linear = Component(name="linear", args={})
-    found = run_evaluations({"knn": near, "linear": linear}, train, test)
-    assert found["knn_top1"] == KNN(k=[3])(train, test)["knn_top1"]
-    assert found == {
+    actual = run_evaluations({"knn": near, "linear": linear}, train, test)
+    assert actual["knn_top1"] == KNN(k=[3])(train, test)["knn_top1"]
+    assert actual == {
         **run_evaluations({"knn": near}, train, test),
         **run_evaluations({"linear": linear}, train, test),
     }
@@ -202,8 +202,8 @@ def test_results_of_several_evaluations_are_merged() -> None:
 
 def test_results_of_an_evaluation_of_ones_own() -> None:
     """Nested ones and those of NumPy and torch become floats; what is no number is refused."""
-    found = {"n": {"a": torch.tensor(1.0), "b": {"c": 2}}, "d": np.float32(0.5)}
-    flat = flat_scores(found, "eval.evaluations.mine")
+    metrics = {"n": {"a": torch.tensor(1.0), "b": {"c": 2}}, "d": np.float32(0.5)}
+    flat = flat_scores(metrics, "eval.evaluations.mine")
     assert flat == {"n/a": 1.0, "n/b/c": 2.0, "d": 0.5}
     assert {type(value) for value in flat.values()} == {float}
     with pytest.raises(UserError, match=r"mine: n/b is \[1, 2\]; a number is expected"):

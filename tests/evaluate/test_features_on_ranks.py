@@ -77,11 +77,11 @@ def _extract(rank: int, size: int, fails_at: int | None) -> list[list[float]] | 
         backbone, take_share(batches, world), world, device=torch.device("cpu")
     )
     try:
-        found = list(parts)
+        actual = list(parts)
     except (UserError, RunError) as error:
         return f"{type(error).__name__}: {error}"
     return [
-        [float(value) for part in found for value in values(part)]
+        [float(value) for part in actual for value in values(part)]
         for values in (lambda p: p.indices, lambda p: p.features[:, 0], lambda p: p.targets)
     ]
 
@@ -99,8 +99,8 @@ def test_rank_0_gets_all_features_in_order(size: int) -> None:
 
 def test_an_error_of_one_rank_ends_all() -> None:
     """Image 5 is in batch 1, which is rank 1's."""
-    told = run_ranks(_extract, 3, 3, 5)
-    assert told == ["RunError: rank 1 of 3: ValueError: no such feature"] * 3
+    results = run_ranks(_extract, 3, 3, 5)
+    assert results == ["RunError: rank 1 of 3: ValueError: no such feature"] * 3
 
 
 @pytest.mark.parametrize("words", [["export", "run"], ["eval", "suite", "run"], ["test", "run"]])

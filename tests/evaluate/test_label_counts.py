@@ -95,8 +95,8 @@ def test_counts_chance_step_and_date_stand_beside_the_figures(
     folder = exported.parent
     sets = [f"data={images / 'train'}", f"data.val={images / 'val'}", "train.device=cpu"]
     assert main(["eval", "knn", str(folder), *sets, "k=[3]"]) == 0
-    *_, told, row = capsys.readouterr().out.splitlines()
-    assert told == (
+    *_, message, row = capsys.readouterr().out.splitlines()
+    assert message == (
         "14 training and 6 test images; 2 classes ('cat', 'dog'); chance 0.5, "
         "most frequent class 0.5"
     )
@@ -112,11 +112,11 @@ def test_images_that_are_in_both_sets_are_told(
     copied = tmp_path / "copy"
     shutil.copytree(images / "val", copied)
     shutil.copy(images / "train/dog/3.png", copied / "dog/another_name.png")
-    for val, told in ((images / "train", "14 of 14"), (copied, "1 of 7"), (images / "val", "")):
+    for val, message in ((images / "train", "14 of 14"), (copied, "1 of 7"), (images / "val", "")):
         sets = [f"data={images / 'train'}", f"data.val={val}", "train.device=cpu"]
         assert main(["eval", "knn", str(exported), *sets, "k=[1]"]) == 0
-        warning = f"warning: {told} test images are also training images"
-        assert (warning in capsys.readouterr().out) == bool(told)
+        warning = f"warning: {message} test images are also training images"
+        assert (warning in capsys.readouterr().out) == bool(message)
 
 
 def test_a_network_that_tells_nothing_apart_shares_no_images() -> None:

@@ -76,11 +76,11 @@ def test_only_test_classes(digits: tuple[Features, Features]) -> None:
     model.fit(x, train.targets.numpy())
     scores = model.decision_function(x_test)[:, [1, 8]]
     expected = (np.array([1, 8])[scores.argmax(axis=1)] == test.targets.numpy()).mean()
-    found = [
+    actual = [
         Linear(weight_decay=[0.01], only_test_classes=only)(train, test)["linear_top1"]
         for only in (False, True)
     ]
-    assert found[0] < found[1] == pytest.approx(expected, abs=1.5 / len(test))
+    assert actual[0] < actual[1] == pytest.approx(expected, abs=1.5 / len(test))
 
 
 def test_few_labels_grow_towards_all(digits: tuple[Features, Features]) -> None:
@@ -102,7 +102,7 @@ def test_few_labels_are_the_mean_of_scikit_learns_draws(
     draws: list[Features] = []
     draw = Features.draw
     monkeypatch.setattr(Features, "draw", lambda *args: draws.append(draw(*args)) or draws[-1])
-    found = Linear(few_labels=[1], repeats=3, weight_decay=[0.01])(*digits)
+    actual = Linear(few_labels=[1], repeats=3, weight_decay=[0.01])(*digits)
     test = linear._standardized(*digits)[1]
     expected = []
     for few in draws:
@@ -111,7 +111,7 @@ def test_few_labels_are_the_mean_of_scikit_learns_draws(
         model.fit(few.features.double().numpy(), few.targets.numpy())
         expected.append(model.score(test.features.double().numpy(), test.targets.numpy()))
     assert len(set(expected)) == 3
-    assert found["linear_1_labels_top1"] == pytest.approx(np.mean(expected), abs=2 / len(test))
+    assert actual["linear_1_labels_top1"] == pytest.approx(np.mean(expected), abs=2 / len(test))
 
 
 def test_constant_features_rare_and_unseen_classes() -> None:

@@ -132,8 +132,8 @@ def test_several_labels_an_image(tmp_path: Path) -> None:
     row = metrics(predictions)
     assert set(row) == {"images", "mean_average_precision_map"}
     assert row["mean_average_precision_map"] == pytest.approx(np.mean(expected), abs=1e-12)
-    found = [line["average_precision"] for line in class_table(predictions)]
-    assert found == pytest.approx(expected, abs=1e-12)
+    actual = [line["average_precision"] for line in class_table(predictions)]
+    assert actual == pytest.approx(expected, abs=1e-12)
     with pytest.raises(UserError, match="several labels each"):
         confusion(predictions)
     with pytest.raises(UserError, match=r"predictions=FILE.npz holds all scores"):
@@ -148,17 +148,17 @@ def test_figures_are_those_of_test(tmp_path: Path, capsys: pytest.CaptureFixture
     task = tiny.train("supervised", tmp_path, "run", val, *short)
     (run := task.out).joinpath("config.yaml").write_text(to_yaml(task.config))
     files = [tmp_path / "all.npz", tmp_path / "best.csv"]
-    told = []
+    results = []
     for file in files:
         assert main(["test", str(run), f"predictions={file}"]) == 0
-        told.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+        results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     classes, counts = tmp_path / "classes.csv", tmp_path / "confusion.csv"
     assert main(["eval", "predictions", *map(str, files)]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    shared = [set(row) & set(test) for row, test in zip(rows, told, strict=True)]
+    shared = [set(row) & set(test) for row, test in zip(rows, results, strict=True)]
     assert shared[0] == {"accuracy_top_1", "accuracy_top_5", "mean_average_precision_map"}
     assert shared[1] == {"accuracy_top_1"}
-    for keys, row, test in zip(shared, rows, told, strict=True):
+    for keys, row, test in zip(shared, rows, results, strict=True):
         assert {key: row[key] for key in keys} == {key: test[key] for key in keys}
     assert rows[0]["ece"] == pytest.approx(rows[1]["ece"], abs=1e-5)
 

@@ -59,7 +59,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def told(capsys: pytest.CaptureFixture[str], model: Path, *words: str) -> dict[str, float]:
+def printed_row(capsys: pytest.CaptureFixture[str], model: Path, *words: str) -> dict[str, float]:
     """The JSON line of the command."""
     capsys.readouterr()
     assert main(["eval", "retrieval", str(model), *words, "train.device=cpu"]) == 0
@@ -82,7 +82,7 @@ def test_copies_are_found(
     words: list[str], model: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word.replace("PAIRS", str(pairs)) for word in words]
-    row = told(capsys, model, f"data={pairs}", *words, "k=[1,5]")
+    row = printed_row(capsys, model, f"data={pairs}", *words, "k=[1,5]")
     assert row["retrieval_map"] == row["retrieval_precision_at_1"] == 1.0
     assert row["retrieval_precision_at_5"] == 1.0, "the one copy is the last that can be found"
     assert (row["queries"], row["database"]) == (16, 16)
@@ -95,7 +95,7 @@ def test_chance_without_copies(
     """Classes that mean nothing: far from 1, so the copies of the other test do matter."""
     for number in range(16):
         save(tmp_path / f"class_{number // 2}" / f"{number}.png", picture(number))
-    assert told(capsys, model, f"data={tmp_path}")["retrieval_map"] < 0.6
+    assert printed_row(capsys, model, f"data={tmp_path}")["retrieval_map"] < 0.6
 
 
 def test_a_network_that_tells_nothing_apart_finds_nothing(
@@ -108,7 +108,7 @@ def test_a_network_that_tells_nothing_apart_finds_nothing(
             value.fill_(1.0 if name.endswith("bias") else 0.0)
     meta = {"architecture": {"name": component.name, "args": component.args}, "channels": 3}
     dead = save_backbone(backbone, tmp_path, {**meta, "transforms": [{"name": "normalize"}]})
-    row = told(capsys, dead, f"data={pairs}")
+    row = printed_row(capsys, dead, f"data={pairs}")
     assert row["retrieval_map"] == pytest.approx(1 / 15), "the copy comes last of 15"
 
 
@@ -143,12 +143,12 @@ def oxford(tmp_path: Path) -> Path:
 
 def test_revisited_oxford(oxford: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"data={oxford / 'jpg'}", f"truth={oxford / 'gnd_small.pkl'}"]
-    row = told(capsys, model, *words)
+    row = printed_row(capsys, model, *words)
     assert row["retrieval_easy_map"] == 1.0, "the cropped query has the pixels of the easy one"
     assert row["retrieval_easy_precision_at_10"] == 1.0
     assert 0 < row["retrieval_hard_map"] <= row["retrieval_medium_map"] <= 1
     assert (row["queries"], row["database"]) == (2, 9)
-    whole = told(capsys, model, *words, "crop_queries=false")
+    whole = printed_row(capsys, model, *words, "crop_queries=false")
     assert whole["retrieval_medium_map"] < 1
     kept = (model.parent / "evaluations.jsonl").exists()
     assert not kept, "a file is no run"
@@ -162,8 +162,8 @@ def test_original_oxford(oxford: Path, model: Path, capsys: pytest.CaptureFixtur
         row["ok"] = np.concatenate([row.pop("easy"), row.pop("hard").reshape(-1)])
     (oxford / "gnd_original.pkl").write_bytes(pickle.dumps(truth))
     words = [f"data={oxford / 'jpg'}", "k=[1]"]
-    row = told(capsys, model, *words, f"truth={oxford / 'gnd_original.pkl'}")
-    both = told(capsys, model, *words, f"truth={oxford / 'gnd_small.pkl'}")
+    row = printed_row(capsys, model, *words, f"truth={oxford / 'gnd_original.pkl'}")
+    both = printed_row(capsys, model, *words, f"truth={oxford / 'gnd_small.pkl'}")
     assert row["retrieval_map"] == both["retrieval_medium_map"]
     assert row["retrieval_precision_at_1"] == both["retrieval_medium_precision_at_1"]
     assert "retrieval_easy_map" not in row
@@ -172,7 +172,7 @@ def test_original_oxford(oxford: Path, model: Path, capsys: pytest.CaptureFixtur
 def test_results_are_kept_with_a_run(
     pairs: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = told(capsys, model.parent, f"data={pairs}", "pool=mean")
+    row = printed_row(capsys, model.parent, f"data={pairs}", "pool=mean")
     file = model.parent / "evaluations.jsonl"
     kept = json.loads(file.read_text().splitlines()[-1])
     file.unlink()
@@ -206,7 +206,7 @@ def test_copydays(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         save(tmp_path / "strong" / f"20{number}001.png", picture(number))
         save(tmp_path / "jpegqual" / "3" / f"20{number}012.png", picture((number + 1) % 5))
         save(tmp_path / "distractors" / f"flickr_{number}.png", picture(50 + number))
-    row = told(capsys, model, f"data={tmp_path}", "truth=copydays", "k=[1]")
+    row = printed_row(capsys, model, f"data={tmp_path}", "truth=copydays", "k=[1]")
     assert row["retrieval_strong_map"] == 1.0
     assert row["retrieval_jpegqual_3_map"] <= 0.25, "rank 2 at best, by trapezoids"
     assert (row["queries"], row["database"]) == (10, 10)
@@ -229,11 +229,11 @@ def test_a_table(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with (tmp_path / "truth.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     words = [f"data={tmp_path / 'images'}", f"truth={tmp_path / 'truth.csv'}"]
-    row = told(capsys, model, *words)
+    row = printed_row(capsys, model, *words)
     assert 2 / 3 < row["retrieval_map"] < 1, "the second query looks for another picture"
     with (tmp_path / "truth.csv").open("w", newline="") as file:
         csv.writer(file).writerows([rows[0], rows[1], rows[3]])
-    assert told(capsys, model, *words)["retrieval_map"] == 1.0
+    assert printed_row(capsys, model, *words)["retrieval_map"] == 1.0
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_transformers_take_any_size(
     pairs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     vit = ("timm:vit_tiny_patch16_224", "weights=none")
-    row = told(capsys, Path(vit[0]), vit[1], f"data={pairs}", "pool=gem", "scales=[1,0.5]")
+    row = printed_row(capsys, Path(vit[0]), vit[1], f"data={pairs}", "pool=gem", "scales=[1,0.5]")
     assert row["retrieval_map"] == 1.0
 
 

@@ -58,13 +58,13 @@ def test_average_precision_is_scikit_learns_without_junk(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_trapezoids_are_those_of_a_walk_down_the_list(seed: int) -> None:
-    """Precision and recall after each image; the area between neighbouring points."""
+    """Precision and recall after each image; the area between neighboring points."""
     scores, positives, ignored = drawn(seed)
     hits = ranked(scores, positives, ignored)
-    area, found, recall, precision = 0.0, 0, 0.0, 1.0
+    area, num_right, recall, precision = 0.0, 0, 0.0, 1.0
     for seen, is_right in enumerate(hits, start=1):
-        found += is_right
-        new_recall, new_precision = found / sum(hits), found / seen
+        num_right += is_right
+        new_recall, new_precision = num_right / sum(hits), num_right / seen
         area += (new_recall - recall) * (precision + new_precision) / 2
         recall, precision = new_recall, new_precision
     ranks = ranks_of_positives(scores, positives, ignored)

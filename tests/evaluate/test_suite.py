@@ -60,8 +60,8 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 def checkpoint(run: Path, step: int) -> Path:
     """The checkpoint of a step."""
-    (found,) = [p for p in rotation.checkpoints(run / "checkpoints") if rotation.step_of(p) == step]
-    return found
+    (path,) = [p for p in rotation.checkpoints(run / "checkpoints") if rotation.step_of(p) == step]
+    return path
 
 
 def table(text: str) -> dict[int, dict[str, str]]:

@@ -99,15 +99,15 @@ def test_nothing_is_lost_at_a_stop(kind: str, tmp_path: Path) -> None:
 
 def test_a_checkpoint_has_its_rows_written(tmp_path: Path) -> None:
     """A resume repeats the rows after the checkpoint only."""
-    writer, found = Recorded(), []
+    writer, results = Recorded(), []
     writer.before = lambda step: time.sleep(0.05)
     save = "train.checkpoint_every='2 steps'"
-    late = function_hook(priority=200, before_save=lambda task: found.append([*writer.steps]))
+    late = function_hook(priority=200, before_save=lambda task: results.append([*writer.steps]))
     task = tiny.task("simclr", tmp_path, "run", f"train.max_steps={STEPS}", save)
     task.add_hook(writer)
     task.add_hook(late)
     train_loop(task)
-    assert found == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
+    assert results == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
 
 
 def test_a_writer_that_fails_in_its_thread(
@@ -122,9 +122,9 @@ def test_a_writer_that_fails_in_its_thread(
     writer.before = fail
     task = run(tmp_path, writer)
     assert task.steps_done == STEPS and writer.steps == [1, 2]
-    told = [text for text in caplog.messages if "hooks.recorded" in text]
+    logged = [text for text in caplog.messages if "hooks.recorded" in text]
     expected = "hooks.recorded has failed and writes no more, training goes on: ConnectionError: "
-    assert told == [expected + "no route to host"]
+    assert logged == [expected + "no route to host"]
     assert writer.closed == []
 
 
@@ -137,8 +137,8 @@ def test_a_writer_that_does_not_answer(
     writer.before = lambda step: never.wait(SOON_S) if step == 5 else None
     task = run(tmp_path, writer, on_end=lambda task: None)
     assert task.steps_done == STEPS and writer.steps == [1, 2, 3, 4]
-    told = [text for text in caplog.messages if "does not answer" in text]
-    assert told[-1] == (
+    logged = [text for text in caplog.messages if "does not answer" in text]
+    assert logged[-1] == (
         "hooks.recorded does not answer: 2 rows are not written yet, training goes on"
     )
     assert writer.closed == []

@@ -53,17 +53,17 @@ def train(folder: Path, method: str, *more: str) -> None:
 
 def test_dino_without_a_learning_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, "dino", "optimizer.lr=0", "train.log_every=20")
-    (told,) = [text for text in warnings(caplog.records) if "weight moves" in text]
-    assert told.startswith("step 20: no weight moves, and the loss stays at ")
-    assert "raise optimizer.lr" in told
+    (message,) = [text for text in warnings(caplog.records) if "weight moves" in text]
+    assert message.startswith("step 20: no weight moves, and the loss stays at ")
+    assert "raise optimizer.lr" in message
 
 
 def test_a_learning_rate_that_is_lost_in_rounding(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tmp_path, "simclr", "optimizer.lr=1e-30", "train.log_every=20")
-    (told,) = [text for text in warnings(caplog.records) if "weight moves" in text]
-    assert "so it is far too small or no gradient arrives: raise optimizer.lr" in told
+    (message,) = [text for text in warnings(caplog.records) if "weight moves" in text]
+    assert "so it is far too small or no gradient arrives: raise optimizer.lr" in message
 
 
 def test_weights_that_stop_when_the_rate_is_zero(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,16 +83,16 @@ def test_weights_that_stop_when_the_rate_is_zero(caplog: pytest.LogCaptureFixtur
         weight.data -= group["lr"]
         health.on_update(task)
     assert copied == [True] + 5 * [False] + [True] + 3 * [False]  # warned of once
-    (told,) = warnings(caplog.records)
-    assert told.startswith("step 27: no weight moves; the learning rate is 0 here")
+    (message,) = warnings(caplog.records)
+    assert message.startswith("step 27: no weight moves; the learning rate is 0 here")
 
 
 def test_a_loss_that_stays_at_chance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At this temperature every pair looks alike."""
     train(tmp_path, "simclr", "train.log_every=10", "method.temperature=1e6")
-    (told,) = [text for text in warnings(caplog.records) if "uninformed" in text]
-    assert told.startswith("step 50: the loss is that of an uninformed network or worse")
-    assert "optimizer.lr" in told
+    (message,) = [text for text in warnings(caplog.records) if "uninformed" in text]
+    assert message.startswith("step 50: the loss is that of an uninformed network or worse")
+    assert "optimizer.lr" in message
 
 
 class Constant(nn.Module):
@@ -113,7 +113,7 @@ class Constant(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("spread", "told"),
+    ("spread", "message"),
     [(0.0, "the embeddings of different images are almost the same"), (50.0, "in one direction")],
 )
 def test_two_kinds_of_collapse(
@@ -121,7 +121,7 @@ def test_two_kinds_of_collapse(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     spread: float,
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr("selftask.task.build.build_backbone", lambda *_: Constant(spread))
     task = tiny.task("simclr", tmp_path, "run", "train.max_steps=12")
@@ -130,7 +130,7 @@ def test_two_kinds_of_collapse(
     task.on_phase_start()
     task.step()
     (text,) = [text for text in warnings(caplog.records) if "collapse" in text]
-    assert told in text
+    assert message in text
     assert "optimizer.lr" in text
     task.close()
 
@@ -141,8 +141,8 @@ def test_nothing_in_healthy_runs(
 ) -> None:
     """Tiny networks of a few steps; the digits recipes of all methods were tried by hand."""
     tiny.train(method, tmp_path, "run")
-    found = [text for text in warnings(caplog.records) if text.startswith("step ")]
-    assert not found
+    messages = [text for text in warnings(caplog.records) if text.startswith("step ")]
+    assert not messages
     row = tiny.rows(tmp_path / "run")[-1]
     assert -1 <= row["mean_cosine"] <= 1
     assert 0 < row["emb_std"] <= 1

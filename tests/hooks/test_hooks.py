@@ -76,16 +76,16 @@ def test_a_step_is_evaluated_and_logged_before_it_is_saved(tmp_path: Path) -> No
     words = ["eval={evaluations: {knn: {k: [5]}}, every: 2}", val, "train.max_steps=4"]
     words += ["hooks.precise_bn={batches: 1, batch_size: 2}", "hooks.csv={}"]
     task = tiny.task("simclr", tmp_path, "run", *words, "train.checkpoint_every='2 steps'")
-    found: dict[int, list[list[int]]] = {}
+    results: dict[int, list[list[int]]] = {}
 
     def before_save(task: Task) -> None:
         rows = tiny.rows(tmp_path / "run")
         columns = ("knn_top1", "loss")
-        found[task.steps_done] = [[r["step"] for r in rows if name in r] for name in columns]
+        results[task.steps_done] = [[r["step"] for r in rows if name in r] for name in columns]
 
     task.add_hook(function_hook(before_save=before_save))
     Trainer().train(task)
-    assert found == {2: [[0, 2], [1, 2]], 4: [[0, 2], [1, 2, 3, 4]]}
+    assert results == {2: [[0, 2], [1, 2]], 4: [[0, 2], [1, 2, 3, 4]]}
     assert [row["step"] for row in tiny.rows(tmp_path / "run") if "knn_top1" in row] == [0, 2, 4]
     classes = [type(hook).__name__ for hook in task.hooks]
     order = ["PreciseBatchNorm", "EvaluateBackbone", "Metrics", "SaveCheckpoints", "Csv"]
@@ -151,10 +151,10 @@ def test_hooks_that_come_or_go_at_a_resume_are_told(
     with caplog.at_level("INFO", logger="selftask"):
         task.prepare()
     assert not tiny.differences(task.named_hooks["slow"].state_dict(), states["slow"])
-    told = {(r.levelname, r.getMessage()) for r in caplog.records if "hooks." in r.getMessage()}
+    messages = {(r.levelname, r.getMessage()) for r in caplog.records if "hooks." in r.getMessage()}
     unused = "hooks.fast: its state in the checkpoint is not used: no such hook now"
     anew = "hooks.new: the checkpoint has no state of it; it starts anew"
-    assert {("WARNING", unused), ("INFO", anew)} <= told
+    assert {("WARNING", unused), ("INFO", anew)} <= messages
     task.close()
 
 

@@ -76,8 +76,8 @@ def test_a_run_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     error = json.loads((tmp_path / "run" / "status.json").read_text())["error"]
     first, *lines = error.splitlines()
     assert first.startswith("the machine's memory is full")
-    (told,) = [line for line in lines if line.startswith("memory of a rank: ")]
-    assert told.endswith("with train.batch_size=16; the nearest batch size that fits is about 8")
+    (message,) = [line for line in lines if line.startswith("memory of a rank: ")]
+    assert message.endswith("with train.batch_size=16; the nearest batch size that fits is about 8")
     layers = [line for line in lines if re.match(r"  \S+: [\d.]+ \S+ a sample", line)]
     leaves = {
         n: c for n, c in counts.items() if n and not any(o.startswith(f"{n}.") for o in counts)

@@ -50,8 +50,8 @@ def test_mixup_by_its_formula() -> None:
     one_hot = np.eye(4)[before.labels.numpy()]
     for i in range(8):
         j, share = i ^ 1, float(lam[i // 2])
-        for view, found in zip(before.all_views, mixed.all_views, strict=True):
-            assert torch.allclose(found[i], share * view[i] + (1 - share) * view[j], atol=1e-6)
+        for view, actual in zip(before.all_views, mixed.all_views, strict=True):
+            assert torch.allclose(actual[i], share * view[i] + (1 - share) * view[j], atol=1e-6)
         label = share * one_hot[i] + (1 - share) * one_hot[j]
         assert np.allclose(mixed.labels[i], label, atol=1e-6)
 
@@ -61,9 +61,9 @@ def test_cutmix_exchanges_a_box_and_counts_its_pixels() -> None:
     hook.mix(mixed)
     for i in range(8):
         shares = []
-        for view, found in zip(before.all_views, mixed.all_views, strict=True):
-            is_own = (found[i] == view[i]).all(dim=0)
-            is_other = (found[i] == view[i ^ 1]).all(dim=0)
+        for view, actual in zip(before.all_views, mixed.all_views, strict=True):
+            is_own = (actual[i] == view[i]).all(dim=0)
+            is_other = (actual[i] == view[i ^ 1]).all(dim=0)
             assert (is_own ^ is_other).all()
             rows, columns = is_other.any(dim=1), is_other.any(dim=0)
             assert torch.equal(is_other, rows[:, None] & columns), "it is a box"

@@ -193,7 +193,7 @@ def test_resume_bit_for_bit_with_skipped_steps(tmp_path: Path) -> None:
 
 
 def _on_ranks(rank: int, folder: Path) -> list[tuple[dict[str, int], str]]:
-    found = []
+    results = []
     for policy in ("skip", "stop"):
         more = (f"train.on_nan={policy}", inject("nan_input", 3, rank=1), "train.max_steps=4")
         task = tiny.task("simclr", folder, policy, *more)
@@ -202,8 +202,8 @@ def _on_ranks(rank: int, folder: Path) -> list[tuple[dict[str, int], str]]:
             train_loop(task)
         except FloatingPointError as error:
             text = str(error)
-        found.append((task.clock.state_dict(), text))
-    return found
+        results.append((task.clock.state_dict(), text))
+    return results
 
 
 def test_one_of_two_ranks(tmp_path: Path) -> None:

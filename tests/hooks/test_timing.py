@@ -96,8 +96,8 @@ def test_each_section_gets_its_time(
     assert len(rows) == accumulate
     for row in rows:
         assert {name: row[name] for name in row if name.startswith("ms_")} == expected
-    told = next(line for line in caplog.messages if line.startswith("milliseconds a step: "))
-    parts = re.findall(r"(\w+) ([\d.]+) \((\d+)%\)", told)
+    message = next(line for line in caplog.messages if line.startswith("milliseconds a step: "))
+    parts = re.findall(r"(\w+) ([\d.]+) \((\d+)%\)", message)
     assert {f"ms_{section}": float(ms) for section, ms, _ in parts} == expected
     assert abs(sum(int(share) for *_, share in parts) - 100) <= len(parts)
 

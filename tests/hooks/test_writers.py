@@ -93,9 +93,9 @@ def test_histograms_of_weights_and_gradients(tmp_path: Path) -> None:
         first, second = read.Histograms(name)
         assert (first.step, second.step) == (1, 5)
         for event, tensors in ((first, seen[0]), (second, seen[4])):
-            found, values = event.histogram_value, tensors[name].double()
-            assert (found.num, found.min) == (values.numel(), pytest.approx(float(values.min())))
-            assert found.sum == pytest.approx(float(values.sum()), rel=1e-4, abs=1e-5)
+            actual, values = event.histogram_value, tensors[name].double()
+            assert (actual.num, actual.min) == (values.numel(), pytest.approx(float(values.min())))
+            assert actual.sum == pytest.approx(float(values.sum()), rel=1e-4, abs=1e-5)
 
 
 def test_large_parameters_are_thinned() -> None:
@@ -232,11 +232,11 @@ def test_a_writer_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_package_is_told_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = importlib.util.find_spec
+    original = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *more: None if name == "wandb" else found(name, *more),
+        lambda name, *more: None if name == "wandb" else original(name, *more),
     )
     assert list(Writer.problems(type("W", (Writer,), {"package": "json"})(), {})) == []
     with pytest.raises(ConfigError, match=r"hooks\.wandb.*pip install 'selftask\[wandb\]'"):
@@ -246,11 +246,11 @@ def test_a_missing_package_is_told_before_training(
 @pytest.fixture
 def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home without W&B's key, settings or module; wandb need not be installed."""
-    found = importlib.util.find_spec
+    original = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *more: object() if name == "wandb" else found(name, *more),
+        lambda name, *more: object() if name == "wandb" else original(name, *more),
     )
     for name in [name for name in os.environ if name.startswith(("WANDB_", "NETRC"))]:
         monkeypatch.delenv(name)

@@ -95,8 +95,8 @@ def test_every_link_leads_somewhere(pages: dict[Path, Page]) -> None:
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<a href="b.html#x">b</a><a href="c.html">c</a>')
     (tmp_path / "b.html").write_text('<p id="y">b</p>')
-    found = {path: Page(path) for path in tmp_path.glob("*.html")}
-    assert list(broken(found)) == ["a.html: b.html#x: no such anchor", "a.html: c.html"]
+    pages = {path: Page(path) for path in tmp_path.glob("*.html")}
+    assert list(broken(pages)) == ["a.html: b.html#x: no such anchor", "a.html: c.html"]
 
 
 @pytest.mark.slow

@@ -60,8 +60,8 @@ def test_unlabelled_images_do_not_count() -> None:
     target[3:6] = -1
     meter = Accuracy(topk=[2])
     meter.update(scores, target)
-    labelled = target >= 0
-    assert meter.value == pytest.approx(_expected(scores[labelled], known[labelled], [2]))
+    has_label = target >= 0
+    assert meter.value == pytest.approx(_expected(scores[has_label], known[has_label], [2]))
 
 
 def test_ranks_with_unequal_shares_agree_on_the_whole() -> None:

@@ -24,7 +24,7 @@ def _method(**config: Any) -> BarlowTwins:
 
 
 def _paper_correlation(first: Tensor, second: Tensor, i: int, j: int) -> float:
-    """Eq. 2 of features that are centred along the batch, as the paper assumes."""
+    """Eq. 2 of features that are centered along the batch, as the paper assumes."""
     a = [x - first[:, i].mean().item() for x in first[:, i].tolist()]
     b = [x - second[:, j].mean().item() for x in second[:, j].tolist()]
     lengths = math.sqrt(sum(x * x for x in a)) * math.sqrt(sum(x * x for x in b))
@@ -51,8 +51,8 @@ def test_loss_is_that_of_lightly() -> None:
     method = _method()
     ours = loss_of(method, output)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
-    found, expected = (torch.autograd.grad(loss, output)[0] for loss in (ours, theirs))
-    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-5)
+    actual, expected = (torch.autograd.grad(loss, output)[0] for loss in (ours, theirs))
+    assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-5)
     on_diagonal = BarlowTwinsLoss(lambda_param=0.0)(output[0], output[1])
     terms = method(output, None)
     assert terms["invariance"].item() == pytest.approx(on_diagonal.item(), rel=1e-5)

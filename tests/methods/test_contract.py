@@ -68,8 +68,8 @@ def test_the_loss_may_be_called_again_and_changes_nothing(method: str, tmp_path:
     assert tiny.differences(added, kept) == []
     trained = [p for p in task.base_model.parameters() if p.requires_grad]
     for loss in losses:
-        found = torch.autograd.grad(total(loss), trained, retain_graph=True, allow_unused=True)
-        gradients = [gradient for gradient in found if gradient is not None]
+        actual = torch.autograd.grad(total(loss), trained, retain_graph=True, allow_unused=True)
+        gradients = [gradient for gradient in actual if gradient is not None]
         assert gradients
         assert all(gradient.isfinite().all() for gradient in gradients)
     task.close()

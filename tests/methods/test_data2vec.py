@@ -76,8 +76,8 @@ def test_the_loss_is_torchs_where_masks_are_of_one_size() -> None:
     output, targets = torch.randn(2, 3, 16, 6).unbind()
     mask = torch.arange(16).expand(3, 16) % 2 == 0
     expected = F.smooth_l1_loss(output[mask], targets[mask], beta=2.0)
-    found = loss_of(method, predicted(output), mask=mask, targets=targets)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    actual = loss_of(method, predicted(output), mask=mask, targets=targets)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_the_student_does_not_see_masked_patches_and_the_teacher_does() -> None:
@@ -152,8 +152,8 @@ def test_it_learns() -> None:
 
 def test_impossible_configs_are_told() -> None:
     schema: Any = config_class(METHODS, "data2vec")
-    told = [*schema(top_blocks=4).problems({"backbone": {"name": "vit_tiny", "depth": 3}})]
-    assert told == ["top_blocks: 4; the backbone has 3 blocks"]
+    messages = [*schema(top_blocks=4).problems({"backbone": {"name": "vit_tiny", "depth": 3}})]
+    assert messages == ["top_blocks: 4; the backbone has 3 blocks"]
     with pytest.raises(UserError, match=r"min_block=10 is more than the 9 patches .* of 4x4"):
         _task(min_block=10)
     swin = Timm(model="swin_tiny_patch4_window7_224", args={"img_size": 32, "window_size": 2})

@@ -143,7 +143,7 @@ IBOT = [(19.20057182635572, 2.3578126910474198), (20.2587609698416, 2.2795907673
 
 
 def test_patches_are_those_of_ibots_code() -> None:
-    """There the loss is over all patches, weighted by the mask, and centres are of all patches."""
+    """There the loss is over all patches, weighted by the mask, and centers are of all patches."""
     center = torch.zeros(20, dtype=torch.float64)
     for step, (expected, gradient) in enumerate(IBOT):
         first = 100 * step

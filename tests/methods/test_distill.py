@@ -60,8 +60,8 @@ def test_logits_at_a_temperature(loss: str, entropy: float) -> None:
         q = _softmax([x / tau for x in s_row])
         cross = -sum(a * math.log(b) for a, b in zip(p, q, strict=True))
         terms.append(tau**2 * (cross + entropy * sum(a * math.log(a) for a in p)))
-    found = loss_of(_logits(loss=loss, temperature=tau), student, targets=teacher)
-    assert found.item() == pytest.approx(sum(terms) / 6, rel=1e-12)
+    actual = loss_of(_logits(loss=loss, temperature=tau), student, targets=teacher)
+    assert actual.item() == pytest.approx(sum(terms) / 6, rel=1e-12)
 
 
 def test_gradients_of_logits_do_not_grow_or_fade_with_the_temperature() -> None:
@@ -80,12 +80,12 @@ def test_distances_of_features_and_logits() -> None:
         float(s @ t / (s.norm() * t.norm()))
         for s, t in zip(student.flatten(0, 1), teacher.flatten(0, 1), strict=True)
     ]
-    found = loss_of(_features(), student, targets=teacher)
-    assert found.item() == pytest.approx(1 - sum(cosines) / 6, rel=1e-12)
+    actual = loss_of(_features(), student, targets=teacher)
+    assert actual.item() == pytest.approx(1 - sum(cosines) / 6, rel=1e-12)
     squares = [(s - t) ** 2 for s, t in zip(student.flatten(), teacher.flatten(), strict=True)]
     for method in (_features(loss="mse"), _logits(loss="mse")):
-        found = loss_of(method, student, targets=teacher)
-        assert found.item() == pytest.approx(float(sum(squares)) / len(squares), rel=1e-12)
+        actual = loss_of(method, student, targets=teacher)
+        assert actual.item() == pytest.approx(float(sum(squares)) / len(squares), rel=1e-12)
 
 
 def test_labels_have_their_share_and_unlabelled_images_none() -> None:
@@ -126,8 +126,8 @@ def test_prototypes_are_sharpened_and_centred_as_the_teacher_was() -> None:
         q = _softmax((student[0, image] / 0.1).tolist())
         terms.append(-sum(a * math.log(b) for a, b in zip(p, q, strict=True)))
     method = _prototypes(_trained(center, "centering"))
-    found = loss_of(method, student, targets=method.targets(teacher))
-    assert found.item() == pytest.approx(sum(terms) / 3, rel=1e-9)
+    loss = loss_of(method, student, targets=method.targets(teacher))
+    assert loss.item() == pytest.approx(sum(terms) / 3, rel=1e-9)
     plain = _prototypes(_trained(center, "centering"), targets="softmax", teacher_temperature=1.0)
     assert torch.allclose(plain.targets(teacher), teacher.softmax(dim=2), atol=1e-12)
     even = loss_of(method, torch.zeros(1, 3, K).double(), targets=method.targets(teacher))
@@ -161,9 +161,9 @@ def test_different_views_are_compared_in_pairs() -> None:
                 q = _softmax((student[v, image] / 0.1).tolist())
                 terms.append(-sum(x * math.log(y) for x, y in zip(p, q, strict=True)))
     method = _prototypes(_trained(center, "centering"), pairs="different")
-    found = loss_of(method, student, targets=method.targets(teacher))
+    loss = loss_of(method, student, targets=method.targets(teacher))
     assert len(terms) == 6 * 3
-    assert found.item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
+    assert loss.item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
 
 
 def test_patches_have_their_weight() -> None:
@@ -180,9 +180,9 @@ def test_patches_have_their_weight() -> None:
     alone = loss_of(_prototypes(_trained()), images, targets=targets).item()
     batch = Batch(views={}, labels=_NONE, index=_NONE, key=_NONE)
     batch["targets"], batch["patch_targets"] = targets, patch_targets(teacher[None])[0]
-    found = method(ImageAndPatchScores(images, patches), batch)
-    assert found["patches"].item() == pytest.approx(0.25 * sum(terms) / 12, rel=1e-12)
-    assert found["images"].item() == pytest.approx(0.75 * alone, rel=1e-12)
+    actual = method(ImageAndPatchScores(images, patches), batch)
+    assert actual["patches"].item() == pytest.approx(0.25 * sum(terms) / 12, rel=1e-12)
+    assert actual["images"].item() == pytest.approx(0.75 * alone, rel=1e-12)
 
 
 # -- teacher and student in training ---------------------------------------------------------------

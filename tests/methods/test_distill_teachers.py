@@ -69,12 +69,12 @@ def test_scores_are_those_of_the_run(method: str, runs: Path, tmp_path: Path) ->
     for address in (tmp_path / "run", f"{tmp_path / 'run'}@{task.steps_done}", file):
         trained = open_scores(FrozenModule(model=str(address)))
         with torch.no_grad():
-            found = trained.network.eval()([IMAGES])[0]
+            actual = trained.network.eval()([IMAGES])[0]
             if method == "msn":
                 assert trained.scores is not None
                 assert trained.scores.temperature == pytest.approx(0.025)
-                found = (found / 0.025).log_softmax(dim=1)
-        assert torch.allclose(found, expected, atol=1e-6)
+                actual = (actual / 0.025).log_softmax(dim=1)
+        assert torch.allclose(actual, expected, atol=1e-6)
         assert trained.width == expected.shape[1]
     scores = trained.scores
     assert scores is not None
@@ -83,8 +83,8 @@ def test_scores_are_those_of_the_run(method: str, runs: Path, tmp_path: Path) ->
         assert scores.patches is not None
         assert torch.equal(scores.patches.center, task.loss.centers[1])
         patches = extract(teacher.backbone, IMAGES).tokens.patches
-        found = scores.patches.head(extract(trained.network.backbone, IMAGES).tokens.patches)
-        assert torch.allclose(found, teacher.patch_head(patches), atol=1e-6)
+        actual = scores.patches.head(extract(trained.network.backbone, IMAGES).tokens.patches)
+        assert torch.allclose(actual, teacher.patch_head(patches), atol=1e-6)
     if method == "dino":
         assert torch.equal(scores.center, task.loss.center)
         assert scores.temperature == pytest.approx(task.loss.teacher_temperature_at(1 - 1e-9))
@@ -204,8 +204,8 @@ def test_other_images_than_the_teachers_are_warned_of(
     for more, expected in ([], False), (["eval.transforms=[normalize]"], True):
         task = tiny.task("distill_features", tmp_path, "run", *words, *more)
         task.prepare()
-        found = "with mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], and the views have [0.485"
-        assert (found in caplog.text) == expected
+        message = "with mean [0.5, 0.5, 0.5] and std [0.5, 0.5, 0.5], and the views have [0.485"
+        assert (message in caplog.text) == expected
         task.close()
 
 
@@ -263,7 +263,7 @@ def _student(folder: Path, out: str, *words: str) -> Task:
 
 
 def test_a_run_of_dino_teaches_a_transformer_its_prototypes(runs: Path, tmp_path: Path) -> None:
-    """With its centre and temperature; stopped and resumed as if never stopped."""
+    """With its center and temperature; stopped and resumed as if never stopped."""
     words = [
         f"method.teacher={runs / 'dino'}",
         "backbone={name: vit_micro, depth: 1}",

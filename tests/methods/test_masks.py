@@ -50,9 +50,9 @@ def tensors(nested: Any) -> Iterator[Tensor]:
         yield from tensors(item)
 
 
-def assert_equal(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
-    assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(actual: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
+    assert len(actual) == len(expected) > 0
+    for one, other in zip(actual, expected, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
 
 

@@ -223,9 +223,9 @@ def test_a_student_can_learn_its_scores(tmp_path: Path) -> None:
     trained = open_scores(FrozenModule(model=str(tmp_path / "run")))
     teacher = task.loss.teacher.network.eval()
     with torch.no_grad():
-        found = trained.network.eval()([images])[0]
+        actual = trained.network.eval()([images])[0]
         features = teacher.head(teacher.backbone(images))
-        targets = F.softmax(found / trained.scores.temperature, dim=1)
+        targets = F.softmax(actual / trained.scores.temperature, dim=1)
         expected = task.loss.log_probs(features, 0.1 * 0.25).exp()
     assert torch.allclose(targets, expected, atol=1e-5)
     assert trained.scores.targets == "sinkhorn"

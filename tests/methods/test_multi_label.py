@@ -113,12 +113,12 @@ def test_training_from_a_table(tmp_path: Path) -> None:
     task = Task(config, sources=open_data(config.data))
     train_loop(task)
     assert task.last_batch.labels.shape[1] == 2
-    found = [
+    results = [
         row["test_mean_average_precision_map"]
         for row in tiny.rows(tmp_path / "run")[1:]
         if "test_mean_average_precision_map" in row
     ]
-    assert found[-1] > 0.9
+    assert results[-1] > 0.9
 
 
 def test_accuracy_is_refused(tmp_path: Path) -> None:

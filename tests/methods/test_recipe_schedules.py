@@ -57,16 +57,16 @@ def test_dinov2s_recipe_has_the_schedules_of_the_published_run() -> None:
     assert at_steps(section, config, DINOV2_STEPS, IMAGENET) == pytest.approx(frozen, rel=1e-7)
 
     decay = [cosine(0.04, 0.4, step / 125_000) for step in DINOV2_STEPS]
-    found = at_steps(config.optimizer.weight_decay, config, DINOV2_STEPS, IMAGENET)
-    assert found == pytest.approx(decay, rel=1e-12)
+    actual = at_steps(config.optimizer.weight_decay, config, DINOV2_STEPS, IMAGENET)
+    assert actual == pytest.approx(decay, rel=1e-12)
 
     method = METHODS["dinov2"].Config(**config.method.args)
     momentum = [cosine(0.992, 1.0, step / 125_000) for step in DINOV2_STEPS]
-    found = at_steps(method.momentum, config, DINOV2_STEPS, IMAGENET)
-    assert found == pytest.approx(momentum, rel=1e-12)
+    actual = at_steps(method.momentum, config, DINOV2_STEPS, IMAGENET)
+    assert actual == pytest.approx(momentum, rel=1e-12)
     warm = [0.04 + 0.03 * min(step / 37_500, 1.0) for step in DINOV2_STEPS]
-    found = at_steps(method.teacher_temperature, config, DINOV2_STEPS, IMAGENET)
-    assert found == pytest.approx(warm, rel=1e-12)
+    actual = at_steps(method.teacher_temperature, config, DINOV2_STEPS, IMAGENET)
+    assert actual == pytest.approx(warm, rel=1e-12)
 
 
 @pytest.mark.parametrize("recipe", ["dinov2/vit_large_imagenet", "dinov2/vitg14_imagenet"])
@@ -151,8 +151,8 @@ def test_msns_weight_decay_is_the_first_four_fifths_of_a_cosine() -> None:
     config = load_config("msn/vit_small_imagenet", [])
     steps = (0, 100_000, 667_200, 1_000_799)
     expected = [cosine(0.04, 0.4, step / (1.25 * 1_000_800)) for step in steps]
-    found = at_steps(config.optimizer.weight_decay, config, steps, IMAGENET)
-    assert found == pytest.approx(expected, rel=1e-12)
+    actual = at_steps(config.optimizer.weight_decay, config, steps, IMAGENET)
+    assert actual == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_warmup_on_cifar10_begins_at_solo_learns_rate() -> None:

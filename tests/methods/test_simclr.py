@@ -68,10 +68,10 @@ def test_loss_is_that_of_lightly() -> None:
     views = [_random(6, 5).float().requires_grad_() for _ in range(2)]
     ours, expected = info_nce(*views, temperature=0.3), theirs(*views)
     assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
-    for found, wanted in zip(
+    for actual, wanted in zip(
         torch.autograd.grad(ours, views), torch.autograd.grad(expected, views), strict=True
     ):
-        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-6)
+        assert torch.allclose(actual, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_an_image_is_never_its_own_negative() -> None:

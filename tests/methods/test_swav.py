@@ -100,8 +100,8 @@ def test_hard_assignments_are_the_likeliest_prototype() -> None:
 def test_shares_of_prototypes_follow_a_power_law() -> None:
     method = _method(power=0.5, epsilon=1.0, sinkhorn_iterations=50)
     shares = torch.tensor([k**-0.5 for k in range(1, 7)], dtype=torch.float64)
-    found = method.assign(_random(60, 6), 0).mean(dim=0)
-    assert torch.allclose(found, shares / shares.sum(), atol=1e-6)
+    actual = method.assign(_random(60, 6), 0).mean(dim=0)
+    assert torch.allclose(actual, shares / shares.sum(), atol=1e-6)
 
 
 def test_the_queue_joins_the_assignment_and_nothing_else() -> None:

@@ -55,12 +55,12 @@ def test_terms_are_those_of_the_paper() -> None:
     ]
     hinges = [max(0.0, 1 - math.sqrt(covariance[j][j] + 1e-4)) for j in range(5)]
     others = [covariance[i][j] ** 2 for i in range(5) for j in range(5) if i != j]
-    found = variance_covariance(x)
-    assert found[0].item() == pytest.approx(sum(hinges) / 5, rel=1e-12)
-    assert found[1].item() == pytest.approx(sum(others) / 5, rel=1e-12)
+    actual = variance_covariance(x)
+    assert actual[0].item() == pytest.approx(sum(hinges) / 5, rel=1e-12)
+    assert actual[1].item() == pytest.approx(sum(others) / 5, rel=1e-12)
     stacked = variance_covariance(torch.stack([x, 2 * x]))
     doubled = variance_covariance(2 * x)
-    for one, first, second in zip(stacked, found, doubled, strict=True):
+    for one, first, second in zip(stacked, actual, doubled, strict=True):
         assert one.item() == pytest.approx((first + second).item() / 2, rel=1e-12)
 
 

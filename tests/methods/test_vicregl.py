@@ -32,13 +32,13 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def slow_matches(here: list[Any], there: list[Any], num: int) -> list[tuple[int, int]]:
-    """Of one image: the ``num`` cells whose nearest neighbour is nearest, in their order."""
-    found = []
+    """Of one image: the ``num`` cells whose nearest neighbor is nearest, in their order."""
+    results = []
     for n, cell in enumerate(here):
         distances = [sum((a - b) ** 2 for a, b in zip(cell, other, strict=True)) for other in there]
         best = min(range(len(there)), key=distances.__getitem__)
-        found.append((distances[best], n, best))
-    chosen = sorted(found)[:num]
+        results.append((distances[best], n, best))
+    chosen = sorted(results)[:num]
     return sorted((n, best) for _, n, best in chosen)
 
 
@@ -98,9 +98,9 @@ def test_global_terms_are_means_over_pairs_and_views() -> None:
 
 def test_more_matches_than_cells_take_all_cells() -> None:
     here, there = draw(0, 2, 5, 2), draw(1, 2, 7, 2)
-    cells, neighbours = nearest_cells(here, there, 20)
+    cells, neighbors = nearest_cells(here, there, 20)
     assert cells.tolist() == [list(range(5))] * 2
-    assert neighbours.shape == (2, 5)
+    assert neighbors.shape == (2, 5)
 
 
 def test_cells_that_are_the_same_cost_no_invariance() -> None:

@@ -55,10 +55,10 @@ BLOBS = {  # Caffe2's SpatialBN beside torch's BatchNorm
 
 def blob_name(name: str) -> str:
     """``layer1.0.conv2`` -> ``res2_0_branch2b``, as in Detectron's model zoo."""
-    found = re.fullmatch(r"layer(\d)\.(\d+)\.(conv|bn|downsample\.)(\d)", name)
-    if found is None:
+    match = re.fullmatch(r"layer(\d)\.(\d+)\.(conv|bn|downsample\.)(\d)", name)
+    if match is None:
         return {"conv1": "conv1", "bn1": "res_conv1"}[name]
-    stage, block, kind, number = found.groups()
+    stage, block, kind, number = match.groups()
     branch = "branch1" if kind == "downsample." else f"branch2{'_abc'[int(number)]}"
     return f"res{int(stage) + 1}_{block}_{branch}"
 

@@ -13,8 +13,10 @@ from timm.layers import DropPath
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from imagined_device import is_view
 from selftask.models.dropout import draw_per_sample
 from selftask.models.features.tokens import Features, from_map
 from selftask.models.network import Network
@@ -30,7 +32,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _no_layers_afterwards() -> Iterator[None]:
     yield
-    LAYER_DRAWS.reset(0, 0)
+    LAYER_DRAWS.reset(0)
 
 
 def keys(index: Tensor, epoch: int = 2) -> Tensor:
@@ -151,6 +153,40 @@ def test_nothing_is_drawn_for_a_teacher_without_dropout(monkeypatch: pytest.Monk
     assert LAYER_DRAWS.words is words
     assert not torch.equal(drawing(images), images)
     assert drawn
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_layers_that_drop_whole_rows_share_one_draw(dtype: torch.dtype) -> None:
+    """With the values that each would draw from its own words; a rate may be changed later."""
+    rates = (0.1, 0.37, 0.5, 1.0, 0.2)
+    network = nn.Sequential(*(DropPath(rate) for rate in rates)).append(nn.Dropout1d(0.3))
+    draw_per_sample([network], seed=1)
+    network[4].drop_prob = rates[4] / 2
+    LAYER_DRAWS.start(keys(torch.arange(4000)), CPU)
+    words, x = LAYER_DRAWS.words, torch.randn(4000, 1, 2).to(dtype)
+    assert words is not None
+    counted = []
+    for layer, rate, of_layer in zip(network, (*rates[:4], 0.1, 0.3), words, strict=True):
+        with Launches() as launches:
+            y = layer(x)
+        counted.append(launches.number)
+        scale = 1 / (1 - rate) if rate < 1 else 1.0
+        expected = x * (keep_mask(of_layer, 1, 1 - rate).to(dtype) * scale)[:, :, None]
+        assert torch.equal(y, expected)
+    assert counted[1:4] == [1] * 3, "their own product"
+    with LAYER_DRAWS.again(words.flip(1)):
+        dropped = network[1](torch.ones_like(x)) == 0
+    assert torch.equal(dropped.flip(0), network[1](torch.ones_like(x)) == 0), "of these words"
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not is_view(func)
+        return func(*args, **(kwargs or {}))
 
 
 def test_rows_of_other_lengths(caplog: pytest.LogCaptureFixture) -> None:

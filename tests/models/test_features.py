@@ -254,8 +254,8 @@ def test_rotary_positions_of_another_size_are_timms(name: str) -> None:
     resized: Any = copy.deepcopy(vit)
     resized.set_input_size(img_size=48)
     expected = resized.forward_features(images)
-    found = extract(vit, images).tokens.sequence
-    assert torch.allclose(found, expected, atol=1e-5)
+    actual = extract(vit, images).tokens.sequence
+    assert torch.allclose(actual, expected, atol=1e-5)
     loaded: Any = BACKBONES[name][0]()
     loaded.set_input_size(img_size=48)
     load_weights(loaded, vit.state_dict())
@@ -339,7 +339,7 @@ def test_compiled_features_are_the_same(name: str) -> None:
     options: dict[str, Any] = {"layers": (0,), "mask": mask, "mask_token": token}
     extractor = FeatureExtractor(backbone)
     compiled = torch.compile(extractor, backend="eager")
-    found, expected = compiled(images, **options), extractor(images, **options)
-    assert torch.allclose(found.pooled, expected.pooled, atol=1e-6)
-    assert torch.allclose(found.tokens.map, expected.tokens.map, atol=1e-6)
-    assert torch.allclose(found.hidden[0].patches, expected.hidden[0].patches, atol=1e-6)
+    actual, expected = compiled(images, **options), extractor(images, **options)
+    assert torch.allclose(actual.pooled, expected.pooled, atol=1e-6)
+    assert torch.allclose(actual.tokens.map, expected.tokens.map, atol=1e-6)
+    assert torch.allclose(actual.hidden[0].patches, expected.hidden[0].patches, atol=1e-6)

@@ -85,17 +85,17 @@ def test_contexts_show_no_target(grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize("grid", GRIDS)
 def test_tensors_have_room_for_every_block_and_no_more(grid: tuple[int, int]) -> None:
     """All sizes that real areas and aspects round to, found by trying a fine mesh of them."""
-    found = set()
+    results = set()
     for step in range(401):
         area = 0.15 + 0.05 * step / 400
         for other in range(401):
             aspect = 0.75 + 0.75 * other / 400
             height = round(grid[0] * math.sqrt(area * aspect))
-            found.add(height * round(grid[1] * math.sqrt(area / aspect)))
+            results.add(height * round(grid[1] * math.sqrt(area / aspect)))
     possible = possible_areas((0.15, 0.2), (0.75, 1.5), grid)
-    assert found <= set(possible)
-    assert max(found) == max(possible) == _sampler(grid).most_target
-    assert min(found) == min(possible)
+    assert results <= set(possible)
+    assert max(results) == max(possible) == _sampler(grid).most_target
+    assert min(results) == min(possible)
 
 
 def test_blocks_depend_on_seed_epoch_and_image_only() -> None:

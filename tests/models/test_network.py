@@ -19,7 +19,7 @@ from selftask.models.teacher import Teacher
 
 
 class _MeanColour(nn.Module):
-    """Each image's mean colour, and a count of the passes."""
+    """Each image's mean color, and a count of the passes."""
 
     embed_dim = 3
 

@@ -43,7 +43,7 @@ def test_onnx_runtime_computes_the_same_features(
     assert [file.name for file in tmp_path.iterdir()] == ["backbone.onnx"]
 
 
-def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(words) == 2
     return capsys.readouterr().err
 
@@ -51,14 +51,14 @@ def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_missing_packages_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = importlib.util.find_spec
+    find_module = importlib.util.find_spec
 
     def without_onnx(name: str, *more: Any) -> Any:
-        return None if name.startswith("onnx") else found(name, *more)
+        return None if name.startswith("onnx") else find_module(name, *more)
 
     monkeypatch.setattr(importlib.util, "find_spec", without_onnx)
     words = ["export", "torchvision:resnet18", "weights=none", "--to", "onnx"]
-    message = told([*words, "--out", str(tmp_path)], capsys)
+    message = error_line([*words, "--out", str(tmp_path)], capsys)
     assert "--to onnx needs onnx and onnxscript: pip install 'selftask[onnx]'" in message
     assert not [*tmp_path.iterdir()]
 
@@ -69,4 +69,4 @@ def test_more_weights_than_a_file_holds_are_refused(
     monkeypatch.setattr(onnx_file, "_LIMIT", 1_000_000)
     monkeypatch.setattr(onnx_file, "check_onnx", lambda: None)
     words = ["export", "torchvision:resnet18", "weights=none", "--to", "onnx"]
-    assert "one ONNX file holds 2 GB" in told([*words, "--out", str(tmp_path)], capsys)
+    assert "one ONNX file holds 2 GB" in error_line([*words, "--out", str(tmp_path)], capsys)

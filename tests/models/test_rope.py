@@ -49,7 +49,7 @@ def _vit(**args: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _no_layers_afterwards() -> Iterator[None]:
     yield
-    LAYER_DRAWS.reset(0, 0)
+    LAYER_DRAWS.reset(0)
 
 
 def test_rope_is_that_of_dinov3() -> None:
@@ -91,8 +91,8 @@ def test_capis_registers_lie_on_the_border_of_the_kept_patches() -> None:
     expected = rope.embed(torch.cat([corners, kept]))
     assert torch.allclose(rope.of_kept((3, 3), keep, None)[0, 0], expected)
     padded = torch.tensor([[4, 5, 8, 0]])
-    found = rope.of_kept((3, 3), padded, torch.tensor([[False, False, False, True]]))
-    assert torch.allclose(found[0, 0, :7], expected)
+    actual = rope.of_kept((3, 3), padded, torch.tensor([[False, False, False, True]]))
+    assert torch.allclose(actual[0, 0, :7], expected)
 
 
 def _training(index: Tensor, views: int, vit: Any, images: Tensor) -> Tensor:

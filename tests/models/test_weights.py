@@ -264,10 +264,10 @@ def test_the_export_of_an_earlier_end_is_told(
     """A run that was made longer has it until it ends again."""
     meta = {"architecture": {"name": "resnet18", "args": {}}, "step": 10}
     save_backbone(build_backbone(RESNET), tmp_path / "export", meta)
-    for step, told in ((10, False), (15, True)):
+    for step, warns in ((10, False), (15, True)):
         store.save({"step": step}, tmp_path / "checkpoints", step, keep=3)
         open_model(str(tmp_path))
-        assert ("is of step 10, and the newest checkpoint of step 15" in caplog.text) is told
+        assert ("is of step 10, and the newest checkpoint of step 15" in caplog.text) is warns
 
 
 def test_no_network_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

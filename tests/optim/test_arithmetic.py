@@ -90,9 +90,11 @@ def test_it_is_printed_once_and_holds(
         words += ["train.step=accumulate", "train.accumulate=2", "train.batch_size=8"]
     with caplog.at_level("DEBUG", logger="selftask"):
         tiny.train("simclr", tmp_path, "run", *words)
-    told = [message.strip() for message in caplog.messages if message.startswith("  lr       ")]
-    assert len(told) == 1
-    assert told[0].startswith("lr       0.08 x 16 / 32 = 0.04; cosine: 0 at step 1, 0.04 at step 3")
+    logged = [message.strip() for message in caplog.messages if message.startswith("  lr       ")]
+    assert len(logged) == 1
+    assert logged[0].startswith(
+        "lr       0.08 x 16 / 32 = 0.04; cosine: 0 at step 1, 0.04 at step 3"
+    )
     rows: list[dict[str, Any]] = [row for row in tiny.rows(tmp_path / "run") if "lr" in row]
     assert [f"{rows[i]['lr']:.4g}" for i in (0, 2)] == ["0", "0.04"]
-    assert told[0].endswith(f"{rows[4]['lr']:.4g} at step 5")
+    assert logged[0].endswith(f"{rows[4]['lr']:.4g} at step 5")

@@ -79,13 +79,13 @@ def path(optimizer_type: type[LARS], weight: list[float], **args: Any) -> list[l
     optimizer = optimizer_type(
         [parameter], lr=0.0, momentum=MOMENTUM, weight_decay=DECAY, trust_coefficient=TRUST, **args
     )
-    found = []
+    results = []
     for step in range(STEPS):
         parameter.grad = torch.tensor(gradient(parameter.tolist(), step), dtype=torch.float64)
         optimizer.param_groups[0]["lr"] = lr_at(step)
         optimizer.step()
-        found.append(parameter.tolist())
-    return found
+        results.append(parameter.tolist())
+    return results
 
 
 @pytest.mark.parametrize("weight", [[0.3, -1.2, 0.7], [0.0, 0.0]])

@@ -188,7 +188,7 @@ def test_decays_and_rates_of_the_usual_kinds() -> None:
     config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.3, schedule="linear", groups=rules)
     optimizer = build_optimizer(config, [("network", network)], LENGTH, batch=8)
     optimizer.step(where=0.5)
-    found = [
+    actual = [
         (id(parameter), group["lr"], group["weight_decay"])
         for group in optimizer.param_groups
         for parameter in group["params"]
@@ -202,7 +202,7 @@ def test_decays_and_rates_of_the_usual_kinds() -> None:
         (network.head.bias, 0.1, 0.01),
         (network.gain, 0.05, 0.0),
     ]
-    assert sorted(found) == sorted((id(p), lr, decay) for p, lr, decay in expected)
+    assert sorted(actual) == sorted((id(p), lr, decay) for p, lr, decay in expected)
     assert len(optimizer.param_groups) == 5  # equal ones are one
 
 
@@ -212,11 +212,11 @@ def test_groups_follow_their_own_schedules() -> None:
     config = OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.3, schedule="linear", groups=rules)
     optimizer = build_optimizer(config, [("network", Small())], LENGTH, batch=8)
     optimizer.step(where=0.25)
-    found = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    by_parameter = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for one in optimizer.settings:
         lr = 1.0 if "head" in one.parameter.name else one.lr * 0.1 * 0.75
         decay = 0.15 if "head.weight" in one.parameter.name else one.weight_decay
-        group = found[id(one.parameter.value)]
+        group = by_parameter[id(one.parameter.value)]
         assert (group["lr"], group["weight_decay"]) == pytest.approx((lr, decay))
     assert len(optimizer.param_groups) == 6  # lr and weight decay: one group for equal ones
 

@@ -11,6 +11,6 @@ from ranks import run_ranks
 
 
 @pytest.fixture(scope="session")
-def told() -> list[dict[str, Any]]:
-    """What each of two ranks has to tell, by the name of the function it ran."""
+def rank_results() -> list[dict[str, Any]]:
+    """Results of each of two ranks, by the name of the function that it ran."""
     return run_ranks(everything, 2)

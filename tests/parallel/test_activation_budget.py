@@ -105,8 +105,8 @@ def on_different_batches(rank: int) -> list[bool]:
 ON_RANKS = (on_different_batches,)
 
 
-def test_all_ranks_choose_the_same(told: list[dict[str, Any]]) -> None:
-    for of_rank in told:
+def test_all_ranks_choose_the_same(rank_results: list[dict[str, Any]]) -> None:
+    for of_rank in rank_results:
         assert of_rank["on_different_batches"] == [True, False, False, True]
 
 

@@ -46,7 +46,7 @@ def _run(way: str, when: str, buffers: str, folder: Path) -> dict[str, Tensor]:
     task.prepare()
     task.on_start()
     task.on_phase_start()
-    found = {}
+    results = {}
     for stage in STAGES:
         if stage == "exported":
             task.export_backbone()
@@ -63,17 +63,17 @@ def _run(way: str, when: str, buffers: str, folder: Path) -> dict[str, Tensor]:
             for name, buffer in network.named_buffers()
             if "running" in name
         ]
-        found[stage] = torch.cat(statistics).clone()
+        results[stage] = torch.cat(statistics).clone()
     task.checkpoints.wait()
     task.close()
-    found["files"] = torch.tensor(len([*(task.out / "checkpoints").glob("*.pt")]))
-    return found
+    results["files"] = torch.tensor(len([*(task.out / "checkpoints").glob("*.pt")]))
+    return results
 
 
 @pytest.mark.parametrize("case", CASES[:5], ids="-".join)
-def test_when_ranks_are_equal(case: Any, told: list[dict[str, Any]]) -> None:
+def test_when_ranks_are_equal(case: Any, rank_results: list[dict[str, Any]]) -> None:
     """The first rank keeps its own; the second gets them as configured, and never otherwise."""
-    first, second = (of_rank["buffers_of_runs"] for of_rank in told)
+    first, second = (of_rank["buffers_of_runs"] for of_rank in rank_results)
     expected = {"evaluation": SYNCED, "step": [*STAGES], "never": []}[case[1]]
     equal = [stage for stage in STAGES if torch.equal(first[case][stage], second[case][stage])]
     assert equal == expected
@@ -83,8 +83,8 @@ def test_when_ranks_are_equal(case: Any, told: list[dict[str, Any]]) -> None:
         torch.testing.assert_close(first[case][stage], own, rtol=1e-4, atol=1e-5)
 
 
-def test_the_mean_after_each_step(told: list[dict[str, Any]]) -> None:
-    first, second = (of_rank["buffers_of_runs"] for of_rank in told)
+def test_the_mean_after_each_step(rank_results: list[dict[str, Any]]) -> None:
+    first, second = (of_rank["buffers_of_runs"] for of_rank in rank_results)
     own, mean = ("manual", "never", "broadcast"), ("manual", "step", "mean")
     expected = (first[own]["step 1"] + second[own]["step 1"]) / 2
     torch.testing.assert_close(first[mean]["step 1"], expected)
@@ -94,7 +94,7 @@ def test_the_mean_after_each_step(told: list[dict[str, Any]]) -> None:
 
 def synced_buffers(rank: int) -> dict[str, list[float]]:
     """A BatchNorm that saw other numbers on each rank, after ``parallel.buffers`` of each kind."""
-    found = {}
+    results = {}
     kinds: tuple[Any, ...] = ("broadcast", "mean")
     for kind in kinds:
         norm = nn.BatchNorm1d(2).double()
@@ -107,13 +107,15 @@ def synced_buffers(rank: int) -> dict[str, list[float]]:
         own = norm.running_mean.tolist(), norm.running_var.tolist()
         Task.sync_buffers(task)
         seen = float(norm.num_batches_tracked)
-        found[kind] = [*norm.running_mean.tolist(), *norm.running_var.tolist(), seen]
-        found[f"{kind} own"] = [*own[0], *own[1], 2.0 + rank]
-    return found
+        results[kind] = [*norm.running_mean.tolist(), *norm.running_var.tolist(), seen]
+        results[f"{kind} own"] = [*own[0], *own[1], 2.0 + rank]
+    return results
 
 
-def test_buffers_are_those_of_the_first_rank_or_the_mean(told: list[dict[str, Any]]) -> None:
-    first, second = (of_rank["synced_buffers"] for of_rank in told)
+def test_buffers_are_those_of_the_first_rank_or_the_mean(
+    rank_results: list[dict[str, Any]],
+) -> None:
+    first, second = (of_rank["synced_buffers"] for of_rank in rank_results)
     assert first["mean own"][0] != second["mean own"][0], "the ranks differ before"
     own = [first["mean own"], second["mean own"]]
     mean = [(a + b) / 2 for a, b in zip(*own, strict=True)]

@@ -6,7 +6,9 @@ import copy
 import time
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from selftask.distributed.collectives import (
@@ -33,11 +35,20 @@ ROWS = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0], [13.0, 17.0]])  # two 
 WEIGHTS = torch.tensor([[0.5, -1.0], [2.0, 0.25], [1.5, 3.0], [-0.75, 4.0]])
 
 
+def scattered(mine: Tensor) -> tuple[Tensor, bool]:
+    """Return the gradient with a backend that is not called gloo; whether all was reduced."""
+    reduced = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda: "nccl")
+        patch.setattr(dist, "all_reduce", lambda *args, **more: reduced.append(args))
+        return _gradient((WEIGHTS * gather_cat_with_grad(mine)).sum(), mine), bool(reduced)
+
+
 def collectives(_: int) -> dict[str, Any]:
     """What each collective returns on this rank, or on one rank without a process group."""
     mine = ROWS.chunk(world_size())[rank()].clone().requires_grad_()
     kept = mine.detach().clone()
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "who": (rank(), world_size(), is_primary()),
         "sum": all_reduce_sum(mine),
         "mean": all_reduce_mean(mine.detach()),
@@ -46,35 +57,36 @@ def collectives(_: int) -> dict[str, Any]:
         "exchanged": all_to_all_cat(mine, *[[len(mine) // world_size()] * world_size()] * 2),
         "objects": gather_objects({"of": rank()}),
     }
-    found["input is as it was"] = torch.equal(mine.detach(), kept)
-    found["gradient of cat"] = _gradient((WEIGHTS * gather_cat_with_grad(mine)).sum(), mine)
+    results["input is as it was"] = torch.equal(mine.detach(), kept)
+    results["gradient of cat"] = _gradient((WEIGHTS * gather_cat_with_grad(mine)).sum(), mine)
+    results["gradient of cat by scattering"] = scattered(mine)
     weight = WEIGHTS[: len(mine)] * (rank() + 1)
-    found["gradient of sum"] = _gradient((weight * sum_with_grad(mine)).sum(), mine)
+    results["gradient of sum"] = _gradient((weight * sum_with_grad(mine)).sum(), mine)
     equal = (WEIGHTS[: len(mine)] * sum_with_equal_grad(mine)).sum()
-    found["gradient of equal"] = _gradient(equal, mine)
+    results["gradient of equal"] = _gradient(equal, mine)
     torch.manual_seed(rank())
     layer = nn.BatchNorm1d(3)
     nn.init.normal_(layer.weight)
     layer.running_mean += rank()
     broadcast_module(layer)
-    found["broadcast"] = copy.deepcopy(layer.state_dict())
+    results["broadcast"] = copy.deepcopy(layer.state_dict())
     tensors = [torch.tensor([1.5 + rank(), 2.5]), torch.tensor([[3 + rank()]]), layer.weight.data]
     tensors[2].add_(rank())
     broadcast_tensors(tensors)
-    found["tensors"] = [tensor.tolist() for tensor in tensors[:2]]
-    found["one of the tensors"] = layer.weight.detach().clone()
+    results["tensors"] = [tensor.tolist() for tensor in tensors[:2]]
+    results["one of the tensors"] = layer.weight.detach().clone()
     layer.running_mean.fill_(1.0 + rank())
     layer.running_var.fill_(4.0 + 2 * rank())
     layer.num_batches_tracked.fill_(5 + rank())
     average_statistics(layer)
-    found["statistics"] = [buffer.tolist() for buffer in layer.buffers()]
+    results["statistics"] = [buffer.tolist() for buffer in layer.buffers()]
     time.sleep(0.2 * rank())
     came = time.monotonic()  # one clock for all processes
     barrier()
-    found["barrier"] = (came, time.monotonic())
+    results["barrier"] = (came, time.monotonic())
     flag = AnyFlag()
-    found["flag"] = [flag.poll(rank() == 1), flag.poll(False), flag.poll(False), flag.drain()]
-    return found
+    results["flag"] = [flag.poll(rank() == 1), flag.poll(False), flag.poll(False), flag.drain()]
+    return results
 
 
 def _gradient(loss: Tensor, x: Tensor) -> Tensor:
@@ -82,49 +94,52 @@ def _gradient(loss: Tensor, x: Tensor) -> Tensor:
     return gradient
 
 
-def test_two_ranks(told: list[dict[str, Any]]) -> None:
+def test_two_ranks(rank_results: list[dict[str, Any]]) -> None:
     """Gradients are those of the sum of both ranks' losses."""
     torch.manual_seed(0)
     first = nn.init.normal_(torch.empty(3))
-    latest = max(of_rank["collectives"]["barrier"][0] for of_rank in told)
-    for number, found in enumerate(of_rank["collectives"] for of_rank in told):
-        assert found["who"] == (number, 2, number == 0)
-        assert found["sum"].tolist() == [[8.0, 13.0], [16.0, 22.0]]
-        assert found["mean"].tolist() == [[4.0, 6.5], [8.0, 11.0]]
-        assert found["cat"].tolist() == ROWS.tolist()
-        assert found["maximum"].tolist() == [[1.0, 2.0], [3.0, 5.0]], "7 to 17 were negated"
-        assert torch.equal(found["exchanged"], ROWS[number::2])
-        assert found["objects"] == [{"of": 0}, {"of": 1}]
-        assert found["input is as it was"]
-        assert torch.equal(found["gradient of cat"], 2 * WEIGHTS.chunk(2)[number])
-        assert torch.equal(found["gradient of sum"], 3 * WEIGHTS[:2])  # 1 and 2 times
-        assert torch.equal(found["gradient of equal"], 2 * WEIGHTS[:2])
-        assert torch.equal(found["broadcast"]["weight"], first)
-        assert found["broadcast"]["running_mean"].tolist() == [0.0] * 3
-        assert found["tensors"] == [[1.5, 2.5], [[3]]], "those of rank 0"
-        assert torch.equal(found["one of the tensors"], first)
-        assert found["statistics"] == [[1.5] * 3, [5.0] * 3, 5], "means, and a count of rank 0"
-        assert found["flag"] == [False, True, False, False], "rank 1 said so, a poll before"
-        assert found["barrier"][1] >= latest
+    latest = max(of_rank["collectives"]["barrier"][0] for of_rank in rank_results)
+    for number, actual in enumerate(of_rank["collectives"] for of_rank in rank_results):
+        assert actual["who"] == (number, 2, number == 0)
+        assert actual["sum"].tolist() == [[8.0, 13.0], [16.0, 22.0]]
+        assert actual["mean"].tolist() == [[4.0, 6.5], [8.0, 11.0]]
+        assert actual["cat"].tolist() == ROWS.tolist()
+        assert actual["maximum"].tolist() == [[1.0, 2.0], [3.0, 5.0]], "7 to 17 were negated"
+        assert torch.equal(actual["exchanged"], ROWS[number::2])
+        assert actual["objects"] == [{"of": 0}, {"of": 1}]
+        assert actual["input is as it was"]
+        assert torch.equal(actual["gradient of cat"], 2 * WEIGHTS.chunk(2)[number])
+        gradient, reduced_all = actual["gradient of cat by scattering"]
+        assert torch.equal(gradient, 2 * WEIGHTS.chunk(2)[number])
+        assert not reduced_all
+        assert torch.equal(actual["gradient of sum"], 3 * WEIGHTS[:2])  # 1 and 2 times
+        assert torch.equal(actual["gradient of equal"], 2 * WEIGHTS[:2])
+        assert torch.equal(actual["broadcast"]["weight"], first)
+        assert actual["broadcast"]["running_mean"].tolist() == [0.0] * 3
+        assert actual["tensors"] == [[1.5, 2.5], [[3]]], "those of rank 0"
+        assert torch.equal(actual["one of the tensors"], first)
+        assert actual["statistics"] == [[1.5] * 3, [5.0] * 3, 5], "means, and a count of rank 0"
+        assert actual["flag"] == [False, True, False, False], "rank 1 said so, a poll before"
+        assert actual["barrier"][1] >= latest
 
 
-def test_nobody_leaves_a_barrier_before_all_have_come(told: list[dict[str, Any]]) -> None:
-    came, left = zip(*(of_rank["collectives"]["barrier"] for of_rank in told), strict=True)
+def test_nobody_leaves_a_barrier_before_all_have_come(rank_results: list[dict[str, Any]]) -> None:
+    came, left = zip(*(of_rank["collectives"]["barrier"] for of_rank in rank_results), strict=True)
     assert max(came) <= min(left)
 
 
 def test_one_process() -> None:
-    found = collectives(0)
-    assert found["who"] == (0, 1, True)
+    actual = collectives(0)
+    assert actual["who"] == (0, 1, True)
     for name in ("sum", "mean", "cat", "maximum", "exchanged"):
-        assert torch.equal(found[name], ROWS)
-    assert found["objects"] == [{"of": 0}]
-    assert torch.equal(found["gradient of cat"], WEIGHTS)
-    assert torch.equal(found["gradient of sum"], WEIGHTS)
-    assert torch.equal(found["gradient of equal"], WEIGHTS)
-    assert found["tensors"] == [[1.5, 2.5], [[3]]]
-    assert found["statistics"] == [[1.0] * 3, [4.0] * 3, 5]
-    assert found["flag"] == [False] * 4
+        assert torch.equal(actual[name], ROWS)
+    assert actual["objects"] == [{"of": 0}]
+    assert torch.equal(actual["gradient of cat"], WEIGHTS)
+    assert torch.equal(actual["gradient of sum"], WEIGHTS)
+    assert torch.equal(actual["gradient of equal"], WEIGHTS)
+    assert actual["tensors"] == [[1.5, 2.5], [[3]]]
+    assert actual["statistics"] == [[1.0] * 3, [4.0] * 3, 5]
+    assert actual["flag"] == [False] * 4
 
 
 ON_RANKS = (collectives,)

@@ -58,10 +58,10 @@ def test_what_a_block_is(name: str, args: dict[str, Any], names: list[str] | Non
     with torch.device("meta" if on_meta else "cpu"):
         component = Component(name=name, args=args)
         backbone = BACKBONES[name](**component.args).build()
-    found = find_blocks(backbone)
+    blocks = find_blocks(backbone)
     place = {module: key for key, module in backbone.named_modules()}
     if names is not None:
-        assert [place[block] for block in found] == names
+        assert [place[block] for block in blocks] == names
     else:  # the repeated part, as its class says, and all of it
         kinds = {"efficientnet_b0": "MBConv", "swin_t": "SwinTransformerBlock"}
         kinds |= {"regnet_y_400mf": "ResBottleneckBlock"}
@@ -71,8 +71,8 @@ def test_what_a_block_is(name: str, args: dict[str, Any], names: list[str] | Non
         }
         kind = kinds[args["model"]]
         every = [m for m in backbone.modules() if type(m).__name__ == kind]
-        assert [b for b in found if type(b).__name__ == kind] == every
-        assert len(found) <= len(every) + 4
+        assert [b for b in blocks if type(b).__name__ == kind] == every
+        assert len(blocks) <= len(every) + 4
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) == []
 
 
@@ -328,8 +328,8 @@ def test_cuda_kernels_are_used_as_torch_uses_them() -> None:
             assert_one_batch(norms, whole)
 
 
-def test_two_ranks_are_one_batch(told: list[dict[str, Any]]) -> None:
-    ranks = [of_rank["synchronized"] for of_rank in told]
+def test_two_ranks_are_one_batch(rank_results: list[dict[str, Any]]) -> None:
+    ranks = [of_rank["synchronized"] for of_rank in rank_results]
     for number, more in enumerate(KINDS):
         whole = normalize(nn.BatchNorm1d(3, dtype=torch.float64, **more), batch())
         parts = [rank[number] for rank in ranks]

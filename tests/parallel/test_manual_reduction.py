@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from selftask.config.schema import ParallelConfig
 from selftask.errors import RunError
-from selftask.parallel import manual
+from selftask.parallel import manual, unused
 from selftask.parallel.build import build_reduction
 from selftask.parallel.ddp import DDPReduction
 from selftask.parallel.manual import ManualReduction
@@ -47,8 +47,8 @@ def one_sided(rank: int) -> tuple[list[list[Tensor | None]], list[str]]:
     return seen, []
 
 
-def test_a_gradient_on_one_rank_only(told: list[dict[str, Any]]) -> None:
-    for seen, message in (of_rank["one_sided"] for of_rank in told):
+def test_a_gradient_on_one_rank_only(rank_results: list[dict[str, Any]]) -> None:
+    for seen, message in (of_rank["one_sided"] for of_rank in rank_results):
         for step, (a, b, c, d) in enumerate(seen):
             assert a.tolist() == [1.5] * 3
             assert b.tolist() == [3.0] * 3, "zero on the other rank"
@@ -121,8 +121,8 @@ def details(rank: int) -> tuple[Any, ...]:
     return second_backward(rank), compressed(rank), memory_format(rank), overlap(rank)
 
 
-def test_details_of_manual_reduction(told: list[dict[str, Any]]) -> None:
-    for message, reduced, kept, counts in (of_rank["details"] for of_rank in told):
+def test_details_of_manual_reduction(rank_results: list[dict[str, Any]]) -> None:
+    for message, reduced, kept, counts in (of_rank["details"] for of_rank in rank_results):
         assert "a second backward pass" in message
         assert "network.weight" in message
         assert "task.no_sync()" in message
@@ -152,10 +152,37 @@ def partly_early(rank: int) -> list[int]:
 
 
 def test_a_gradient_of_some_ranks_is_sent_after_the_backward_pass(
-    told: list[dict[str, Any]],
+    rank_results: list[dict[str, Any]],
 ) -> None:
     """Else the order of collectives in one group would depend on the rank."""
-    assert [of_rank["partly_early"] for of_rank in told] == [[0, 1], [0, 1]]
+    assert [of_rank["partly_early"] for of_rank in rank_results] == [[0, 1], [0, 1]]
+
+
+def idle_on_the_host(rank: int) -> list[list[float] | None]:
+    """Gradients of a parameter that rank 1 alone uses, in the third step.
+
+    The backend is called NCCL, and after the first step the default group may not be asked.
+    """
+    used, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    gradients = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manual.dist, "get_backend", lambda: "nccl")
+        patch.setattr(unused, "collective_device", lambda: torch.device("cpu"))
+        sharing = ManualReduction()
+        sharing.register([("used", used), ("idle", idle)])
+        for step in range(3):
+            used.grad = idle.grad = None
+            (used.sum() + idle.sum() if step == 2 and rank else used.sum()).backward()
+            sharing.reduce()
+            gradients.append(None if idle.grad is None else idle.grad.tolist())
+            patch.setattr(unused, "collective_device", lambda: torch.device("meta"))
+    return gradients
+
+
+def test_the_host_waits_for_no_device_because_of_an_idle_parameter(
+    told: list[dict[str, Any]],
+) -> None:
+    assert [of_rank["idle_on_the_host"] for of_rank in told] == [[None, None, [0.5, 0.5]]] * 2
 
 
 @pytest.mark.parametrize(
@@ -170,4 +197,4 @@ def test_groups_of_buckets(
     assert manual.bucket_groups() == groups
 
 
-ON_RANKS = (one_sided, details, partly_early)
+ON_RANKS = (one_sided, details, partly_early, idle_on_the_host)

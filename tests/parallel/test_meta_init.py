@@ -51,13 +51,13 @@ def prepared(config: Config, backbone: nn.Module | None = None, **options: Any) 
 
 def parts(task: Task) -> dict[str, Any]:
     """Every tensor of this rank, buffers outside of the state too, and the marks of parameters."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for kind, module in (("network", task.base_model), ("method", task.loss)):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            found[f"{kind}.{name}"] = local.detach().clone()
-            found[f"of {kind}.{name}"] = (tensor.requires_grad, tensor.stride(), tensor.shape)
-    return found
+            results[f"{kind}.{name}"] = local.detach().clone()
+            results[f"of {kind}.{name}"] = (tensor.requires_grad, tensor.stride(), tensor.shape)
+    return results
 
 
 def run(method: str, folder: Path, *words: str, **options: Any) -> dict[str, Any]:
@@ -106,13 +106,13 @@ def with_and_without(method: str, folder: Path, *words: str, **options: Any) -> 
 
 def in_turn(_: int, folder: Path, cases: list[Any]) -> list[Any]:
     """For each case (method, words, options) the differences, or the traceback."""
-    told: list[Any] = []
+    results: list[Any] = []
     for method, words, options in cases:
         try:
-            told.append(with_and_without(method, folder, *words, **options))
+            results.append(with_and_without(method, folder, *words, **options))
         except Exception:  # noqa: BLE001 - told by the parent, beside the other cases
-            told.append(traceback.format_exc())
-    return told
+            results.append(traceback.format_exc())
+    return results
 
 
 def starts(_: int) -> tuple[list[str], int]:
@@ -127,13 +127,13 @@ def starts(_: int) -> tuple[list[str], int]:
         barrier()
         read = mock.Mock(wraps=model_source.read_weights)
         with mock.patch.object(model_source, "read_weights", read):
-            found = with_and_without("moco", folder, f"init.backbone={file}")
+            actual = with_and_without("moco", folder, f"init.backbone={file}")
         barrier()  # before the folder goes
-        return found, read.call_count
+        return actual, read.call_count
 
 
-def test_a_run_begins_and_goes_on_with_the_same_bits(told: list[dict[str, Any]]) -> None:
-    (first, reads), (second, reads_of_other) = (found["starts"] for found in told)
+def test_a_run_begins_and_goes_on_with_the_same_bits(rank_results: list[dict[str, Any]]) -> None:
+    (first, reads), (second, reads_of_other) = (report["starts"] for report in rank_results)
     assert (first, second) == ([], [])
     assert (reads, reads_of_other) == (2, 1), "without meta_init both ranks read the file"
 
@@ -172,8 +172,8 @@ def materialized(_: int) -> dict[str, Any]:
     }
 
 
-def test_ties_marks_and_buffers_survive(told: list[dict[str, Any]]) -> None:
-    first, second = (found["materialized"] for found in told)
+def test_ties_marks_and_buffers_survive(rank_results: list[dict[str, Any]]) -> None:
+    first, second = (report["materialized"] for report in rank_results)
     torch.manual_seed(0)
     expected = Tied()
     assert first["tied"] and second["tied"]
@@ -186,7 +186,7 @@ def test_ties_marks_and_buffers_survive(told: list[dict[str, Any]]) -> None:
 
 def errors(_: int) -> dict[str, str]:
     """What a user reads if something cannot be built."""
-    told: dict[str, str] = {}
+    results: dict[str, str] = {}
 
     def value() -> None:
         nn.Parameter(torch.zeros(3)).sum().item()
@@ -203,7 +203,7 @@ def errors(_: int) -> dict[str, str]:
             with MetaInit(torch.device("cpu")).building():
                 act()
         except Exception as error:  # noqa: BLE001 - compared below
-            told[act.__name__] = f"{type(error).__name__}: {error}"
+            results[act.__name__] = f"{type(error).__name__}: {error}"
     initial = MetaInit(torch.device("cpu"))
     with initial.building():
         module = nn.Sequential(nn.Linear(2, 2))
@@ -211,12 +211,12 @@ def errors(_: int) -> dict[str, str]:
     try:
         initial.broadcast([module])
     except UserError as error:
-        told["strays"] = str(error)
-    return told
+        results["strays"] = str(error)
+    return results
 
 
-def test_what_cannot_be_built_is_said_on_every_rank(told: list[dict[str, Any]]) -> None:
-    first, second = (found["errors"] for found in told)
+def test_what_cannot_be_built_is_said_on_every_rank(rank_results: list[dict[str, Any]]) -> None:
+    first, second = (report["errors"] for report in rank_results)
     for texts in (first, second):
         assert "parallel.meta_init=true: backbone or method cannot be built" in texts["value"]
         assert texts["value"].endswith("use parallel.meta_init=false")
@@ -250,8 +250,8 @@ def test_every_method_begins_with_the_same_bits(more: tuple[str, ...], tmp_path:
         options[key] = int(number) if number else True
     names = ["dinov2", "moco"] if more else METHODS.names()
     cases = [(name, (), {"sync_batch_norm": "all", **options}) for name in names]
-    for found in run_ranks(in_turn, 2, tmp_path, cases):
-        assert dict(zip(names, found, strict=True)) == {name: [] for name in names}
+    for results in run_ranks(in_turn, 2, tmp_path, cases):
+        assert dict(zip(names, results, strict=True)) == {name: [] for name in names}
 
 
 class Shy(nn.Module):

@@ -22,7 +22,7 @@ def test_short_form_and_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["parallel=dpp"], "parallel.reduce='dpp'"),
         (["parallel.sync_bn=all"], "did you mean 'parallel.sync_batch_norm'"),
@@ -65,10 +65,10 @@ def test_short_form_and_defaults() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together(words: list[str], told: str) -> None:
+def test_what_does_not_go_together(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config("simclr/digits", words)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_the_runs_precision_is_that_of_its_shards(

@@ -53,18 +53,18 @@ def train(folder: Path, out: str, way: str, stop_at: int) -> None:
 
 def on_ranks(_: int, folder: Path, legs: list[Leg]) -> list[str]:
     torch.set_default_dtype(torch.float64)
-    told = []
+    results = []
     for leg in legs:
         try:
             train(folder, *leg)
         except Exception:  # noqa: BLE001 - told by the parent
-            told.append(f"{leg}: {traceback.format_exc()}")
-    return told
+            results.append(f"{leg}: {traceback.format_exc()}")
+    return results
 
 
 def two(folder: Path, *legs: Leg) -> None:
-    told = run_ranks(on_ranks, 2, folder, list(legs))
-    assert told == [[], []], "\n".join(text for texts in told for text in texts)
+    results = run_ranks(on_ranks, 2, folder, list(legs))
+    assert results == [[], []], "\n".join(text for texts in results for text in texts)
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def test_shards_are_taken_up_by_whatever_comes_next(tmp_path: Path) -> None:
     for way in WAYS:
         paths = rotation.checkpoints(tmp_path / way / "checkpoints")
         assert [path.suffix for path in paths] == [".pt", "", ".pt"], "of 4, the newest 3 are kept"
-        found = tiny.last_state(tmp_path / way)
+        actual = tiny.last_state(tmp_path / way)
         for key in COMPARED:
-            assert differences(expected[key], found[key], key) == [], way
+            assert differences(expected[key], actual[key], key) == [], way
         rows = [[row.get("loss") for row in tiny.rows(tmp_path / out)] for out in ("whole", way)]
         assert rows[1] == pytest.approx(rows[0], rel=1e-9), way

@@ -40,9 +40,9 @@ def every_case(rank: int) -> list[dict[str, Any]]:
     return [train(way, **more) for way, more in CASES]
 
 
-def test_all_ways_are_one_rank(told: list[dict[str, Any]]) -> None:
+def test_all_ways_are_one_rank(rank_results: list[dict[str, Any]]) -> None:
     """Losses, gradients, weights, teacher and optimizer state, at 1e-9 and in plain order."""
-    ranks = [of_rank["every_case"] for of_rank in told]
+    ranks = [of_rank["every_case"] for of_rank in rank_results]
     expected, late = train("manual"), train("manual", late=True)
     for result in (expected, late):
         del result["recomputed"]
@@ -88,21 +88,21 @@ def assert_alike(a: Any, b: Any, place: str = "") -> None:
 
 
 def unused(rank: int) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     lines = io.StringIO()
     logging.getLogger("selftask").addHandler(logging.StreamHandler(lines))
     for way in WAYS:
         lines.truncate(0)
         try:
-            told[way] = train(way, spare=True)["gradients"][0]["network.spare.weight"]
+            results[way] = train(way, spare=True)["gradients"][0]["network.spare.weight"]
         except RunError as error:
-            told[way] = str(error)
-        told[f"{way} log"] = lines.getvalue()
-    return told
+            results[way] = str(error)
+        results[f"{way} log"] = lines.getvalue()
+    return results
 
 
-def test_unused_parameters_have_names(told: list[dict[str, Any]]) -> None:
-    for ways in (of_rank["unused"] for of_rank in told):
+def test_unused_parameters_have_names(rank_results: list[dict[str, Any]]) -> None:
+    for ways in (of_rank["unused"] for of_rank in rank_results):
         assert "2 parameters without a gradient in the first step" in ways["ddp"]
         assert "network.spare.weight\n  network.spare.bias\n" in ways["ddp"]
         assert "parallel.reduce=manual" in ways["ddp"]
@@ -137,8 +137,8 @@ def _options_of_ddp(**options: Any) -> dict[str, Any]:
     }
 
 
-def test_options_reach_ddp(told: list[dict[str, Any]]) -> None:
-    for options in (of_rank["options_of_ddp"] for of_rank in told):
+def test_options_reach_ddp(rank_results: list[dict[str, Any]]) -> None:
+    for options in (of_rank["options_of_ddp"] for of_rank in rank_results):
         common = {"type": "DistributedDataParallel", "broadcast_buffers": False}
         unused = {"find_unused": True, "static_graph": False, "bucket_bytes": 2**17}
         static = {"find_unused": False, "static_graph": True, "bucket_bytes": 2**18}
@@ -147,7 +147,7 @@ def test_options_reach_ddp(told: list[dict[str, Any]]) -> None:
 
 def options_of_fsdp(rank: int) -> dict[str, Any]:
     """What torch's FSDP was given by a config, for a network and its teacher."""
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     cases: dict[str, dict[str, Any]] = {
         "plain": {},
         "copies": {"shard_over": 1, "cpu_offload": True, "prefetch": 1},
@@ -158,7 +158,7 @@ def options_of_fsdp(rank: int) -> dict[str, Any]:
         sharing.shard(networks, ON_CPU)
         states = [part._get_fsdp_state() for part in networks[0].modules() if _is_sharded(part)]
         groups = [state._fsdp_param_group for state in states]
-        told[name] = {
+        results[name] = {
             "parts": [
                 [n for n, part in net.named_modules() if _is_sharded(part)] for net in networks
             ],
@@ -169,15 +169,15 @@ def options_of_fsdp(rank: int) -> dict[str, Any]:
             "reduced": {state._mp_policy.reduce_dtype for state in states},
             "ahead": [len(state._states_to_forward_prefetch) for state in states],
         }
-    return told
+    return results
 
 
 def _is_sharded(part: nn.Module) -> bool:
     return isinstance(part, FSDPModule)
 
 
-def test_options_reach_fsdp(told: list[dict[str, Any]]) -> None:
-    for options in (of_rank["options_of_fsdp"] for of_rank in told):
+def test_options_reach_fsdp(rank_results: list[dict[str, Any]]) -> None:
+    for options in (of_rank["options_of_fsdp"] for of_rank in rank_results):
         common = {
             "parts": [["", "blocks.0", "blocks.1"]] * 2,
             "forward": {torch.bfloat16},

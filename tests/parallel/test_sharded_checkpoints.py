@@ -78,13 +78,13 @@ Run = tuple[str, int | None]  # its name, and where it stops
 
 
 def on_ranks(_: int, folder: Path, runs: list[Run]) -> list[Any]:
-    told: list[Any] = []
+    results: list[Any] = []
     for run in runs:
         try:
-            told.append(train(folder, *run))
+            results.append(train(folder, *run))
         except Exception:  # noqa: BLE001 - told by the parent
-            told.append(traceback.format_exc())
-    return told
+            results.append(traceback.format_exc())
+    return results
 
 
 def two(folder: Path, *runs: Run) -> list[dict[str, Any]]:
@@ -183,9 +183,9 @@ def test_damage_falls_back_and_says_so(
         file.write_bytes(content[:-1])
     else:
         file.unlink()
-    found = store.load_newest(tmp_path)
-    assert found is not None
-    assert found[1] == before
+    loaded = store.load_newest(tmp_path)
+    assert loaded is not None
+    assert loaded[1] == before
     assert f"{newest.name} is damaged ({file.name}" in caplog.text
     (before / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="none of the 2 checkpoints"):

@@ -59,8 +59,8 @@ def _one_update(name: str, way: str, **more: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_optimizers_of_sharded_parameters(name: str, told: list[dict[str, Any]]) -> None:
-    for manual, *sharded in (of_rank["optimizers"][name] for of_rank in told):
+def test_optimizers_of_sharded_parameters(name: str, rank_results: list[dict[str, Any]]) -> None:
+    for manual, *sharded in (of_rank["optimizers"][name] for of_rank in rank_results):
         for fsdp in sharded:
             torch.testing.assert_close(manual, fsdp, rtol=1e-9, atol=1e-12)
 
@@ -98,11 +98,11 @@ def low_precision(rank: int) -> dict[str, Any]:
     }
 
 
-def test_blocks_with_batch_norm_stay_in_float32(told: list[dict[str, Any]]) -> None:
-    for found in (of_rank["low_precision"] for of_rank in told):
-        assert found["seen"] == [torch.bfloat16, torch.float32]
-        assert found["statistics"] == torch.float32
-        assert found["gradients"] == found["kept"] == {torch.float32}
+def test_blocks_with_batch_norm_stay_in_float32(rank_results: list[dict[str, Any]]) -> None:
+    for result in (of_rank["low_precision"] for of_rank in rank_results):
+        assert result["seen"] == [torch.bfloat16, torch.float32]
+        assert result["statistics"] == torch.float32
+        assert result["gradients"] == result["kept"] == {torch.float32}
 
 
 ON_RANKS = (optimizers, low_precision)

@@ -53,14 +53,14 @@ def train(method: str, folder: Path, out: str, way: str, *more: str) -> Task:
 
 
 def on_ranks(_: int, folder: Path, runs: list[tuple[str, ...]]) -> list[str]:
-    told = []
+    results = []
     for method, out, way, *more in runs:
         try:
             train(method, folder, out, way, *more)
-            told.append("done")
+            results.append("done")
         except Exception:  # noqa: BLE001 - told by the parent
-            told.append(traceback.format_exc())
-    return told
+            results.append(traceback.format_exc())
+    return results
 
 
 @pytest.mark.slow
@@ -78,8 +78,8 @@ def test_runs_of_sharded_networks(tmp_path: Path) -> None:
     stopped.append((*copies, "train.stop_at=3"))
     halves = ("mae", "ijepa", "dino")
     half = [(name, f"{name}_bf16", "fsdp", "train.precision=bfloat16") for name in halves]
-    for told in run_ranks(on_ranks, 2, tmp_path, [*runs, *stopped, *half]):
-        assert not [text for text in told if text != "done"], "\n".join(told)
+    for results in run_ranks(on_ranks, 2, tmp_path, [*runs, *stopped, *half]):
+        assert not [text for text in results if text != "done"], "\n".join(results)
     resumed = run_ranks(on_ranks, 2, tmp_path, [("byol", "byol_stopped_2", "fsdp"), copies])
     assert resumed == [["done", "done"], ["done", "done"]], resumed
     train("byol", tmp_path, "byol_stopped_1", "fsdp")  # alone: resharded to one

@@ -54,11 +54,11 @@ def written_on_two(rank: int) -> dict[str, Any]:
     writer.wait()
     first = store.load(folder / "step_000000001")
     fresh = state_of(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
-    told = []
+    results = []
     for breaks, step in ((FullDisk, 2), (Bug, 3)):
         with breaks(on_rank=1):
             writer.save(fresh, step)
-            told.append(failure_of(writer))
+            results.append(failure_of(writer))
     dist.barrier()  # the first rank has cleared away
     left = sorted(path.name for path in folder.glob(".*"))
     dist.barrier()  # both have looked
@@ -77,7 +77,7 @@ def written_on_two(rank: int) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "first": first,
-        "told": told,
+        "told": results,
         "left": left,
         "bytes": {
             name: t.to_local().numel() for name, t in read["model"].items() if name in SHAPES
@@ -134,8 +134,8 @@ def failure_of(writer: CheckpointWriter) -> str:
 ON_RANKS = (written_on_two,)
 
 
-def test_two_ranks_write_one_checkpoint(told: list[dict[str, Any]]) -> None:
-    first, second = (of_rank["written_on_two"] for of_rank in told)
+def test_two_ranks_write_one_checkpoint(rank_results: list[dict[str, Any]]) -> None:
+    first, second = (of_rank["written_on_two"] for of_rank in rank_results)
     folder = Path(first["folder"])
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["step_000000004", "step_000000005"], "two are kept, nothing half is left"
@@ -156,8 +156,8 @@ def test_two_ranks_write_one_checkpoint(told: list[dict[str, Any]]) -> None:
     assert second["bytes"] == {"even": 6, "odd": 4, "one row": 0, "vector": 1}
 
 
-def test_what_fails_on_one_rank_is_told_on_both(told: list[dict[str, Any]]) -> None:
-    for of_rank in told:
+def test_what_fails_on_one_rank_is_told_on_both(rank_results: list[dict[str, Any]]) -> None:
+    for of_rank in rank_results:
         no_room, bug = of_rank["written_on_two"]["told"]
         assert "the checkpoint of step 2 could not be written" in no_room
         assert "(No space left on device, on rank 1)" in no_room

@@ -45,10 +45,10 @@ def two_ranks() -> Plan:
 
 
 def test_arithmetic_is_that_of_the_run(two_ranks: Plan) -> None:
-    found = two_ranks.to_dict()
-    assert (found["samples"], found["samples_per_step"], found["steps"]) == (1347, 256, 400)
-    assert found["seconds"] == pytest.approx(400 * 256 / 1000)
-    assert found["price"] == pytest.approx(102.4 / 3600 * 2 * 2)
+    values = two_ranks.to_dict()
+    assert (values["samples"], values["samples_per_step"], values["steps"]) == (1347, 256, 400)
+    assert values["seconds"] == pytest.approx(400 * 256 / 1000)
+    assert values["price"] == pytest.approx(102.4 / 3600 * 2 * 2)
 
 
 def test_gradients_travel_in_a_ring(two_ranks: Plan) -> None:
@@ -200,10 +200,10 @@ def test_data_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["plan", "simclr", "--json", "memory=1GB", f"out={tmp_path / 'run'}"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"] is True
-    assert found["memory"]["total"] == sum(
-        size for kind, size in found["memory"].items() if kind != "total"
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["fits"] is True
+    assert printed["memory"]["total"] == sum(
+        size for kind, size in printed["memory"].items() if kind != "total"
     )
     assert not (tmp_path / "run").exists()
 

@@ -93,10 +93,10 @@ def test_remedies_fit_and_say_what_they_change() -> None:
     config = load_config("mae/vit_base_imagenet", rest)
     plan = make_plan(config, given)
     assert not plan.memory.fits(24e9)
-    found = {remedy.words: remedy.memory for remedy in remedies(plan, given)}
-    assert "parallel.activation_checkpointing=blocks" in found
-    assert "train.batch_size=1024 train.accumulate=4 train.step=accumulate" in found
-    for change, memory in found.items():
+    actual = {remedy.words: remedy.memory for remedy in remedies(plan, given)}
+    assert "parallel.activation_checkpointing=blocks" in actual
+    assert "train.batch_size=1024 train.accumulate=4 train.step=accumulate" in actual
+    for change, memory in actual.items():
         changed = make_plan(load_config("mae/vit_base_imagenet", [*rest, *change.split()]), given)
         assert changed.memory.total == memory.total <= 0.95 * 24e9
 

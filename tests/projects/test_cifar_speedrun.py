@@ -39,7 +39,7 @@ def test_features_equal_a_loop_over_patches(patches: ModuleType) -> None:
     features = bank(images).detach().view(10, 4, 5)
     filters = bank.filters.detach().numpy()
     filters = filters / np.linalg.norm(filters, axis=1, keepdims=True)
-    for image, found in zip(images.numpy(), features.numpy(), strict=True):
+    for image, actual in zip(images.numpy(), features.numpy(), strict=True):
         similarity = np.zeros((6, 6, 5))
         for y in range(6):
             for x in range(6):
@@ -49,7 +49,7 @@ def test_features_equal_a_loop_over_patches(patches: ModuleType) -> None:
                 similarity[y, x] = filters @ (patch / np.linalg.norm(patch))
         active = np.maximum(similarity - 0.1, 0)
         cells = [active[y : y + 3, x : x + 3].mean(axis=(0, 1)) for y in (0, 3) for x in (0, 3)]
-        np.testing.assert_allclose(found, cells, atol=1e-12)
+        np.testing.assert_allclose(actual, cells, atol=1e-12)
 
 
 def test_patches_are_whitened_and_filters_are_patches(patches: ModuleType) -> None:
@@ -71,14 +71,14 @@ def test_patches_are_whitened_and_filters_are_patches(patches: ModuleType) -> No
     torch.testing.assert_close(torch.stack(starts), torch.ones(4, dtype=torch.float64))
 
 
-def colours(folder: Path) -> Path:
-    """Noise of three colours, one folder each: train and test."""
+def colors(folder: Path) -> Path:
+    """Noise of three colors, one folder each: train and test."""
     draws = np.random.default_rng(0)
     for part, count in (("train", 40), ("test", 10)):
-        for label, colour in enumerate(np.eye(3)):
+        for label, color in enumerate(np.eye(3)):
             (folder / part / str(label)).mkdir(parents=True)
             for place in range(count):
-                noise = draws.uniform(0, 255, (32, 32, 3)) * (0.5 + colour / 2)
+                noise = draws.uniform(0, 255, (32, 32, 3)) * (0.5 + color / 2)
                 image = Image.fromarray(noise.astype(np.uint8))
                 image.save(folder / part / str(label) / f"{place}.png")
     return folder
@@ -87,7 +87,7 @@ def colours(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["patches", "network"])
 def test_the_script(recipe: str, tmp_path: Path) -> None:
-    data = colours(tmp_path / "data")
+    data = colors(tmp_path / "data")
     own = {
         "patches": ["backbone.filters=20", "train.epochs=1"],
         "network": ["backbone.width=8", "method.hidden_dim=16"],
@@ -98,7 +98,7 @@ def test_the_script(recipe: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     table = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
     assert [line[1].strip() for line in table[2:]] == ["untrained", recipe]
-    assert float(table[-1][6]) > 0.8  # colours are easy
+    assert float(table[-1][6]) > 0.8  # colors are easy
     last = tmp_path / f"runs/speedrun/{recipe}_seed_1/stage_{0 if recipe == 'patches' else 2}"
     assert tiny.status(last)["state"] == "finished"
 

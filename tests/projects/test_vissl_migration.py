@@ -131,14 +131,14 @@ def digit_files(folder: Path, count: int) -> Path:
 def test_the_walk(tmp_path: Path) -> None:
     """The README's commands: the file of VISSL's layout is evaluated as the same weights are."""
     data = digit_files(tmp_path / "data", 160)
-    labelled = [f"data={data / 'train'}", f"data.val={data / 'test'}", "data.num_workers=0"]
+    data_words = [f"data={data / 'train'}", f"data.val={data / 'test'}", "data.num_workers=0"]
     selftask = [sys.executable, "-m", "selftask"]
     views = "views={main: {count: 2, transforms: [{name: random_crop, size: 32}, normalize]}}"
     small = [views, "backbone=resnet18", "train.batch_size=16", "launch=null", "parallel=null"]
     small += ["train.threads=1", "out=first", "train.max_steps=2", "eval.evaluations={knn: null}"]
     small += ["train.precision=float32", "eval.transforms=[normalize]"]
     convert(PROJECT / "examples/simclr.yaml", tmp_path / "simclr.yaml")
-    first = tiny.run([*selftask, "train", "simclr.yaml", *labelled, *small], tmp_path)
+    first = tiny.run([*selftask, "train", "simclr.yaml", *data_words, *small], tmp_path)
     assert first.stdout.splitlines()[-1].startswith("RUN finished: 2 steps"), first.stderr
 
     make = [sys.executable, str(PROJECT / "make_checkpoint.py"), "first", "vissl.torch"]
@@ -146,7 +146,7 @@ def test_the_walk(tmp_path: Path) -> None:
     figures = []
     for model in (["torchvision:resnet18", "weights=vissl.torch"], ["first"]):
         for kind in ("knn", "linear"):
-            evaluate = [*selftask, "eval", kind, *model, *labelled, "eval.transforms=[normalize]"]
+            evaluate = [*selftask, "eval", kind, *model, *data_words, "eval.transforms=[normalize]"]
             done = tiny.run(evaluate, tmp_path)
             assert done.returncode == 0, done.stderr
             figures.append(json.loads(done.stdout.splitlines()[-1]))
@@ -155,5 +155,5 @@ def test_the_walk(tmp_path: Path) -> None:
 
     again = [word.replace("out=first", "out=second") for word in small]
     init = "init.backbone=vissl.torch"
-    second = tiny.run([*selftask, "train", "simclr.yaml", *labelled, *again, init], tmp_path)
+    second = tiny.run([*selftask, "train", "simclr.yaml", *data_words, *again, init], tmp_path)
     assert "init.backbone: 120/120 tensors" in second.stdout, second.stdout + second.stderr

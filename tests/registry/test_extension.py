@@ -156,7 +156,7 @@ def test_project_simsiam(tmp_path: Path, forget_names: None) -> None:
     assert all(r["first"] + r["second"] == pytest.approx(r["loss"], rel=1e-5) for r in terms)
     assert {"CentralizeGradients", "SimSiam"} <= {type(hook).__name__ for hook in plain.hooks}
     head = plain.base_model.head.projector[0].weight.grad
-    assert head.mean(dim=1).abs().max() < 1e-7, "gradients of weights are centred"
+    assert head.mean(dim=1).abs().max() < 1e-7, "gradients of weights are centered"
 
     p, z = torch.randn(2, 4, 16).double(), torch.randn(2, 4, 16).double()
     negative_cosine = sys.modules["simsiam_method"].negative_cosine

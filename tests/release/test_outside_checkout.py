@@ -103,9 +103,9 @@ def test_the_wheel_holds_what_is_no_python(wheel: Path) -> None:
 
 
 def test_it_is_that_of_the_wheel(selftask: Path, folder: Path) -> None:
-    told = run(selftask, folder, "env")
-    assert f"({selftask.parents[1]}" in told.splitlines()[0]
-    assert "kernel" in told
+    printed = run(selftask, folder, "env")
+    assert f"({selftask.parents[1]}" in printed.splitlines()[0]
+    assert "kernel" in printed
     assert str(tiny.ROOT) not in run(selftask, folder, "list", "recipes")
 
 

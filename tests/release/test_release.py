@@ -72,8 +72,8 @@ def test_no_core_dependency_is_copyleft() -> None:
 
 
 def test_copyleft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"a": "GPL-3.0-only", "b": "GNU Lesser General Public License v3 (LGPLv3)", "c": ""}
-    monkeypatch.setattr(sbom, "license", {**told, "d": "MIT License"}.get)
+    licenses = {"a": "GPL-3.0-only", "b": "GNU Lesser General Public License v3 (LGPLv3)", "c": ""}
+    monkeypatch.setattr(sbom, "license", {**licenses, "d": "MIT License"}.get)
     monkeypatch.setattr(bundled, "parts", lambda package: [])
     assert [line.partition(": ")[2].partition(":")[0] for line in sbom.problems([*"abcd"])] == [
         "copyleft",

@@ -105,8 +105,8 @@ def test_a_wheel_carries_the_kernel_or_is_not_built(source: Path, tmp_path: Path
     assert _recipes(tmp_path / "site/selftask/configs") == _recipes(source / "configs") != set()
     use = "from selftask.data import kernel; print(kernel.__file__, kernel.variants())"
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", use], cwd=tmp_path, env=env, capture_output=True, text=True
     )
-    assert found.stdout.startswith(str(tmp_path / "site")), found.stderr
-    assert "plain" in found.stdout
+    assert process.stdout.startswith(str(tmp_path / "site")), process.stderr
+    assert "plain" in process.stdout

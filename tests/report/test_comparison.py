@@ -22,13 +22,13 @@ from selftask.report.compare.tables import show_rate
 @pytest.mark.parametrize("count", [2, 3, 5, 30])
 def test_the_interval_is_that_of_student(count: int) -> None:
     values = np.random.default_rng(count).normal(0.7, 0.1, count).tolist()
-    found = interval(values)
-    assert found is not None and found.half is not None
+    actual = interval(values)
+    assert actual is not None and actual.half is not None
     low, high = stats.t.interval(0.95, count - 1, np.mean(values), stats.sem(values))
-    assert found.mean - found.half == pytest.approx(low, rel=1e-12)
-    assert found.mean + found.half == pytest.approx(high, rel=1e-12)
+    assert actual.mean - actual.half == pytest.approx(low, rel=1e-12)
+    assert actual.mean + actual.half == pytest.approx(high, rel=1e-12)
     by_test = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
-    assert found.mean + found.half == pytest.approx(by_test.high, rel=1e-9)
+    assert actual.mean + actual.half == pytest.approx(by_test.high, rel=1e-9)
 
 
 def test_few_values_have_no_interval() -> None:
@@ -79,13 +79,13 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_groups_means_and_ranking(sweep: Path) -> None:
-    found = read_comparison(sorted(sweep.iterdir()))
-    assert [group.label for group in found.groups] == ["lr 0.3", "lr 0.1", "lr 9"]
-    assert found.keys == ["optimizer.lr", "train.seed"]
-    best = found.groups[0].final("knn_top1")
+    comparison = read_comparison(sorted(sweep.iterdir()))
+    assert [group.label for group in comparison.groups] == ["lr 0.3", "lr 0.1", "lr 9"]
+    assert comparison.keys == ["optimizer.lr", "train.seed"]
+    best = comparison.groups[0].final("knn_top1")
     assert best is not None and best.count == 2, "the failed run is shown and not counted"
     assert best.mean == pytest.approx(0.705)
-    assert [len(group.members) for group in found.groups] == [3, 3, 1]
+    assert [len(group.members) for group in comparison.groups] == [3, 3, 1]
     by_loss = read_comparison(sorted(sweep.iterdir()), "loss")
     assert by_loss.ranked_by == "loss"
     with pytest.raises(
@@ -167,7 +167,7 @@ def test_different_methods_lengths_and_texts_of_users(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["empty"], "empty: not a run folder, and there are no runs below it"),
         (["nowhere"], "nowhere: there is no such run"),
@@ -177,7 +177,7 @@ def test_different_methods_lengths_and_texts_of_users(
 )
 def test_mistakes_of_report(
     words: list[str],
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -186,7 +186,7 @@ def test_mistakes_of_report(
     (tmp_path / "empty").mkdir()
     write_run(tmp_path / "run")
     assert main(["report", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_models_of_a_library_are_told_apart() -> None:

@@ -134,7 +134,7 @@ def test_no_value_takes_the_pages_down(name: str, runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "odd", "told"),
+    ("name", "key", "odd", "message"),
     [
         ("status.json", "started", "lots", "started: expected a time in seconds since 1970"),
         ("status.json", "step", 10**26, "step: expected a whole number"),
@@ -144,19 +144,19 @@ def test_no_value_takes_the_pages_down(name: str, runs: Path) -> None:
     ],
 )
 def test_a_text_for_a_number_is_said(
-    name: str, key: str, odd: Any, told: str, runs: Path, capsys: pytest.CaptureFixture[str]
+    name: str, key: str, odd: Any, message: str, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = runs / "bad" / name
     *others, last = parse(path) if path.suffix != ".jsonl" else parse(path)[:-1]
     path.write_text("\n".join(map(json.dumps, [*others, {**last, key: odd}])) + "\n")
     assert main(["report", "bad", "images=false"]) == 0
-    assert f"{name} cannot be read: {told}" in (runs / "bad/report.html").read_text().replace(
+    assert f"{name} cannot be read: {message}" in (runs / "bad/report.html").read_text().replace(
         "&#x27;", "'"
     )
     if name != "environment.json":
         assert main(["runs", "."]) == 0
-        assert f"cannot be read: {name}: {told}" in capsys.readouterr().out
-    assert told.split(":")[0] in show(runs)
+        assert f"cannot be read: {name}: {message}" in capsys.readouterr().out
+    assert message.split(":")[0] in show(runs)
 
 
 def pipe(path: Path) -> None:

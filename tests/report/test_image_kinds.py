@@ -76,25 +76,25 @@ def test_images_of_any_kind(kind: str, tmp_path: Path) -> None:
     said = {5: "channels 0 to 2 as red", 2: "channel 0 in gray", 1: "channel 0 in gray", 3: ""}
     assert said[channels] in shown
 
-    told: list[str] = []
-    found = gather(
+    results: list[str] = []
+    actual = gather(
         build_backbone(config.backbone, channels),
         config,
         sources.train,
         what="training images",
         count=100,
         device=torch.device("cpu"),
-        tell=told.append,
+        tell=results.append,
     )
-    images = found.images
+    images = actual.images
     assert len(images) == 20, "the damaged one is left out"
-    assert found.inputs.shape == (len(found.shown), channels, 20, 20)
-    assert len(found.shown) >= 7, "eight are drawn, one of which may be the damaged one"
+    assert actual.inputs.shape == (len(actual.shown), channels, 20, 20)
+    assert len(actual.shown) >= 7, "eight are drawn, one of which may be the damaged one"
     assert images.has_labels == (kind == "gray")
-    for row, pixels in zip(found.shown, found.pixels, strict=True):
+    for row, pixels in zip(actual.shown, actual.pixels, strict=True):
         assert np.array_equal(images.thumbnails[row][::4, ::4, 0], pixels[..., 0])
     projections = {"pca": Projection("PCA", pca(images.features, 2)[0])}
-    for section in (neighbors_section(images, found.shown), map_section(images, projections)):
+    for section in (neighbors_section(images, actual.shown), map_section(images, projections)):
         assert "data:image" in section.html
         assert ("✓" in section.html) == (kind == "gray" and section.id == "neighbors")
 

@@ -21,17 +21,17 @@ from selftask.report.images.projections import pca
 def test_neighbors_are_those_of_float64() -> None:
     features = np.random.default_rng(1).normal(size=(200, 16)).astype(np.float32)
     queries = [3, 50, 199]
-    found = nearest_neighbors(torch.from_numpy(features), queries, 5)
+    neighbors = nearest_neighbors(torch.from_numpy(features), queries, 5)
     distances = cosine_distances(features.astype(np.float64))
     np.fill_diagonal(distances, np.inf)
-    for query, rows, cosines in zip(queries, found.rows, found.cosines, strict=True):
+    for query, rows, cosines in zip(queries, neighbors.rows, neighbors.cosines, strict=True):
         assert rows.tolist() == np.argsort(distances[query])[:5].tolist()
         assert np.allclose(1 - cosines, np.sort(distances[query])[:5], atol=1e-6)
 
 
 def test_few_images_have_few_neighbors() -> None:
-    found = nearest_neighbors(torch.eye(3), [0], 8)
-    assert sorted(found.rows[0].tolist()) == [1, 2]
+    neighbors = nearest_neighbors(torch.eye(3), [0], 8)
+    assert sorted(neighbors.rows[0].tolist()) == [1, 2]
 
 
 @pytest.mark.parametrize("shape", [(50, 7), (9, 30), (12, 12)], ids=["tall", "wide", "square"])
@@ -57,16 +57,16 @@ def test_classes_are_predicted_as_the_knn_evaluation_does() -> None:
     images = gathered(90)
     labels = images.labels.copy()
     labels[::10] = -1  # without a label: not in the table, no neighbor of others
-    found = by_class(images.features, labels)
+    actual = by_class(images.features, labels)
     known = labels >= 0
     train = Features(
         torch.from_numpy(images.features[known]),
         torch.from_numpy(labels[known]),
         torch.arange(int(known.sum())),
     )
-    assert found.overall == pytest.approx(KNN()(train, train)["knn_top1"])
-    assert found.confusion.sum() == known.sum()
-    assert found.accuracy[found.classes].tolist() == sorted(found.accuracy[found.classes])
+    assert actual.overall == pytest.approx(KNN()(train, train)["knn_top1"])
+    assert actual.confusion.sum() == known.sum()
+    assert actual.accuracy[actual.classes].tolist() == sorted(actual.accuracy[actual.classes])
 
 
 def test_confusion_by_hand() -> None:
@@ -74,12 +74,12 @@ def test_confusion_by_hand() -> None:
     directions = np.repeat(np.eye(6, dtype=np.float32), 25, axis=0)
     labels = np.repeat([0, 1, 2, 0, 1, 2], 25)
     labels[0] = 2
-    found = by_class(directions, labels.astype(np.int64))
+    actual = by_class(directions, labels.astype(np.int64))
     expected = labels.copy()
     expected[0] = 0  # all of its neighbors are of class 0
-    assert np.array_equal(found.confusion, confusion_matrix(labels, expected))
-    assert found.mistakes(2) == [(0, 1)] and found.mistakes(1) == []
-    assert found.classes[0] == 2, "the worst class first"
+    assert np.array_equal(actual.confusion, confusion_matrix(labels, expected))
+    assert actual.mistakes(2) == [(0, 1)] and actual.mistakes(1) == []
+    assert actual.classes[0] == 2, "the worst class first"
 
 
 def test_colors_of_patches_are_their_components() -> None:

@@ -52,18 +52,18 @@ def refuse(*_: object, **__: object) -> None:
 
 
 def test_a_run_shows_all_kinds_of_images(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    found = sections(run, tell=told.append)
-    assert found.keys() == ALL
-    assert all("data:image" in found[name].html for name in ALL - {"classes"})
-    assert any("24 training images" in line for line in told)
-    assert sum(len(section.html) for section in found.values()) < 3_000_000
+    results: list[str] = []
+    actual = sections(run, tell=results.append)
+    assert actual.keys() == ALL
+    assert all("data:image" in actual[name].html for name in ALL - {"classes"})
+    assert any("24 training images" in line for line in results)
+    assert sum(len(section.html) for section in actual.values()) < 3_000_000
 
     monkeypatch.setattr(made, "gather", refuse)  # a second report is read from the folder
     monkeypatch.setattr(made, "views_of", refuse)
     monkeypatch.setattr(made, "reconstructions_of", refuse)
     again = sections(run)
-    assert {key: again[key] for key in ALL} == found
+    assert {key: again[key] for key in ALL} == actual
 
 
 def test_other_weights_are_looked_at_again(run: Path) -> None:
@@ -79,9 +79,9 @@ def test_a_newer_checkpoint_counts_more_than_the_export(run: Path) -> None:
     facts = run / "export" / "backbone.json"
     content = json.loads(facts.read_text())
     facts.write_text(json.dumps({**content, "step": content["step"] - 1}))
-    told: list[str] = []
-    assert "neighbors" in sections(run, tell=told.append)
-    assert any("step_" in line for line in told)
+    results: list[str] = []
+    assert "neighbors" in sections(run, tell=results.append)
+    assert any("step_" in line for line in results)
 
 
 def test_data_that_is_gone_or_changed_is_told(run: Path, trained: Task) -> None:

@@ -47,9 +47,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch_section(list(pixels), some, draws.normal(size=(4, 8, 8, 6))),
         reconstruction_section({"image": pixels, "masked": pixels // 2}, some, "A <note>"),
     ]
-    found = tmp_path_factory.mktemp("page") / "images.html"
-    write_page(found, "<b>images</b>", sections)
-    return found
+    page = tmp_path_factory.mktemp("page") / "images.html"
+    write_page(page, "<b>images</b>", sections)
+    return page
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def mouse(page: Page, kind: str, x: float, y: float, **more: Any) -> None:
     page.driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
 
 
-def told(page: Page) -> list[str]:
+def shown_text(page: Page) -> list[str]:
     """Lines of the shown image; empty if none is."""
     script = (
         "const t = document.querySelector('.map-tip'); if (t.hidden) return [];"
@@ -100,12 +100,12 @@ def lonely(count: int) -> list[int]:
 def test_the_mouse_shows_thumbnail_class_and_name(page: Page) -> None:
     for number in lonely(3):
         mouse(page, "mouseMoved", *middle(page, number))
-        assert told(page) == [IMAGES.label_text(number), IMAGES.names[number]]
+        assert shown_text(page) == [IMAGES.label_text(number), IMAGES.names[number]]
         tile = page.find(".map-tip .tile")
         assert tile.size == {"width": 40 + number % 5, "height": 40}
         assert "data:image" in tile.value_of_css_property("background-image")
     mouse(page, "mouseMoved", 2, 2)
-    assert told(page) == []
+    assert shown_text(page) == []
 
 
 def test_the_page_shows_texts_as_they_are(page: Page) -> None:
@@ -120,10 +120,10 @@ def test_arrow_keys_go_from_image_to_image(page: Page) -> None:
     seen = []
     for key in ("\ue014", "\ue014", "\ue015", "\ue012"):  # right, right, down, left
         drawing.send_keys(key)
-        seen.append(tuple(told(page)))
+        seen.append(tuple(shown_text(page)))
     assert all(seen) and len(set(seen)) >= 3
     drawing.send_keys("\ue00c")  # escape
-    assert told(page) == []
+    assert shown_text(page) == []
 
 
 def test_zoom_by_drag_and_back_by_double_click(page: Page) -> None:
@@ -172,5 +172,5 @@ def test_a_phone_shows_all_of_it(path: Path, page: Page) -> None:
             phone.driver.execute_cdp_cmd(
                 "Input.dispatchTouchEvent", {"type": kind, "touchPoints": points}
             )
-        assert told(phone) == [IMAGES.label_text(number), IMAGES.names[number]]
+        assert shown_text(phone) == [IMAGES.label_text(number), IMAGES.names[number]]
         assert phone.console() == [] and phone.network() == []

@@ -36,27 +36,27 @@ def large(tmp_path: Path) -> Path:
 def test_what_is_drawn_of_a_large_file(large: Path) -> None:
     """A report of a million rows took minutes and 1.5 GB."""
     tracemalloc.start()
-    found = read_drawn_rows(large / "metrics.jsonl")
+    actual = read_drawn_rows(large / "metrics.jsonl")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     size = (large / "metrics.jsonl").stat().st_size
     assert size > drawn_rows.WHOLE and peak < size, "all rows took six times the file's size"
-    steps = [row["step"] for row in found.rows]
-    assert found.lines == ROWS + ROWS // 1000 and len(steps) < 4500
+    steps = [row["step"] for row in actual.rows]
+    assert actual.lines == ROWS + ROWS // 1000 and len(steps) < 4500
     assert steps == sorted(steps)
     assert {12_345, 23_456} <= set(steps), "spikes of the loss are kept"
-    assert sum("knn_top1" in row for row in found.rows) == ROWS // 1000
+    assert sum("knn_top1" in row for row in actual.rows) == ROWS // 1000
     gaps = [after - before for before, after in pairwise(steps)]
     assert max(gaps) <= 2 * ROWS / drawn_rows.PARTS, "from all parts of the run"
     page = write_run_report(RunRecord.read(large)).read_text()
-    assert f"metrics.jsonl: {len(steps):,} of {found.lines:,} rows are read" in page
+    assert f"metrics.jsonl: {len(steps):,} of {actual.lines:,} rows are read" in page
     assert "99.0" in page
 
 
 def test_a_small_file_is_read_whole(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=300)
-    found = read_drawn_rows(run / "metrics.jsonl")
-    assert (len(found.rows), found.lines) == (301, 0)
+    actual = read_drawn_rows(run / "metrics.jsonl")
+    assert (len(actual.rows), actual.lines) == (301, 0)
 
 
 def test_lines_without_end_take_no_memory(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_first_and_last_events_of_a_large_file(tmp_path: Path) -> None:
         json.dumps({"event": "warning", "step": step, "text": "x" * 200}) for step in range(60_000)
     ]
     path.write_text("\n".join(lines) + "\n")
-    found = read_ends(path)
-    steps = [row["step"] for row in found.rows]
-    assert (steps[0], steps[-1], found.damaged) == (0, 59_999, 0)
-    assert 30_000 < len(steps) < 45_000 and found.lines == path.stat().st_size
+    actual = read_ends(path)
+    steps = [row["step"] for row in actual.rows]
+    assert (steps[0], steps[-1], actual.damaged) == (0, 59_999, 0)
+    assert 30_000 < len(steps) < 45_000 and actual.lines == path.stat().st_size

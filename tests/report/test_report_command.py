@@ -31,13 +31,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_at_the_end_of_a_run(folder: Path) -> None:
     record = RunRecord.read(folder / "run")
-    found = verdict_of(record)
-    assert found.headline == "nothing is trained: the learning rate is 0; raise optimizer.lr"
-    assert any(finding.text == "resumed 1 time" for finding in found.findings)
+    actual = verdict_of(record)
+    assert actual.headline == "nothing is trained: the learning rate is 0; raise optimizer.lr"
+    assert any(finding.text == "resumed 1 time" for finding in actual.findings)
     assert (record.state, record.step, record.num_attempts) == ("finished", 15, 2)
     assert record.problems == []
     page = (folder / "run/report.html").read_text()
-    for text in (found.headline, "✓ finished", "step 15 of 15", "optimizer.lr", "backbone.pt"):
+    for text in (actual.headline, "✓ finished", "step 15 of 15", "optimizer.lr", "backbone.pt"):
         assert text in page
     assert (folder / "run/log.txt").read_text().splitlines()[-1][20:].startswith("RUN finished")
 

@@ -46,9 +46,9 @@ def test_texts_of_users_are_escaped(tmp_path: Path) -> None:
     (run / "events.jsonl").write_text(
         json.dumps(event) + "\n" + json.dumps({**event, "event": EVIL})
     )
-    told = {"command": ["selftask", EVIL], "host": EVIL, "gpus": [EVIL], "origins": {"k": EVIL}}
-    told["git"] = {"commit": EVIL, "branch": EVIL, "dirty": True}
-    (run / "environment.json").write_text(json.dumps(told))
+    status = {"command": ["selftask", EVIL], "host": EVIL, "gpus": [EVIL], "origins": {"k": EVIL}}
+    status["git"] = {"commit": EVIL, "branch": EVIL, "dirty": True}
+    (run / "environment.json").write_text(json.dumps(status))
     (run / "status.json").write_text(json.dumps({"state": EVIL, "error": EVIL}))
     (run / "export").mkdir()
     (run / "export" / "<b>.pt").write_text("")
@@ -133,10 +133,10 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
 
 
 def test_columns_of_rows() -> None:
-    found = columns_of(
+    actual = columns_of(
         [{"step": 2, "a": 1}, {"step": 1, "a": 3, "b": "x", "c": True}, {"step": 2, "a": 9}]
     )
-    assert {name: (c.steps, c.values) for name, c in found.items()} == {"a": ([1, 2], [3, 9])}
+    assert {name: (c.steps, c.values) for name, c in actual.items()} == {"a": ([1, 2], [3, 9])}
 
 
 def test_flat_config() -> None:

@@ -49,24 +49,24 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
     assert main(["runs", *words, "--json"]) == 0
-    found: list[dict[str, object]] = json.loads(capsys.readouterr().out)
-    return found
+    printed: list[dict[str, object]] = json.loads(capsys.readouterr().out)
+    return printed
 
 
 def test_states_and_reasons(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {str(run["run"]): run for run in listed(capsys)}
-    told = {Path(name).name: (run["state"], run["note"]) for name, run in found.items()}
-    assert told["lr_2"] == ("finished", "") and told["going"] == ("running", "")
-    assert told["failed"] == ("failed", "RUN FAILED at step 3 on rank 0: <b>")
-    assert told["stopped"] == ("interrupted", "RUN interrupted by SIGINT")
-    assert told["killed"][0] == "lost" and "the same command resumes" in str(told["killed"][1])
-    assert told["silent"][0] == "hung"
-    assert "no row or event for 8 min, usually one every 2 s" in str(told["silent"][1])
-    assert told["no_heartbeat"][0] == "hung"
-    assert "no heartbeat of process" in str(told["no_heartbeat"][1])
-    assert told["torn"][0] == "unreadable" and "status.json: is no JSON" in str(told["torn"][1])
-    assert told["no_status"] == ("unknown", "status.json is missing")
-    going = found["runs/deep/er/going"]
+    by_name = {str(run["run"]): run for run in listed(capsys)}
+    states = {Path(name).name: (run["state"], run["note"]) for name, run in by_name.items()}
+    assert states["lr_2"] == ("finished", "") and states["going"] == ("running", "")
+    assert states["failed"] == ("failed", "RUN FAILED at step 3 on rank 0: <b>")
+    assert states["stopped"] == ("interrupted", "RUN interrupted by SIGINT")
+    assert states["killed"][0] == "lost" and "the same command resumes" in str(states["killed"][1])
+    assert states["silent"][0] == "hung"
+    assert "no row or event for 8 min, usually one every 2 s" in str(states["silent"][1])
+    assert states["no_heartbeat"][0] == "hung"
+    assert "no heartbeat of process" in str(states["no_heartbeat"][1])
+    assert states["torn"][0] == "unreadable" and "status.json: is no JSON" in str(states["torn"][1])
+    assert states["no_status"] == ("unknown", "status.json is missing")
+    going = by_name["runs/deep/er/going"]
     assert (going["step"], going["total_steps"], going["share"]) == (5, 20, 0.25)
     assert 38 < float(str(going["eta_s"])) <= 40
 
@@ -102,14 +102,14 @@ def test_jobs_of_slurm_are_in_the_same_table(
     queue.note(runs / "sweep", {path: f"7_{i}" for i, path in enumerate(submitted.values())})
     in_slurm = {"7_0": "RUNNING", "7_1": "PENDING (BeginTime)", "7_2": "PENDING (Resources)"}
     monkeypatch.setattr(queue, "queue", lambda ids: {job: in_slurm[job] for job in ids})
-    found = {Path(str(run["run"])).name: run for run in listed(capsys)}
-    told = {name: (found[name]["job"], found[name]["state"]) for name in submitted}
-    assert told == {
+    by_name = {Path(str(run["run"])).name: run for run in listed(capsys)}
+    states = {name: (by_name[name]["job"], by_name[name]["state"]) for name in submitted}
+    assert states == {
         "going": ("7_0", "running"),
         "back": ("7_1", "requeued, pending (begintime)"),
         "waiting": ("7_2", "pending (resources)"),
     }
-    assert found["lr_2"]["job"] == ""
+    assert by_name["lr_2"]["job"] == ""
     pending = {Path(str(run["run"])).name for run in listed(capsys, "state=pending")}
     assert pending == {"back", "waiting"}
     assert main(["runs", "state=pending"]) == 0
@@ -117,7 +117,7 @@ def test_jobs_of_slurm_are_in_the_same_table(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["sort=knn_top"], "no run has a column 'knn_top'; did you mean 'knn_top1'?"),
         (["columns=los"], "did you mean 'loss'?"),
@@ -129,10 +129,10 @@ def test_jobs_of_slurm_are_in_the_same_table(
     ],
 )
 def test_mistakes(
-    runs: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    runs: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["runs", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_folder_that_may_not_be_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

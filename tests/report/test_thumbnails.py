@@ -23,9 +23,9 @@ from selftask.report.images.sprite import Sprite, short_names, thumbnail
 
 def decoded(css: str) -> np.ndarray:
     """The pixels of a sheet's data URI."""
-    found = re.search(r"base64,([^)]+)\)", css)
-    assert found is not None
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(found[1]))).convert("RGB"))
+    match = re.search(r"base64,([^)]+)\)", css)
+    assert match is not None
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(match[1]))).convert("RGB"))
 
 
 def test_images_of_a_page_stay_below_3_mb() -> None:

@@ -53,11 +53,11 @@ def event(kind: str, text: str = "", **data: Any) -> dict[str, Any]:
 
 
 def test_a_run_that_learns() -> None:
-    found = judge([*evaluated((0, 0.17)), *rows(), *evaluated((200, 0.7))], [], FINISHED)
-    assert (found.kind, found.learns) == ("good", True)
-    assert found.headline.startswith("learning: the loss fell from 6.8 to 3.")
-    assert "knn_top1 rose to 0.7, from 0.17 at step 0" in found.headline
-    assert found.findings == []
+    verdict = judge([*evaluated((0, 0.17)), *rows(), *evaluated((200, 0.7))], [], FINISHED)
+    assert (verdict.kind, verdict.learns) == ("good", True)
+    assert verdict.headline.startswith("learning: the loss fell from 6.8 to 3.")
+    assert "knn_top1 rose to 0.7, from 0.17 at step 0" in verdict.headline
+    assert verdict.findings == []
 
 
 def test_without_chance_the_loss_or_the_evaluation_tells() -> None:
@@ -67,10 +67,10 @@ def test_without_chance_the_loss_or_the_evaluation_tells() -> None:
     both = [*evaluated((0, 0.2)), *rising, *evaluated((200, 0.5))]
     assert judge(both, [], FINISHED).learns is True
     falling = rows(chance_ratio=None, effective_rank=lambda w: 100 - 80 * w)
-    found = judge([*evaluated((0, 0.37)), *falling, *evaluated((200, 0.35))], [], FINISHED)
-    assert found.learns is False
-    assert found.headline.startswith("the features do not improve: knn_top1 fell to 0.35")
-    assert "effective_rank 100 at first, now" in found.findings[1].text
+    verdict = judge([*evaluated((0, 0.37)), *falling, *evaluated((200, 0.35))], [], FINISHED)
+    assert verdict.learns is False
+    assert verdict.headline.startswith("the features do not improve: knn_top1 fell to 0.35")
+    assert "effective_rank 100 at first, now" in verdict.findings[1].text
 
 
 def test_noise_is_no_trend() -> None:
@@ -79,26 +79,26 @@ def test_noise_is_no_trend() -> None:
 
 
 def test_at_chance() -> None:
-    found = judge(rows(loss=6.5), [], FINISHED)
-    assert (found.kind, found.learns) == ("bad", False)
-    assert found.headline.startswith("at chance: the loss stays at 6.5; try another optimizer.lr")
-    found = judge(rows(loss=lambda w: 7 - 0.5 * w), [], FINISHED)
-    assert (found.kind, found.learns) == ("warning", None)
-    assert found.headline.startswith("no better than chance so far: the loss fell from 7 to 6.5")
+    verdict = judge(rows(loss=6.5), [], FINISHED)
+    assert (verdict.kind, verdict.learns) == ("bad", False)
+    assert verdict.headline.startswith("at chance: the loss stays at 6.5; try another optimizer.lr")
+    verdict = judge(rows(loss=lambda w: 7 - 0.5 * w), [], FINISHED)
+    assert (verdict.kind, verdict.learns) == ("warning", None)
+    assert verdict.headline.startswith("no better than chance so far: the loss fell from 7 to 6.5")
     noise = [*evaluated((0, 0.17)), *rows(loss=lambda w: 7 - 0.5 * w), *evaluated((200, 0.2))]
     assert judge(noise, [], FINISHED).learns is False
 
 
 def test_slow_but_better_features() -> None:
     slow = [*evaluated((0, 0.17)), *rows(loss=lambda w: 6.75 - 0.4 * w), *evaluated((200, 0.28))]
-    found = judge(slow, [], FINISHED)
-    assert (found.kind, found.learns) == ("warning", True)
-    assert found.headline.endswith("but the loss is still 1.02 times chance")
+    verdict = judge(slow, [], FINISHED)
+    assert (verdict.kind, verdict.learns) == ("warning", True)
+    assert verdict.headline.endswith("but the loss is still 1.02 times chance")
 
 
 def test_back_at_chance() -> None:
-    found = judge(rows(loss=lambda w: 6.8 - 8 * w * (1 - w)), [], FINISHED)
-    assert found.headline.startswith("back at chance: the loss is 1.0")
+    verdict = judge(rows(loss=lambda w: 6.8 - 8 * w * (1 - w)), [], FINISHED)
+    assert verdict.headline.startswith("back at chance: the loss is 1.0")
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_back_at_chance() -> None:
 )
 def test_collapse_with_its_step(column: str, limit: float) -> None:
     falling = {column: lambda w: limit * (0.9 if w > 0.5 else 2.0)}
-    found = judge(rows(**falling), [], FINISHED)
-    assert (found.kind, found.learns) == ("bad", False)
+    verdict = judge(rows(**falling), [], FINISHED)
+    assert (verdict.kind, verdict.learns) == ("bad", False)
     first = next(row["step"] for row in rows(**falling) if row[column] < limit)
-    assert found.headline.startswith(f"collapsed at step {first}: ") and first == 105
+    assert verdict.headline.startswith(f"collapsed at step {first}: ") and first == 105
     recovered = {column: lambda w: limit * (0.9 if 0.2 < w < 0.5 else 2.0)}
     assert judge(rows(**recovered), [], FINISHED).learns is True
 
@@ -128,9 +128,10 @@ def test_nothing_is_trained() -> None:
     assert "the learning rate is 0" in judge(rows(lr=0.0), [], FINISHED).headline
     groups = {"lr": 0.0, "lr/head": 0.1}
     assert judge(rows(**groups), [], FINISHED).learns is True
-    told = event("warning", "step 10: no weight moves", about="weights")
+    warning = event("warning", "step 10: no weight moves", about="weights")
     assert (
-        judge(rows(), [told], FINISHED).headline == "nothing is trained: step 10: no weight moves"
+        judge(rows(), [warning], FINISHED).headline
+        == "nothing is trained: step 10: no weight moves"
     )
 
 
@@ -138,11 +139,11 @@ def test_waiting_for_data_and_what_to_change() -> None:
     waiting = rows(data_wait=0.34)
     assert data_wait(waiting) == pytest.approx(0.34)
     files = {"data": {"name": "folder", "cache": "none", "num_workers": 2}}
-    (told,) = judge(waiting, [], FINISHED, config=files, environment={"cpus": 2}).findings
-    assert told.text == "waiting for data 34% of the time: set data.cache=ram"
+    (finding,) = judge(waiting, [], FINISHED, config=files, environment={"cpus": 2}).findings
+    assert finding.text == "waiting for data 34% of the time: set data.cache=ram"
     one = {"data": {"name": "array", "cache": "none", "num_workers": 1}}
-    (told,) = judge(waiting, [], FINISHED, config=one, environment={"cpus": 8}).findings
-    assert told.text.endswith("data.num_workers=1 leaves cores idle (8 cores); try 8")
+    (finding,) = judge(waiting, [], FINISHED, config=one, environment={"cpus": 8}).findings
+    assert finding.text.endswith("data.num_workers=1 leaves cores idle (8 cores); try 8")
     assert judge(rows(data_wait=TOO_MUCH - 0.01), [], FINISHED).findings == []
 
 
@@ -159,10 +160,10 @@ def test_the_first_row_does_not_wait() -> None:
 
 def test_how_it_ended() -> None:
     failed = {"state": "failed", "step": 7, "rank": 3, "error": "no memory. Try less\ntrace"}
-    found = judge(rows(), [], failed)
-    assert (found.kind, found.headline) == ("bad", "failed at step 7 on rank 3: no memory")
-    assert next(f.text for f in found.findings) == "Try less"
-    assert any(f.text.startswith("learning: ") for f in found.findings)
+    verdict = judge(rows(), [], failed)
+    assert (verdict.kind, verdict.headline) == ("bad", "failed at step 7 on rank 3: no memory")
+    assert next(f.text for f in verdict.findings) == "Try less"
+    assert any(f.text.startswith("learning: ") for f in verdict.findings)
     stopped = {"state": "interrupted", "step": 7, "by": "SIGTERM"}
     assert judge(rows(), [], stopped).headline == (
         "interrupted at step 7 by SIGTERM; the same command resumes it"
@@ -185,8 +186,8 @@ def test_what_else_is_worth_a_line() -> None:
     assert texts[0].startswith("knn_top1 was best at step 100 (0.6) and is 0.5 now")
     assert texts[1:] == ["resumed 5 times, requeued 1 time", "2 warnings, the last: b"]
     worse = [*evaluated((0, 0.17)), *rows(), *evaluated((200, 0.1))]
-    (told,) = judge(worse, [], FINISHED).findings
-    assert told.text == "knn_top1 is 0.1, less than that of the untrained network (0.17)"
+    (finding,) = judge(worse, [], FINISHED).findings
+    assert finding.text == "knn_top1 is 0.1, less than that of the untrained network (0.17)"
 
 
 @pytest.mark.parametrize(
@@ -202,5 +203,5 @@ def test_what_else_is_worth_a_line() -> None:
 )
 def test_too_little_to_say_anything(few: list[dict[str, Any]]) -> None:
     for status in ({}, {"state": "running"}, FINISHED):
-        found = judge(few, [], status)
-        assert found.learns is None and found.kind == "plain"
+        verdict = judge(few, [], status)
+        assert verdict.learns is None and verdict.kind == "plain"

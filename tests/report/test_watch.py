@@ -295,9 +295,9 @@ def test_the_command_takes_the_next_port_and_ends_by_ctrl_c(root: Path) -> None:
     assert process.stdout is not None
     printed = process.stdout.readline() + process.stdout.readline()
     assert f"port {port} is taken" in printed
-    found = re.search(r"http://127\.0\.0\.1:(\d+)/", printed)
-    assert found is not None and int(found[1]) != port
-    connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=20)
+    match = re.search(r"http://127\.0\.0\.1:(\d+)/", printed)
+    assert match is not None and int(match[1]) != port
+    connection = http.client.HTTPConnection("127.0.0.1", int(match[1]), timeout=20)
     connection.request("GET", "/")
     assert connection.getresponse().status == 200
     os.kill(process.pid, signal.SIGINT)
@@ -307,7 +307,7 @@ def test_the_command_takes_the_next_port_and_ends_by_ctrl_c(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["nowhere"], "nowhere: no such folder"),
         ([".", "port=many"], "port=many: expected a number"),
@@ -319,11 +319,11 @@ def test_the_command_takes_the_next_port_and_ends_by_ctrl_c(root: Path) -> None:
 )
 def test_mistakes_of_watch(
     words: list[str],
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["watch", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

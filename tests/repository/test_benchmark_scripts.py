@@ -20,6 +20,7 @@ SMALLEST = {
     "freed_memory": "--batch 2 --steps 1 --rounds 1",
     "kernel": "--size 32 --rounds 1",
     "knn": "--train 200 --test 50 --rounds 1",
+    "launches": "--methods simclr --networks resnet50",
     "linear": "--images 100 --width 16 --rounds 1",
     "loader": "--workers 1 --batch 4 --batches 1 --rounds 1",
     "long_run": "--steps 400",
@@ -46,5 +47,5 @@ def test_a_script_runs(name: str, tmp_path: Path) -> None:
         pytest.importorskip("faiss")
     command = [sys.executable, str(BENCH / f"{name}.py"), *SMALLEST[name].split()]
     environment = {**tiny.environment(), "PYTHONPATH": ""}
-    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert found.stdout.strip() and "Traceback" not in found.stderr, found.stderr
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.stdout.strip() and "Traceback" not in process.stderr, process.stderr

@@ -59,8 +59,8 @@ def test_the_image_runs_selftask_without_rights() -> None:
 
 def test_commands_of_the_page() -> None:
     page = (tiny.ROOT / "docs/containers.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    found = re.findall(r"selftask(?:\.sif)? +(?:selftask )?([a-z]+) +\w+(?:/\w+)? +data=", page)
-    assert set(found) == {"train"} and set(found) < set(COMMANDS)
+    matches = re.findall(r"selftask(?:\.sif)? +(?:selftask )?([a-z]+) +\w+(?:/\w+)? +data=", page)
+    assert set(matches) == {"train"} and set(matches) < set(COMMANDS)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def part(path: Path) -> str:
 
 def imported(path: Path) -> set[str]:
     """Names that a file imports at any time, outside ``if TYPE_CHECKING``."""
-    return {found.name for found in imports(path)}
+    return {statement.name for statement in imports(path)}
 
 
 def level(name: str) -> int:
@@ -128,7 +128,9 @@ def test_torch_free_zone() -> None:
     for path in FILES:
         place = path.relative_to(PACKAGE).with_suffix("").as_posix()
         if place.startswith(TORCH_FREE):
-            heavy = {found.name.split(".")[0] for found in imports(path) if found.at_load} & HEAVY
+            heavy = {
+                statement.name.split(".")[0] for statement in imports(path) if statement.at_load
+            } & HEAVY
             assert not heavy, f"{place} imports {heavy} when it is loaded"
 
 

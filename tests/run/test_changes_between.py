@@ -81,7 +81,7 @@ def remove_class(photos: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (remove, "36 images before, 35 now"),
         (swap, "as many images (36), but not the same names"),
@@ -92,7 +92,7 @@ def remove_class(photos: Path) -> None:
 )
 def test_changed_data_is_refused_and_named(
     change: Callable[[Path], None],
-    told: str,
+    message: str,
     stopped: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -100,12 +100,12 @@ def test_changed_data_is_refused_and_named(
     before = rotation.checkpoints(stopped / "run/checkpoints")
     assert main(words(stopped)) == 2
     told_by_run = capsys.readouterr().out
-    assert told in told_by_run
+    assert message in told_by_run
     assert "resume.data=allow" in told_by_run
     assert rotation.checkpoints(stopped / "run/checkpoints") == before
     assert main(words(stopped, "resume.data=allow", "resume=auto")) == 0
     told_by_run = capsys.readouterr().out
-    assert told in told_by_run
+    assert message in told_by_run
     assert "resumed from" in told_by_run
 
 
@@ -213,9 +213,9 @@ def test_the_weights_before_the_first_step_are_those_of_the_file(
     own = words(stopped, f"out={stopped / 'new'}", f"{setting}={newest}")
     task = Task(load_config(own[1], own[2:]))
     task.prepare()
-    found = task.base_model.state_dict()
-    assert found.keys() == state.keys()
-    alike = {name for name in state if torch.equal(found[name], state[name])}
+    actual = task.base_model.state_dict()
+    assert actual.keys() == state.keys()
+    alike = {name for name in state if torch.equal(actual[name], state[name])}
     backbone = {name for name in state if name.startswith("backbone.")}
     assert 0 < len(backbone) < len(state)
     if setting == "resume":

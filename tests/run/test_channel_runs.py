@@ -128,8 +128,8 @@ def test_stopped_resumed_evaluated_and_exported(
 
     capsys.readouterr()
     assert evaluate.main(["knn", str(tmp_path / "whole")]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert 0 <= found["knn_top1"] <= 1
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 0 <= printed["knn_top1"] <= 1
     with pytest.raises(UserError, match=r"its images have 3 channels, and .*whole takes 5"):
         evaluate.main(["knn", str(tmp_path / "whole"), "data.bands=[0,1,2]"])
 
@@ -147,7 +147,7 @@ def test_methods_train(method: str, recipe: Callable[[str], str], tmp_path: Path
 def test_the_same_views_from_every_engine_and_cache(
     recipe: Callable[[str], str], tmp_path: Path
 ) -> None:
-    found = {}
+    results = {}
     for engine, cache in (
         ("cpu", "none"),
         ("cpu", "ram"),
@@ -163,13 +163,13 @@ def test_the_same_views_from_every_engine_and_cache(
         finally:
             feed.close()
         order = batch.index.argsort()
-        found[engine, cache] = torch.stack(batch.all_views)[:, order]
-        assert found[engine, cache].shape == (2, 16, CHANNELS, 32, 32)
-    first = found["cpu", "none"]
-    assert torch.equal(found["cpu", "ram"], first)
+        results[engine, cache] = torch.stack(batch.all_views)[:, order]
+        assert results[engine, cache].shape == (2, 16, CHANNELS, 32, 32)
+    first = results["cpu", "none"]
+    assert torch.equal(results["cpu", "ram"], first)
     std = torch.tensor(MOMENTS["std"])[:, None, None]
     for cache in ("none", "device"):
-        levels = (255 * std * (found["device", cache] - first)).abs()
+        levels = (255 * std * (results["device", cache] - first)).abs()
         assert levels.mean() < 0.5 and levels.max() < 8
 
 

@@ -41,8 +41,8 @@ def test_a_run_that_stops_resumes_fails_and_ends(tmp_path: Path) -> None:
     failing.add_hook(function_hook(before_step=warn_then_fail))
     with pytest.raises(ZeroDivisionError):
         Trainer().train(failing)
-    told = [("start", 0), ("resume", 2), ("checkpoint", 3), ("warning", 4), ("failure", 4)]
-    assert story(run)[3:8] == told
+    expected = [("start", 0), ("resume", 2), ("checkpoint", 3), ("warning", 4), ("failure", 4)]
+    assert story(run)[3:8] == expected
     Trainer().train(tiny.task("simclr", tmp_path, "run", *words))
     assert story(run)[8:] == [("start", 0), ("resume", 3), ("checkpoint", 6), ("finish", 6)]
 

@@ -36,16 +36,16 @@ def test_no_evaluations_without_validation_images() -> None:
         assert (check_evaluations(config, open_data(config.data)) is not None) == expected
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-def test_meters_without_labelled_images_are_told(tmp_path: Path, labelled: bool) -> None:
-    val = [f"data.val={tiny.digits_file(tmp_path)}"] if labelled else []
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_meters_without_labelled_images_are_told(tmp_path: Path, has_labels: bool) -> None:
+    val = [f"data.val={tiny.digits_file(tmp_path)}"] if has_labels else []
     words = ["meters.accuracy={topk: [1]}", "train.max_steps=1", *val]
     words = tiny.overrides("supervised", tmp_path, "run", *words)
     assert main(["train", "supervised/digits", *words]) == 0
     text = (tmp_path / "run/log.txt").read_text()
-    told = "meters (accuracy) measure nothing: data.val has no labelled images"
-    assert (told in text) == (not labelled)
-    assert ("test_accuracy_top_1" in tiny.rows(tmp_path / "run")[-1]) == labelled
+    message = "meters (accuracy) measure nothing: data.val has no labelled images"
+    assert (message in text) == (not has_labels)
+    assert ("test_accuracy_top_1" in tiny.rows(tmp_path / "run")[-1]) == has_labels
 
 
 def test_meters_of_class_scores_need_a_method_that_gives_them(
@@ -146,7 +146,7 @@ def test_a_misspelt_label_column_is_an_error_that_names_the_columns(
     typo = next(w for w in ("lables", "labelz", "labels", "lable", "Label") if w in content)
     assert message.startswith(f"{key}: ") and f"but {typo!r} (of: " in message
     assert message.count("\n") == 0
-    for more, labelled in (f"{key}=null", False), (f"{key}={typo}", True):
+    for more, has_labels in (f"{key}=null", False), (f"{key}={typo}", True):
         words = [f"data={tmp_path / name}", more]
         source = open_data(load_config("simclr/images", words).data).train
-        assert (source.labels is not None) == labelled
+        assert (source.labels is not None) == has_labels

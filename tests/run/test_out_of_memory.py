@@ -106,13 +106,13 @@ def test_a_real_kill_is_told(
     out = tmp_path / "run"
     last = (done.stdout + done.stderr).rstrip().splitlines()[-1]
     status = tiny.status(out)
-    told = [
+    messages = [
         last,
         status["error"],
         (out / "log.txt").read_text().splitlines()[-1],
         (out / "errors/rank0.txt").read_text(),
     ]
-    for text in told:
+    for text in messages:
         assert victim in text, done.stdout + done.stderr
         assert "out of memory, the kernel has killed it" in text
     assert last.startswith("RUN FAILED")

@@ -92,21 +92,21 @@ def test_what_a_run_records_and_what_differs_here(
     monkeypatch.setattr("sys.argv", ["selftask", "train", "simclr/digits", *words])
     assert train(folder, "train.max_steps=1") == 0
     path = folder / "run/environment.json"
-    found = json.loads(path.read_text())
+    content = json.loads(path.read_text())
     commit = git("rev-parse", "HEAD")
-    assert found["git"]["commit"] == commit
-    assert found["git"]["dirty"]
-    assert "-x = 1\n+x = 2" in (folder / "run" / found["git"]["diff"]).read_text()
-    assert found["packages"]["torch"]
-    assert found["packages"]["pytest"] == pytest.__version__
-    versions = {name: importlib.metadata.version(name) for name in found["packages"]}
-    assert found["packages"] == versions
-    assert found["command"][1] == "train"
-    assert found["cpu"]
+    assert content["git"]["commit"] == commit
+    assert content["git"]["dirty"]
+    assert "-x = 1\n+x = 2" in (folder / "run" / content["git"]["diff"]).read_text()
+    assert content["packages"]["torch"]
+    assert content["packages"]["pytest"] == pytest.__version__
+    versions = {name: importlib.metadata.version(name) for name in content["packages"]}
+    assert content["packages"] == versions
+    assert content["command"][1] == "train"
+    assert content["cpu"]
 
-    found["packages"]["torch"] = "1.0"
-    found["command"].append("method.temperature=0.3")
-    path.write_text(json.dumps(found))
+    content["packages"]["torch"] = "1.0"
+    content["command"].append("method.temperature=0.3")
+    path.write_text(json.dumps(content))
     capsys.readouterr()
     assert main(["repro", "run"]) == 1
     printed = capsys.readouterr().out.splitlines()

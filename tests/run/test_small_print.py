@@ -91,8 +91,8 @@ def test_too_many_workers_are_told_once(
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
         warnings.simplefilter("error")
         tiny.train("supervised", tmp_path, "run", *words, "data.num_workers=2")
-    told = [line for line in caplog.messages if "num_workers=2: more than the 1 cores" in line]
-    assert len(told) == 1
+    logged = [line for line in caplog.messages if "num_workers=2: more than the 1 cores" in line]
+    assert len(logged) == 1
 
 
 def test_data_show_writes_where_out_says(

@@ -83,17 +83,17 @@ class Run:
 
     def processes(self) -> dict[int, int]:
         """Pids of everything that runs for this job, and the rank (-1: the batch script)."""
-        found = {}
+        results = {}
         for entry in Path("/proc").iterdir():
             try:
                 variables = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
                 if f"SLURM_JOB_ID={self.job.job_id}\0".encode() in variables:
                     rank = re.search(rb"SLURM_PROCID=(\d+)", variables)
                     of_srun = b"SLURM_STEP_ID=" in variables  # the batch script is rank 0, too
-                    found[int(entry.name)] = int(rank[1]) if rank and of_srun else -1
+                    results[int(entry.name)] = int(rank[1]) if rank and of_srun else -1
             except OSError:  # gone meanwhile
                 continue
-        return found
+        return results
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to every process of a rank."""

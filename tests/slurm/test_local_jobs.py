@@ -42,9 +42,9 @@ def words_of(folder: Path, *more: str) -> list[str]:
 def ranks_of(job: str) -> list[int]:
     """Process ids of its two ranks."""
     command = ["pgrep", "-P", job.removeprefix("local-")]
-    found = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    assert len(found) == 2
-    return [int(pid) for pid in found]
+    output = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    assert len(output) == 2
+    return [int(pid) for pid in output]
 
 
 @pytest.mark.slow
@@ -81,11 +81,11 @@ def test_a_local_job_is_requeued_so_often_and_no_more(tmp_path: Path) -> None:
     subprocess.run(command, env=tiny.environment(), cwd=tmp_path, check=True)
     out = tmp_path / "run"
     (job,) = queue.noted(out).values()
-    for told in ("1 of 2 requeues left", "0 of 2 requeues left", "max_requeues=2 is used up"):
+    for message in ("1 of 2 requeues left", "0 of 2 requeues left", "max_requeues=2 is used up"):
         wait_for(out / "metrics.jsonl", '"step": ')
         for pid in ranks_of(job):
             os.kill(pid, signal.SIGUSR2)
-        wait_for(out / "log.txt", told)
+        wait_for(out / "log.txt", message)
         (out / "metrics.jsonl").unlink()  # the next attempt writes another
     assert read_json(out / "status.json")["state"] == "interrupted"
     deadline = time.monotonic() + 60
@@ -206,7 +206,7 @@ def test_what_a_local_job_is_given(
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         (["--cluster", "slrm"], "--cluster slrm"),
         (["--cluster=local", "launch.nodes=2"], "launch.nodes=2: --cluster local is one machine"),
@@ -214,10 +214,10 @@ def test_what_a_local_job_is_given(
     ],
 )
 def test_mistakes_are_told(
-    more: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["submit", *words_of(tmp_path), *more]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_slurm_is_the_default_and_debug_trains_in_this_process(

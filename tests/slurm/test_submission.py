@@ -212,7 +212,7 @@ def job(state: str = "RUNNING", restarts: int = 1) -> slurm_job.Job:
     return slurm_job.Job("12", state, "None", restarts, attempt=1, batch=True)
 
 
-def told(folder: Path) -> tuple[str, str]:
+def state_and_log(folder: Path) -> tuple[str, str]:
     """State and last line of the run."""
     return tiny.status(folder.parent)["state"], (folder.parent / "log.txt").read_text()
 
@@ -229,7 +229,7 @@ def test_failed_ranks_start_again_as_often_as_allowed(
         write_json(folder.parent / "status.json", {"state": "running", "attempt": ATTEMPT})
         stale.write_bytes(cloudpickle.dumps(("error", "rank 1 has lost rank 0")))
         assert after(137, folder, job()) == 0
-        state, log = told(folder)
+        state, log = state_and_log(folder)
         assert state == "requeued"
         cause = "rank 0 on n1 crashed (Segmentation fault)"
         assert f"{cause}; job 12 is back in the queue; {left} of 2 restarts left" in log
@@ -237,7 +237,7 @@ def test_failed_ranks_start_again_as_often_as_allowed(
     assert (folder / "requeued").read_text() == "requeue 12\n" * 2
     write_json(folder.parent / "status.json", {"state": "running", "attempt": ATTEMPT})
     assert after(137, folder, job()) == 137
-    state, log = told(folder)
+    state, log = state_and_log(folder)
     assert state == "failed"
     assert log.endswith("RUN FAILED: rank 0 on n1 crashed (Segmentation fault)\n")
     with pytest.raises(FailedJobError, match=r"rank 0 on n1 crashed") as caught:
@@ -274,7 +274,7 @@ def test_a_lost_rank_costs_a_requeue_and_a_failure_a_restart(
     JobPaths(folder, "12").stderr.write_text(f"selftask: attempt 2 of job 12\n{stderr}")
     write_json(folder.parent / "status.json", {**status, "attempt": ATTEMPT})
     assert after(137, folder, job()) == (0 if lost else 137)
-    state, log = told(folder)
+    state, log = state_and_log(folder)
     assert state == ("requeued" if lost else "failed")
     assert ("1 of 3 requeues left" in log) is lost
 
@@ -287,7 +287,9 @@ def test_an_error_before_the_ranks_met_is_the_cause(folder: Path, fake: Fake) ->
     write_json(errors / "early_rank1.json", early)
     write_json(errors / "early_rank2.json", {"attempt": "slurm:12:0", "message": "of yesterday"})
     assert after(143, folder, job()) == 143
-    assert told(folder)[1].endswith("RUN FAILED: rank 1: data: no such folder: /scratch (on n2)\n")
+    assert state_and_log(folder)[1].endswith(
+        "RUN FAILED: rank 1: data: no such folder: /scratch (on n2)\n"
+    )
 
 
 def test_what_the_user_has_to_mend_does_not_start_again(folder: Path, fake: Fake) -> None:
@@ -295,7 +297,7 @@ def test_what_the_user_has_to_mend_does_not_start_again(folder: Path, fake: Fake
     path = JobPaths(folder, "12", 1).result_pickle
     path.write_bytes(cloudpickle.dumps(("error", "RunError: the run ended with code 2: no crop")))
     assert after(143, folder, job()) == 143
-    assert told(folder)[0] == "failed"
+    assert state_and_log(folder)[0] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -310,19 +312,19 @@ def test_nothing_is_requeued_twice(
     folder: Path, now: slurm_job.Job | None, code: int, state: str, line: str
 ) -> None:
     assert after(143, folder, now) == code
-    assert told(folder)[0] == state
-    assert line in told(folder)[1]
+    assert state_and_log(folder)[0] == state
+    assert line in state_and_log(folder)[1]
     (event,) = read_events(folder.parent)
     kinds = {"requeued": "requeue", "interrupted": "stop", "failed": "failure"}
     assert (event["event"], event["step"]) == (kinds[state], 3)
-    assert told(folder)[1].endswith(f" {event['text']}\n")
+    assert state_and_log(folder)[1].endswith(f" {event['text']}\n")
 
 
 @pytest.mark.parametrize("state", ["finished", "interrupted", "requeued"])
 def test_what_the_run_has_told_itself_stays(folder: Path, state: str) -> None:
     write_json(folder.parent / "status.json", {"state": state, "attempt": ATTEMPT})
     assert after(1, folder, job()) == 1
-    assert told(folder) == (state, "step 3\n")
+    assert state_and_log(folder) == (state, "step 3\n")
 
 
 def test_a_run_of_somebody_else_in_the_folder_is_left_alone(folder: Path) -> None:
@@ -334,9 +336,9 @@ def test_a_run_of_somebody_else_in_the_folder_is_left_alone(folder: Path) -> Non
         assert other.stdout.readline() == "held\n"
         assert after(2, folder, None) == 2
         other.communicate()
-    assert told(folder) == ("running", "step 3\n")
+    assert state_and_log(folder) == ("running", "step 3\n")
     assert after(2, folder, None) == 2
-    assert told(folder)[0] == "failed", "and nobody's any more"
+    assert state_and_log(folder)[0] == "failed", "and nobody's any more"
 
 
 @pytest.mark.parametrize("state", ["finished", "interrupted", "requeued"])
@@ -344,7 +346,7 @@ def test_what_an_attempt_before_has_told_is_past(folder: Path, state: str) -> No
     """This attempt died so early that it has not even said that it runs."""
     write_json(folder.parent / "status.json", {"state": state, "attempt": "slurm:12:0"})
     assert after(137, folder, None) == 137
-    assert told(folder)[0] == "failed"
+    assert state_and_log(folder)[0] == "failed"
 
 
 # -- jobs and cancel ---------------------------------------------------------------------------

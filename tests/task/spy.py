@@ -38,7 +38,7 @@ for _point in POINTS:
     setattr(Spy, _point, _seen_at(_point))
 
 
-def labelled(folder: Path) -> tuple[str, str]:
+def labeled(folder: Path) -> tuple[str, str]:
     """With these, a test phase follows each epoch."""
     val = tiny.digits_file(folder, "val.npz", 400, 430)
     return f"data.val={val}", "meters.accuracy={topk: [1]}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spy import CALLS, labelled, points
+from spy import CALLS, labeled, points
 
 import tiny
 from selftask.batch import Batch
@@ -20,7 +20,7 @@ from selftask.task.loop import train_loop
 
 
 def test_hook_points_in_order(tmp_path: Path, spy: str) -> None:
-    tiny.train("supervised", tmp_path, "run", "train.max_steps=2", *labelled(tmp_path), spy)
+    tiny.train("supervised", tmp_path, "run", "train.max_steps=2", *labeled(tmp_path), spy)
     step = [
         *("before_step", "on_forward", "on_loss_and_meter", "on_backward", "on_update"),
         *("on_step", "on_row"),  # the hook `metrics` comes after the spy
@@ -75,8 +75,8 @@ def test_priorities_and_exceptions(tmp_path: Path, spy: str) -> None:
     assert [hook for hook in (*before, *after) if (hook.priority < 90) != (hook in before)] == []
     assert "Health" not in {type(hook).__name__ for hook in task.hooks}
     assert "".join(label for label, point, *_ in CALLS if point == "on_backward") == "abBc"
-    told = "".join(label for label, point, *_ in CALLS if point == "on_exception")
-    assert told == "abBc", "one failing hook must not silence the others"
+    labels = "".join(label for label, point, *_ in CALLS if point == "on_exception")
+    assert labels == "abBc", "one failing hook must not silence the others"
     assert "on_end" not in points(train=True)
     assert isinstance(task.exception, ZeroDivisionError)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import imagined_device
 import tiny
@@ -68,8 +68,11 @@ def run(method: str, folder: Path, *more: str, plant: Any = None) -> tuple[list[
 
 def trained(method: str, folder: Path, *more: str) -> list[str]:
     """Train, evaluate, save, resume and train on; the waits between log points."""
-    labelled = [f"data.val={tiny.digits_file(folder)}", "eval.evaluations={knn: {}, linear: null}"]
-    options = [*labelled, *more]
+    data_words = [
+        f"data.val={tiny.digits_file(folder)}",
+        "eval.evaluations={knn: {}, linear: null}",
+    ]
+    options = [*data_words, *more]
     waits, task = run(method, folder, *options, "train.stop_at=null")
     assert 0.0 <= task.last_row["knn_top1"] <= 1.0
     saved = tiny.last_state(task.out)
@@ -212,12 +215,44 @@ def test_values_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert there["loss"] == pytest.approx(here["loss"], rel=1e-4)
 
 
+def formats(folder: Path) -> list[bool]:
+    """Return whether images, weights, gradients and momenta are channels_last after a step.
+
+    The last is a momentum that was saved on a CPU.
+    """
+    with ImaginedDevice():
+        task = tiny.task("byol", folder, "formats", "train.device=auto")
+        task.prepare()
+        task.on_start()
+        task.on_phase_start()
+        task.step()
+        weight, teacher = (
+            next(part.weight for part in network.modules() if isinstance(part, nn.Conv2d))
+            for network in (task.base_model, task.loss.teacher)
+        )
+        momentum, *_ = (x for x in task.optimizer.optimizer.state[weight].values() if x.ndim == 4)
+        tensors = [task.last_batch.all_views[0], weight, teacher, weight.grad, momentum]
+        state = task.optimizer.get_classy_state()
+        for of_parameter in state["optim"]["state"].values():
+            for name, value in of_parameter.items():
+                of_parameter[name] = value.contiguous()
+        task.optimizer.set_classy_state(state)
+        tensors += [x for x in task.optimizer.optimizer.state[weight].values() if x.ndim == 4][:1]
+        task.close()
+    return [x.is_contiguous(memory_format=torch.channels_last) for x in tensors]
+
+
+@pytest.mark.slow
+def test_convolutions_have_the_memory_format_of_the_images(tmp_path: Path) -> None:
+    assert in_process(formats, tmp_path) == [True] * 6
+
+
 def clipped() -> list[Any]:
     """As with ``parallel.cpu_offload``: gradients of the network here, of the method there."""
     with ImaginedDevice():
         grads = [torch.full((7,), 2.0), torch.full((9,), 2.0, device=NAME)]
-        found = [float(clip_norm(grads, 4.0, each=each)) for each in (False, True)]
-        return [*found, *(grad.cpu().norm().item() for grad in grads)]
+        actual = [float(clip_norm(grads, 4.0, each=each)) for each in (False, True)]
+        return [*actual, *(grad.cpu().norm().item() for grad in grads)]
 
 
 def test_clipping_on_two_devices() -> None:

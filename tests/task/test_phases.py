@@ -115,8 +115,8 @@ def test_the_name_of_a_metric_tells_its_direction(
     assert done.named_hooks["plateau"].scheduler.mode == mode
     good = "small" if mode == "min" else "large"
     for key in ("hooks.early_stopping", "train.keep_best", "hooks.plateau"):
-        told = f"{key}.mode=auto: {mode}, {good} values of {metric} are good"
-        assert caplog.messages.count(told) == 1
+        message = f"{key}.mode=auto: {mode}, {good} values of {metric} are good"
+        assert caplog.messages.count(message) == 1
 
 
 def test_a_stopped_run_is_finished(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,15 +343,15 @@ def test_a_trained_classifier_is_scored(folder: Path, capsys: pytest.CaptureFixt
     last = [row for row in tiny.rows(run) if "test_accuracy_top_1" in row][-1]
     before = sorted(path.name for path in run.rglob("*"))
 
-    def told(*words: str) -> dict[str, float]:
+    def printed_row(*words: str) -> dict[str, float]:
         capsys.readouterr()
         assert main(["test", str(run), *words]) == 0
         row: dict[str, float] = json.loads(capsys.readouterr().out.splitlines()[-1])
         return row
 
-    row = told()
+    row = printed_row()
     assert row["accuracy_top_1"] == pytest.approx(last["test_accuracy_top_1"])
-    averaged = told("weights=ema")
+    averaged = printed_row("weights=ema")
     assert averaged["accuracy_top_1"] == pytest.approx(last["ema_test_accuracy_top_1"])
     assert averaged["loss"] == pytest.approx(last["ema_test_loss"], rel=1e-6)
     assert averaged["loss"] != row["loss"]
@@ -366,7 +366,7 @@ def test_a_trained_classifier_is_scored(folder: Path, capsys: pytest.CaptureFixt
     labels = torch.cat([batch.labels for batch in batches])
     task.close()
     table = folder / "predictions.csv"
-    row = told(f"data={other}", f"predictions={table}")
+    row = printed_row(f"data={other}", f"predictions={table}")
     with table.open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [int(line["label"]) for line in lines] == labels.tolist()
@@ -406,10 +406,10 @@ def test_several_validation_sets(folder: Path, capsys: pytest.CaptureFixture[str
 
     capsys.readouterr()
     assert main(["eval", "knn", str(run.out), "k=[3]", "train.device=cpu"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     for key in ("knn_top1", "first/knn_top1", "second/knn_top1"):
-        assert told[key] == pytest.approx(row[key], abs=1e-8)
-    assert told["second/test_images"] == 40
+        assert printed[key] == pytest.approx(row[key], abs=1e-8)
+    assert printed["second/test_images"] == 40
     second.unlink()  # the features of data= need no validation set
     assert main(["features", str(run.out), f"out={folder / 'features'}", "train.device=cpu"]) == 0
 

@@ -148,7 +148,7 @@ def skipped_step(rank: int, folder: Path, world: int, *more: str) -> dict[str, A
     good_steps = task.grad_scaler.state_dict()["_growth_tracker"]
     rate = [group["lr"] for group in task.optimizer.param_groups]
     task.step()
-    found = {
+    results = {
         "changes": tiny.differences(before, moved(task)),
         "where": task.where - where,
         "lr": [group["lr"] for group in task.optimizer.param_groups] == rate,
@@ -159,9 +159,9 @@ def skipped_step(rank: int, folder: Path, world: int, *more: str) -> dict[str, A
         "half": task.last_batch.output.dtype == torch.float16,
     }
     task.step()
-    found["next"] = task.where > where
+    results["next"] = task.where > where
     task.close()
-    return found
+    return results
 
 
 SKIPPED = {
@@ -186,8 +186,8 @@ def test_an_overflow_moves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reduce", ["manual", "ddp", "fsdp"])
 def test_an_overflow_on_one_rank_of_two_is_skipped_by_both(reduce: str, tmp_path: Path) -> None:
     tiny.digits_file(tmp_path)
-    found = run_ranks(skipped_step, 2, tmp_path, 2, f"parallel={reduce}")
-    assert found == [SKIPPED, SKIPPED]
+    results = run_ranks(skipped_step, 2, tmp_path, 2, f"parallel={reduce}")
+    assert results == [SKIPPED, SKIPPED]
 
 
 def test_stopped_and_resumed_in_float16(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from spy import labelled, points
+from spy import labeled, points
 from torch import Tensor, nn
 
 import tiny
@@ -93,9 +93,9 @@ def test_updates_that_are_not_counted_are_told_once(
     task.train_step_function = several
     with suppress(RuntimeError):  # two steps of one batch end the epoch too early
         train_loop(task)
-    told = [text for text in caplog.messages if "optimizer updates" in text]
+    logged = [text for text in caplog.messages if "optimizer updates" in text]
     expected = f"{updates} optimizer updates in a step that counts 1; schedules, epochs and teach"
-    assert [expected in text for text in told] == ([True] if warned else [])
+    assert [expected in text for text in logged] == ([True] if warned else [])
 
 
 def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_stray_stop_iteration_does_not_end_the_epoch(tmp_path: Path) -> None:
 
 
 def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
-    task = tiny.task("supervised", tmp_path, "run", *labelled(tmp_path))
+    task = tiny.task("supervised", tmp_path, "run", *labeled(tmp_path))
     task.prepare()
     task.on_start()
     read: list[list[int]] = []  # images by phase
@@ -152,7 +152,7 @@ def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
 def test_a_step_by_hand(tmp_path: Path) -> None:
     """A train and a test step, with what a task holds, beside a plain loop."""
     words = ["optimizer={name: sgd, lr: 0.4, schedule: linear, warmup: 0, weight_decay: 0}"]
-    task = tiny.task("supervised", tmp_path, "run", *words, *labelled(tmp_path))
+    task = tiny.task("supervised", tmp_path, "run", *words, *labeled(tmp_path))
     task.prepare()
     network = copy.deepcopy(task.base_model)
     assert task.model is task.base_model and isinstance(task.loss, METHODS["supervised"])

@@ -78,9 +78,9 @@ def test_the_standard_step_is_a_plain_loop(method: str, config: dict[str, Any]) 
     descent = torch.optim.SGD(network.parameters(), lr=0.1)
     losses = []
     for batch in list(task.rest_of_epoch()):
-        found = task.loss(network(batch.input), batch)
-        assert isinstance(found, dict) == (method == "vicreg")
-        loss = sum(found.values()) if isinstance(found, dict) else found
+        actual = task.loss(network(batch.input), batch)
+        assert isinstance(actual, dict) == (method == "vicreg")
+        loss = sum(actual.values()) if isinstance(actual, dict) else actual
         descent.zero_grad()
         loss.backward()
         descent.step()
@@ -88,7 +88,7 @@ def test_the_standard_step_is_a_plain_loop(method: str, config: dict[str, Any]) 
     task.run(3)
     assert task.losses == pytest.approx(losses, rel=1e-12)
     assert largest_difference(task.base_model.state_dict(), network.state_dict()) < 1e-12
-    assert set(task.last_batch.terms) == (set(found) if method == "vicreg" else set())
+    assert set(task.last_batch.terms) == (set(actual) if method == "vicreg" else set())
 
 
 # -- grad_cache --------------------------------------------------------------------------------

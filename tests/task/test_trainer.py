@@ -22,7 +22,7 @@ from selftask.task.loop import train_loop
 MORE = ("train.epochs=1", "eval.evaluations={knn: {k: [5]}}")
 
 
-def labelled(folder: Path) -> str:
+def labeled(folder: Path) -> str:
     return f"data.val={tiny.digits_file(folder, 'val.npz', 400, 430)}"
 
 
@@ -36,7 +36,7 @@ def log_of(run: Path) -> list[str]:
 
 
 def test_the_folder_is_that_of_the_command(tmp_path: Path) -> None:
-    more = (labelled(tmp_path), *MORE)
+    more = (labeled(tmp_path), *MORE)
     assert main(["train", "simclr/digits", *tiny.overrides("simclr", tmp_path, "cli", *more)]) == 0
     Trainer().train(tiny.task("simclr", tmp_path, "python", *more))
     cli, python = tmp_path / "cli", tmp_path / "python"

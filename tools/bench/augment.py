@@ -3,8 +3,8 @@
     python tools/bench/augment.py [simclr|dino|cifar ...] [--rounds 10] [--images 40]
 
 ``simclr`` makes two views of 224 from JPEGs of 500x375 in memory, ``dino`` 2x224 + 8x96, ``cifar``
-two views of 32 from 32x32 arrays; all with crop, flip, colour jitter (p .8, strengths .8 .8 .8 .2),
-gray (.2) and blur (.5, sigma .1-2; not in ``cifar``), normalised float32 (3, H, W) at the end. One
+two views of 32 from 32x32 arrays; all with crop, flip, color jitter (p .8, strengths .8 .8 .8 .2),
+gray (.2) and blur (.5, sigma .1-2; not in ``cifar``), normalized float32 (3, H, W) at the end. One
 thread is used. In a round each entry processes the same images once; the first entry changes with
 the round. Figures are process CPU time per image: the median and the minimum over rounds.
 

@@ -116,16 +116,16 @@ def measure(loop: Loop, times: Times, save: Callable[[], None], done: Callable[[
     times.on_disk.append(time.perf_counter() - start)
 
 
-def write_when_told(told: Connection, megabytes: int, folder: Path) -> None:
+def write_when_told(pipe: Connection, megabytes: int, folder: Path) -> None:
     """Run the child process of the entry ``process``; answer when the file is on disk."""
     torch.set_num_threads(1)
     state = make_state(megabytes, torch.device("cpu"))
     writer = CheckpointWriter(folder, keep=1, background=False)
     writer.save(state, 0)
-    told.send("ready")
-    while told.recv():
+    pipe.send("ready")
+    while pipe.recv():
         writer.save(state, 1)
-        told.send("written")
+        pipe.send("written")
 
 
 class Child:

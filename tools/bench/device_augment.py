@@ -62,17 +62,17 @@ def entries(contest: augment.Contest, pixels: np.ndarray, device: str) -> dict[s
         stacked = [torch.from_numpy(np.stack(view)) for view in zip(*made, strict=True)]
         return [to_float(v) for to_float, v in zip(views.to_float, stacked, strict=True)]
 
-    found: dict[str, Work] = {
+    works: dict[str, Work] = {
         "selftask device": drawn_and_made,
         "  without draws": lambda: engine(on_device, None, ready),
     }
     if device == "cpu":
-        found["selftask cpu"] = one_by_one
+        works["selftask cpu"] = one_by_one
     try:
-        found["kornia"] = kornia(contest, on_device)
+        works["kornia"] = kornia(contest, on_device)
     except ImportError as error:
         print(f"kornia is left out: {error}")
-    return found
+    return works
 
 
 def kornia(contest: augment.Contest, pixels: torch.Tensor) -> Work:

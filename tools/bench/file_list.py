@@ -67,11 +67,11 @@ def write_all(folder: Path, count: int, alone: bool) -> dict[str, Callable[[], S
         file.writelines(path_of(number) + "\n" for number in range(count))
     os.utime(text, (OLD, OLD))
     started = time.process_time()
-    found = read_list(str(text))
+    listed = read_list(str(text))
     made = time.process_time() - started
-    assert found.file is not None, "too few paths for an index; take a larger --count"
+    assert listed.file is not None, "too few paths for an index; take a larger --count"
     print(f"the index of {count:,} lines is made in {made:.2f} s of CPU, once")
-    stored = found.file
+    stored = listed.file
     if alone:
         return {"selftask": lambda: _opened(stored)}
     names = [path_of(number) for number in range(count)]

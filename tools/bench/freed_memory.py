@@ -58,18 +58,18 @@ def main() -> None:
         pipes[name], theirs = spawn.Pipe()
         job = (theirs, keeps, args.batch, args.size)
         spawn.Process(target=work, args=job, daemon=True).start()
-    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in pipes}
+    measurements: dict[str, list[tuple[float, float, int]]] = {name: [] for name in pipes}
     for turn in range(-2, args.rounds):  # the first two rounds are a warm-up
         for name in list(pipes)[:: 1 if turn % 2 else -1]:
             pipes[name].send(args.steps)
-            told = pipes[name].recv()
+            measurement = pipes[name].recv()
             if turn >= 0:
-                found[name].append(told)
+                measurements[name].append(measurement)
     for pipe in pipes.values():
         pipe.send(0)
     print(f"ResNet-18, {args.batch} x 3 x {args.size} x {args.size}, one thread")
     print(f"{'':12}{'ms/step':>10}{'least':>10}{'faults':>10}{'most MiB':>10}")
-    for name, turns in found.items():
+    for name, turns in measurements.items():
         seconds, faults, memory = np.array(turns).T
         figures = (1e3 * np.median(seconds), 1e3 * seconds.min(), np.median(faults))
         most = memory.max() / 1024

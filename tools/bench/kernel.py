@@ -152,7 +152,7 @@ def calls(size: int, name: str, variants: list[str]) -> dict[str, Call]:
     """Return one call per entry, which runs all programs of that name once."""
     side, several = programs(size)[name]
     image = np.random.default_rng(1).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    image = cv2.GaussianBlur(image, (0, 0), 2.0)  # similar neighbours, as in a photo
+    image = cv2.GaussianBlur(image, (0, 0), 2.0)  # similar neighbors, as in a photo
     out = np.empty((size, size, 3), np.uint8)
     flat = [[float(n) for part in program for n in part] for program in several]
 

@@ -4,11 +4,11 @@
 
 Each round runs every entry once. Shown are median and minimum of CPU seconds, the median over
 rounds of the ratio to faiss (pip install faiss-cpu) with its 95 % bootstrap interval, and the share
-of neighbours that equal those of faiss.
+of neighbors that equal those of faiss.
 
-    faiss     IndexFlatIP, search only: features are normalised and indexed before
+    faiss     IndexFlatIP, search only: features are normalized and indexed before
     product   torch.mm in blocks only
-    exact     selftask's search in float32, with normalisation
+    exact     selftask's search in float32, with normalization
     bfloat16  candidates in bfloat16, compared in float32
 """
 
@@ -69,10 +69,10 @@ def of_selftask(train: Tensor, test: Tensor, k: int, search: str) -> Callable[[]
         queries = F.normalize(test, dim=1)
         chunks = queries.split(knn._TEST_ROWS)
         none = [torch.full((len(chunk),), -1) for chunk in chunks]
-        found = [
+        neighbors = [
             bank.nearest(*pair) for pair in ((c, k, n) for c, n in zip(chunks, none, strict=True))
         ]
-        return torch.cat([rows for _, rows in found])
+        return torch.cat([rows for _, rows in neighbors])
 
     return run
 
@@ -105,7 +105,7 @@ def main() -> None:
         f"{args.train} x {args.test} x {args.width}, k={args.k}; {args.rounds} rounds, "
         f"load {os.getloadavg()[0]:.1f}"
     )
-    print(f"{'':<10}{'median s':>10}{'least s':>10}   x faiss [95 %]         same neighbours")
+    print(f"{'':<10}{'median s':>10}{'least s':>10}   x faiss [95 %]         same neighbors")
     for name, taken in seconds.items():
         ratios = [mine / other for mine, other in zip(taken, seconds["faiss"], strict=True)]
         middle, low, high = median_and_interval(ratios)

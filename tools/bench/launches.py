@@ -3,7 +3,7 @@
     python tools/bench/launches.py [--methods simclr,dino] [--networks resnet50,vit_small]
 
 Networks have full size; images have 32 pixels and a batch 4 of them, on the imagined device of
-``tests/imagined_device.py``, so that a CPU suffices. Counted is the third step, which is neither
+``tests/imagined_device.py``, so that a CPU suffices. The third step is counted, which is neither
 logged nor the first. Forward passes of networks (student, teacher, heads) and the backward pass
 are left out. What is counted:
 
@@ -83,7 +83,7 @@ class Counts(ImaginedDevice):
             self.parts.pop()
 
     def counted(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return ``function``, whose launches are counted for a part; those of ``""`` are not."""
+        """Return ``function`` with its launches counted as part ``name``; ``""``: not counted."""
 
         def run(*args: Any, **more: Any) -> Any:
             with self.part(name):

@@ -89,13 +89,13 @@ def main() -> None:
     for distance in (0.1, 0.15, 0.3):
         train, test = draw(args.images, args.width, distance)
         for decay in (1e-2, 1e-4):
-            found = contestants(train, test, decay)
-            seconds: dict[str, list[float]] = {name: [] for name in found}
-            accuracy: dict[str, float] = {name: run() for name, run in found.items()}  # warm-up
+            solvers = contestants(train, test, decay)
+            seconds: dict[str, list[float]] = {name: [] for name in solvers}
+            accuracy: dict[str, float] = {name: run() for name, run in solvers.items()}  # warm-up
             for number in range(args.rounds):
-                for name in in_turns(list(found), number):
+                for name in in_turns(list(solvers), number):
                     started = time.process_time()
-                    found[name]()
+                    solvers[name]()
                     seconds[name].append(time.process_time() - started)
             for name, taken in seconds.items():
                 pairs = zip(taken, seconds["scikit-learn"], strict=True)

@@ -11,7 +11,7 @@ processes and discards them; ``beyond`` is the additional cost of an entry.
     selftask    bytes from the workers, floats on arrival (included in the time)
     bytes       the same without the floats, as with a GPU
     torch       the same bytes by torch's DataLoader and its default_collate
-    floats      normalised float32 from the workers by torch's DataLoader, as in other libraries
+    floats      normalized float32 from the workers by torch's DataLoader, as in other libraries
     bytes-only, torch-only    as above with precomputed views that are copied: the cost of the
                 loader only, which is not a noisy difference of two large figures
 """
@@ -92,7 +92,7 @@ class Bytes(Dataset[list[torch.Tensor]]):
 
 
 class Floats(Bytes):
-    """Data set of views that are normalised in the worker."""
+    """Data set of views that are normalized in the worker."""
 
     def __getitem__(self, index: int) -> list[torch.Tensor]:
         views = self.dataset[0, index].views
@@ -136,8 +136,8 @@ class Entry:
         others = set(multiprocessing.active_children())
         self.batches = iter(make())
         next(self.batches)
-        own = set(multiprocessing.active_children()) - others
-        self.processes = [process.pid for process in own if process.pid]
+        workers = set(multiprocessing.active_children()) - others
+        self.processes = [process.pid for process in workers if process.pid]
         self.found: list[tuple[float, float]] = []  # CPU seconds and faults of each turn
 
     def take(self, count: int) -> None:

@@ -3,7 +3,7 @@
     python tools/bench/same_learning.py TRAIN VAL [--seeds 3] [--epochs 10] [--parallel 1]
 
 SimCLR with a small ResNet on images of 32x32 (CIFAR-10: TRAIN and VAL are folders or lists), with
-crop, flip, colour jitter and gray made by
+crop, flip, color jitter and gray made by
 
     cpu          data.augment_on=cpu: the compiled kernel, or OpenCV
     device       data.augment_on=device: whole batches, in torch

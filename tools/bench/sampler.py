@@ -75,9 +75,9 @@ def of_epoch(n: int, world: int, start: int) -> Iterator[int]:
 
 
 def of_shard(n: int, world: int, start: int) -> Iterator[int]:
-    own = torch.arange(0, n, world)
+    indices = torch.arange(0, n, world)
     generator = torch.Generator().manual_seed(1)
-    return iter(own[torch.randperm(len(own), generator=generator)].tolist()[start:])
+    return iter(indices[torch.randperm(len(indices), generator=generator)].tolist()[start:])
 
 
 def of_mmengine(n: int, world: int, start: int) -> Iterator[int]:

@@ -36,9 +36,9 @@ def measure(step: str, batch_size: int) -> float:
     queue = context.Queue()
     process = context.Process(target=partial(peak, step, batch_size, queue))
     process.start()
-    found = float(queue.get())
+    peak_mib = float(queue.get())
     process.join()
-    return found
+    return peak_mib
 
 
 def main() -> int:

@@ -123,7 +123,7 @@ class CountSyncs(TorchFunctionMode):
 
 
 def count_syncs(model: Model, entry: Entry, log_every: int) -> str:
-    """Return a text on host synchronisations between the logged steps of a run, and in them."""
+    """Return a text on host synchronizations between the logged steps of a run, and in them."""
     batches = Stamped(model, min(model.steps, 2 * log_every + log_every // 2))
     with _silence(), CountSyncs(batches) as counter:
         entry(model, batches, log_every)

@@ -121,9 +121,9 @@ def check_losses(setting: Setting) -> Iterator[Result]:
             words = (f"train.precision={precision}", "train.cudnn_tf32=false")
             expected = losses(setting, method, f"cpu-{precision}", *words, "train.device=cpu")
             values = losses(setting, method, f"device-{precision}", *words, setting.on_device)
-            found = difference(values, expected)
+            error = difference(values, expected)
             case = f"{method}, {precision}"
-            yield Result("losses", case, f"{found:.1e}", f"at most {limit:.0e}", found <= limit)
+            yield Result("losses", case, f"{error:.1e}", f"at most {limit:.0e}", error <= limit)
 
 
 def check_resume(setting: Setting) -> Iterator[Result]:

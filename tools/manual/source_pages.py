@@ -88,8 +88,8 @@ def _outside(env: BuildEnvironment, target: str, document: str) -> str | None:
 
 
 def _files(folder: Path) -> list[str]:
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    shown = (path for path in found if path.suffix in (".py", ".yaml", ".md", ".toml", ".sh"))
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    shown = (path for path in files if path.suffix in (".py", ".yaml", ".md", ".toml", ".sh"))
     return [path.relative_to(ROOT).as_posix() for path in shown]
 
 

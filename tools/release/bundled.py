@@ -15,12 +15,12 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 PLATFORMS = {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}
-LICENCES = {
+LICENSES = {
     "LGPL": r"LESSER GENERAL PUBLIC|LIBRARY GENERAL PUBLIC",
     "GPL": r"GENERAL PUBLIC",
     "OpenSSL": r"OpenSSL License",
 }
-"""Licences by words of their texts, the first that fits; others are without conditions."""
+"""Licenses by words of their texts, the first that fits; others are without conditions."""
 OTHER = "see the wheel's license file"
 _RULE = re.compile(r"^-{78,}$", re.MULTILINE)
 _BLOCK = re.compile(r"^Name: (.+)\nFiles: .+\n(?:.+\n)*?License: (.+)$", re.MULTILINE)
@@ -55,7 +55,7 @@ def parts_of(text: str, platform: str = sys.platform) -> list[Part]:
     return sections + [Part(*block) for block in _BLOCK.findall(text)]
 
 
-def problems(package: str, found: list[Part]) -> list[str]:
+def problems(package: str, parts: list[Part]) -> list[str]:
     """Return a line for each part under the GPL itself.
 
     The LGPL is admitted: its libraries are shared libraries, which can be replaced. So is the
@@ -64,7 +64,7 @@ def problems(package: str, found: list[Part]) -> list[str]:
     admitted = re.compile(r"LGPL|Lesser|GCC-exception")
     return [
         f"{package}: contains {part.name}: copyleft: {part.license}"
-        for part in found
+        for part in parts
         if "GPL" in part.license and not admitted.search(part.license)
     ]
 
@@ -96,5 +96,5 @@ def _of_section(section: str, platform: str) -> Iterator[Part]:
 
 def _license(text: str) -> str:
     """Return the license whose text this is."""
-    fits = (name for name, words in LICENCES.items() if re.search(words, text, re.IGNORECASE))
+    fits = (name for name, words in LICENSES.items() if re.search(words, text, re.IGNORECASE))
     return next(fits, OTHER)

@@ -32,11 +32,11 @@ FREE = re.compile(
     r"Boost|CC0|0BSD",
     re.IGNORECASE,
 )
-"""Licences without conditions for programs that use the package. MPL requires publishing changes of
+"""Licenses without conditions for programs that use the package. MPL requires publishing changes of
 its own files only; NVIDIA's are those of the CUDA libraries that torch wheels require.
 """
 EMPTY = {"cuda-toolkit": "NVIDIA: an empty package that requires the CUDA libraries"}
-"""Licences of packages whose metadata have none."""
+"""Licenses of packages whose metadata have none."""
 
 NAMELESS = ("OSI Approved", "Other/Proprietary License")
 """Ends of classifiers that name no license; the field ``License`` does."""
@@ -44,7 +44,7 @@ NAMELESS = ("OSI Approved", "Other/Proprietary License")
 
 def core_packages(root: str = PACKAGE) -> list[str]:
     """Return the canonical names of ``root``'s direct and indirect requirements, without extras."""
-    found: set[str] = set()
+    closure: set[str] = set()
     waiting = [(root, frozenset[str]())]
     while waiting:
         name, extras = waiting.pop()
@@ -53,10 +53,10 @@ def core_packages(root: str = PACKAGE) -> list[str]:
             marker = requirement.marker
             wanted = marker is None or any(marker.evaluate({"extra": e}) for e in (extras or {""}))
             other = canonicalize_name(requirement.name)
-            if wanted and other not in found:
-                found.add(other)
+            if wanted and other not in closure:
+                closure.add(other)
                 waiting.append((other, frozenset(requirement.extras)))
-    return sorted(found)
+    return sorted(closure)
 
 
 def license(name: str) -> str:
@@ -67,21 +67,23 @@ def license(name: str) -> str:
         for text in metadata.get_all("Classifier") or ()
         if text.startswith("License :: ") and not text.endswith(NAMELESS)
     ]
-    told = metadata.get("License-Expression") or ", ".join(classifiers) or metadata.get("License")
-    return (told or EMPTY.get(name, "")).strip().partition("\n")[0]
+    expression = (
+        metadata.get("License-Expression") or ", ".join(classifiers) or metadata.get("License")
+    )
+    return (expression or EMPTY.get(name, "")).strip().partition("\n")[0]
 
 
 def problems(packages: list[str]) -> list[str]:
     """Return a line for each package whose license is copyleft or unknown."""
-    found = []
+    lines = []
     for name in packages:
-        told = license(name)
-        if COPYLEFT.search(told):
-            found.append(f"{name}: copyleft: {told}")
-        elif not FREE.search(told):
-            found.append(f"{name}: unknown license: {told or 'none given'}")
-        found += bundled.problems(name, bundled.parts(name))
-    return found
+        terms = license(name)
+        if COPYLEFT.search(terms):
+            lines.append(f"{name}: copyleft: {terms}")
+        elif not FREE.search(terms):
+            lines.append(f"{name}: unknown license: {terms or 'none given'}")
+        lines += bundled.problems(name, bundled.parts(name))
+    return lines
 
 
 def write_sbom(path: Path, packages: list[str]) -> None:
@@ -91,12 +93,12 @@ def write_sbom(path: Path, packages: list[str]) -> None:
         subprocess.run([*words, sys.executable], check=True, capture_output=True).stdout
     )
     kept = {*packages, PACKAGE}
-    own = [c for c in whole["components"] if canonicalize_name(c["name"]) in kept]
-    refs = {component["bom-ref"] for component in own}
-    missing = kept - {canonicalize_name(component["name"]) for component in own}
+    components = [c for c in whole["components"] if canonicalize_name(c["name"]) in kept]
+    refs = {component["bom-ref"] for component in components}
+    missing = kept - {canonicalize_name(component["name"]) for component in components}
     if missing:
         raise SystemExit(f"{path}: cyclonedx does not know {', '.join(sorted(missing))}")
-    whole["components"] = own
+    whole["components"] = components
     whole["dependencies"] = [_within(d, refs) for d in whole["dependencies"] if d["ref"] in refs]
     path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
@@ -115,7 +117,7 @@ def write_licenses(path: Path, packages: list[str]) -> None:
         capture_output=True,
         text=True,
     )
-    head = f"# Licences\n\nOf what selftask requires; selftask itself: {license(PACKAGE)}.\n\n"
+    head = f"# Licenses\n\nOf what selftask requires; selftask itself: {license(PACKAGE)}.\n\n"
     path.write_text(f"{head}{done.stdout}\n{bundled.table(packages)}", encoding="utf-8")
 
 
@@ -129,9 +131,9 @@ def main() -> int:
     write_sbom(out / "sbom.json", packages)
     write_licenses(out / "licenses.md", packages)
     print(f"{out}/sbom.json, {out}/licenses.md: {len(packages)} packages")
-    found = problems(packages)
-    print("\n".join(found))
-    return 1 if found else 0
+    messages = problems(packages)
+    print("\n".join(messages))
+    return 1 if messages else 0
 
 
 if __name__ == "__main__":

@@ -67,11 +67,11 @@ def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
         )
     size, device = len(every[0]), every[0].device
     start = (place * world_size() + rank()) * size
-    index = torch.arange(start, start + size, device=device)
+    index = torch.arange(start, start + size)
     return Batch(
         views=views,
-        labels=torch.full_like(index, NO_LABEL) if labels is None else labels,
-        index=index,
+        labels=torch.full((size,), NO_LABEL, device=device) if labels is None else labels,
+        index=index.to(device, non_blocking=True),
         key=torch.stack([torch.full_like(index, epoch), index], dim=1),
         number=number,
         epoch=epoch,
@@ -116,7 +116,7 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
         batch.views = {
             k: [v.to(device, non_blocking=True) for v in group] for k, group in batch.views.items()
         }
-        for name in ("labels", "index", "key"):
+        for name in ("labels", "index"):
             setattr(batch, name, getattr(batch, name).to(device, non_blocking=True))
     return batch
 

@@ -100,14 +100,16 @@ class Learner(nn.Module):
             views: Float views (B, C, H, W) of the images, or a ``Batch`` for methods that need
                 crop boxes or captions.
             labels: (B,), for methods with labels.
-            index: (B,), index of each image in the data set, for methods with a memory.
+            index: (B,), index of each image in the data set, for methods with a memory. On the
+                CPU: otherwise the host waits for it.
         """
         task = self._task
         batch = as_batch(views, task.clock.batch, task.length.batches_per_epoch)
         if labels is not None:
             batch.labels = labels
         if index is not None:
-            batch.index, batch.key = index, torch.stack([batch.key[:, 0], index], dim=1)
+            batch.index = index.to(batch.index.device, non_blocking=True)
+            batch.key = torch.stack([batch.key[:, 0], index.cpu()], dim=1)
         task.train, task.device, task.last_batch = self.training, batch.index.device, batch
         self.method.prepare_batch(batch, task)
         batch.output = self.network(batch.input)

@@ -31,7 +31,7 @@ class Kept:
 
     @classmethod
     def read(cls, folder: Path) -> Kept:
-        """Return the content of the file in ``folder``, restricted to existing checkpoints."""
+        """Return the content of ``folder/kept.json``, restricted to existing checkpoints."""
         try:
             kept = cls.of(read_json(folder / FILE))
         except (OSError, ValueError, TypeError, KeyError, OverflowError):
@@ -50,7 +50,7 @@ class Kept:
         return {"metric": self.metric, "mode": self.mode, "best": best, "every": list(self.every)}
 
     def write(self, folder: Path) -> None:
-        """Write the file, or remove it if nothing is kept."""
+        """Write ``folder/kept.json``, or remove it if nothing is kept."""
         if self.steps:
             from selftask.checkpoint.manifest import write_durably  # imports torch
 
@@ -59,7 +59,12 @@ class Kept:
             (folder / FILE).unlink(missing_ok=True)
 
     def rotate(self, newest: Path, keep: int) -> None:
-        """Write the file, and remove all checkpoints except these and the ``keep`` newest."""
+        """Write ``kept.json`` and remove old checkpoints, but none that is listed in it.
+
+        Args:
+            newest: Path of the newest checkpoint.
+            keep: Number of newest checkpoints that remain, too.
+        """
         self.write(newest.parent)
         rotation.rotate(newest, keep, self.steps)
 

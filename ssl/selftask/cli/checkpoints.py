@@ -71,13 +71,13 @@ def _metrics(run: Path, kept: Kept) -> dict[int, str]:
     from selftask.report.record_forms import numeric_rows
 
     path = run / "metrics.jsonl"
-    found: dict[int, str] = {}
+    notes: dict[int, str] = {}
     for row in numeric_rows(read_drawn_rows(path).rows)[0] if path.exists() else ():
         names = [kept.metric] if kept.metric else [name for name in row if "top1" in name]
         text = " ".join(f"{name} {row[name]:.4g}" for name in names if row.get(name) is not None)
         if text:
-            found[row["step"]] = text
-    return found
+            notes[row["step"]] = text
+    return notes
 
 
 def _read(path: Path) -> tuple[str, str]:

@@ -63,9 +63,9 @@ class KeyEntry:
         """Unit that the description names (``... in seconds``); empty if it names none."""
         if "duration" in self.type:
             return "steps, epochs or %"
-        found = re.search(rf"\bin (?:optimizer )?({_UNITS})\b", self.text)
-        if found:
-            return found[1]
+        match = re.search(rf"\bin (?:optimizer )?({_UNITS})\b", self.text)
+        if match:
+            return match[1]
         counted = re.match(rf"({_COUNTED})\b", self.text)
         is_number = "number" in self.type and "true" not in self.type
         return counted[1].lower() if counted and is_number else ""

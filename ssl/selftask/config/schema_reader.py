@@ -5,57 +5,25 @@ from __future__ import annotations
 import dataclasses
 import os
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from selftask.config.classy_names import CLASSY_KINDS, classy_has, classy_refusal
-from selftask.config.compose.provenance import Layers, show_path
-from selftask.config.config_class import config_class
+from selftask.config.compose.provenance import Layers
 from selftask.config.fields import default_of, has_default
 from selftask.config.keys import Key, dotted
 from selftask.config.schema import Component, FrozenModule
 from selftask.config.torch_names import is_torch_name
 from selftask.config.values.coerce import Mismatch, check_limits, convert, describe
-from selftask.errors import UserError, nearest
+from selftask.config.values.section_schema import Schema, schema_of
+from selftask.errors import nearest
 from selftask.registry import REGISTRIES, SCHEDULES, Registry
 
 MISSING = "???"  # OmegaConf's mark for a required value
 _WRONG = object()  # returned for an invalid value
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Schema:
-    """Fields of a section, their types, and their owner for messages."""
-
-    fields: dict[str, dataclasses.Field[Any]]
-    types: dict[str, Any]
-    owner: str  # for messages and origins: "simclr (ssl/selftask/methods/simclr.py:31)"
-
-    @classmethod
-    def of(cls, config: type | None, owner: str = "", without: Iterable[str] = ()) -> Schema:
-        """Return the schema of ``config`` except the fields ``without``; empty for None."""
-        if config is None:
-            return cls({}, {}, owner)
-        if not dataclasses.is_dataclass(config):
-            raise UserError(
-                f"the Config of {owner} is no dataclass; write @dataclass(frozen=True, "
-                "kw_only=True) above it"
-            )
-        fields = {f.name: f for f in dataclasses.fields(config) if f.name not in without}
-        try:
-            return cls(fields, typing.get_type_hints(config), owner)
-        except NameError as error:
-            raise UserError(
-                f"the Config of {owner}: {error}; its fields may use builtins and typing only"
-            ) from error
-
-    def __or__(self, other: Schema) -> Schema:
-        """Return the fields of both."""
-        fields, types = {**self.fields, **other.fields}, {**self.types, **other.types}
-        return Schema(fields, types, self.owner)
 
 
 class Reader:
@@ -369,13 +337,6 @@ class Reader:
     def note_place(self, key: Key) -> None:
         """Record the origin of the value at ``key``."""
         self.places[dotted(key)] = self.layers.place(key) or "default"
-
-
-def schema_of(registry: Registry, name: str) -> Schema:
-    """Return the schema of a component."""
-    address = registry.address(name)
-    owner = f"{name} ({show_path(address.path)}:{address.line})"
-    return Schema.of(config_class(registry, name), owner)
 
 
 def hint_for(name: str, known: Mapping[str, dataclasses.Field[Any]], key: Key) -> str:

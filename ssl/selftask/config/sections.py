@@ -10,7 +10,8 @@ from selftask.config.checks.grid import with_image_size
 from selftask.config.compose.provenance import Layers
 from selftask.config.fields import setting
 from selftask.config.schema import Config
-from selftask.config.schema_reader import Reader, Schema, hint_for
+from selftask.config.schema_reader import Reader, hint_for
+from selftask.config.values.section_schema import Schema
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,15 +50,19 @@ def code_in(values: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
         yield from code_in(item, (*key, str(name)))
 
 
-def refuse_code(found: Iterable[tuple[Key, str]], received: str, typed: Sequence[str] = ()) -> None:
+def refuse_code(
+    references: Iterable[tuple[Key, str]], received: str, typed: Sequence[str] = ()
+) -> None:
     """Raise UserError if ``received`` names code that is not also on the command line.
 
     Args:
-        found: Key and address of the code, from ``code_in``.
+        references: Key and address of the code, from ``code_in``.
         received: The run, file or catalog, for the message.
         typed: Words of the command line.
     """
-    named = [f"{'.'.join(key)}: {text}" for key, text in found if not _is_typed(key, text, typed)]
+    named = [
+        f"{'.'.join(key)}: {text}" for key, text in references if not _is_typed(key, text, typed)
+    ]
     if named:
         raise UserError(
             f"{received}: names code of its own, which reading it would run: {'; '.join(named)}. "

@@ -75,11 +75,13 @@ class DataModule:
             bad_files=files(self.train_source, path=out / "bad_files.txt"),
             sampler=sampler,
         )
-        labelled = is_labelled(self.train_source) if self.val_sources else False
+        has_labels = is_labelled(self.train_source) if self.val_sources else False
         self._labelled = {  # computed now, since it may read an image with the user's code
             name: is_labelled(source) for name, source in self.val_sources.items()
         }
-        self.labelled_sets = [name for name in self._labelled if labelled and self._labelled[name]]
+        self.labelled_sets = [
+            name for name in self._labelled if has_labels and self._labelled[name]
+        ]
         """Names of the validation sets that evaluations can test on; "" is ``data.val``."""
         self.batches.bad_files.refuse(self.train_source.unreadable().values())
         for name, source in self.val_sources.items():

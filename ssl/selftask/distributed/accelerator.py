@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 _PINNED = ("cuda", "xpu")  # asynchronous copies from page-locked host memory
+_CHANNELS_LAST = ("cuda",)  # the tensor cores' order of a convolution's operands
 _STATISTICS = {
     f"{kind}{suffix}": f"{kind}_bytes.all.{which}"
     for kind in ("allocated", "reserved")
@@ -39,6 +40,17 @@ def is_accelerator(device: torch.device) -> bool:
 def pins_memory(device: torch.device) -> bool:
     """Return True if copies to the device are faster from page-locked host memory."""
     return device.type in _PINNED
+
+
+def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor of the host on the device; the host does not wait for it."""
+    source = tensor.pin_memory() if pins_memory(device) else tensor
+    return source.to(device, non_blocking=True)
+
+
+def prefers_channels_last(device: torch.device) -> bool:
+    """Return True if convolutions on the device are faster with ``torch.channels_last``."""
+    return device.type in _CHANNELS_LAST
 
 
 def wait_for(device: torch.device) -> None:

@@ -60,6 +60,15 @@ def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> 
     return group  # type: ignore[no-any-return]
 
 
+def host_group() -> dist.ProcessGroup | None:
+    """Return a group that exchanges tensors of the CPU, so that the host waits for no device.
+
+    Every rank must call this function. None is the default group, if that is gloo.
+    """
+    group: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    return group  # type: ignore[no-any-return]
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if world_size() > 1 and not SIMULATED.active:
@@ -126,6 +135,25 @@ def all_gather_cat(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     return every
 
 
+def reduce_scatter_sum(x: Tensor) -> Tensor:
+    """Return this rank's rows of the sum of ``x`` over ranks, without gradient.
+
+    NCCL sends half of what an all-reduce does. gloo would reduce everything in either case.
+
+    Shape:
+        (B * W, ...) on each of W ranks -> (B, ...).
+    """
+    rows = len(x) // world_size()
+    if SIMULATED.active or dist.get_backend() == "gloo":
+        return all_reduce_sum(x)[rank() * rows : (rank() + 1) * rows]
+    mine = x.new_empty(rows, *x.shape[1:])
+    # torch 2.14 renames reduce_scatter_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    with collective_activity("reduce_scatter"):
+        scatter(mine, x.detach().contiguous())
+    return mine
+
+
 def all_to_all_cat(x: Tensor, sent: list[int], received: list[int]) -> Tensor:
     """Send consecutive rows of ``x`` to the ranks, and concatenate what they send, in rank order.
 
@@ -167,7 +195,7 @@ def sum_with_grad(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the sum of ``x`` over ranks; the backward pass also sums gradients over ranks.
 
     Args:
-        x: Tensor of any shape, which is the same on every rank.
+        x: Tensor, with the same shape on every rank.
         group: Group to reduce over; None means all ranks.
     """
     return x if world_size() == 1 else _Sum.apply(x, group)
@@ -180,7 +208,7 @@ def sum_with_equal_grad(x: Tensor) -> Tensor:
     the number of ranks. The result is that of ``sum_with_grad``, with half of the communication.
 
     Args:
-        x: Tensor of any shape, which is the same on every rank.
+        x: Tensor, with the same shape on every rank.
     """
     return x if world_size() == 1 else _SumWithEqualGrad.apply(x)
 
@@ -188,13 +216,11 @@ def sum_with_equal_grad(x: Tensor) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.rows = len(x)
         return all_gather_cat(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        start = rank() * ctx.rows
-        return all_reduce_sum(grads[0])[start : start + ctx.rows]
+        return reduce_scatter_sum(grads[0])
 
 
 class _Sum(torch.autograd.Function):
@@ -298,8 +324,7 @@ class AnyFlag:
     def __init__(self) -> None:
         self._alone = world_size() == 1
         self._pending: tuple[Any, Tensor] | None = None
-        needs_own = not self._alone and dist.get_backend() != "gloo"
-        self._group: Any = dist.new_group(backend="gloo") if needs_own else None
+        self._group = None if self._alone else host_group()
 
     def poll(self, here: bool) -> bool:
         """Start a reduction of ``here`` and return the result of the previous one."""

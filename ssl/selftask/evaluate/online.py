@@ -149,21 +149,21 @@ def run_evaluations(
     return row
 
 
-def flat_scores(found: Any, key: str, prefix: str = "") -> dict[str, float]:
+def flat_scores(metrics: Any, key: str, prefix: str = "") -> dict[str, float]:
     """Return the results of an evaluation as floats, ``{"a": {"b": 1}}`` as ``a/b``.
 
     Args:
-        found: Name -> number, NumPy scalar or tensor of one element; mappings may be nested.
+        metrics: Name -> number, NumPy scalar or tensor of one element; mappings may be nested.
         key: Config key of the evaluation, for the error.
         prefix: Names of the mappings around ``found``, each with a slash.
 
     Raises:
         UserError: If a value has any other type.
     """
-    if not isinstance(found, Mapping):
-        raise UserError(f"{key} gives {found!r:.60}; metrics by name are expected")
+    if not isinstance(metrics, Mapping):
+        raise UserError(f"{key} gives {metrics!r:.60}; metrics by name are expected")
     flat: dict[str, float] = {}
-    for name, value in found.items():
+    for name, value in metrics.items():
         if isinstance(value, Mapping):
             flat |= flat_scores(value, key, f"{prefix}{name}/")
             continue

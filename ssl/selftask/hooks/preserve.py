@@ -1,4 +1,4 @@
-"""Preservation: hold the features to those that the backbone had at the start."""
+"""Preservation: keep the features close to those of the backbone at the start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @register_hook("preserve")
 @dataclass(eq=False, kw_only=True)
 class Preserve(Hook):
-    """Adds a term to the loss that holds the features to those of the backbone at the start.
+    """Adds a term to the loss that keeps the features close to those at the start.
 
     The term is 1 - cosine of the features of the first view of each image, without masks, and those
     of a copy of the backbone that is made when the run begins, after ``init``; the mean of pooled

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @register_method("byol")
 class BYOL(EMATeacher):
-    """BYOL (arXiv:2006.07733): predicts the output of a slow copy of the network for another view.
+    """BYOL (arXiv:2006.07733): predicts an EMA teacher's output for another view.
 
     Differs from the authors' code:
 

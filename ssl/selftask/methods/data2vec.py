@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @register_method("data2vec")
 class Data2Vec(MaskedPatches, EMATeacher):
-    """data2vec (arXiv:2202.03555): predicts a slow copy's features of hidden patches.
+    """data2vec (arXiv:2202.03555): predicts an EMA teacher's features of masked patches.
 
     Differs from the authors' code:
 
@@ -47,6 +47,7 @@ class Data2Vec(MaskedPatches, EMATeacher):
         "Vision and Language, ICML 2022"
     )
     teacher_drop_path = False
+    draws_on_host = True
     requires = ("tokens", "hidden")
 
     @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class Data2Vec(MaskedPatches, EMATeacher):
         return sampler.draw(seed, key, torch.full_like(key[:, 0], self.num_masked(grid)))
 
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["targets"]`` (B, N, E), the teacher's layers on the whole image."""
+        """Compute ``batch["targets"]`` (B, N, E): mean of the teacher's top layers, unmasked."""
         batch = task.last_batch
         top_blocks = tuple(range(-self.config.top_blocks, 0))
         hidden = self.teacher(batch.all_views[0], layers=top_blocks).hidden

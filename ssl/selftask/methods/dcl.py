@@ -63,7 +63,7 @@ def dcl_loss(first: Tensor, second: Tensor, *, temperature: float, sigma: float 
     """Return the decoupled contrastive loss, a mean over the rows of both views.
 
     Args:
-        first: (B, D), of any length.
+        first: (B, D), not necessarily normalized.
         second: (B, D); row b is the other view of image b.
         temperature: tau.
         sigma: Temperature of the weights 2 - N * softmax(cosines / sigma), which have a mean of 1;

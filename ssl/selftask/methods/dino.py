@@ -33,7 +33,7 @@ NUM_GLOBAL = 2  # views that the teacher sees
 
 @register_method("dino")
 class DINO(PrototypeHeads, EMATeacher):
-    """DINO (arXiv:2104.14294): predicts a slow copy's outputs for large crops from any crop.
+    """DINO (arXiv:2104.14294): predicts an EMA teacher's outputs for global crops from any crop.
 
     Differs from the authors' code:
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.distributed import accelerator
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.prototypes import PrototypeHeads
@@ -192,7 +193,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         mask = sampler.from_draws(draws[:, 2:], counts)  # (2 * B, N)
         indices = mask.flatten().nonzero().squeeze(1)
         weights = (1 / mask.sum(dim=1)).repeat_interleave(mask.sum(dim=1))
-        return Masks(*(x.to(device, non_blocking=True) for x in (mask, indices, weights)))
+        return Masks(*(accelerator.copy_to(device, x) for x in (mask, indices, weights)))
 
     def block_mask(self, grid: tuple[int, int]) -> BlockMask:
         """Return the sampler of masks for a grid of patches."""

@@ -32,7 +32,7 @@ class FroSSL(Method):
         "Skean et al., FroSSL: Frobenius Norm Minimization for Self-Supervised Learning, ECCV 2024"
     )
     columns = {
-        "invariance": "Term of the loss: views have the same embedding.",
+        "invariance": "Term of the loss: two views have the same embedding.",
         "norm": "Term of the loss: logarithm of the Frobenius norms; the spectrum is flat.",
     }
     loss_reduction = "statistics"  # lengths of the features, and their products

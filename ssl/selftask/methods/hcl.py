@@ -79,7 +79,7 @@ def hcl_loss(
     """Return the contrastive loss with the estimate of eq. 4 for the sum of true negatives.
 
     Args:
-        first: (B, D), of any length.
+        first: (B, D), not necessarily normalized.
         second: (B, D); row b is the other view of image b.
         temperature: Temperature of the similarities.
         same_class: tau+.

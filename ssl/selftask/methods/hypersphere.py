@@ -52,7 +52,7 @@ class Hypersphere(BatchContrast):
         """Weight of uniformity."""
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return both terms for ``output`` (2, B, D), of any length."""
+        """Return both terms for ``output`` (2, B, D), not necessarily normalized."""
         config = self.config
         return {
             "alignment": config.alignment_weight * alignment(output, power=config.alignment_power),
@@ -75,7 +75,7 @@ def uniformity(output: Tensor, *, scale: float) -> Tensor:
     Every rank computes the value of all images.
 
     Args:
-        output: (V, B, D), of any length.
+        output: (V, B, D), not necessarily normalized.
         scale: t.
     """
     views = [gather_cat_with_grad(view) for view in F.normalize(output, dim=2)]  # (N, D) each

@@ -31,8 +31,8 @@ class MACL(BatchContrast):
 
     Differs from the authors' code:
 
-    * The agreement is averaged over the images of all ranks. The code itself was not at hand:
-      figures are those of lightly.
+    * The agreement is averaged over the images of all ranks. The code was not
+      available: default values are those of lightly.
     """
 
     paper = (
@@ -77,7 +77,7 @@ def macl_loss(
     P is the softmax of the positive; neither temperature nor weights have gradients.
 
     Args:
-        first: (B, D), of any length.
+        first: (B, D), not necessarily normalized.
         second: (B, D); row b is the other view of image b.
         temperature: tau_0.
         slope: alpha.

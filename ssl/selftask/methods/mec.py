@@ -1,4 +1,4 @@
-"""MEC: features of two views have the largest coding length, which agreement and spread give.
+"""MEC: maximize the coding length of the features of two views, so that they agree and spread.
 
 B: images per rank, W: ranks, N: images of all ranks, D: width of projector and predictor.
 """
@@ -101,7 +101,7 @@ def mec_loss(
     Eq. 5 and 6, C = target @ prediction.T * lambda. Every rank computes the value of all images.
 
     Args:
-        prediction: (2, B, D), of any length.
+        prediction: (2, B, D), not necessarily normalized.
         target: (2, B, D): the teacher's projections of the other views.
         distortion: epsilon.
         expansion: Factor of 1 / lambda.

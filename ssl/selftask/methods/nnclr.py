@@ -32,7 +32,7 @@ class NNCLR(Method):
 
     Differs from the authors' code:
 
-    * The code was not at hand: figures are those of solo-learn, for one process.
+    * The code was not available: default values are those of solo-learn, for one process.
     """
 
     paper = (
@@ -102,7 +102,7 @@ def neighbor_loss(prediction: Tensor, neighbors: Tensor, *, temperature: float) 
     """Return the cross-entropy of each neighbor with the other view's prediction among all.
 
     Args:
-        prediction: (2, B, D), of any length.
+        prediction: (2, B, D), not necessarily normalized.
         neighbors: (2, B, D), unit vectors: neighbors of the projections of the views.
         temperature: tau.
     """

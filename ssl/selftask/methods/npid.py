@@ -102,7 +102,7 @@ def full_softmax(features: Tensor, memory: Tensor, index: Tensor, temperature: f
     """Return the cross-entropy of the image's own entry among all (eq. 2, 3), averaged over images.
 
     Args:
-        features: (B, D), of any length.
+        features: (B, D), not necessarily normalized.
         memory: Entries of all images, (N, D) unit vectors.
         index: Numbers of the images, (B,).
         temperature: tau.

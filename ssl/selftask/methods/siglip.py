@@ -1,4 +1,4 @@
-"""SigLIP: CLIP's towers, and for each pair of image and caption the question whether they match.
+"""SigLIP: CLIP's towers, and a binary classification of pairs: do image and caption match?
 
 B: images per rank; W: ranks; D: width of the embeddings.
 """
@@ -67,7 +67,7 @@ class SigLIP(CLIP):
         return judge_pairs(output[0], output[1], self.log_scale, self.bias)
 
     def on_update(self, task: Task) -> None:
-        """Leave the scale of the logits without a limit."""
+        """Do not limit the scale of the logits, unlike CLIP."""
 
     @property
     def chance_loss(self) -> float:
@@ -84,7 +84,7 @@ def judge_pairs(images: Tensor, captions: Tensor, log_scale: Tensor, bias: Tenso
     """Return -log sigmoid(y (t cos + b)), summed over the captions of all ranks, mean over images.
 
     y is 1 for an image and its caption, else -1. Captions are taken rank by rank, and their logits
-    (B, B) are computed again in the backward pass, so that no (B, B * W) numbers are held.
+    (B, B) are computed again in the backward pass, so that no (B, B * W) matrix is kept.
 
     Args:
         images: (B, D).

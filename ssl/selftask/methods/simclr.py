@@ -76,7 +76,7 @@ def info_nce(*views: Tensor, temperature: float) -> Tensor:
     eq. 1; with more, the other views of the same image are left out.
 
     Args:
-        *views: (B, D) each, of any length.
+        *views: (B, D) each, not necessarily normalized.
         temperature: tau.
     """
     cosines, same = view_cosines(views)

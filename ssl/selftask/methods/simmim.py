@@ -61,7 +61,7 @@ class SimMIM(MaskedPatches):
         return MaskedNetwork(backbone, decoder, takes_map=True)
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:
-        """Return masks (B, h, w), with equally many patches in each image."""
+        """Return masks (B, h, w), True for hidden patches, equally many in each image."""
         self.check_grid(grid)
         unit = self.config.mask_size // self.adapter.patch_size[0]
         mask = random_mask(seed, key, grid, ratio=self.config.mask_ratio, unit=unit)

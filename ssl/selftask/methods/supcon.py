@@ -79,7 +79,7 @@ def supcon_loss(output: Tensor, labels: Tensor, *, temperature: float, inside: b
     A view without a positive counts as 0.
 
     Args:
-        output: (V, B, D), of any length.
+        output: (V, B, D), not necessarily normalized.
         labels: (B,), -1 for images without one.
         temperature: tau.
         inside: Sum the probabilities of the positives; else average their logarithms.

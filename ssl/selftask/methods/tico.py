@@ -1,4 +1,4 @@
-"""TiCo: views agree, and features avoid the directions that are used most, on average over time.
+"""TiCo: views agree, and features avoid the directions that past features used most.
 
 B: images per rank, W: ranks, D: width of the projector.
 """
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @register_method("tico")
 class TiCo(EMATeacher):
-    """TiCo (arXiv:2206.10698): agrees with a teacher, off the directions that features use most.
+    """TiCo (arXiv:2206.10698): agrees with a teacher, and avoids the directions of most features.
 
     Differs from the authors' code:
 
-    * The covariance is over the images of all ranks, and is saved and resumed. The code was not at
-      hand: figures are those of lightly, which does not save it.
+    * The covariance is over the images of all ranks, and is saved and resumed. The code was not
+      available: default values are those of lightly, which does not save the covariance.
     """
 
     paper = (
@@ -39,8 +39,8 @@ class TiCo(EMATeacher):
         "Visual Representation Learning, 2022"
     )
     columns = {
-        "invariance": "Term of the loss: the student agrees with the teacher's other view.",
-        "covariance": "Term of the loss: squared length along the directions of other images.",
+        "invariance": "Term of the loss: two views have the same embedding.",
+        "contrast": "Term of the loss: squared length along the directions of other images.",
     }
     loss_reduction = "samples"  # the covariance has no gradient
     views = 2
@@ -69,12 +69,12 @@ class TiCo(EMATeacher):
         return mlp(embed_dim, self.config.hidden_dim, self.config.out_dim)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """The student sees the first view, the teacher the second one."""
+        """Pass the first view to the student; the teacher gets the second one."""
         batch.input = batch.all_views[:1]
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute the teacher's output, and the covariance with the share of this batch."""
+        """Compute the teacher's output, and the covariance updated with this batch."""
         batch = task.last_batch
         (batch["teacher"],) = self.teacher(batch.all_views[1:])  # (B, D)
         units = F.normalize(to_float32(batch.output[0]), dim=1)
@@ -93,7 +93,7 @@ class TiCo(EMATeacher):
         invariance, contrast = tico_terms(output[0], batch["teacher"], batch["covariance"])
         return {
             "invariance": invariance,
-            "covariance": self.config.covariance_weight * contrast,
+            "contrast": self.config.covariance_weight * contrast,
         }
 
     def on_update(self, task: Any) -> None:
@@ -107,8 +107,8 @@ def tico_terms(student: Tensor, teacher: Tensor, covariance: Tensor) -> tuple[Te
     """Return 1 - cos, and the quadratic form of the covariance, means over images.
 
     Args:
-        student: (B, D), of any length.
-        teacher: (B, D), of any length.
+        student: (B, D), not necessarily normalized.
+        teacher: (B, D), not necessarily normalized.
         covariance: (D, D).
     """
     first, second = F.normalize(student, dim=1), F.normalize(teacher, dim=1)

@@ -1,4 +1,4 @@
-"""TWIST: two views get the same class, each image one class, and the images all classes.
+"""TWIST: views of an image get the same class, each with confidence, and all classes are used.
 
 V: views, B: images per rank, W: ranks, K: classes, which are not those of labels.
 """
@@ -24,7 +24,7 @@ NUM_LARGE = 2  # views, each compared with all later ones
 
 @register_method("twist")
 class TWIST(Method):
-    """TWIST (arXiv:2110.07402): views get equal classes, certain for an image, even over images.
+    """TWIST (arXiv:2110.07402): views get the same class, with confidence; all classes are used.
 
     Differs from the authors' code:
 
@@ -51,7 +51,7 @@ class TWIST(Method):
         """Width of the head's two hidden layers."""
         temperature: float = setting(1.0, above=0)
         """Temperature of the distributions in both entropies, tau."""
-        sharpness_weight: float = setting(0.0)
+        sharpness_weight: float = setting(0.0, min=-1)
         """Weight of the entropy of each image beyond 1, lambda_1."""
         diversity_weight: float = setting(1.0, min=0)
         """Weight of the entropy of the mean distribution, lambda_2."""
@@ -101,8 +101,7 @@ def twist_terms(output: Tensor, *, temperature: float) -> tuple[Tensor, Tensor, 
         for other in range(one + 1, len(output)):
             gap = log_p[one] - log_p[other]  # (B, K)
             kl = ((log_p[one].exp() - log_p[other].exp()) * gap).sum(dim=1).mean() / 2
-            sharpness = (entropy[one] + entropy[other]) / 2
-            diversity = (spread[one] + spread[other]) / 2
-            terms.append(torch.stack([kl, sharpness, diversity]))
+            means = [(values[one] + values[other]) / 2 for values in (entropy, spread)]
+            terms.append(torch.stack([kl, *means]))
     divergence, sharpness, diversity = torch.stack(terms).mean(dim=0)
     return divergence, sharpness, diversity

@@ -9,18 +9,23 @@ B images, h x w patches in a grid, N = h * w.
 from __future__ import annotations
 
 import math
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from selftask.random.keyed import uniform
+
+Values: TypeAlias = np.ndarray
+Sides: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 _DRAWS = 4  # per rectangle: area, shape, row, column
 _TRIES = 10  # consecutive failures before an image is finished, as in the published code
 
 
 class BlockMask:
-    """Sampler of block masks: a function of seed and key, on the device of the key.
+    """Sampler of block masks: a function of seed and key, drawn on the CPU.
 
     Rectangles are tried one after another. A rectangle is accepted if it covers patches that are
     not yet masked, and no more than remain to be masked. A mask therefore has at most the requested
@@ -65,36 +70,70 @@ class BlockMask:
         return self.from_draws(uniform(seed, key, self.num_draws), counts)
 
     def from_draws(self, draws: Tensor, counts: Tensor) -> Tensor:
-        """Turn draws in [0, 1) of shape (B, ``num_draws``) into masks (B, N)."""
-        mask = torch.zeros(len(draws), self.num_patches, dtype=torch.bool, device=draws.device)
-        failures = torch.zeros_like(counts)  # consecutive failures
-        for one in draws.unflatten(1, (self.max_tries, _DRAWS)).unbind(1):
-            room = counts - mask.sum(dim=1)  # (B,)
-            block, fits = self._rectangle(one, room.clamp(max=self.max_patches))
-            added = (block & ~mask).sum(dim=1)
-            open_ = (room > 0) & (failures < _TRIES)
-            if mask.device.type == "cpu" and not open_.any():  # others would synchronize
-                break
-            taken = fits & (added > 0) & (added <= room.clamp(max=self.max_patches)) & open_
-            mask |= block & taken[:, None]
-            failures = torch.where(taken, 0, failures + 1)
-        return mask
+        """Turn draws in [0, 1) of shape (B, ``num_draws``) into masks (B, N), all on the CPU.
 
-    def _rectangle(self, draws: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rectangles (B, N) of ``min_patches`` to ``most`` (B,) patches, and which fit."""
-        area, aspect, down, right = draws.unbind(dim=1)
-        area = self.min_patches + (most - self.min_patches) * area
-        aspect = torch.exp(self.max_log_aspect * (2 * aspect - 1))
-        height, width = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()
+        A round tries the next ten rectangles of each unfinished image and accepts the first that is
+        possible. Images for which none is are finished.
+        """
+        rectangles = draws.unflatten(1, (self.max_tries, _DRAWS)).permute(2, 0, 1).clone()
+        rectangles[1] = torch.exp(self.max_log_aspect * (2 * rectangles[1] - 1))
+        values = rectangles.numpy()  # (4, B, tries)
+        mask = np.zeros((len(draws), *self.grid), dtype=bool)
+        room = counts.numpy().copy()  # patches that may still be masked
+        images, first_try = np.arange(len(draws)), np.zeros_like(room)
+        while len(images):
+            tries = first_try[:, None] + np.arange(_TRIES)  # (A, 10) for A unfinished images
+            chosen = values[:, images[:, None], tries.clip(max=self.max_tries - 1)]
+            most = room[images, None].clip(max=self.max_patches)
+            rows, columns, fits = self._rectangles(chosen, most)
+            added = _num_unmasked(mask[images], rows, columns)
+            accepted = fits & (added > 0) & (added <= most) & (tries < self.max_tries)
+            best = np.arange(len(images)), accepted.argmax(axis=1)
+            goes_on = accepted[best]
+            best = best[0][goes_on], best[1][goes_on]
+            images, first_try = images[goes_on], tries[best] + 1
+            room[images] -= added[best]
+            mask[images] |= (
+                _between(rows, best, self.grid[0])[:, :, None]
+                & _between(columns, best, self.grid[1])[:, None, :]
+            )
+        return torch.from_numpy(mask).flatten(1)
+
+    def _rectangles(self, draws: Values, most: Values) -> tuple[Sides, Sides, Values]:
+        """Return first and last row and column of rectangles, (A, 10) each, and which fit."""
+        area, aspect, down, right = draws
+        area = self.min_patches + (most - self.min_patches).astype(np.float32) * area
+        height, width = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
         fits = (height < self.grid[0]) & (width < self.grid[1])
-        rows = _run(height, down, self.grid[0])
-        columns = _run(width, right, self.grid[1])
-        return (rows[:, :, None] & columns[:, None, :]).flatten(1), fits
+        return _side(height, down, self.grid[0]), _side(width, right, self.grid[1]), fits
 
 
-def _run(size: Tensor, draw: Tensor, length: int) -> Tensor:
-    """Return ``size`` (B,) consecutive places at a drawn offset: bool (B, length)."""
-    free = (length - size).clamp(min=0)
-    first = (draw * (free + 1)).floor().minimum(free)  # minimum: rounding may reach 1
-    positions = torch.arange(length, device=size.device)
-    return (positions >= first[:, None]) & (positions < (first + size)[:, None])
+def _side(size: Values, draw: Values, length: int) -> Sides:
+    """Return where ``size`` consecutive places at a drawn offset begin and end."""
+    free = (length - size).clip(min=0)
+    first = np.minimum(np.floor(draw * (free + 1)), free)  # minimum: rounding may reach 1
+    return first.astype(np.int64), (first + size).clip(max=length).astype(np.int64)
+
+
+def _num_unmasked(mask: Values, rows: Sides, columns: Sides) -> Values:
+    """Return the number of unmasked patches in each rectangle, from sums over all upper left ones.
+
+    Args:
+        mask: (A, h, w) bool.
+        rows: First row of each rectangle and the one after its last, (A, 10) each.
+        columns: Likewise for columns.
+    """
+    sums = np.zeros((len(mask), mask.shape[1] + 1, mask.shape[2] + 1), dtype=np.int32)
+    np.cumsum((~mask).cumsum(axis=1, dtype=np.int32), axis=2, out=sums[:, 1:, 1:])
+    image = np.arange(len(mask))[:, None]
+    (top, bottom), (left, right) = rows, columns
+    lower = sums[image, bottom, right] - sums[image, bottom, left]
+    upper: Values = sums[image, top, right] - sums[image, top, left]
+    return lower - upper
+
+
+def _between(sides: Sides, chosen: Any, length: int) -> Values:
+    """Return which of ``length`` places lie between the chosen sides: bool (A, length)."""
+    positions = np.arange(length)
+    first, end = (side[chosen][:, None] for side in sides)
+    return (positions >= first) & (positions < end)

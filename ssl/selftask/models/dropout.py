@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from selftask.distributed.collectives import world_size
 from selftask.logs import get_logger
-from selftask.random.keyed import LAYER_DRAWS, keep_mask
+from selftask.random.keyed import LAYER_DRAWS, Keep, keep_mask
 
 log = get_logger(__name__)
 
@@ -54,7 +54,8 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
         The names of layers of other classes, which still draw from torch's generator. On several
         ranks a warning lists them.
     """
-    number, others, seen = 0, [], set()
+    layers: list[Keep] = []
+    others, seen = [], set()
     for module in modules:
         for name, layer in module.named_modules():
             if layer in seen:
@@ -66,12 +67,13 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
                 layer.__class__ = _per_sample(library, kind)
                 layer._draw_number = -1  # type: ignore[assignment]
             if hasattr(layer, "_draw_number"):
-                layer._draw_number = number
-                number += 1
+                layer._draw_number = len(layers)
+                layer._drawn = _keep(layer)  # type: ignore[assignment]
+                layers.append(layer._drawn)  # type: ignore[arg-type]
             elif _may_draw(layer):
                 others.append(f"{name} ({type(layer).__name__})")
             _unfuse(layer)
-    LAYER_DRAWS.reset(seed, number)
+    LAYER_DRAWS.reset(seed, layers)
     if others and world_size() > 1:
         log.warning(
             "%s: draws from each rank's own generator; results depend on the number of ranks",
@@ -124,11 +126,22 @@ def _per_sample(library: Any, kind: _Kind) -> Any:
             _misfit(library.__name__, len(x), len(words))
             return library.forward(self, x)
         shape = x.shape[: 1 + kind.axes]
-        mask = keep_mask(words, shape.numel() // len(words), 1 - rate)
-        scale = 1 / (1 - rate) if rate < 1 and getattr(self, "scale_by_keep", True) else 1.0
-        return x * (mask.to(x.dtype) * scale).view(*shape, *[1] * (x.ndim - len(shape)))
+        count, keep = shape.numel() // len(words), _keep(self)
+        if (count, keep) == (1, self._drawn):
+            factors = LAYER_DRAWS.factors(self._draw_number, x.dtype)
+        else:
+            factors = keep_mask(words, count, keep.probability).to(x.dtype) * keep.scale
+        return x * factors.view(*shape, *[1] * (x.ndim - len(shape)))
 
-    return type(library.__name__, (library,), {"forward": forward})
+    attributes = {"forward": forward, "_rate_name": kind.rate}
+    return type(library.__name__, (library,), attributes)
+
+
+def _keep(layer: Any) -> Keep:
+    """Return how a layer keeps rows; a layer of another kind than ``_KINDS`` scales none."""
+    rate = getattr(layer, layer._rate_name) if hasattr(layer, "_rate_name") else 0.0
+    scales = rate < 1 and getattr(layer, "scale_by_keep", True)
+    return Keep(1 - rate, 1 / (1 - rate) if scales else 1.0)
 
 
 def _in_rows(layer: nn.Module) -> bool:

@@ -35,7 +35,7 @@ class FeatureQueue(nn.Module):
 
     @torch.no_grad()
     def nearest(self, queries: Tensor) -> Tensor:
-        """Return the entries of largest cosine, for queries ``(..., dim)``, of any length.
+        """Return the entries of largest cosine, for queries ``(..., dim)``.
 
         Only for entries of one dimension. Call it before the queries are enqueued, or each query
         finds itself.

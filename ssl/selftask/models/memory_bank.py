@@ -48,7 +48,7 @@ class MemoryBank(nn.Module):
 
         Args:
             index: Indices of this rank's images, (B,).
-            features: Their features, ``(B, *shape)``, of any length.
+            features: Their features, ``(B, *shape)``, not necessarily normalized.
             momentum: Weight of the old entry, in [0, 1]; 0 replaces it.
         """
         index = all_gather_cat(index)  # (W * B,)

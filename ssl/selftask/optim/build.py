@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from selftask import classy
 from selftask.classy import ClassyOptimizer, UpdateInterval
@@ -82,6 +82,10 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
                     f"has {before!r}; keep them, or start from its weights by init.backbone"
                 )
         super().set_classy_state(state)
+        for parameter, values in self.optimizer.state.items():
+            for name, value in values.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    values[name] = _in_memory_format_of(parameter, value)
 
     @property
     def _names(self) -> list[str]:
@@ -96,6 +100,16 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+
+def _in_memory_format_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return state with the strides of its parameter, which fused kernels require.
+
+    It may have been saved on a device with another memory format.
+    """
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _times(schedule: Schedule, factor: Callable[[], float], where: float) -> float:

@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from selftask.distributed.accelerator import forked_rng, is_accelerator
-from selftask.distributed.collectives import is_primary, world_size
+from selftask.distributed.collectives import host_group, is_primary, world_size
 from selftask.distributed.shards import full_tensor
 from selftask.errors import RunError, UserError
 from selftask.logs import get_logger
@@ -71,6 +71,7 @@ class FSDPReduction(Reduction):
         self._bucket_mb = bucket_mb
         self._method: Reduction = Reduction()  # for parameters that are not sharded
         self._idle: Named | None = None  # without a gradient on any rank in the first step
+        self._host_group: Any = None
 
     def shard(self, networks: Iterable[nn.Module], initial: InitialWeights) -> None:
         networks, device = list(networks), initial.device
@@ -120,8 +121,10 @@ class FSDPReduction(Reduction):
         self._method.reduce()
         if self._idle is None:
             self._idle = self._find_idle()
+            self._host_group = host_group() if self._idle else None
         if self._idle:
-            counts = count_ranks([name in self._arrivals.names for name, _ in self._idle])
+            present = [name in self._arrivals.names for name, _ in self._idle]
+            counts = count_ranks(present, self._host_group)
             for (_, parameter), count in zip(self._idle, counts, strict=True):
                 if count == 0:
                     parameter.grad = None  # as on one process; FSDP sets it to zero

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from selftask.config.schema import ParallelConfig
+from selftask.distributed.accelerator import prefers_channels_last
 from selftask.distributed.collectives import (
     broadcast_module,
     gather_objects,
@@ -30,10 +31,12 @@ class InitialWeights:
 
     Args:
         device: Device of the run.
+        channels_last: Whether weights of convolutions get the memory format of the images, which
+            cuDNN would otherwise convert them to in each pass.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
+        self.device, self.channels_last = device, channels_last
 
     def building(self) -> AbstractContextManager[None]:
         """Context in which modules are built and their weights loaded."""
@@ -41,6 +44,9 @@ class InitialWeights:
 
     def to_device(self, module: nn.Module) -> nn.Module:
         """Move a built module to the device and return it."""
+        for part in module.modules() if self.channels_last else ():
+            if isinstance(part, nn.Conv2d | nn.ConvTranspose2d):
+                part.to(memory_format=torch.channels_last)
         return module.to(self.device)
 
     def broadcast(self, modules: Iterable[nn.Module]) -> None:
@@ -136,9 +142,12 @@ class MetaInit(InitialWeights):
 
 def initial_weights(config: ParallelConfig, device: torch.device) -> InitialWeights:
     """Return the class selected by ``parallel.meta_init``; one process draws its own weights."""
-    if config.meta_init and config.reduce == "fsdp" and world_size() > 1:
+    is_sharded = config.reduce == "fsdp" and world_size() > 1
+    if config.meta_init and is_sharded:
         return MetaInit(device)
-    return InitialWeights(device)
+    # FSDP refuses parameters that are not contiguous
+    channels_last = prefers_channels_last(device) and not is_sharded
+    return InitialWeights(device, channels_last=channels_last)
 
 
 def find_strays(module: nn.Module) -> list[str]:

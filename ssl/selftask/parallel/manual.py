@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from selftask.distributed.collectives import new_group, world_size
+from selftask.distributed.collectives import host_group, new_group, world_size
 from selftask.distributed.heartbeat import collective_activity
 from selftask.errors import RunError
 from selftask.logs import get_logger
@@ -143,6 +143,8 @@ class ManualReduction(Reduction):
         if min(counts) < world_size():
             self.on_unused(describe(names, counts))
         self._idle = [pair for pair, n in zip(self._named, counts, strict=True) if n == 0]
+        if self._idle:  # on all ranks
+            self._host_group = host_group()
         everywhere: list[nn.Parameter] = []
         elsewhere: list[nn.Parameter] = []
         for (_, p), n in zip(self._named, counts, strict=True):
@@ -183,10 +185,14 @@ class ManualReduction(Reduction):
         self._next += 1
 
     def _without_gradient_anywhere(self) -> list[nn.Parameter]:
-        """Return the idle parameters that are idle on all ranks; a collective if there are any."""
+        """Return the parameters of ``_idle`` that have no gradient on any rank in this step.
+
+        Collective, unless ``_idle`` is empty: hosts exchange which have one; no device is waited
+        for.
+        """
         if not self._idle:
             return []
-        counts = count_ranks([p.grad is not None for _, p in self._idle])
+        counts = count_ranks([p.grad is not None for _, p in self._idle], self._host_group)
         return [p for (_, p), count in zip(self._idle, counts, strict=True) if count == 0]
 
 

@@ -56,11 +56,14 @@ class Reduction:
         return state
 
     def rearrange(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert an optimizer's state to the groups before ``regroup``."""
+        """Convert an optimizer's state dict to the parameter groups before ``regroup``."""
         return state
 
     def shard_state_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's shard of a full state in the groups before ``regroup``."""
+        """Return this rank's shard of an optimizer's full state dict.
+
+        The parameter groups of ``state`` are those before ``regroup``, as ``rearrange`` returns.
+        """
         return state
 
     def unsharded(self, module: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:

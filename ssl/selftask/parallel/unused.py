@@ -13,11 +13,17 @@ from selftask.distributed.heartbeat import collective_activity
 _MAX_NAMES = 12
 
 
-def count_ranks(present: Sequence[bool]) -> list[int]:
-    """Return for each entry the number of ranks on which it is True. Waits for the device."""
-    counts = torch.tensor(present, dtype=torch.int32, device=collective_device())
+def count_ranks(present: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Return for each entry the number of ranks on which it is True.
+
+    Args:
+        present: The entries of this rank.
+        group: A ``host_group``. The default group (None) may make the host wait for the device.
+    """
+    device = collective_device() if group is None else torch.device("cpu")
+    counts = torch.tensor(present, dtype=torch.int32, device=device)
     with collective_activity("all_reduce of which parameters have gradients"):
-        dist.all_reduce(counts)
+        dist.all_reduce(counts, group=group)
     return [int(count) for count in counts.tolist()]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,6 +87,15 @@ def _of_batch(seed: int, number: int, n: int, device: torch.device | str) -> Ten
     return shift_right(splitmix64(batches, positions), 64 - _BITS)
 
 
+class Keep(NamedTuple):
+    """How a layer of stochastic depth scales a row."""
+
+    probability: float = 1.0
+    """Probability that the row is kept."""
+    scale: float = 1.0
+    """Factor of a row that is kept; that of others is 0."""
+
+
 class LayerDraws:
     """Random words for dropout layers, a function of (seed, epoch, sample, view, layer).
 
@@ -99,26 +109,38 @@ class LayerDraws:
     """
 
     def __init__(self) -> None:
-        self.words: Tensor | None = None
+        self._use(None)
         self._samples: Tensor | None = None  # (B,), the stream of each sample of the batch
         self._next_view = 0
-        self.num_layers = 0
+        self._limits: Any = None  # (L, 1) of random bits, and the scale of each layer
+        self._layers: list[Keep] = []
         self._seed = 0
 
-    def reset(self, seed: int, num_layers: int) -> None:
-        """Begin a run whose layers are numbered from 0."""
-        self._seed, self.num_layers = seed, num_layers
+    def reset(self, seed: int, layers: Sequence[Keep] = ()) -> None:
+        """Begin a run with these layers, numbered from 0."""
+        self._seed, self._layers, self._limits = seed, [*layers], None
         self.stop()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
 
     def start(self, key: Tensor, device: torch.device) -> None:
         """Begin a batch of the samples ``key`` (B, 2), as given by the loader: one view of each."""
         self._samples = _streams(self._seed ^ _LAYERS, key.to(device, non_blocking=True))
+        if self._limits is None or self._limits.device != device:
+            limits = [_limit(layer.probability) for layer in self._layers]
+            scales = [layer.scale for layer in self._layers]
+            wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+            self._limits = torch.tensor(limits, dtype=torch.int16).to(device)[:, None]  # (L, 1)
+            self._scales = torch.tensor(scales, dtype=wide).to(device)[:, None]
         self.enter((0,))
         self.restart()
 
     def stop(self) -> None:
         """End the batch: layers draw from torch's generator again."""
-        self.words = self._samples = None
+        self._samples = None
+        self._use(None)
 
     def restart(self) -> None:
         """Begin a call of a network; its first view is number 0."""
@@ -144,7 +166,23 @@ class LayerDraws:
         numbers = torch.cat([torch.full((1, 1), view, device=device) for view in views])
         rows = splitmix64(self._samples, numbers).flatten()  # (N,)
         layers = torch.arange(self.num_layers, device=device)
-        self.words = splitmix64(rows, layers[:, None])  # (L, N)
+        self._use(splitmix64(rows, layers[:, None]))  # (L, N)
+
+    def factors(self, layer: int, dtype: torch.dtype) -> Tensor:
+        """Return the factor of each row (N,) for a layer that keeps or drops whole rows.
+
+        Those of all layers are drawn at once, for the first layer of a pass.
+        """
+        assert self.words is not None
+        if dtype not in self._factors:
+            kept = self.words.view(torch.int16)[:, ::4] < self._limits  # as in ``keep_mask``
+            scales = self._scales.to(torch.promote_types(dtype, torch.float32)).to(dtype)
+            self._factors[dtype] = kept * scales  # (L, N)
+        return self._factors[dtype][layer]
+
+    def _use(self, words: Tensor | None) -> None:
+        self.words = words
+        self._factors: dict[torch.dtype, Tensor] = {}
 
     @contextmanager
     def exchanged(self, exchange: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -162,7 +200,8 @@ class LayerDraws:
         try:
             yield
         finally:
-            self._samples, self.words = before
+            self._samples, words = before
+            self._use(words)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -172,16 +211,18 @@ class LayerDraws:
         try:
             yield
         finally:
-            self._samples, self.words = before
+            self._samples, words = before
+            self._use(words)
 
     @contextmanager
     def again(self, words: Tensor | None) -> Iterator[None]:
         """Context that recomputes a forward pass with the ``words`` of the first one."""
-        before, self.words = self.words, words
+        before = self.words
+        self._use(words)
         try:
             yield
         finally:
-            self.words = before
+            self._use(before)
 
 
 LAYER_DRAWS = LayerDraws()
@@ -200,8 +241,12 @@ def keep_mask(words: Tensor, count: int, keep: float) -> Tensor:
     bits = words[:, None]
     if count > 4:
         bits = splitmix64(bits, torch.arange(-(-count // 4), device=words.device))
-    threshold = min(round(keep * 2**16), 2**16 - 1) - 2**15
-    return bits.contiguous().view(torch.int16)[:, :count] < threshold
+    return bits.contiguous().view(torch.int16)[:, :count] < _limit(keep)
+
+
+def _limit(keep: float) -> int:
+    """Return the int16 below which random bits mean True, with a probability of ``keep``."""
+    return min(round(keep * 2**16), 2**16 - 1) - 2**15
 
 
 def _streams(seed: int, key: Tensor) -> Tensor:

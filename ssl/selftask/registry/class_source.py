@@ -33,7 +33,7 @@ class ModuleSource:
         self.statements = {name: node for node in parse(path).body for name in bound_names(node)}
 
     def member(self, name: str) -> ClassSource | ModuleSource | None:
-        """Return the class or module of this package that a name in the module means, or None."""
+        """Return the class or module of this package that a name refers to, or None."""
         statement = self.statements.get(name)
         if isinstance(statement, ast.ClassDef):
             return ClassSource(self, statement)
@@ -47,7 +47,7 @@ class ModuleSource:
         return module_source(f"{self.name}.{name}")
 
     def find(self, expression: ast.expr) -> ClassSource | ModuleSource | None:
-        """Return what ``name``, ``module.name`` or ``Class.Nested`` means, or None."""
+        """Return the class or module of ``name``, ``module.name`` or ``Class.Nested``, or None."""
         if isinstance(expression, ast.Attribute):
             outer = self.find(expression.value)
             return outer.member(expression.attr) if outer else None

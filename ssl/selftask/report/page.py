@@ -95,8 +95,8 @@ def page_html(
         connect: ``connect-src`` of the Content Security Policy; a page in a file needs none.
     """
     shown = [section for section in sections if section.html]
-    own = [_static("uplot/uPlot.iife.min.js"), _static("page.js"), _static("charts.js")]
-    code = _unique([*own, *scripts, *(section.script for section in shown)])
+    base = [_static("uplot/uPlot.iife.min.js"), _static("page.js"), _static("charts.js")]
+    code = _unique([*base, *scripts, *(section.script for section in shown)])
     styles = [_static("uplot/uPlot.min.css"), _static("page.css")]
     styles = _unique([*styles, *(section.style for section in shown)])
     policy = "; ".join(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch
 
 from selftask.config.schema import Config, TrainConfig
 from selftask.distributed.device import auto_precision
+
+LOW_PRECISION = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_FULL_PRECISION: AbstractContextManager[None] = nullcontext()
 
 
 def settle_precision(config: Config, device: torch.device) -> Config:
@@ -26,6 +29,11 @@ def settle_precision(config: Config, device: torch.device) -> Config:
         train=replace(config.train, precision=precision),
         places={**config.places, "train.precision": origin},
     )
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return torch's autocast context; without effect if ``dtype`` is None."""
+    return _FULL_PRECISION if dtype is None else torch.autocast(device.type, dtype)
 
 
 @contextmanager

@@ -37,6 +37,15 @@ def update_meters(task: Task, batch: Batch) -> None:
             meter.update(scores, unmixed(task, classes) if task.train else classes)
 
 
+def log_meters(task: Task) -> None:
+    """Sum the meters over ranks, and log the values of a test phase."""
+    for key, meter in zip(task.config.meters, task.meters, strict=True):
+        meter.sync_state()
+        if not task.train:
+            for name, value in meter.value.items():
+                task.log(f"test_{key}_{name}", value)
+
+
 @torch.no_grad()
 def score(task: Task, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
     """Return loss and meters of one pass over ``data.val``, each image once.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -42,21 +42,18 @@ from selftask.registry import register_task
 from selftask.task import build, exported, loop, opening, task_state
 from selftask.task.averaged_weights import begin_phase
 from selftask.task.frozen import FrozenParameters
-from selftask.task.numerics import settle_precision
+from selftask.task.numerics import LOW_PRECISION, autocast, settle_precision
 from selftask.task.rank_agreement import open_same_data
 from selftask.task.recorder import Recorder
-from selftask.task.scoring import score, update_meters
+from selftask.task.scoring import log_meters, score, update_meters
 from selftask.task.update_check import UpdateCheck
 
 log = get_logger(__name__)
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_FULL_PRECISION: AbstractContextManager[None] = nullcontext()
-
 
 @register_task("standard")
 class Task(Recorder, ClassyTaskNames):
-    """Parts of one run, also for Classy's trainers; docs/how-to-own-hook.md: what is public.
+    """One run and its parts; docs/how-to-own-hook.md lists what is public.
 
     Args:
         config: The config of the run.
@@ -103,7 +100,7 @@ class Task(Recorder, ClassyTaskNames):
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
         self.before_export: list[Callable[[nn.Module], nn.Module]] = []  # each returns a copy
         self.averages: dict[str, WeightAverage] = {}  # weight averages by the keys of their hooks
-        self.low_precision = _DTYPES.get(config.train.precision)  # None: float32
+        self.low_precision = LOW_PRECISION.get(config.train.precision)  # None: float32
         self.train_step_function = build.train_step(config.train.step)
         self.train = True
         self.losses: list[Tensor] = []  # losses of this phase, on the device
@@ -192,9 +189,7 @@ class Task(Recorder, ClassyTaskNames):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of ``train.precision``; it has no effect in float32."""
-        if self.low_precision is None:
-            return _FULL_PRECISION
-        return torch.autocast(self.device.type, self.low_precision)
+        return autocast(self.device, self.low_precision)
 
     def score(self, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
         """Return loss and meters of one pass over ``data.val``; every rank must call this method.
@@ -335,11 +330,7 @@ class Task(Recorder, ClassyTaskNames):
                 f"the phase ended at batch {self.clock.batch} of {self._phase_stop}: a train step "
                 "has to call task.advance(), and nothing but the data may raise StopIteration in it"
             )
-        for key, meter in zip(self.config.meters, self.meters, strict=True):
-            meter.sync_state()
-            if not self.train:
-                for name, value in meter.value.items():
-                    self.log(f"test_{key}_{name}", value)
+        log_meters(self)
         if not self.train:
             self.clock.tested = self.clock.batch
         self.clock.phase += 1

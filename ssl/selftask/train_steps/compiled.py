@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from selftask.batch import Batch, Loss
 from selftask.config.schema import CompileConfig
 from selftask.parallel.compiled import compile_function
@@ -46,10 +48,11 @@ class Compiled:
             if task.calls["on_forward"]:
                 batch.output = compiled(_network)(task.model, batch)
                 task.run_hooks("on_forward")
-                batch.local_loss = compiled(_loss)(task.loss, batch.output, batch)
+                batch.local_loss = _copied(compiled(_loss)(task.loss, batch.output, batch))
             else:
                 both = compiled(_network_and_loss)
-                batch.output, batch.local_loss = both(task, batch)
+                batch.output, loss = both(task, batch)
+                batch.local_loss = _copied(loss)
 
         record_loss(task, batch)
         update_weights(task, batch.local_loss)  # its backward pass is compiled, too
@@ -58,6 +61,16 @@ class Compiled:
 @functools.cache
 def _compiled(function: Callable[..., Any], *, options: CompileConfig) -> Any:
     return compile_function(function, options)
+
+
+def _copied(loss: Loss) -> Loss:
+    """Return a copy, with its graph: losses are kept for the log.
+
+    The next step would overwrite the memory of a CUDA graph (``mode: reduce-overhead``).
+    """
+    if isinstance(loss, Tensor):
+        return loss.clone()
+    return {name: term.clone() for name, term in loss.items()}
 
 
 def _network(network: Any, batch: Batch) -> Any:

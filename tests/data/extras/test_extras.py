@@ -38,7 +38,7 @@ def check(batch: Batch, row: Any = lambda index: index) -> None:
 
 
 def _grey(view: torch.Tensor) -> torch.Tensor:
-    """Grey levels of plain images that were normalised by ImageNet's statistics, (B,) float64."""
+    """Gray levels of plain images that were normalized by ImageNet's statistics, (B,) float64."""
     values = view.double().amax((2, 3))[:, 0]
     return (values * 0.229 + 0.485) * 255
 

@@ -267,9 +267,9 @@ def test_positions_are_interpolated_to_the_module_s_grid(
     plane = (2 * x + 3 * y).reshape(1, 36, 1).expand(1, 36, state[key].shape[2])
     state[key] = torch.cat([state[key][:, :num_prefix], plane], dim=1)
     load_weights(new, state)
-    found = new.state_dict()[key]
-    assert torch.equal(found[:, :num_prefix], state[key][:, :num_prefix])
-    grid = found[0, num_prefix:, 0].view(12, 12)
-    at = (torch.arange(12.0) + 0.5) / 2 - 0.5  # pixel centres of the finer grid in the coarser
+    actual = new.state_dict()[key]
+    assert torch.equal(actual[:, :num_prefix], state[key][:, :num_prefix])
+    grid = actual[0, num_prefix:, 0].view(12, 12)
+    at = (torch.arange(12.0) + 0.5) / 2 - 0.5  # pixel centers of the finer grid in the coarser
     expected = 2 * at[None, :] + 3 * at[:, None]
     torch.testing.assert_close(grid[4:8, 4:8], expected[4:8, 4:8], rtol=1e-4, atol=1e-4)

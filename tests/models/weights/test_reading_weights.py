@@ -26,10 +26,10 @@ def test_weights_from_a_web_server(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     torch.save(state, "w.pth")
     with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        found = read_weights(f"http://127.0.0.1:{server.server_port}/w.pth")
+        actual = read_weights(f"http://127.0.0.1:{server.server_port}/w.pth")
         server.shutdown()
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[key], state[key]) for key in state)
+    assert actual.keys() == state.keys()
+    assert all(torch.equal(actual[key], state[key]) for key in state)
 
 
 class _Evil:

@@ -114,7 +114,7 @@ def _of_model(address: str, start: str, facts: dict[str, Any], recipe: str) -> I
 def _chosen(
     sides: list[Choice], recipe: str, words: list[str], keys: set[str], assumptions: Any
 ) -> list[str]:
-    """Return the words of all choices that the user has not made, and print them."""
+    """Print all choices; return the words of those that the user has not overridden."""
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import open_data
 
@@ -149,7 +149,7 @@ def _chosen(
 
 
 def _trained_part(recipe: str, words: list[str], config: Config, assumptions: Any) -> list[Choice]:
-    """Return nothing to train all weights, or LoRA and a smaller batch if memory requires it."""
+    """Return LoRA and a smaller batch if memory requires them, else nothing: all are trained."""
     from selftask.config.load import load_config
     from selftask.config.values.budget import show_bytes
     from selftask.distributed import accelerator
@@ -198,7 +198,7 @@ def _has_labels(sources: Sources) -> bool:
 
 
 def _words(made: Iterable[Choice], keys: set[str]) -> list[str]:
-    """Return choices as ``key=value`` words, without those that the user has made."""
+    """Return choices as ``key=value`` words, except for keys that the user has set."""
     return [f"{one.key}={flow(one.value)}" for one in made if not _is_typed(one.key, keys)]
 
 

@@ -55,7 +55,7 @@ def choose_method(facts: dict[str, Any]) -> tuple[str, str]:
 
 
 def choose_side(facts: dict[str, Any]) -> list[Choice]:
-    """Return the image size; nothing for a model that received images in their own size."""
+    """Return the choice of image size, empty for a model without a fixed input size."""
     architecture = Component(**facts["architecture"])
     side = facts.get("input_size") or architecture.args.get("img_size")
     patch = patch_size(architecture)
@@ -104,7 +104,7 @@ def choose_preservation(num_images: int) -> Choice:
 
 
 def choose_measures(*, has_labels: bool) -> Iterator[Choice]:
-    """Yield evaluations, and which weights are kept."""
+    """Yield the choices of evaluations and of the checkpoint to keep."""
     yield Choice("eval.every", "10%", "before, during and after")
     if has_labels:
         yield Choice("train.keep_best.metric", "knn_top1", "data and data.val have labels")

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
     number = min(most or len(survey.source), len(survey.source))
     with CountDone("measured", number) as count:
-        found = measure(
+        statistics = measure(
             survey.source,
             survey.num_workers,
             most=most,
@@ -47,43 +47,43 @@ def main(argv: list[str]) -> int:
             progress=count,
         )
     if options.get("--json"):
-        print(json.dumps({"source": survey.name, "of": len(survey.source), **found.to_dict()}))
+        print(json.dumps({"source": survey.name, "of": len(survey.source), **statistics.to_dict()}))
         return 0
     print(f"{'source':<13}{survey.name}")
-    for line in lines_of(found, len(survey.source)):
+    for line in lines_of(statistics, len(survey.source)):
         print(line)
     return 0
 
 
-def lines_of(found: Statistics, num_images: int) -> Iterator[str]:
+def lines_of(statistics: Statistics, num_images: int) -> Iterator[str]:
     """Yield the lines of the report; the last one can be pasted into a recipe."""
-    rate = found.num_images / max(found.seconds, 1e-9)
-    unreadable = f", {found.num_unreadable:,} unreadable" if found.num_unreadable else ""
+    rate = statistics.num_images / max(statistics.seconds, 1e-9)
+    unreadable = f", {statistics.num_unreadable:,} unreadable" if statistics.num_unreadable else ""
     yield (
-        f"{'measured':<13}{found.num_images:,} of {num_images:,} images{unreadable} "
-        f"in {found.seconds:.1f} s, {rate:,.0f} images/s"
+        f"{'measured':<13}{statistics.num_images:,} of {num_images:,} images{unreadable} "
+        f"in {statistics.seconds:.1f} s, {rate:,.0f} images/s"
     )
     yield f"{'':<13}{'least':>8}{'5%':>8}{'25%':>8}{'median':>8}{'75%':>8}{'95%':>8}{'most':>8}"
-    for name, values in found.quantiles().items():
+    for name, values in statistics.quantiles().items():
         digits = 2 if "/" in name else 0
         yield f"{name:<13}" + "".join(f"{value:>8.{digits}f}" for value in values)
-    yield f"{'mean':<13}{_numbers(found.by_image.mean)}"
-    yield f"{'std':<13}{_numbers(found.by_image.std)}"
+    yield f"{'mean':<13}{_numbers(statistics.by_image.mean)}"
+    yield f"{'std':<13}{_numbers(statistics.by_image.std)}"
     by_image, by_pixel = (
-        [*moments.mean, *moments.std] for moments in (found.by_image, found.by_pixel)
+        [*moments.mean, *moments.std] for moments in (statistics.by_image, statistics.by_pixel)
     )
     if any(abs(a - b) > _SAME for a, b in zip(by_image, by_pixel, strict=True)):
-        mean, std = _numbers(found.by_pixel.mean), _numbers(found.by_pixel.std)
+        mean, std = _numbers(statistics.by_pixel.mean), _numbers(statistics.by_pixel.std)
         yield f"{'by pixel':<13}mean {mean}, std {std} (large images weigh more)"
-    if min(found.by_image.std) < _SAME:
+    if min(statistics.by_image.std) < _SAME:
         yield "(a channel is constant: std has to be above 0; put your own number there)"
     yield "put this last under views.*.transforms and eval.transforms:"
-    yield normalize_line(found)
+    yield normalize_line(statistics)
 
 
-def normalize_line(found: Statistics) -> str:
+def normalize_line(statistics: Statistics) -> str:
     """Return ``- {name: normalize, mean: [...], std: [...]}``."""
-    mean, std = _numbers(found.by_image.mean), _numbers(found.by_image.std)
+    mean, std = _numbers(statistics.by_image.mean), _numbers(statistics.by_image.std)
     return f"- {{name: normalize, mean: {mean}, std: {std}}}"
 
 

@@ -10,15 +10,15 @@ SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, s
 OTHERS = ("weights", "prefix", "trust")
 
 
-def check_words(name: str, words: Iterable[str], own: Collection[str]) -> None:
+def check_words(name: str, words: Iterable[str], keys: Collection[str]) -> None:
     """Raise UserError for a word that has no effect, such as a setting of the optimizer.
 
     Args:
         name: Name of the evaluation, for the message.
         words: ``key=value`` words.
-        own: Keys of the evaluation itself.
+        keys: Keys of the evaluation itself.
     """
-    short = {*own, *OTHERS}
+    short = {*keys, *OTHERS}
     for key in sorted({word.partition("=")[0] for word in words} - short):
         if key.partition(".")[0] not in SECTIONS:
             raise UserError(

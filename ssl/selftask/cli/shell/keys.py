@@ -12,8 +12,8 @@ from selftask.cli.shell.paths import path_candidates
 from selftask.config.config_class import config_class
 from selftask.config.keys import is_path
 from selftask.config.schema import Component
-from selftask.config.schema_reader import Schema
 from selftask.config.sections import SCHEMA
+from selftask.config.values.section_schema import Schema
 from selftask.registry import REGISTRIES, Registry
 
 _BESIDE = ("import",)  # keys that are not fields of Config
@@ -96,7 +96,8 @@ def _of_field(field: Field[Any], kind: Any, name: str) -> Place:
     options = _options(kind)
     if not name and isinstance(field.default, Component):
         name = field.default.name
-    section = next((o for o in options if is_dataclass(o) and o is not Component), None)
+    component = next((o for o in options if isinstance(o, type) and issubclass(o, Component)), None)
+    section = next((o for o in options if is_dataclass(o) and o is not component), None)
     if section is not None:
         schema = Schema.of(typing.cast(type, section))
         flat = next((f for f in schema.fields.values() if f.metadata.get("flat")), None)
@@ -107,8 +108,9 @@ def _of_field(field: Field[Any], kind: Any, name: str) -> Place:
         return Place(schema=_joined(schema, _component(kinds, name)), names=kinds, kind=kind)
     if registry is not None and typing.get_origin(options[0]) is dict and len(options) == 1:
         return Place(entries=registry)
-    if registry is not None and Component in options:
-        return Place(schema=_joined(None, _component(registry, name)), names=registry)
+    if registry is not None and component is not None:
+        shared = Schema.of(component, without=["name", "args"])
+        return Place(schema=_joined(shared, _component(registry, name)), names=registry)
     return Place(names=registry, kind=kind)
 
 

@@ -134,7 +134,10 @@ def parse_value(text: str, key: Key) -> hydra_types.Override | None:
 
 
 def _explain(text: str) -> str:
-    """Return why a value cannot be read; the reasons of the grammar name its own tokens."""
+    """Return why a value cannot be read.
+
+    The messages of the parser itself are not used, since they name tokens of its grammar.
+    """
     if text.rstrip().endswith(","):
         return "ends with a comma; a list is written key=[a,b], several runs key=a,b"
     for opening, closing in ("[]", "{}", "()"):

@@ -101,7 +101,12 @@ class Cache:
         return cache
 
     def put(self, batch: DeviceBatch, number: int = 0) -> None:
-        """Store image ``number`` of the samples of a batch of a CacheDataset."""
+        """Store one image of each sample of a batch.
+
+        Args:
+            batch: Batch of a ``CacheDataset``.
+            number: Index of the image in the sample; 0 is the main image, with label and extras.
+        """
         (canvas,) = batch.views
         height, width = canvas.shape[1:3]
         self._make_room(height, width)

@@ -159,7 +159,12 @@ class Engine:
     def _pack(
         self, step: Callable[[int, int, Operation, np.ndarray], Any], sizes: np.ndarray
     ) -> Packed:
-        """Call ``step(view, number, operation, sizes before it)`` for each, and pack the arrays."""
+        """Pack the arrays of all operations of all views.
+
+        Args:
+            step: Called as ``step(view, position, operation, sizes)``; returns the arrays.
+            sizes: As for ``pack``.
+        """
         views: list[ViewParameters] = []
         images = np.split(sizes, self.num_images)
         after: list[np.ndarray] = []  # sizes of the views

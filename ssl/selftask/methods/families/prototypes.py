@@ -138,7 +138,7 @@ class PrototypeLayer(Method):
         """
 
     def scores(self, features: Tensor) -> Tensor:
-        """Return the cosines (..., K) of features (..., D), of any length, in full precision."""
+        """Return the cosines (..., K) of features (..., D), in full precision."""
         with torch.autocast(features.device.type, enabled=False):
             cosines: Tensor = self.prototypes(F.normalize(to_float32(features), dim=-1))
         return cosines

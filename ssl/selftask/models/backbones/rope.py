@@ -22,8 +22,11 @@ from selftask.random.splitmix import shift_right, splitmix64
 def draw_coordinates_per_sample(model: nn.Module) -> None:
     """Make the RoPE of an Eva draw its random coordinates per sample, so that W ranks draw as one.
 
-    timm draws once for each pass, from torch's generator. Does nothing to a model whose RoPE is not
-    random, and raises UserError for one that is and is not DINOv3's.
+    timm draws once for each pass, from torch's generator. A model whose RoPE is not random remains
+    unchanged.
+
+    Raises:
+        UserError: If the RoPE is random but not of DINOv3's form.
     """
     rope: Any = getattr(model, "rope", None)
     if not getattr(rope, "aug_active", False):
@@ -89,7 +92,7 @@ class DrawnRope(RotaryEmbeddingDinoV3):
 
 
 def _begin_pass(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Begin the views of a pass of images that did not come through ``extract``."""
+    """Set the draws for images that are passed to the model directly, not by ``extract``."""
     if LAYER_DRAWS.words is not None and len(inputs[0]) != LAYER_DRAWS.words.shape[1]:
         LAYER_DRAWS.enter_next(len(inputs[0]))
 

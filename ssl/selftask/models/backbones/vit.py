@@ -90,7 +90,10 @@ class _ViT:
         return {**kept, "name": "vit_micro", "img_size": 32, "patch_size": 4, "depth": 2}
 
     def build(self, channels: int = 3) -> nn.Module:
-        """Build timm's model with random weights; class token as in DeiT, DINO and MAE."""
+        """Build timm's model with random weights.
+
+        The class token has a standard deviation of 0.02, as in DeiT, DINO and MAE.
+        """
         from timm.layers import SwiGLU  # slow to import
         from timm.models import VisionTransformer
         from torch import nn

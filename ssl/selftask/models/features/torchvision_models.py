@@ -66,7 +66,7 @@ class TorchvisionViT(Adapter):
 
 
 class TorchvisionStages(Adapter):
-    """Adapter of models of stages and ``avgpool``: ResNet, ConvNeXt, Swin, VGG and others.
+    """Adapter of torchvision models with stages: ResNet, ConvNeXt, Swin, VGG and others.
 
     Layers are numbered as in timm for a ResNet (0 is the stem), and as children of ``features``
     otherwise. Patches of a Swin can be masked.

@@ -24,7 +24,7 @@ def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -
     MoCo (arXiv:1911.05722), eq. 1.
 
     Args:
-        query: (V, B, D), of any length.
+        query: (V, B, D), not necessarily normalized.
         key: (V, B, D), unit vectors.
         queue: (V, K, D), unit vectors. Must not yet hold ``key``: if a positive is among its own
             negatives, the loss cannot fall below log 2.
@@ -57,7 +57,7 @@ def view_cosines(views: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the cosines of this rank's views with the views of all ranks; differentiable.
 
     Args:
-        views: V features (B, D) of any length.
+        views: V tensors of features (B, D), not necessarily normalized.
 
     Returns:
         Cosines (VB, VBW), view after view in both dimensions, and columns (V, VB): entry s of a
@@ -77,7 +77,7 @@ def positives_and_negatives(first: Tensor, second: Tensor) -> tuple[Tensor, Tens
     """Return the cosines of two views of each image, and those with all views of other images.
 
     Args:
-        first: (B, D), of any length.
+        first: (B, D), not necessarily normalized.
         second: (B, D); row b is the other view of image b.
 
     Returns:

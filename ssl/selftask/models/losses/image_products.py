@@ -21,7 +21,7 @@ def has_few_images(features: Tensor) -> bool:
 
 
 def rows_of_all_ranks(x: Tensor) -> Tensor:
-    """Return (..., B, D) of all ranks, without gradient: (..., n, D)."""
+    """Gather rows ``x`` (..., B, D) of all ranks, (..., n, D), without gradient."""
     return all_gather_cat(x.movedim(-2, 0)).movedim(0, -2)
 
 
@@ -35,8 +35,8 @@ def share_of_squared_norm(first: Tensor, second: Tensor) -> Tensor:
         first: X of this rank times that of all ranks, (..., B, n); the latter is detached.
         second: The same for Y.
 
-    Shape:
-        (...).
+    Returns:
+        Tensor (...).
     """
     share = (first * second).sum(dim=(-2, -1))
     return 2 * share - share.detach()

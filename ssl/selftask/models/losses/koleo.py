@@ -24,7 +24,7 @@ def koleo(features: Tensor) -> Tensor:
     its loss depends on the number of GPUs.
 
     Args:
-        features: (B, D) of this rank, of any length; at least two rows over all ranks.
+        features: (B, D) of this rank, not necessarily normalized; at least two rows over all ranks.
     """
     features = F.normalize(features, dim=1, eps=_EPS)
     everyone = gather_cat_with_grad(features)  # (W * B, D)

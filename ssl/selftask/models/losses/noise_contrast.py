@@ -40,7 +40,7 @@ def info_nce(features: Tensor, positive: Tensor, negatives: Tensor, temperature:
     """Return the cross-entropy of the positive among negatives, averaged over images.
 
     Args:
-        features: (B, D), of any length.
+        features: (B, D), not necessarily normalized.
         positive: (B, D) unit vectors.
         negatives: (B, K, D) unit vectors.
         temperature: Divides the cosines.
@@ -67,7 +67,7 @@ def nce(
     ``log(1 - h)`` over its K negatives.
 
     Args:
-        features: (B, D), of any length.
+        features: (B, D), not necessarily normalized.
         positive: (B, D) unit vectors.
         negatives: (B, K, D) unit vectors.
         temperature: tau.
@@ -92,7 +92,7 @@ def estimate_normalizer(
     """Return a Monte Carlo estimate of Z, averaged over this rank's images; eq. 8.
 
     Args:
-        features: (B, D), of any length.
+        features: (B, D), not necessarily normalized.
         negatives: (B, K, D) unit vectors, drawn uniformly.
         temperature: tau.
         num_images: N.
@@ -128,7 +128,7 @@ class Normalizer(nn.Module):
         Every rank must call it.
 
         Args:
-            features: Features of this rank's images, (B, D), of any length.
+            features: Features of this rank's images, (B, D), not necessarily normalized.
             memory: Entries of all images.
             negatives: Indices of entries drawn for each image, (B, K).
             temperature: Divisor of the cosines, tau.

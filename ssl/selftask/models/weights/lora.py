@@ -61,13 +61,13 @@ def _sum(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: Tensor) -> Tenso
 
 
 def adapt(backbone: nn.Module, config: LoRAConfig | None) -> None:
-    """Freeze a backbone except ``config.train``, and add adapters; do nothing if None.
+    """Freeze a backbone except ``config.train``, and add adapters in place.
 
     Call it after loading weights, whose names it changes.
 
     Args:
         backbone: The backbone.
-        config: The section ``backbone.lora``.
+        config: The section ``backbone.lora``; None: do nothing.
 
     Raises:
         UserError: If a pattern matches nothing, or if nothing would be trained.
@@ -158,9 +158,11 @@ def merged_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def adapted_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict of the backbone without adapters, for loading into the one with them.
+    """Convert the state dict of a backbone without adapters for loading into one with them.
 
-    The adapters keep their values.
+    Args:
+        backbone: Backbone with adapters, whose values are part of the result.
+        state: State dict of the same backbone without adapters.
     """
     ours = backbone.state_dict()
     base = {key.replace(".parametrizations.", ".").removesuffix(".original"): key for key in ours}

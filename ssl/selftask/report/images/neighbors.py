@@ -91,8 +91,8 @@ def _neighbor(images: Gathered, sprite: Sprite, query: int, row: int, cosine: fl
     if images.labels[query] >= 0 and images.labels[row] >= 0:
         right = images.labels[query] == images.labels[row]
         kind = "right" if right else "wrong"
-        said = "same class" if right else "other class"
-        mark = f'<b class=mark role=img aria-label="{said}">{"✓" if right else "✗"}</b>'
+        label = "same class" if right else "other class"
+        mark = f'<b class=mark role=img aria-label="{label}">{"✓" if right else "✗"}</b>'
     figure = _figure(images, sprite, row, mark, distance)
     return f'<figure class="{kind}">{figure}</figure>'
 
