@@ -48,7 +48,8 @@ COMMON = (
 )
 FIRST = 3  # step from 0; the first ones create constants, and DDP builds its buckets again
 OVERFLOW = "in unscale_: if all_reduce_sum(overflow).item()"  # float16: a step may be skipped
-GROUPS = 6  # of methods, each on ranks of its own
+# one method of each way of exchange, on ranks of their own; together all options
+GROUPS = (("simclr", "moco", "swav", "ijepa"), ("dino", "vicreg", "twist", "supervised"))
 
 
 def trained(method: str, folder: Path, *more: str, steps: int = 5, plant: Any = None) -> list[str]:
@@ -86,7 +87,7 @@ def options_of(number: int) -> list[str]:
     ]
 
 
-def group_trained(methods: list[str], folder: Path) -> dict[str, Any]:
+def group_trained(methods: tuple[str, ...], folder: Path) -> dict[str, Any]:
     """Train several methods, one after the other; return waits and races, if any."""
     problems = {}
     for method in methods:
@@ -98,9 +99,15 @@ def group_trained(methods: list[str], folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", range(GROUPS))
-def test_methods_on_two_ranks(group: int, tmp_path: Path) -> None:
-    assert run_ranks(group_trained, 2, METHODS.names()[group::GROUPS], tmp_path) == [{}, {}]
+@pytest.mark.parametrize("group", GROUPS, ids=",".join)
+def test_methods_on_two_ranks(group: tuple[str, ...], tmp_path: Path) -> None:
+    assert run_ranks(group_trained, 2, group, tmp_path) == [{}, {}]
+
+
+def test_groups_have_all_options() -> None:
+    numbers = [METHODS.names().index(method) for group in GROUPS for method in group]
+    chosen = {option.partition("=")[2] for number in numbers for option in options_of(number)}
+    assert chosen == {*REDUCTIONS, *CLIPPING, *PRECISIONS}
 
 
 @pytest.mark.slow
