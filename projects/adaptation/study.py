@@ -33,6 +33,7 @@ WAYS = {
     "biases and norms": [FREE, 'backbone.lora={rank: 0, train: ["*.bias", "*norm*"]}'],
     "all weights, preserved": [],
     "from scratch": [FREE, "init.backbone=null", "optimizer.lr=1e-3", "optimizer.groups=[]"],
+    "a rate of 0.01": [FREE, "optimizer.lr=0.01", "optimizer.groups=[]"],
     "harm: a rate of 0.1": [FREE, "optimizer.lr=0.1", "optimizer.groups=[]"],
 }
 """Ways to continue: words of `selftask adapt`."""

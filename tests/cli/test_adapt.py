@@ -152,12 +152,10 @@ def test_a_resumed_run_keeps_its_choices(
     assert "backbone.lora={rank: 8}: all weights need" in capfd.readouterr().out
     assert adapted(start, out, *short) == 0
     printed = capfd.readouterr().out
-    assert f"adapt: resumes {out} with the choices that it began with" in printed
+    assert "adapt: backbone.lora={rank: 8" in printed and "as the run began" in printed
     assert "all weights need" not in printed and "cosine of the features" in printed
     saved = load_config(str(out / "config.yaml"), [])
     assert saved.backbone.lora is not None and saved.optimizer.lr.base == 1e-3
-    assert adapted(f"{start}@30", out, *short) == 2  # other weights to start from: not resumed
-    assert "holds another run than the one asked for" in capfd.readouterr().err
 
 
 @pytest.mark.slow

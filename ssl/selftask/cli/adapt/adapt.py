@@ -39,6 +39,9 @@ If they are worse, export/ has the best ones, which may be those of the start.
 The same command again resumes a run with the choices it began with. More: docs/how-to-continue.md.
 {VERBOSITY}"""
 
+_BY_MEMORY = ("backbone.lora", "train.batch_size", "train.accumulate", "train.step")
+"""Keys that free memory decides."""
+
 
 def main(argv: list[str]) -> int:
     """Choose, train, and compare the result with the start."""
@@ -60,14 +63,13 @@ def main(argv: list[str]) -> int:
 def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
     """Print the choices for a model and its images; return the recipe and all overrides.
 
-    The recipe of a run to resume is its config, since free memory may now lead to other choices.
+    A run to resume keeps its choices, since free memory may now lead to others.
 
     Raises:
         UserError: If there is no such model or there are no images, or if its architecture is the
             user's code and ``trust=true`` is not given.
     """
     from selftask.config.compose.overrides import import_plugins
-    from selftask.config.load import load_config
     from selftask.models.weights.address import NONE, PRETRAINED, check_model
     from selftask.plan.assumptions import take_assumptions
 
@@ -90,25 +92,9 @@ def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
     recipe = f"{method}/images"
     sides = choices.choose_side(facts)
     fixed = _words([*_of_model(address, start, facts, recipe), *sides], keys)
-    config = load_config(recipe, [*fixed, *words])
-    if _resumes(config, words):
-        saved = str(config.out_folder / "config.yaml")
-        print(f"adapt: resumes {config.out} with the choices that it began with ({saved})")
-        return saved, words
     print(f"adapt: {recipe}: {reason}")
     chosen = _chosen(sides, recipe, [*fixed, *words], keys, assumptions)
     return recipe, [*fixed, *chosen, *words]
-
-
-def _resumes(config: Config, words: list[str]) -> bool:
-    """Return whether ``out`` has a run to resume that continues the same model."""
-    from selftask.config.load import load_config
-    from selftask.run.compatibility import resumes
-
-    if not resumes(config, config.out_folder):
-        return False
-    saved = load_config(str(config.out_folder / "config.yaml"), words)
-    return (saved.init.backbone, saved.method.name) == (config.init.backbone, config.method.name)
 
 
 def _of_model(address: str, start: str, facts: dict[str, Any], recipe: str) -> Iterator[Choice]:
@@ -136,8 +122,12 @@ def _chosen(
     """Print all choices; return the words of those that the user has not overridden."""
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import open_data
+    from selftask.run.compatibility import resumes
 
     config = load_config(recipe, words)
+    saved = None
+    if resumes(config, config.out_folder):
+        saved = load_config(str(config.out_folder / "config.yaml"), []).to_dict()
     sources = open_data(config.data)
     num_images = len(sources.train)
     batch = choices.BATCH
@@ -151,22 +141,38 @@ def _chosen(
     if recipe.startswith("dinov3"):
         for name in ("gram_start", "gram_copy", "gram_renewals"):
             made.append(Choice(f"method.{name}", 0, "the start is the Gram teacher"))
-    if not any(word.startswith("backbone.lora") for word in words):
+    if saved is not None:
+        made = _kept([*made, *(Choice(key, None, "") for key in _BY_MEMORY)], saved)
+    elif not any(word.startswith("backbone.lora") for word in words):
         parts = _trained_part(recipe, [*_words(made, keys), *words], keys, assumptions)
         made = [one for one in made if one.key not in {part.key for part in parts}] + parts
     config = load_config(recipe, [*_words(made, keys), *words])  # with the user's batch and LoRA
-    made += choices.choose_schedule(
+    schedule = choices.choose_schedule(
         num_images,
         config.train.batch_size * config.train.accumulate,
         is_small=config.backbone.lora is not None,
         has_layers=patch_size(config.backbone) is not None,
     )
+    made += schedule if saved is None else _kept(schedule, saved)
     for choice in (*sides, *made):
         typed = " (overridden)" if _is_typed(choice.key, keys) else ""
         print(f"adapt: {choice.key}={flow(choice.value)}: {choice.reason}{typed}")
     if not _has_labels(sources):
         print("adapt: without labels in both data and data.val nothing measures what is learned")
     return _words(made, keys)
+
+
+def _kept(made: Iterable[Choice], saved: dict[str, Any]) -> list[Choice]:
+    """Return the choices that a run's config has, with its values."""
+    kept = {}
+    for choice in made:
+        *sections, name = choice.key.split(".")
+        values: Any = saved
+        for section in sections:
+            values = values.get(section) or {}
+        if name in values:
+            kept[choice.key] = Choice(choice.key, values[name], "as the run began")
+    return list(kept.values())
 
 
 def _trained_part(recipe: str, words: list[str], keys: set[str], assumptions: Any) -> list[Choice]:
