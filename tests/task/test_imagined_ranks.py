@@ -48,8 +48,8 @@ COMMON = (
 )
 FIRST = 3  # step from 0; the first ones create constants, and DDP builds its buckets again
 OVERFLOW = "in unscale_: if all_reduce_sum(overflow).item()"  # float16: a step may be skipped
-# one method of each way of exchange, on ranks of their own; together all options
-GROUPS = (("simclr", "moco", "swav", "ijepa"), ("dino", "vicreg", "twist", "supervised"))
+# one of each way of exchange; together they have all options
+ON_TWO_RANKS = ("simclr", "moco", "dino", "swav", "vicreg", "supervised")
 
 
 def trained(method: str, folder: Path, *more: str, steps: int = 5, plant: Any = None) -> list[str]:
@@ -87,27 +87,18 @@ def options_of(number: int) -> list[str]:
     ]
 
 
-def group_trained(methods: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    """Train several methods, one after the other; return waits and races, if any."""
+def group_trained(folder: Path) -> dict[str, Any]:
+    """Train methods, one after the other; return waits and races, if any."""
     problems = {}
-    for method in methods:
-        number = METHODS.names().index(method)
+    for number, method in enumerate(ON_TWO_RANKS):
         labels = OF_LABELS if method == "supervised" else ()
-        options = options_of(number)
-        problems[method] = trained(method, folder, *options, *HOOKS, *labels)
+        problems[method] = trained(method, folder, *options_of(number), *HOOKS, *labels)
     return {method: waits for method, waits in problems.items() if waits}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", GROUPS, ids=",".join)
-def test_methods_on_two_ranks(group: tuple[str, ...], tmp_path: Path) -> None:
-    assert run_ranks(group_trained, 2, group, tmp_path) == [{}, {}]
-
-
-def test_groups_have_all_options() -> None:
-    numbers = [METHODS.names().index(method) for group in GROUPS for method in group]
-    chosen = {option.partition("=")[2] for number in numbers for option in options_of(number)}
-    assert chosen == {*REDUCTIONS, *CLIPPING, *PRECISIONS}
+def test_methods_on_two_ranks(tmp_path: Path) -> None:
+    assert run_ranks(group_trained, 2, tmp_path) == [{}, {}]
 
 
 @pytest.mark.slow
@@ -200,19 +191,8 @@ def test_planted_waits_are_seen(fault: str, tmp_path: Path) -> None:
     assert all(LINES[fault] in wait for wait in waits)
 
 
-def ranks_with_cpu_tensor(folder: Path) -> str:
-    """Train with a loss that reduces a tensor of the CPU; return the error."""
-    with pytest.MonkeyPatch.context() as patch:
-        _loss_then(patch, lambda output: dist.all_reduce(torch.ones(3)))
-        try:
-            trained("moco", folder, plant=None)
-        except MixedDevices as error:
-            return str(error)
-    return ""
-
-
 def exchanged() -> list[str]:
-    """Races of a reduction that is waited for, of one that is not, and of a late wait."""
+    """Races of a reduction that is waited for and of one that is not, values, and an error."""
     numbers = []
     join_world(read_world(), torch.device(NAME, 0))
     for wait in (True, False):
@@ -223,13 +203,14 @@ def exchanged() -> list[str]:
                 work.wait()
             x += 1
         numbers.append(" ".join(device.races))
-    return [*numbers, str(x.values.tolist())]
+    with pytest.raises(MixedDevices) as error:
+        dist.all_reduce(torch.ones(3))
+    return [*numbers, str(x.values.tolist()), str(error.value)]
 
 
 @pytest.mark.slow
-def test_collectives_refuse_the_cpu_and_have_a_stream(tmp_path: Path) -> None:
-    for error in run_ranks(ranks_with_cpu_tensor, 2, tmp_path):
-        assert "dist.all_reduce(torch.ones(3))" in error and "on the CPU" in error
-    for fine, race, values in run_ranks(exchanged, 2):
+def test_collectives_refuse_the_cpu_and_have_a_stream() -> None:
+    for fine, race, values, error in run_ranks(exchanged, 2):
         assert (fine, values) == ("", "[3.0, 3.0, 3.0]")
         assert race.endswith("no wait_event") and "x += 1" in race
+        assert "dist.all_reduce(torch.ones(3))" in error and "on the CPU" in error
