@@ -31,8 +31,8 @@ class MACL(BatchContrast):
 
     Differs from the authors' code:
 
-    * The agreement is averaged over the images of all ranks. The code was not
-      available: default values are those of lightly.
+    * The agreement is averaged over the images of all ranks. The authors' code was not
+      available; it is compared with lightly's.
     """
 
     paper = (

@@ -32,7 +32,7 @@ class NNCLR(Method):
 
     Differs from the authors' code:
 
-    * The code was not available: default values are those of solo-learn, for one process.
+    * The authors' code was not available; it is compared with solo-learn's.
     """
 
     paper = (

@@ -30,8 +30,8 @@ class TiCo(EMATeacher):
 
     Differs from the authors' code:
 
-    * The covariance is over the images of all ranks, and is saved and resumed. The code was not
-      available: default values are those of lightly, which does not save the covariance.
+    * The covariance is over the images of all ranks, and is saved and resumed. The authors' code
+      was not available; it is compared with lightly's, which does not save the covariance.
     """
 
     paper = (
