@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import imagined_device
-from gpu import acceptance
+from gpu import acceptance, throughput
 from gpu.rows import Setting, Sizes
 from imagined_device import NAME, ImaginedDevice, in_process
 from selftask.registry import METHODS
@@ -102,18 +102,21 @@ TINY = Sizes(
     more=("train.threads=1", f"views.main.transforms={BATCH_FORMS}"),
     assumed=("classes=10", "side=32"),
     compiler="eager",
-    reductions=("manual",),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "check", ["speed", "loader", "bare_loop", "precision", "compile", "races", "ranks"]
-)
-def test_what_cannot_be_imagined_runs_on_the_cpu(check: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("check", ["speed", "loader", "bare_loop", "precision", "compile"])
+def test_what_cannot_be_imagined_runs_on_the_cpu(
+    check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Figures of speed are not compared: they are those of a tiny network on a busy machine."""
-    setting = Setting("cpu", ["simclr"], tmp_path, nullcontext, ranks=2, sizes=TINY)
+    ends = ("float32", "float16")  # of the ladder
+    monkeypatch.setattr(
+        throughput, "PRECISIONS", {name: throughput.PRECISIONS[name] for name in ends}
+    )
+    setting = Setting("cpu", ["simclr"], tmp_path, nullcontext, sizes=TINY)
     results = acceptance.run(setting, [check])
     assert results and all(result.case != "stopped" for result in results), results
-    if check in ("compile", "races", "ranks"):
+    if check == "compile":
         assert all(result.passed for result in results), results

@@ -39,7 +39,6 @@ class Sizes:
     more: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ("classes=1000",)  # words of a plan
     compiler: str = "inductor"
-    reductions: tuple[str, ...] = ("manual", "ddp", "fsdp")
 
 
 @dataclass(frozen=True)
