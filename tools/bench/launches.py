@@ -47,7 +47,7 @@ from selftask.errors import UserError  # noqa: E402
 from selftask.registry import METHODS  # noqa: E402
 from selftask.task import Task  # noqa: E402
 
-NETWORKS = {"resnet50": "resnet50", "vit_small": "{name: vit_small, patch_size: 4}"}
+NETWORKS = {"resnet50": "resnet50", "vit_small": "{name: vit_small, patch_size: 4, img_size: 32}"}
 BOUND = 150  # launches a step
 STEP = 3  # the counted one
 _TENSORS = (110, 64, 48, 36, 30)  # of a list in one launch, by the number of lists
