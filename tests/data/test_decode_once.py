@@ -47,11 +47,11 @@ def all_of(source: Source) -> list[Any]:
     results: list[Any] = []
     for index in range(len(source)):
         try:
-            picture, label = source[index]
+            image, label = source[index]
         except BadImage as error:
             results.append((error.path, error.reason))
         else:
-            results.append((picture.shape, picture.tobytes(), label))
+            results.append((image.shape, image.tobytes(), label))
     return results
 
 

@@ -180,9 +180,10 @@ def idle_on_the_host(rank: int) -> list[list[float] | None]:
 
 
 def test_the_host_waits_for_no_device_because_of_an_idle_parameter(
-    told: list[dict[str, Any]],
+    rank_results: list[dict[str, Any]],
 ) -> None:
-    assert [of_rank["idle_on_the_host"] for of_rank in told] == [[None, None, [0.5, 0.5]]] * 2
+    gradients = [of_rank["idle_on_the_host"] for of_rank in rank_results]
+    assert gradients == [[None, None, [0.5, 0.5]]] * 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,9 +18,6 @@ from selftask.methods.families.batch_contrast import BatchContrast
 from selftask.models.losses.contrast import positives_and_negatives
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("dcl")
@@ -44,9 +40,6 @@ class DCL(BatchContrast):
         """Temperature of the weights of positives (DCLW, eq. 6): those of less similar views count
         more; 0.5 in the paper. null: DCL, where all weigh the same.
         """
-
-    def setup(self, task: Task) -> None:
-        self.num_negatives = 2 * (task.length.batch_size - 1)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return the mean of eq. 5, or of eq. 6, over images and views; ``output`` (2, B, D)."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from selftask.methods.families.batch_contrast import BatchContrast
 from selftask.models.losses.contrast import positives_and_negatives
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("hcl")
@@ -45,9 +41,6 @@ class HCL(BatchContrast):
         """Probability that a negative is of the image's own class, tau+; 0.1 for ten classes."""
         hardness: float = setting(1.0, min=0)
         """Concentration of negatives on similar images, beta; 0: all weigh the same."""
-
-    def setup(self, task: Task) -> None:
-        self.num_negatives = 2 * (task.length.batch_size - 1)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return eq. 5, a mean over images and views; ``output`` (2, B, D)."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +19,6 @@ from selftask.methods.families.batch_contrast import BatchContrast
 from selftask.models.losses.contrast import positives_and_negatives
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("macl")
@@ -47,9 +43,6 @@ class MACL(BatchContrast):
         """Relative rise of the temperature with the agreement, alpha."""
         agreement_start: float = setting(0.0, min=-1, max=1)
         """Agreement, the mean cosine of positives, at which ``temperature`` holds; A_0."""
-
-    def setup(self, task: Task) -> None:
-        self.num_negatives = 2 * (task.length.batch_size - 1)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return the weighted loss, a mean over images and views; ``output`` (2, B, D)."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +14,10 @@ from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.config.schema import num_views
 from selftask.methods.families.batch_contrast import BatchContrast
 from selftask.models.losses.contrast import view_cosines
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("simclr")
@@ -52,10 +47,6 @@ class SimCLR(BatchContrast):
         """
         scale: float = setting(1.0, above=0)
         """Factor of the whole loss; 2 in the paper's code, which sums both directions."""
-
-    def setup(self, task: Task) -> None:
-        views = sum(num_views(task.config.views).values())
-        self.num_negatives = views * (task.length.batch_size - 1)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return eq. 1 averaged over all pairs of views; ``output`` (V, B, D)."""

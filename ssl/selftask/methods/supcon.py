@@ -54,8 +54,9 @@ class SupCon(BatchContrast):
         """
 
     def setup(self, task: Task) -> None:
+        super().setup(task)
         views = sum(num_views(task.config.views).values())
-        self.num_others = views * task.length.batch_size - 1
+        self.num_others = self.num_negatives + views - 1
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return the mean over images and views; ``output`` (V, B, D)."""

@@ -6,13 +6,17 @@ B: images per rank, W: ranks, E: features of the backbone, D: width of the head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
 from selftask.config.fields import setting
+from selftask.config.schema import num_views
 from selftask.methods.base import Method, NumViews
 from selftask.models.heads import mlp
+
+if TYPE_CHECKING:
+    from selftask.task import Task
 
 
 class BatchContrast(Method):
@@ -46,3 +50,7 @@ class BatchContrast(Method):
         if norm:
             head[-1].bias.requires_grad_(False)  # stays 0
         return head
+
+    def setup(self, task: Task) -> None:
+        views = sum(num_views(task.config.views).values())
+        self.num_negatives = views * (task.length.batch_size - 1)
