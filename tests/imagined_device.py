@@ -189,6 +189,8 @@ def _process() -> ProcessPoolExecutor:
 def _start() -> None:
     torch.set_num_threads(1)
     _register()
+    patched: Any = Tensor  # threads that load images have no dispatch mode
+    patched.pin_memory, patched.is_pinned = _pin, _is_pinned
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -234,7 +236,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(wrapped, out)
 
 
-def _pin(tensor: Tensor) -> Tensor:
+def _pin(tensor: Tensor, device: Any = None) -> Tensor:
     """Return a copy in page-locked memory."""
     pinned = tensor.clone()
     storage = pinned.untyped_storage()
@@ -242,7 +244,7 @@ def _pin(tensor: Tensor) -> Tensor:
     return pinned
 
 
-def _is_pinned(tensor: Tensor) -> bool:
+def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
     return tensor.untyped_storage()._cdata in _pinned
 
 

@@ -124,6 +124,8 @@ class Batches:
         """Stop the workers."""
         if self._reader is not None:
             self._reader.close()
+        if self._ahead is not None:
+            self._ahead.close()
         self._reader = self._ahead = None
 
 

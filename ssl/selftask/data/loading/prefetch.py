@@ -42,6 +42,13 @@ class Prefetcher:
         self._made = self._make_one()
         return batch
 
+    def close(self) -> None:
+        """Drop the batch made ahead; the current stream waits until its images have been read."""
+        _, done = self._made or (None, None)
+        if done is not None:
+            accelerator.current_stream(self._device).wait_event(done)
+        self._made = None
+
     def _make_one(self) -> tuple[Batch | UserError, Any]:
         try:
             with accelerator.on_stream(self._stream, self._device):

@@ -86,7 +86,8 @@ class TimmViT(Adapter):
 
     def _block_options(self, grid: Grid, request: Request) -> Iterator[dict[str, Any]]:
         """Yield the keyword arguments of each block, for images of ``grid``."""
-        padding, keywords = request.padding, dict[str, Any]()
+        padding = request.padding
+        keywords: dict[str, Any] = {}
         if padding is not None:
             keywords["attn_mask"] = attention_mask(padding, self.vit.num_prefix_tokens)
         return repeat(keywords, self.num_layers)
