@@ -18,7 +18,7 @@ PAGE = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
 FILES = {name: text for text, name in re.findall(r"```\w+\n(# (\S+)\n.*?)```", PAGE, re.DOTALL)}
 METHODS = (
     *("smallest", "my_nnclr", "slow", "painter", "gram", "tokens"),
-    *("steady", "rotation"),
+    *("steady", "my_rotation"),
 )
 LONGEST = 60  # lines of a method's file
 

@@ -145,7 +145,7 @@ def test_clips_are_slow_and_steady(example: Callable[[str], ModuleType]) -> None
 
 
 def test_rotations_are_classes(example: Callable[[str], ModuleType]) -> None:
-    task = MiniTask(example("rotation").Rotation, {}, sizes=(8,))
+    task = MiniTask(example("my_rotation").MyRotation, {}, sizes=(8,))
     task.run(1)
     images = task.views[0][:8]
     for turns, view in enumerate(task.last_batch.input):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from selftask.config.schema import FrozenModule
-from selftask.data.transforms.normalize import Normalize
+from selftask.data.transforms.normalize import moments_of
 from selftask.errors import UserError
 from selftask.logs import get_logger
 from selftask.models.weights.frozen import Frozen
@@ -84,17 +84,14 @@ def _named(key: str, module: FrozenModule, build: Callable[[], T]) -> T:
 
 
 def _compare_normalization(trained: TrainedNetwork, key: str, task: Task) -> None:
-    moments = []
     shown = [transform.to_dict() for transform in task.config.eval.transforms]
-    for transforms in (trained.transforms, shown):
-        normalizations = [t for t in transforms if t["name"] == "normalize"]
-        if not normalizations:
-            return
-        args = {name: value for name, value in normalizations[-1].items() if name != "name"}
-        moments.append(Normalize(**args).moments(trained.channels))
-    (mean, std), (our_mean, our_std) = moments
+    theirs = moments_of(trained.transforms, trained.channels)
+    ours = moments_of(shown, trained.channels)
+    if theirs is None or ours is None:
+        return
+    (mean, std), (our_mean, our_std) = theirs, ours
     pairs = zip((*mean, *std), (*our_mean, *our_std), strict=True)
-    if any(abs(theirs - ours) > 1e-3 for theirs, ours in pairs):
+    if any(abs(first - second) > 1e-3 for first, second in pairs):
         log.warning(
             "%s: it was trained on images with mean %s and std %s, and the views have %s and %s; "
             "set views and eval.transforms to its own",

@@ -113,17 +113,20 @@ class MAE(MaskedPatches):
         """
         (images,) = batch.all_views
         patches = patchify(images, self.patch_size)  # (B, N, P)
-        painted, masked = to_float32(output.prediction[:, 0]), batch["mask"].asked[:, 0]
+        keep, asked = batch["mask"].keep, batch["mask"].asked[:, 0]
+        painted = to_float32(output.prediction[:, 0])
         if self.config.normalize_pixels:
-            true = gather_tokens(patches, masked)
+            true = gather_tokens(patches, asked)
             variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
             painted = painted * (variance + 1e-6).sqrt() + mean
-        index = masked[..., None].expand_as(painted)
+        kept = gather_tokens(patches, keep)
+        masked = torch.zeros_like(patches).scatter(1, keep[..., None].expand_as(kept), kept)
+        filled = masked.scatter(1, asked[..., None].expand_as(painted), painted)
         grid = (images.shape[2] // self.patch_size, images.shape[3] // self.patch_size)
         return {
             "image": images,
-            "masked": unpatchify(patches.scatter(1, index, 0.0), grid, self.patch_size),
-            "reconstruction": unpatchify(patches.scatter(1, index, painted), grid, self.patch_size),
+            "masked": unpatchify(masked, grid, self.patch_size),
+            "reconstruction": unpatchify(filled, grid, self.patch_size),
         }
 
     @property

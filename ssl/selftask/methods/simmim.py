@@ -19,6 +19,7 @@ from selftask.methods.families.masked_patches import MaskedNetwork, MaskedPatche
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid
+from selftask.models.heads import pixel_decoder
 from selftask.models.masks import hide_patches, random_mask
 from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
@@ -53,11 +54,8 @@ class SimMIM(MaskedPatches):
         """Return the backbone with a 1 x 1 convolution to the pixels of each location."""
         self.adapter = adapter_of(backbone)
         self.check_grid(self.adapter.built_grid)
-        stride = self.adapter.stride
-        channels = task.data_module.channels * stride**2
-        decoder = nn.Sequential(
-            nn.Conv2d(embed_dim(backbone), channels, 1), nn.PixelShuffle(stride)
-        )
+        channels, stride = task.data_module.channels, self.adapter.stride
+        decoder = pixel_decoder(embed_dim(backbone), channels, stride)
         return MaskedNetwork(backbone, decoder, takes_map=True)
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:

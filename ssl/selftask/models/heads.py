@@ -59,6 +59,11 @@ def mlp(
     return nn.Sequential(*layers)
 
 
+def pixel_decoder(embed_dim: int, channels: int, stride: int) -> nn.Sequential:
+    """Build a linear layer from a map (B, E, h, w) to pixels (B, C, stride * h, stride * w)."""
+    return nn.Sequential(nn.Conv2d(embed_dim, channels * stride**2, 1), nn.PixelShuffle(stride))
+
+
 class ProjectorPredictor(nn.Module):
     """A projector followed by a predictor; returns both outputs.
 

@@ -122,6 +122,14 @@ class Network(nn.Module):
         return {**self.__dict__, "_passes": []}
 
 
+class MapNetwork(Network):
+    """Head of a feature map: images (B, C, H, W) -> ``head(map)``, for a map (B, E, h, w)."""
+
+    def forward(self, images: Tensor) -> PatchOutput:  # type: ignore[override]
+        features = self.extract(images)
+        return PatchOutput(self.head(features.tokens.map), features)
+
+
 def forward_by_size(backbone: nn.Module, views: Sequence[Tensor]) -> Tensor:
     """Run ``backbone`` once for each size of views; return features (V*B, E) in view order.
 

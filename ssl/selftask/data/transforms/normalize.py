@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,3 +66,19 @@ class Normalize:
         mean, std = self.moments(channels)
         center, width = np.array(mean, dtype=np.float64), np.array(std, dtype=np.float64)
         return (1 / (255 * width)).astype(np.float32), (-center / width).astype(np.float32)
+
+
+def moments_of(
+    transforms: Sequence[Mapping[str, Any]], channels: int
+) -> tuple[list[float], list[float]] | None:
+    """Return mean and standard deviation of the last ``normalize``; None if there is none.
+
+    Args:
+        transforms: Transforms with their arguments, as in a recipe.
+        channels: Number of channels of the images.
+    """
+    for transform in reversed(transforms):
+        if transform["name"] == "normalize":
+            args = {name: value for name, value in transform.items() if name != "name"}
+            return Normalize(**args).moments(channels)
+    return None

@@ -1,0 +1,99 @@
+"""CrossMAE: MAE whose decoder attends to the encoded patches alone.
+
+B: images per rank, N: patches of an image, K kept and Q predicted ones, E: width of the backbone,
+T: its prefix tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.errors import UserError
+from selftask.methods.families.masked_patches import Kept
+from selftask.methods.mae import MAE, initialize
+from selftask.models.build import embed_dim
+from selftask.models.cross_predictor import CrossPredictor
+from selftask.models.features.extract import adapter_of
+from selftask.models.features.tokens import Grid
+from selftask.models.network import Network, PatchOutput
+from selftask.models.patch_predictor import fix_sincos_positions
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("crossmae")
+class CrossMAE(MAE):
+    """CrossMAE (arXiv:2401.14391): MAE that predicts a part of the masked patches, each by itself.
+
+    Differs from the authors' code:
+
+    * The decoder does not read the patch embeddings before the first block, and reads the last
+      layer after the final norm, which is thus trained.
+    """
+
+    paper = "Fu et al., Rethinking Patch Dependence for Masked Autoencoders, TMLR 2025"
+    requires = ("subset", "hidden")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MAE.Config):
+        predicted_ratio: float = setting(0.25, above=0, max=1)
+        """Share of all patches that are predicted, of the masked ones."""
+        decoder_depth: int = setting(12, min=1, tiny=1)
+        """Blocks of the decoder."""
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Build the network with fixed positions, and MAE's initial weights unless loaded."""
+        config, adapter = self.config, adapter_of(backbone)
+        grid = adapter.built_grid
+        self.num_predicted(grid)
+        self.patch_size = adapter.patch_size[0]
+        decoder = CrossPredictor(
+            embed_dim(backbone),
+            grid,
+            adapter.num_layers,
+            dim=config.decoder_dim,
+            depth=config.decoder_depth,
+            num_heads=config.decoder_heads,
+            num_out=task.data_module.channels * self.patch_size**2,
+        )
+        initialize(decoder)
+        if task.config.init.backbone is None:
+            fix_sincos_positions(backbone)
+            initialize(backbone)
+        return CrossNetwork(backbone, decoder)
+
+    def num_predicted(self, grid: Grid) -> int:
+        """Return the number of predicted patches. Raise UserError if it is none or too large."""
+        num_patches = grid[0] * grid[1]
+        predicted = int(num_patches * self.config.predicted_ratio)
+        masked = num_patches - self.num_kept(grid)
+        if not 0 < predicted <= masked:
+            raise UserError(
+                f"method.predicted_ratio={self.config.predicted_ratio} is {predicted} of "
+                f"{num_patches} patches, and {masked} are masked; 1 to {masked} can be predicted"
+            )
+        return predicted
+
+    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
+        """Keep patches as MAE does, and predict the first of the others, in random order."""
+        kept = super().draw_mask(seed, key, grid)
+        return kept._replace(asked=kept.asked[..., : self.num_predicted(grid)])
+
+
+class CrossNetwork(Network):
+    """Encoder of some patches, and a decoder that predicts others: (B, 1, Q, outputs)."""
+
+    def forward(self, inputs: tuple[Tensor, Kept]) -> PatchOutput:  # type: ignore[override]
+        images, mask = inputs
+        adapter = adapter_of(self.backbone)
+        inner = range(adapter.num_layers - 1)
+        features = self.extract(images, keep=mask.keep, layers=inner)
+        layers = [*(features.hidden[number].sequence for number in inner), features.tokens.sequence]
+        predicted = self.head(layers, mask.asked[:, 0], adapter.grid(*images.shape[-2:]))
+        return PatchOutput(predicted[:, None], features, mask)

@@ -1,0 +1,115 @@
+"""MFM: remove the high or the low frequencies of an image, and predict them.
+
+B: images per rank, C: channels, H, W: size of the images in pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.data.transforms.normalize import moments_of
+from selftask.errors import UserError
+from selftask.methods.base import Method
+from selftask.models.build import embed_dim
+from selftask.models.features.extract import adapter_of
+from selftask.models.heads import pixel_decoder
+from selftask.models.network import MapNetwork, PatchOutput
+from selftask.models.precision import to_float32
+from selftask.random.keyed import uniform
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("mfm")
+class MFM(Method):
+    """MFM (arXiv:2206.07706): predicts the frequencies that were removed from an image."""
+
+    paper = (
+        "Xie et al., Masked Frequency Modeling for Self-Supervised Visual Pre-Training, ICLR 2023"
+    )
+    loss_reduction = "samples"
+    sample_dim = 0
+    views = 1
+    requires = ("dense",)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        radius: int = setting(16, min=1, tiny=4)
+        """Frequencies below it are low, in periods per image."""
+        low_share: float = setting(0.5, min=0, max=1)
+        """Share of the images of which the low frequencies remain; of others the high ones do."""
+
+    mean: Tensor  # (C, 1, 1), of the views' normalization
+    std: Tensor
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Return the backbone with a linear layer to the pixels of each location."""
+        channels = task.data_module.channels
+        (group,) = (group for group in task.config.views.values() if group.count)
+        moments = moments_of([part.to_dict() for part in group.transforms], channels)
+        if moments is None:
+            raise UserError("views: mfm changes pixels in [0, 1]; end the transforms by normalize")
+        for name, values in zip(("mean", "std"), moments, strict=True):
+            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
+        stride = adapter_of(backbone).stride
+        return MapNetwork(backbone, pixel_decoder(embed_dim(backbone), channels, stride))
+
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        (images,) = batch.all_views
+        key = batch.key.to(images.device, non_blocking=True)
+        is_low = uniform(task.config.train.seed, key, 1)[:, 0] < self.config.low_share
+        disc = low_frequencies(images.shape[-2:], self.config.radius, images.device)
+        batch["removed"] = disc ^ is_low[:, None, None]  # (B, H, W)
+        filtered = remove(images * self.std + self.mean, batch["removed"])
+        batch.input = (filtered - self.mean) / self.std
+
+    def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
+        """Return the distance of the removed frequencies of prediction and image (eq. 4)."""
+        (images,) = batch.all_views
+        return frequency_distance(to_float32(output.prediction), images, batch["removed"])
+
+    def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
+        """Return the image, its remaining frequencies, and the prediction."""
+        (images,) = batch.all_views
+        return {"image": images, "filtered": batch.input, "prediction": output.prediction}
+
+
+def low_frequencies(size: tuple[int, int], radius: int, device: torch.device) -> Tensor:
+    """Return True for frequencies in a disc around 0, (H, W), in the order of ``torch.fft``."""
+    squares = [(torch.fft.fftfreq(n, device=device) * n).round().square() for n in size]
+    return squares[0][:, None] + squares[1] < radius**2
+
+
+def remove(pixels: Tensor, removed: Tensor) -> Tensor:
+    """Set frequencies to zero, and clamp to [0, 1].
+
+    Args:
+        pixels: (B, C, H, W), in [0, 1].
+        removed: (B, H, W) bool, True for frequencies to remove.
+    """
+    spectrum = torch.fft.fft2(to_float32(pixels)).masked_fill(removed[:, None], 0.0)
+    return torch.fft.ifft2(spectrum).real.clamp(0, 1)
+
+
+def frequency_distance(predicted: Tensor, images: Tensor, removed: Tensor) -> Tensor:
+    """Return the mean Euclidean distance of removed frequencies, complex numbers of an ortho FFT.
+
+    It is a mean over the removed frequencies and channels of an image, then over images.
+
+    Args:
+        predicted: (B, C, H, W).
+        images: (B, C, H, W).
+        removed: (B, H, W) bool.
+    """
+    difference = torch.fft.fft2(predicted - images, norm="ortho")
+    distance = (difference.real.square() + difference.imag.square() + 1e-12).sqrt()
+    of_image = (distance.mean(dim=1) * removed).sum(dim=(1, 2)) / removed.sum(dim=(1, 2))
+    return of_image.mean()

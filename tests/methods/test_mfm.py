@@ -1,0 +1,54 @@
+"""MFM against the figures of the authors' code, and a filter that keeps all frequencies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from figures import draw
+from selftask.methods.mfm import frequency_distance, low_frequencies, remove
+
+RADIUS, SIDE = 4, 16
+MEAN = torch.tensor([0.485, 0.456, 0.406], dtype=torch.float64)[:, None, None]
+STD = torch.tensor([0.229, 0.224, 0.225], dtype=torch.float64)[:, None, None]
+# seeds 0 and 500: norm of the filtered images, loss, norm of its gradient
+LOW = [
+    (28.095108438299242, 1.2160495737858859, 0.019873215796970177),
+    (27.83623561152938, 1.2511135919724325, 0.019873215837898986),
+]
+HIGH = [
+    (7.430471979176993, 1.3113100284365593, 0.04303314693090912),
+    (7.394934611053717, 1.1905901410651427, 0.043033146877880575),
+]
+
+
+def test_the_disc_of_low_frequencies() -> None:
+    disc = low_frequencies((SIDE, SIDE), RADIUS, torch.device("cpu"))
+    assert disc.sum() == 45
+    assert bool(disc[0, 0])
+    assert bool(disc[-3, 2])  # 9 + 4 < 16
+    assert not disc[4, 0]
+
+
+@pytest.mark.parametrize("case", [0, 1])
+@pytest.mark.parametrize("figures", [LOW, HIGH], ids=["low", "high"])
+def test_filter_and_loss_are_those_of_the_authors(figures: list, case: int) -> None:
+    seed = 500 * case
+    pixels = draw(seed, 4, 3, SIDE, SIDE).sigmoid()
+    disc = low_frequencies((SIDE, SIDE), RADIUS, pixels.device)
+    removed = (disc if figures is HIGH else ~disc).expand(4, -1, -1)
+    predicted = draw(seed + 5, 4, 3, SIDE, SIDE).requires_grad_()
+    loss = frequency_distance(predicted, (pixels - MEAN) / STD, removed)
+    (gradient,) = torch.autograd.grad(loss, predicted)
+    computed = (remove(pixels, removed).norm().item(), loss.item(), gradient.norm().item())
+    assert computed == pytest.approx(figures[case], rel=1e-5)  # float32 in the authors' FFT
+
+
+def test_both_parts_add_up_to_the_image() -> None:
+    """Without clamping: with values whose parts lie in [0, 1]."""
+    pixels = 0.5 + 0.01 * draw(0, 2, 3, SIDE, SIDE)
+    disc = low_frequencies((SIDE, SIDE), RADIUS, pixels.device).expand(2, -1, -1)
+    low = remove(pixels, ~disc)
+    high = torch.fft.ifft2(torch.fft.fft2(pixels).masked_fill(disc[:, None], 0.0)).real
+    assert torch.allclose(low + high, pixels, atol=1e-12)
+    assert frequency_distance(pixels, pixels, disc) == pytest.approx(1e-6)  # the root of 1e-12
