@@ -30,7 +30,7 @@ from selftask.methods.families.masked_patches import (
 from selftask.models.build import embed_dim
 from selftask.models.distillation.patch_targets import PatchTokenizer, TokenTargets
 from selftask.models.features.extract import adapter_of
-from selftask.models.features.tokens import Tokens, gather_tokens
+from selftask.models.features.tokens import gather_tokens
 from selftask.models.network import PatchOutput
 from selftask.models.patch_decoder import transformer_blocks
 from selftask.models.precision import to_float32
@@ -178,16 +178,9 @@ class BranchNetwork(HiddenPatchNetwork):
             images, mask=mask, mask_token=self.mask_token, layers=(self.layer, -1)
         )
         early, last = features.hidden.values()
-        states = self.norm(self.branch(torch.cat([class_token(last), early.patches], dim=1)))
+        states = self.norm(self.branch(torch.cat([last.class_token, early.patches], dim=1)))
         hidden = [gather_tokens(patches, indices) for patches in (features.patches, states[:, 1:])]
         return PatchOutput(self.head(torch.cat(hidden, dim=1)), features, mask)
-
-
-def class_token(tokens: Tokens) -> Tensor:
-    """Return the class token (B, 1, E), or the mean of the patches if there is none."""
-    if tokens.prefix.shape[1]:
-        return tokens.prefix[:, :1]
-    return tokens.patches.mean(dim=1, keepdim=True)
 
 
 def _cross_entropy(scores: Tensor, tokens: Tensor) -> Tensor:

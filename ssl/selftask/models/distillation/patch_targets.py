@@ -18,6 +18,19 @@ from selftask.models.precision import to_float32
 from selftask.models.weights.frozen import Frozen
 
 
+class PooledTeacher(Frozen):
+    """A frozen network that gives features of images.
+
+    Args:
+        backbone: Images (B, C, H, W) -> (B, D).
+        key: Key of the config that names it, for messages.
+    """
+
+    def on_grid(self, images: Tensor, grid: Grid | None) -> tuple[Tensor, ...]:
+        """Return pooled features (B, D)."""
+        return (to_float32(self(images)),)
+
+
 class PatchTeacher(Frozen):
     """A frozen backbone that gives features of patches.
 
@@ -37,14 +50,14 @@ class PatchTeacher(Frozen):
             )
         super().__init__(FeatureExtractor(backbone), key)
 
-    def on_grid(self, images: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    def on_grid(self, images: Tensor, grid: Grid | None) -> tuple[Tensor, ...]:
         """Return pooled features (B, D), and patches (B, h * w, D) interpolated to a grid."""
         features: Features = self(images)
         return to_float32(features.pooled), patches_on_grid(features, grid)
 
 
 @torch.no_grad()
-def patches_on_grid(features: Features, grid: Grid) -> Tensor:
+def patches_on_grid(features: Features, grid: Grid | None) -> Tensor:
     """Return the patches (B, h * w, D) of features, interpolated if they have another grid."""
     patches = to_float32(features.patches)
     if features.tokens.grid == grid:

@@ -41,6 +41,13 @@ class Tokens(NamedTuple):
         """Prefix tokens, then patches: (B, P + N, E)."""
         return torch.cat([self.prefix, self.patches], dim=1)
 
+    @property
+    def class_token(self) -> Tensor:
+        """The first prefix token (B, 1, E), or the mean of the patches if there is none."""
+        if self.prefix.shape[1]:
+            return self.prefix[:, :1]
+        return self.patches.mean(dim=1, keepdim=True)
+
 
 class Features(NamedTuple):
     """Result of ``extract``."""
