@@ -71,6 +71,7 @@ class Request:
     mask_token: Tensor | None = None
     keep: Tensor | None = None
     padding: Tensor | None = None
+    visible: Tensor | None = None
     layers: tuple[int, ...] = ()
 
     def given(self) -> dict[str, Any]:
