@@ -239,6 +239,7 @@ REDUCTIONS = {
 REQUIREMENTS = {
     "tokens": "patch tokens of a transformer",
     "subset": "patch tokens that can be left out",
+    "sparse": "convolutions that can leave out hidden patches",
     "dense": "dense feature maps",
     "hidden": "hidden layers",
     "labels": "labels",

@@ -18,7 +18,7 @@ from selftask.registry import BACKBONES, METHODS, REQUIREMENTS, TRANSFORMS, Regi
 
 Problem = tuple[Key, str]
 
-OF_BACKBONES = ("tokens", "subset", "dense", "hidden")
+OF_BACKBONES = ("tokens", "subset", "sparse", "dense", "hidden")
 """Requirements of the backbone; a backbone declares those that it meets in ``offers``."""
 
 
@@ -110,10 +110,13 @@ def of_backbone(config: Config, offered: Collection[str]) -> Iterator[str]:
     for word in OF_BACKBONES:
         if word in required(config.method.name) - {*offered}:
             fit = [name for name in BACKBONES if word in BACKBONES.declared(name, "offers", ())]
+            others = [name for name in METHODS if "sparse" in required(name)]
+            masks = word in ("tokens", "subset") and "sparse" in offered
+            more = f", or mask the patches of this one with {' or '.join(others)}" if masks else ""
             yield (
                 f"backbone: {config.method.name} needs {REQUIREMENTS[word]}, and "
                 f"{grid.title(config.backbone)} has none; take {', '.join(fit)} or one of "
-                "timm: and torchvision: that has them"
+                f"timm: and torchvision: that has them{more}"
             )
 
 

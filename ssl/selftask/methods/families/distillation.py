@@ -1,6 +1,6 @@
 """Methods whose student learns what a frozen teacher computes for the same views.
 
-V: views; B: images per rank; D: width of the teacher's output.
+V: views; B: images per rank; D: width of the teacher's output; K: length of a queue.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
+from selftask.models.feature_queue import FeatureQueue
 from selftask.models.network import Network
 from selftask.models.precision import to_float32
 from selftask.models.weights.frozen import Frozen
@@ -63,3 +66,49 @@ class Distillation(Method):
         """Compute the teacher's output ``batch["targets"]`` (V, B, D)."""
         batch = task.last_batch
         batch["targets"] = to_float32(self.teacher(batch.all_views))
+
+
+class QueueDistillation(Distillation):
+    """Method that compares images with ``self.queue``, the teacher's features of the latest images.
+
+    Teacher and student see the same view. Features are unit vectors, and are enqueued after the
+    step.
+    """
+
+    views = 1
+    learns_scores = False
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(Distillation.Config):
+        teacher: FrozenModule = trained_teacher(
+            "give a run, an exported backbone.pt, timm:NAME or package.module:Class"
+        )
+        """Backbone whose similarities between images are learned."""
+        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)
+        """Length of the queue, in images; K."""
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self.queue = FeatureQueue(self.config.queue_size, self.out_dim)
+
+    def on_forward(self, task: Task) -> None:
+        """Compute the teacher's unit vectors ``batch["targets"]`` (B, D)."""
+        super().on_forward(task)
+        batch = task.last_batch
+        batch["targets"] = F.normalize(batch["targets"][0], dim=1)
+        if task.train:
+            self.pending.append(self.rows(batch))
+
+    def queues(self) -> tuple[FeatureQueue, ...]:
+        """Return the queues, in the order of ``rows``."""
+        return (self.queue,)
+
+    def rows(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the features of a batch for each queue, (B, D)."""
+        return (batch["targets"],)
+
+    def on_update(self, task: Task) -> None:
+        """Replace the oldest features of each queue by those of this step."""
+        for rows in self.take_pending():
+            for queue, features in zip(self.queues(), rows, strict=True):
+                queue.update(features)

@@ -3,24 +3,29 @@
 Hidden patches are replaced by a mask token (``MaskedNetwork``, requires ``"tokens"``), or left out
 and predicted from the others (``KeptNetwork``, requires ``"subset"``).
 
-B: images per rank, N: patches of an image, K of them kept, in M groups of Q predicted, E: width.
+B: images per rank, N: patches of an image, K of them kept, in M groups of Q predicted, E: width; H:
+hidden patches of an image at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.config.fields import setting
 from selftask.distributed import accelerator
+from selftask.errors import UserError
 from selftask.methods.base import Method
+from selftask.models.block_mask import BlockMask
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
-from selftask.models.features.tokens import Grid
-from selftask.models.masks import hide_patches
+from selftask.models.features.tokens import Grid, gather_tokens
+from selftask.models.masks import hide_patches, padded_indices
 from selftask.models.network import Network, PatchOutput
 from selftask.models.patch_predictor import PatchPredictor, fix_sincos_positions
 
@@ -97,6 +102,86 @@ class MaskedNetwork(Network):
         features = self.extract(images, mask=mask.flatten(1), mask_token=self.mask_token)
         shown = features.tokens.map if self.takes_map else features.patches
         return PatchOutput(self.head(shown), features, mask)
+
+
+class BlockMaskedPatches(MaskedPatches):
+    """Method that hides blocks of patches, as BEiT does, and predicts something at these alone.
+
+    The network gets ``(images, mask, indices)``, and its head the hidden patches (B, H, E).
+    """
+
+    draws_on_host = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        mask_ratio: float = setting(0.4, above=0, below=1)
+        """Maximum share of masked patches."""
+        min_block: int = setting(16, min=1, tiny=2)
+        """Size of the smallest masked block, in patches."""
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Return a network that applies the head to the hidden patches."""
+        self.check_backbone(backbone)
+        self.check_grid(adapter_of(backbone).built_grid)
+        return HiddenPatchNetwork(backbone, self.build_head(embed_dim(backbone)))
+
+    @staticmethod
+    def check_backbone(backbone: nn.Module) -> None:
+        """Raise UserError unless each patch that can be masked has a token in the last layer."""
+        adapter = adapter_of(backbone)
+        if adapter.stride != adapter.patch_size[0]:
+            raise UserError(
+                f"backbone: a {type(backbone).__name__} merges the patches that are masked, and "
+                "the method predicts each of them; take a vision transformer"
+            )
+
+    def check_grid(self, grid: Grid) -> None:
+        """Raise UserError if ``min_block`` is too large."""
+        hidden, least = self.num_hidden(grid), self.config.min_block
+        if hidden < least:
+            raise UserError(
+                f"method.min_block={least} is more than the {hidden} patches that method.mask_ratio"
+                f"={self.config.mask_ratio} masks of {grid[0]}x{grid[1]}"
+            )
+
+    def num_hidden(self, grid: Grid) -> int:
+        """Return the maximum number of hidden patches, H."""
+        return int(self.config.mask_ratio * grid[0] * grid[1])
+
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        """Draw masks; ``batch["hidden"]`` are indices (B, H) and their padding (B, H)."""
+        super().prepare_batch(batch, task)
+        images, mask = batch.input
+        batch["grid"] = adapter_of(task.base_model.backbone).grid(*images.shape[-2:])
+        batch["hidden"] = padded_indices(mask, self.num_hidden(batch["grid"]))
+        batch.input = (images, mask, batch["hidden"][0])
+
+    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:
+        """Return BEiT's block masks, (B, N)."""
+        self.check_grid(grid)
+        least, size = self.config.min_block, grid[0] * grid[1]
+        sampler = BlockMask(grid, min_patches=least, max_patches=size)
+        return sampler.draw(seed, key, torch.full_like(key[:, 0], self.num_hidden(grid)))
+
+
+class HiddenPatchNetwork(MaskedNetwork):
+    """Backbone with hidden patches replaced by a trained token, then the head at these patches."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> PatchOutput:  # type: ignore[override]
+        images, mask, indices = inputs
+        features = self.extract(images, mask=mask, mask_token=self.mask_token)
+        return PatchOutput(self.head(gather_tokens(features.patches, indices)), features, mask)
+
+
+def mean_of_hidden(losses: Tensor, padding: Tensor) -> Tensor:
+    """Return the mean over the hidden patches of an image, then over images.
+
+    Args:
+        losses: (B, H).
+        padding: (B, H) bool, True for entries that are no hidden patches.
+    """
+    of_image = losses.masked_fill(padding, 0.0).sum(dim=1) / (~padding).sum(dim=1).clamp(min=1)
+    return of_image.mean()
 
 
 class Kept(NamedTuple):

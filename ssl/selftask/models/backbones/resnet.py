@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class _ResNet:
     """Options common to all depths."""
 
-    offers = ("dense", "hidden")
+    offers = ("dense", "hidden", "sparse")
     architecture: ClassVar[str]  # name in torchvision
 
     stem: Literal["imagenet", "cifar"] = "imagenet"

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.config.fields import setting
+from selftask.models.features.sparse import VISIBLE
 from selftask.models.features.tokens import Features, from_map
 from selftask.registry import register_backbone
 
@@ -18,7 +19,7 @@ from selftask.registry import register_backbone
 class SmallResNetConfig:
     """Small residual network for 32 x 32 images: a 3 x 3 stem and three stages."""
 
-    offers = ("dense", "hidden")
+    offers = ("dense", "hidden", "sparse")
 
     width: int = setting(32, min=1, max=10000)
     """Channels of the stem; stages have 1, 2 and 4 times as many."""
@@ -44,7 +45,7 @@ class SmallResNet(nn.Module):
     twice as fast on CPUs.
     """
 
-    offers = ("dense", "hidden")
+    offers = ("dense", "hidden", "sparse")
 
     def __init__(self, width: int, *, blocks: int, stem_stride: int, channels: int = 3) -> None:
         super().__init__()
@@ -61,6 +62,8 @@ class SmallResNet(nn.Module):
                 channels = stage_width
         self.stages = nn.Sequential(*stages)
         self.num_layers = 1 + len(stages)
+        self.stride = 8 * stem_stride
+        self.patch_size = (self.stride, self.stride)
 
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.stages(self.stem(images))  # (B, 4 * width, h, w)
@@ -78,7 +81,8 @@ class SmallResNet(nn.Module):
             x = part(x)
             if number in layers:
                 hidden[number] = from_map(x)
-        return Features(x.mean(dim=(2, 3)), from_map(x), hidden)
+        pooled = x if VISIBLE.indices is None else VISIBLE.gather(x)
+        return Features(pooled.mean(dim=(2, 3)), from_map(x), hidden)
 
 
 class _Residual(nn.Module):

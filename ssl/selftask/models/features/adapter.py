@@ -19,9 +19,11 @@ class Adapter(ABC):
             * ``"dense"``: patches in a grid;
             * ``"hidden"``: hidden layers by number;
             * ``"tokens"``: patches that can be replaced by a mask token;
-            * ``"subset"``: patches, some of which can be encoded without the others.
+            * ``"subset"``: patches, some of which can be encoded without the others;
+            * ``"sparse"``: convolutions that leave out some patches, see ``features.sparse``.
         num_layers: Number of hidden layers.
-        patch_size: Height and width in pixels of a patch that can be masked.
+        patch_size: Height and width in pixels of a patch that can be masked; the total stride of
+            a convolutional network.
         stride: Pixels between patches of the last map: the patch size of a ViT, 32 for a Swin. Set
             with ``"tokens"``.
         built_grid: Rows and columns of patches for the image size of the constructor; (0, 0) if it

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from selftask.errors import UserError
 from selftask.models.features.adapter import Adapter
+from selftask.models.features.sparse import VISIBLE, see_visible_patches
 from selftask.models.features.timm_eva import TimmEva
 from selftask.models.features.timm_models import TimmModel
 from selftask.models.features.timm_vit import TimmViT
@@ -30,6 +31,7 @@ _NEEDED = {
     "mask_token": "tokens",
     "keep": "subset",
     "padding": "subset",
+    "visible": "sparse",
     "layers": "hidden",
 }
 
@@ -42,6 +44,7 @@ def extract(
     mask_token: Tensor | None = None,
     keep: Tensor | None = None,
     padding: Tensor | None = None,
+    visible: Tensor | None = None,
     layers: Sequence[int] = (),
 ) -> Features:
     """Run ``backbone`` and return its features in a common form.
@@ -62,6 +65,8 @@ def extract(
         keep: (B, K) indices of the patches to encode; the others are left out. Needs ``"subset"``.
         padding: (B, K) bool, True for padding in ``keep``. No other token attends to padding, and
             pooling ignores it; its own output is undefined.
+        visible: (B, K) indices of the patches that convolutions see. Maps have the size of the
+            image's; their values at other patches are undefined. Needs ``"sparse"``.
         layers: Numbers of the hidden layers to return; negative ones count from the last. Needs
             ``"hidden"``.
 
@@ -71,13 +76,23 @@ def extract(
     LAYER_DRAWS.enter_next(len(images))
     adapter = adapter_of(backbone)
     request = Request(
-        mask=mask, mask_token=mask_token, keep=keep, padding=padding, layers=tuple(layers)
+        mask=mask,
+        mask_token=mask_token,
+        keep=keep,
+        padding=padding,
+        visible=visible,
+        layers=tuple(layers),
     )
     for option in request.given():
         if _NEEDED[option] not in adapter.offers:
             raise UserError(f"backbone: a {type(backbone).__name__} takes no {option}")
     numbers = tuple(_number(layer, adapter.num_layers) for layer in layers)
-    return adapter.extract(images, replace(request, layers=numbers))
+    request = replace(request, visible=None, layers=numbers)
+    if visible is None:
+        return adapter.extract(images, request)
+    see_visible_patches(backbone)
+    with VISIBLE.only(visible, adapter.grid(*images.shape[-2:])):
+        return adapter.extract(images, request)
 
 
 def pooled(backbone: nn.Module, images: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ class TimmModel(Adapter):
     """Adapter of models with ``forward_intermediates`` and ``forward_head``.
 
     Layers are numbered as in timm: blocks of a transformer, stages of a hierarchical network.
-    Patches can be masked if the model begins with timm's ``PatchEmbed``.
+    Patches can be masked if the model begins with timm's ``PatchEmbed``, and left out by a ResNet
+    or ConvNeXt.
     """
 
     def __init__(self, model: Any) -> None:
@@ -36,6 +37,10 @@ class TimmModel(Adapter):
             self.stride = model.feature_info[-1]["reduction"]
             self.built_grid = tuple(model.patch_embed.grid_size)
             self.mask_dim = model.patch_embed.proj.out_channels
+        elif _is_convolutional(model):
+            offers.add("sparse")
+            self.stride = model.feature_info[-1]["reduction"]
+            self.patch_size = (self.stride, self.stride)
         self.offers = frozenset(offers)
         parameters = inspect.signature(model.forward_intermediates).parameters
         self.gives_prefix = "return_prefix_tokens" in parameters
@@ -76,6 +81,12 @@ def _begins_with_patches(model: Any) -> bool:
 
     embed = getattr(model, "patch_embed", None)
     return isinstance(embed, PatchEmbed) and not isinstance(embed, PatchEmbedWithSize)
+
+
+def _is_convolutional(model: Any) -> bool:
+    from timm.models import ConvNeXt, ResNet
+
+    return isinstance(model, ConvNeXt | ResNet)
 
 
 def _with_prefix(output: Tensor, prefix: Tensor) -> Tokens:

@@ -41,6 +41,13 @@ class Tokens(NamedTuple):
         """Prefix tokens, then patches: (B, P + N, E)."""
         return torch.cat([self.prefix, self.patches], dim=1)
 
+    @property
+    def class_token(self) -> Tensor:
+        """The first prefix token (B, 1, E), or the mean of the patches if there is none."""
+        if self.prefix.shape[1]:
+            return self.prefix[:, :1]
+        return self.patches.mean(dim=1, keepdim=True)
+
 
 class Features(NamedTuple):
     """Result of ``extract``."""
@@ -71,6 +78,7 @@ class Request:
     mask_token: Tensor | None = None
     keep: Tensor | None = None
     padding: Tensor | None = None
+    visible: Tensor | None = None
     layers: tuple[int, ...] = ()
 
     def given(self) -> dict[str, Any]:

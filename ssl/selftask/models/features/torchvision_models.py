@@ -69,7 +69,7 @@ class TorchvisionStages(Adapter):
     """Adapter of torchvision models with stages: ResNet, ConvNeXt, Swin, VGG and others.
 
     Layers are numbered as in timm for a ResNet (0 is the stem), and as children of ``features``
-    otherwise. Patches of a Swin can be masked.
+    otherwise. Patches of a Swin can be masked, and left out by a ResNet.
     """
 
     def __init__(self, model: Any) -> None:
@@ -83,6 +83,11 @@ class TorchvisionStages(Adapter):
             embed = model.features[0][0]
             self.patch_size, self.mask_dim = embed.kernel_size, embed.out_channels
             self.stride = embed.kernel_size[0] * 2 ** (self.num_layers // 2 - 1)  # merged between
+        elif hasattr(model, "layer4"):
+            offers.add("sparse")
+            pooling = getattr(model.maxpool, "stride", 1)  # none in the stem for small images
+            self.stride = model.conv1.stride[0] * pooling * 8
+            self.patch_size = (self.stride, self.stride)
         self.offers = frozenset(offers)
 
     @staticmethod

@@ -1,0 +1,188 @@
+"""BEiT: predict the tokens of hidden patches, which a frozen tokenizer gives of the whole image.
+
+Section 2 of the paper; ``branch_depth`` adds the class token's branch of BEiT v2 (Peng et al., 2022,
+arXiv:2208.06366, section 3.3).
+
+B: images per rank, N: patches of an image, H: hidden ones at most, E: width of the backbone, K:
+tokens, P: predictions of a hidden patch, 2 with the branch and else 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.config.schema import FrozenModule
+from selftask.errors import UserError
+from selftask.methods.families.masked_patches import (
+    BlockMaskedPatches,
+    HiddenPatchNetwork,
+    mean_of_hidden,
+)
+from selftask.models.build import embed_dim
+from selftask.models.distillation.patch_targets import PatchTokenizer, TokenTargets
+from selftask.models.features.extract import adapter_of
+from selftask.models.features.tokens import gather_tokens
+from selftask.models.network import PatchOutput
+from selftask.models.patch_decoder import transformer_blocks
+from selftask.models.precision import to_float32
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("beit")
+class BEiT(BlockMaskedPatches):
+    """BEiT (arXiv:2106.08254): predicts the tokens of hidden patches that a tokenizer gives.
+
+    Differs from the authors' code:
+
+    * The loss is a mean over the hidden patches of an image, then over images; there over those of
+      a batch. The number of hidden patches differs slightly between images.
+    * Positions are the backbone's; there relative position biases that all blocks share.
+    * The branch of BEiT v2 has a norm of its own; there it shares the backbone's last one.
+    """
+
+    paper = "Bao et al., BEiT: BERT Pre-Training of Image Transformers, ICLR 2022"
+    columns = {
+        "tokens": "Term of the loss: tokens of hidden patches.",
+        "branch": "Term of the loss: the same, from the class token and an early layer (BEiT v2).",
+    }
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BlockMaskedPatches.Config):
+        tokenizer: FrozenModule = setting(
+            missing="give a run of vqkd or package.module:Class",
+            tiny=FrozenModule(model="timm:test_vit", weights="none"),
+        )
+        """Tokenizer: a run of ``vqkd``, ``RUN@STEP`` or a checkpoint; a run with prototypes of
+        patches (``ibot``, ``dinov2``) or images, the nearest of which is the token; ``timm:NAME``,
+        whose classes then serve as tokens; or your own ``package.module:Class``, which returns
+        tokens (B, N) and has ``num_tokens``, and ``patch_size`` if it needs images of another size.
+        """
+        branch_depth: int = setting(0, min=0)
+        """Blocks of the class token's branch, 2 in BEiT v2; 0: no branch."""
+        branch_layer: int = setting(-4, max=-2)
+        """Hidden layer whose patches the branch gets, counted from the last, -1."""
+        branch_heads: int = setting(12, min=1, tiny=4)
+        """Attention heads of a block of the branch."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            yield from FrozenModule.of(self.tokenizer).problems("tokenizer")
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Open the tokenizer, and build the network with a score for each token.
+
+        Raises:
+            UserError: If the tokenizer does not exist, or gives no tokens.
+        """
+        self.check_backbone(backbone)
+        self.check_grid(adapter_of(backbone).built_grid)
+        self.tokenizer = self.open_tokenizer(task)
+        self.num_tokens: int = self.tokenizer.num_tokens
+        width, config = embed_dim(backbone), self.config
+        head = self.build_head(width)
+        if not config.branch_depth:
+            return HiddenPatchNetwork(backbone, head)
+        if "hidden" not in adapter_of(backbone).offers:
+            raise UserError(
+                f"method.branch_depth: a {type(backbone).__name__} has no hidden layers for the "
+                "branch; set it to 0"
+            )
+        return BranchNetwork(
+            backbone,
+            head,
+            layer=config.branch_layer,
+            depth=config.branch_depth,
+            num_heads=config.branch_heads,
+        )
+
+    def open_tokenizer(self, task: Task) -> TokenTargets:
+        """Return the tokenizer: your own class, or the scores of a trained network."""
+        if FrozenModule.of(self.config.tokenizer).is_code:
+            return TokenTargets(self.open_frozen("tokenizer", task).network, "method.tokenizer")
+        trained = self.open_trained("tokenizer", task, scores=True)
+        assert trained.scores is not None
+        backbone: nn.Module = trained.network.backbone  # type: ignore[assignment]
+        scores = trained.scores.patches or trained.scores
+        tokenizer = PatchTokenizer(backbone, scores.head, scores.width(backbone))
+        return TokenTargets(tokenizer, "method.tokenizer")
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """Build the linear layer from a patch to the scores of all tokens."""
+        head = nn.Linear(embed_dim, self.num_tokens)
+        nn.init.trunc_normal_(head.weight, std=0.02)
+        nn.init.zeros_(head.bias)
+        return head
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        """Compute ``batch["tokens"]`` (B, H), those of the hidden patches."""
+        batch = task.last_batch
+        tokens = self.tokenizer.on_grid(batch.all_views[0], batch["grid"])  # (B, N)
+        batch["tokens"] = tokens.gather(1, batch["hidden"][0])
+
+    def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
+        """Return the cross-entropy of scores (B, P * H, K) with the tokens, for each prediction."""
+        terms = ("tokens", "branch") if self.config.branch_depth else ("tokens",)
+        scores = to_float32(output.prediction).chunk(len(terms), dim=1)  # (B, H, K) each
+        tokens, (_, padding) = batch["tokens"], batch["hidden"]
+        return {
+            term: mean_of_hidden(_cross_entropy(part, tokens), padding)
+            for term, part in zip(terms, scores, strict=True)
+        }
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of equal scores: ln(number of tokens), twice that with the branch."""
+        return (2 if self.config.branch_depth else 1) * math.log(self.num_tokens)
+
+
+class BranchNetwork(HiddenPatchNetwork):
+    """Backbone and head, and the head once more on a class token and patches of an early layer.
+
+    A few blocks predict the hidden patches from both. The class token of the last layer, or the
+    mean of its patches if it has none, is the only way from the layers between: it learns to
+    describe the image.
+
+    Args:
+        backbone: Backbone with ``"tokens"`` and ``"hidden"`` in its ``offers``.
+        head: Patches (..., E) -> scores (..., K), of both.
+        layer: Number of the early layer.
+        depth: Number of blocks.
+        num_heads: Attention heads of a block.
+    """
+
+    def __init__(
+        self, backbone: nn.Module, head: nn.Module, *, layer: int, depth: int, num_heads: int
+    ) -> None:
+        super().__init__(backbone, head)
+        self.layer = layer
+        width = embed_dim(backbone)
+        self.branch = transformer_blocks(width, depth, num_heads)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> PatchOutput:  # type: ignore[override]
+        """Return scores (B, 2 * H, K): those of the patches, then those of the branch."""
+        images, mask, indices = inputs
+        features = self.extract(
+            images, mask=mask, mask_token=self.mask_token, layers=(self.layer, -1)
+        )
+        early, last = features.hidden.values()
+        states = self.norm(self.branch(torch.cat([last.class_token, early.patches], dim=1)))
+        hidden = [gather_tokens(patches, indices) for patches in (features.patches, states[:, 1:])]
+        return PatchOutput(self.head(torch.cat(hidden, dim=1)), features, mask)
+
+
+def _cross_entropy(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Return the cross-entropy of scores (B, H, K) with tokens (B, H), (B, H)."""
+    return F.cross_entropy(scores.transpose(1, 2), tokens, reduction="none")

@@ -1,0 +1,80 @@
+"""EVA: predict the features that a frozen teacher, such as CLIP's, gives of hidden patches.
+
+B: images per rank, N: patches of an image, H: hidden ones at most, E: width of the backbone, D:
+width of the teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.schema import FrozenModule
+from selftask.methods.families.distillation import trained_teacher
+from selftask.methods.families.masked_patches import BlockMaskedPatches, mean_of_hidden
+from selftask.models.distillation.patch_targets import PatchTeacher
+from selftask.models.features.tokens import gather_tokens
+from selftask.models.network import PatchOutput
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("eva")
+class EVA(BlockMaskedPatches):
+    """EVA (arXiv:2211.07636): predicts a frozen teacher's features of hidden patches.
+
+    Differs from the authors' code:
+
+    * The loss is a mean over the hidden patches of an image, then over images; there over those of
+      a batch.
+    * Features of a teacher with another grid of patches are interpolated; there the grids are equal.
+    """
+
+    paper = (
+        "Fang et al., EVA: Exploring the Limits of Masked Visual Representation Learning at Scale, "
+        "CVPR 2023"
+    )
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BlockMaskedPatches.Config):
+        teacher: FrozenModule = trained_teacher(
+            "give a run, an exported backbone.pt, timm:NAME or package.module:Class"
+        )
+        """Backbone whose features of patches are predicted, such as CLIP's vision tower."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            yield from FrozenModule.of(self.teacher).problems("teacher")
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Open the teacher, whose width the head has, and build the network."""
+        trained = self.open_trained("teacher", task)
+        of_teacher: nn.Module = trained.network.backbone  # type: ignore[assignment]
+        self.teacher = PatchTeacher(of_teacher, "method.teacher")
+        self.out_dim = trained.width
+        return super().build_network(backbone, task)
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """Build the linear layer from a patch to the teacher's features."""
+        return nn.Linear(embed_dim, self.out_dim)
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        """Compute ``batch["targets"]`` (B, H, D), features of the hidden patches in the whole."""
+        batch = task.last_batch
+        _, patches = self.teacher.on_grid(batch.all_views[0], batch["grid"])
+        batch["targets"] = gather_tokens(patches, batch["hidden"][0])
+
+    @in_full_precision
+    def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
+        """Return the mean negative cosine of predictions (B, H, D) and targets."""
+        cosines = F.cosine_similarity(output.prediction, batch["targets"], dim=2)
+        return mean_of_hidden(-cosines, batch["hidden"][1])

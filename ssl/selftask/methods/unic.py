@@ -1,0 +1,311 @@
+"""UNIC: a student learns the features of several frozen teachers, for images and for patches.
+
+Section 3 of the paper. With ``drop_probability: 0`` it is a balanced sum of all teachers, as RADIO's
+(arXiv:2312.06709).
+
+B: images per rank, W: ranks; N: patches of the student; T: teachers, D: width of one of them; E:
+width of the student.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.config.schema import FrozenModule
+from selftask.distributed.collectives import all_reduce_mean
+from selftask.errors import UserError
+from selftask.methods.base import Method
+from selftask.methods.frozen import open_trained
+from selftask.models.build import embed_dim
+from selftask.models.distillation.patch_targets import PatchTeacher, PooledTeacher
+from selftask.models.distillation.standardize import RunningMoments, moments_of, standardize
+from selftask.models.features.extract import adapter_of, offers
+from selftask.models.features.tokens import Grid
+from selftask.models.heads import mlp
+from selftask.models.network import Network
+from selftask.models.precision import in_full_precision
+from selftask.optim.schedules import build_schedule
+from selftask.random.keyed import uniform
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+_TEST_VIT = FrozenModule(model="timm:test_vit", weights="none")
+
+
+@register_method("unic")
+class UNIC(Method):
+    """UNIC (arXiv:2408.05088): a student learns the features of several frozen teachers at once.
+
+    Differs from the authors' code:
+
+    * Means and variances of the teachers' features are exact over ranks and steps: the variance
+      includes the movement of the mean.
+    * Hidden layers that feed the heads are normalized (LayerNorm).
+    * Features of teachers with another grid of patches are interpolated.
+    """
+
+    paper = (
+        "Sariyildiz et al., UNIC: Universal Classification Models via Multi-teacher Distillation, "
+        "ECCV 2024"
+    )
+    columns = {
+        "pooled": "Term of the loss: features of images.",
+        "patches": "Term of the loss: features of patches.",
+    }
+    loss_reduction = "statistics"  # moments of the teachers, and the number of dropped terms
+    views = 1
+    min_batch_size = 2
+    sample_dim = None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        teachers: dict[str, FrozenModule] = setting(
+            missing="give some by name, such as {dino: RUN, clip: {model: timm:NAME, weights: FILE}}",
+            tiny={"first": _TEST_VIT, "second": _TEST_VIT},
+        )
+        """Teachers by name: runs, exported files, ``timm:NAME`` or ``package.module:Class``."""
+        patch_weight: float = setting(0.5, min=0, max=1)
+        """Weight of the features of patches; those of images get 1 - patch_weight. 0 for students
+        or teachers without patches.
+        """
+        cosine_weight: float = setting(0.5, min=0)
+        """Weight of 1 - cosine in the distance of two features."""
+        smooth_l1_weight: float = setting(0.5, min=0)
+        """Weight of the smooth L1 distance."""
+        drop_probability: float = setting(0.5, min=0, max=1)
+        """Probability that a teacher is dropped for an image. The one with the largest loss is
+        always kept.
+        """
+        hidden_dim: int = setting(1536, min=1, tiny=32)
+        """Width of the hidden layer of the heads."""
+        ladder: list[int] = setting([])
+        """Hidden layers of the student that the heads get beside the last, by number: the ladder of
+        projectors. They must have the width of the last.
+        """
+        moments_share: float | dict[str, Any] = setting(
+            {"name": "cosine", "start": 1.0, "end": 0.001}, of="schedules", min=0, max=1
+        )
+        """Share of each step in the running moments of the teachers' features."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if not self.teachers:
+                yield "teachers: give at least one, such as {dino: RUN}"
+            for name, teacher in self.teachers.items():
+                yield from FrozenModule.of(teacher).problems(f"teachers.{name}")
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.kinds = ("pooled", "patches") if config.patch_weight else ("pooled",)
+        weights = {"pooled": 1 - config.patch_weight, "patches": config.patch_weight}
+        self.weights = [weights[kind] for kind in self.kinds]
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Open the teachers, and build the student with heads for each of them.
+
+        Raises:
+            UserError: If a teacher does not exist, or there are no patches.
+        """
+        self.check_student(backbone)
+        self.teachers, self.widths = nn.ModuleList(), list[int]()
+        for name, module in self.config.teachers.items():
+            key = f"method.teachers.{name}"
+            trained = open_trained(module, key, task)
+            of_teacher: nn.Module = trained.network.backbone  # type: ignore[assignment]
+            kind = PatchTeacher if "patches" in self.kinds else PooledTeacher
+            self.teachers.append(kind(of_teacher, key))
+            self.widths.append(trained.width)
+        self.moments = RunningMoments(len(self.kinds) * sum(self.widths))
+        config, width = self.config, embed_dim(backbone)
+        heads = nn.ModuleList(
+            LadderHead(width, len(config.ladder), config.hidden_dim, out_dim)
+            for out_dim in self.widths
+            for _ in self.kinds
+        )
+        return StudentNetwork(backbone, heads, kinds=self.kinds, ladder=tuple(config.ladder))
+
+    def check_student(self, backbone: nn.Module) -> None:
+        """Raise UserError if the student has no patches, or not the layers of the ladder."""
+        kind, ladder = type(backbone).__name__, self.config.ladder
+        if "patches" in self.kinds and "dense" not in offers(backbone):
+            raise UserError(
+                f"method.patch_weight: a {kind} gives one vector an image and no patches; set it "
+                "to 0"
+            )
+        if not ladder:
+            return
+        adapter = adapter_of(backbone)
+        if "hidden" not in adapter.offers or adapter.stride != adapter.patch_size[0]:
+            raise UserError(
+                f"method.ladder: its layers must have the width and patches of the last, and those "
+                f"of a {kind} have not; set it to []"
+            )
+        if not -adapter.num_layers <= min(ladder) <= max(ladder) < adapter.num_layers:
+            raise UserError(
+                f"method.ladder={ladder}: the student has {adapter.num_layers} hidden layers, "
+                f"numbered from 0 to {adapter.num_layers - 1}"
+            )
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self.moments_share_at = build_schedule(self.config.moments_share, task.length)
+
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        """Draw a number for each image and teacher, which drops the teacher."""
+        (batch.input,) = batch.all_views
+        key = batch.key.to(batch.input.device, non_blocking=True)
+        draws = uniform(task.config.train.seed, key, len(self.config.teachers))
+        batch["dropped"] = draws.T < self.config.drop_probability  # (T, B)
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        """Compute ``batch["targets"]``: standardized features, in the order of the heads."""
+        batch = task.last_batch
+        grid = batch.output.grid
+        features = [
+            rows for teacher in self.teachers for rows in teacher.on_grid(batch.input, grid)
+        ]  # (B, D) and (B, N, D)
+        moments = self.moments.moments
+        if task.train:
+            step = moments_of(features), self.moments_share_at(task.where)
+            moments = self.moments.moved(*step)
+            self.pending.append(step)
+        batch["targets"] = standardize(features, moments)
+
+    def forward(self, output: Predictions, batch: Batch) -> dict[str, Tensor]:
+        """Return eq. 5, a mean over images and the teachers that are kept for each of them."""
+        distances = self.distances(output.of_heads, batch["targets"])  # (T, kinds, B)
+        kept = kept_teachers(distances.sum(dim=1), batch["dropped"])  # (T, B)
+        number = all_reduce_mean(kept.sum().to(distances.dtype))
+        terms = (distances * kept[:, None]).sum(dim=(0, 2)) / number
+        return dict(zip(self.kinds, terms, strict=True))
+
+    def distances(self, predictions: list[Tensor], targets: list[Tensor]) -> Tensor:
+        """Return the weighted distances of teachers, kinds of features and images, (T, kinds, B).
+
+        Args:
+            predictions: Of each head, (B, D) or (B, N, D).
+            targets: Likewise.
+        """
+        config, num_kinds = self.config, len(self.kinds)
+        losses = [
+            feature_distance(*pair, cosine=config.cosine_weight, smooth_l1=config.smooth_l1_weight)
+            for pair in zip(predictions, targets, strict=True)
+        ]
+        by_teacher = torch.stack(losses).unflatten(0, (-1, num_kinds))  # (T, kinds, B)
+        return by_teacher * by_teacher.new_tensor(self.weights)[:, None]
+
+    @torch.no_grad()
+    def on_update(self, task: Task) -> None:
+        """Move the moments towards those of this step's batches."""
+        for step in self.take_pending():
+            self.moments.keep(self.moments.moved(*step))
+
+
+class Predictions(NamedTuple):
+    """Output of the student."""
+
+    of_heads: list[Tensor]
+    """Of each head, (B, D) of images or (B, N, D) of patches."""
+    grid: Grid | None
+    """Rows and columns of the N patches; None if there are none."""
+
+
+class StudentNetwork(Network):
+    """Backbone with a head for each teacher and kind of features.
+
+    Args:
+        backbone: The backbone.
+        heads: Heads of the first teacher, in the order of ``kinds``, then of the second, ...
+        kinds: ``pooled``, or ``pooled`` and ``patches``.
+        ladder: Numbers of the hidden layers that the heads get beside the last.
+    """
+
+    def __init__(
+        self, backbone: nn.Module, heads: nn.Module, *, kinds: Sequence[str], ladder: Sequence[int]
+    ) -> None:
+        super().__init__(backbone, heads)
+        self.kinds = kinds
+        self.ladder = ladder
+
+    def forward(self, images: Tensor) -> Predictions:  # type: ignore[override]
+        """Images (B, C, H, W) -> the output of each head."""
+        if self.ladder or "patches" in self.kinds:
+            features = self.extract(images, layers=self.ladder)
+            grid, hidden = features.tokens.grid, features.hidden.values()
+            inputs = {
+                "pooled": [features.pooled, *(layer.class_token[:, 0] for layer in hidden)],
+                "patches": [features.patches, *(layer.patches for layer in hidden)],
+            }
+        else:  # any network
+            grid, inputs = None, {"pooled": [self.pooled([images])]}
+        outputs = [head(*inputs[kind]) for head, kind in zip(self.head, cycle(self.kinds))]
+        return Predictions(outputs, grid)
+
+
+class LadderHead(nn.Module):
+    """Sum of an mlp for the last layer and one for each layer of the ladder: (..., E) -> (..., D).
+
+    Args:
+        embed_dim: Width of the layers, E.
+        num_hidden: Number of layers of the ladder.
+        hidden_dim: Width of the hidden layer of an mlp.
+        out_dim: Width of the teacher, D.
+    """
+
+    def __init__(self, embed_dim: int, num_hidden: int, hidden_dim: int, out_dim: int) -> None:
+        super().__init__()
+        sizes = embed_dim, hidden_dim, out_dim
+        self.last = mlp(*sizes, norm=False, activation=nn.GELU)
+        self.ladder = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(embed_dim), *mlp(*sizes, norm=False, activation=nn.GELU))
+            for _ in range(num_hidden)
+        )
+
+    def forward(self, last: Tensor, *hidden: Tensor) -> Tensor:
+        output: Tensor = self.last(last)
+        for head, layer in zip(self.ladder, hidden, strict=True):
+            output = output + head(layer)
+        return output
+
+
+@in_full_precision
+def feature_distance(
+    prediction: Tensor, target: Tensor, *, cosine: float, smooth_l1: float
+) -> Tensor:
+    """Return the distance of features for each image, a mean over its patches: (B,).
+
+    Args:
+        prediction: (B, D) or (B, N, D).
+        target: Likewise.
+        cosine: Weight of 1 - cosine.
+        smooth_l1: Weight of the smooth L1 distance, a mean over D.
+    """
+    angles = 1 - F.cosine_similarity(prediction, target, dim=-1)
+    lengths = F.smooth_l1_loss(prediction, target, reduction="none").mean(dim=-1)
+    distance = cosine * angles + smooth_l1 * lengths  # (B,) or (B, N)
+    return distance.flatten(1).mean(dim=1) if distance.ndim > 1 else distance
+
+
+@torch.no_grad()
+def kept_teachers(losses: Tensor, dropped: Tensor) -> Tensor:
+    """Return which teachers count for an image: those not dropped, and that of largest loss.
+
+    Args:
+        losses: (T, B).
+        dropped: (T, B) bool.
+
+    Returns:
+        (T, B) bool.
+    """
+    return ~dropped | (losses == losses.amax(dim=0))

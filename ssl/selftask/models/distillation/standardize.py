@@ -1,0 +1,79 @@
+"""Running mean and variance of teachers' features, to give all of them one scale.
+
+S: features of all teachers side by side; D: features of one; W: ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from selftask.distributed.collectives import all_gather_cat
+
+
+_EPS = 1e-6  # added to variances
+
+
+class Moments(NamedTuple):
+    """Mean and (biased) variance of each feature."""
+
+    mean: Tensor
+    """(S,)."""
+    variance: Tensor
+    """(S,)."""
+
+
+class RunningMoments(nn.Module):
+    """Moving averages of the moments of S features, equal on every rank, saved and resumed."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(num_features))
+        self.register_buffer("variance", torch.ones(num_features))
+
+    @property
+    def moments(self) -> Moments:
+        """The moments so far."""
+        return Moments(self.mean, self.variance)
+
+    def moved(self, batch: Moments, share: float) -> Moments:
+        """Return the moments of a mixture of the past and, with this share, of a batch."""
+        gap = batch.mean - self.mean
+        mean = self.mean + share * gap
+        variance = self.variance.lerp(batch.variance.to(self.variance.dtype), share)
+        return Moments(mean, variance + share * (1 - share) * gap.square())
+
+    def keep(self, moments: Moments) -> None:
+        """Set the moments."""
+        self.mean.copy_(moments.mean)
+        self.variance.copy_(moments.variance)
+
+
+def standardize(features: list[Tensor], moments: Moments) -> list[Tensor]:
+    """Return features (..., D) of several networks with mean 0 and variance 1."""
+    widths = [part.shape[-1] for part in features]
+    means, variances = (values.split(widths) for values in moments)
+    return [
+        (part - mean) / (variance + _EPS).sqrt()
+        for part, mean, variance in zip(features, means, variances, strict=True)
+    ]
+
+
+@torch.no_grad()
+def moments_of(features: list[Tensor]) -> Moments:
+    """Return the moments over the images, and patches, of all ranks, which have equally many.
+
+    Args:
+        features: Of several networks, (..., D) each, side by side in the result.
+    """
+    each = [torch.var_mean(part.flatten(0, -2), dim=0, correction=0) for part in features]
+    variances, means = zip(*each, strict=True)
+    of_rank = torch.stack([torch.cat(means), torch.cat(variances)])  # (2, S)
+    every_mean, every_variance = all_gather_cat(of_rank[None]).unbind(1)  # (W, S) each
+    between, mean = torch.var_mean(every_mean, dim=0, correction=0)
+    return Moments(mean, every_variance.mean(dim=0) + between)

@@ -1,0 +1,57 @@
+"""A small transformer over all patches of an image.
+
+B: images, N = h * w: patches, C: channels of the input, D: width of the decoder.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from selftask.models.features.tokens import Grid
+from selftask.models.patch_predictor import sincos_positions
+
+
+def transformer_blocks(dim: int, depth: int, num_heads: int) -> nn.Sequential:
+    """Return ``depth`` blocks of a vision transformer: (B, N, dim) -> (B, N, dim)."""
+    from timm.models.vision_transformer import Block
+
+    norm = partial(nn.LayerNorm, eps=1e-6)
+    return nn.Sequential(
+        *(Block(dim, num_heads, qkv_bias=True, norm_layer=norm) for _ in range(depth))
+    )
+
+
+class PatchDecoder(nn.Module):
+    """Transformer with fixed sine-cosine positions: patches (B, N, C) -> (B, N, outputs).
+
+    Args:
+        num_in: Number of channels of a patch, C.
+        num_out: Number of outputs per patch.
+        grid: Rows and columns of patches.
+        dim: Width, D; divisible by 4 and by ``num_heads``.
+        depth: Number of blocks.
+        num_heads: Attention heads of a block.
+    """
+
+    positions: Tensor  # (N, D)
+
+    def __init__(
+        self, num_in: int, num_out: int, grid: Grid, *, dim: int, depth: int, num_heads: int
+    ) -> None:
+        super().__init__()
+        self.grid = grid
+        self.embed = nn.Linear(num_in, dim)
+        self.register_buffer("positions", sincos_positions(dim, grid), persistent=False)
+        self.blocks = transformer_blocks(dim, depth, num_heads)
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.project = nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, num_out))
+
+    def forward(self, patches: Tensor, grid: Grid) -> Tensor:
+        positions = self.positions
+        if grid != self.grid:
+            positions = sincos_positions(positions.shape[1], grid).to(positions)
+        x = self.embed(patches) + positions
+        output: Tensor = self.project(self.norm(self.blocks(x)))
+        return output
