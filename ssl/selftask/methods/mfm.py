@@ -47,11 +47,21 @@ class MFM(Method):
         low_share: float = setting(0.5, min=0, max=1)
         """Share of the images of which the low frequencies remain; of others the high ones do."""
 
+    @staticmethod
+    def check_backbone(backbone: nn.Module) -> None:
+        """Raise UserError if the stride of the backbone's map is not known."""
+        if not adapter_of(backbone).stride:
+            raise UserError(
+                f"backbone: mfm predicts pixels from a map, and the stride of that of a "
+                f"{type(backbone).__name__} is not known; take a ResNet, ConvNeXt or ViT"
+            )
+
     mean: Tensor  # (C, 1, 1), of the views' normalization
     std: Tensor
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Return the backbone with a linear layer to the pixels of each location."""
+        self.check_backbone(backbone)
         channels = task.data_module.channels
         (group,) = (group for group in task.config.views.values() if group.count)
         moments = moments_of([part.to_dict() for part in group.transforms], channels)
