@@ -3,8 +3,7 @@
     python tools/method_tables.py [--check]
 
 * README.md: the names of all methods.
-* docs/method-table.md: a row for each method, from the summary of its class. Methods whose names
-  begin alike, such as distill_features and distill_logits, share a row.
+* docs/method-table.md: a row for each method, from the summary of its class, by family.
 * docs/parity.md: the section "Differs from the authors' code" of its docstring.
 * docs/expected-curves.md: its loss at chance in the shipped recipes. The formula is the part of the
   docstring of ``chance_loss`` after the first colon.
@@ -21,7 +20,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,10 +32,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SUMMARY = re.compile(r"(?P<title>[^:(]+?)(?: \(arXiv:(?P<arxiv>\d{4}\.\d{5})\))?: (?P<text>.+)\.")
 DIFFERENCES = re.compile(r"^Differs from the authors' code:\n\n(.+?)(?=\n\n|\Z)", re.M | re.S)
 BEGIN, END = "<!-- begin: tools/method_tables.py -->", "<!-- end -->"
-IN_A_LINE = 3  # links of README.md
+IN_A_LINE = 4  # links of README.md
+ALONE = "Methods of no family"
 NUM_CLASSES = {"digits": 10, "images": 10, "imagenet": 1000}
 NUM_DIGITS = 1347  # training images of the digits
-TEACHERS = {  # numbers of prototypes
+TEACHERS = {  # numbers of prototypes or classes
+    "beit/digits": {"num_tokens": 1000},  # timm:test_vit
     "distill_prototypes/digits": {"out_dim": 1000},  # timm:test_vit
     "distill_prototypes/images": {"out_dim": 4096, "patch_dim": 4096},  # dinov2/images
 }
@@ -69,11 +69,12 @@ def main() -> int:
 
 def outdated() -> dict[Path, str]:
     """Return the pages that are not up to date, with their new text."""
+    between = rf"(?P<head>{re.escape(BEGIN)}\n).*?(?={END})"
     pages = {
-        ROOT / "README.md": (rf"(?P<head>{re.escape(BEGIN)}\n).*?(?={END})", names()),
-        ROOT / "docs/method-table.md": (table("| method | what it does |"), method_rows()),
+        ROOT / "README.md": (between, names()),
+        ROOT / "docs/method-table.md": (between, families()),
         ROOT / "docs/expected-curves.md": (table("| method | formula |"), chance_rows()),
-        ROOT / "docs/parity.md": (rf"(?P<head>{re.escape(BEGIN)}\n).*?(?={END})", differences()),
+        ROOT / "docs/parity.md": (between, differences()),
     }
     made = {}
     for path, (pattern, lines) in pages.items():
@@ -114,14 +115,26 @@ def names() -> Iterator[str]:
         yield ", ".join(links[first : first + IN_A_LINE]) + f"{comma}\n"
 
 
-def method_rows() -> Iterator[str]:
-    """Yield a row for each method, or for methods whose names begin alike."""
-    for _, group in groupby(cards(), key=lambda card: card.name.partition("_")[0]):
-        methods = list(group)
-        links = [f"`{m.name}`" for m in methods]
-        texts = [f"{m.title}: {m.text}" for m in methods]
-        papers = [f"[{m.arxiv}](https://arxiv.org/abs/{m.arxiv})" for m in methods if m.arxiv]
-        yield f"| {', '.join(links)} | {'; '.join(texts)} | {', '.join(papers)} |\n"
+def families() -> Iterator[str]:
+    """Yield a table for each family, under the first sentence of its docstring."""
+    members: dict[str, list[Card]] = {}
+    for card in cards():
+        members.setdefault(family(card.name), []).append(card)
+    for sentence in sorted(members, key=lambda sentence: (sentence == ALONE, sentence)):
+        yield f"\n**{sentence}**\n\n| method | what it does | paper |\n|---|---|---|\n"
+        for card in members[sentence]:
+            paper = f"[{card.arxiv}](https://arxiv.org/abs/{card.arxiv})" if card.arxiv else ""
+            yield f"| `{card.name}` | {card.title}: {card.text} | {paper} |\n"
+    yield "\n"
+
+
+def family(method: str) -> str:
+    """Return what the family of a method has in common: the first sentence about it."""
+    modules = [kind.__module__ for kind in METHODS[method].__mro__ if ".families." in kind.__module__]
+    if not modules:
+        return ALONE
+    sentence, _, _ = (sys.modules[modules[0]].__doc__ or "").partition(".")
+    return " ".join(sentence.split())
 
 
 def differences() -> Iterator[str]:
@@ -152,7 +165,7 @@ def chance(recipe: str | None, num_classes: int) -> str:
 
     No network is built: what a method counts in ``setup`` is set here.
     """
-    if recipe is None:
+    if recipe is None or recipe not in shipped():
         return "none"
     config = load_config(recipe, ["data=no/such/folder"] if recipe.endswith("/images") else [])
     kind = METHODS[config.method.name]
