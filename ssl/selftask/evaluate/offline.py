@@ -23,7 +23,7 @@ from selftask.errors import UserError
 from selftask.evaluate.features import Features, collect
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
 from selftask.evaluate.on_ranks import connected, iterate_in_order, take_share
-from selftask.evaluate.online import evaluate_features, of_set, with_layers
+from selftask.evaluate.online import evaluate_features, label_free, of_set, with_layers
 from selftask.logs import get_logger
 from selftask.logs.stages import stage
 
@@ -41,8 +41,9 @@ def evaluate_backbone(
     world: World | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> dict[str, float]:
-    """Evaluate a frozen backbone on labeled images with ``eval.evaluations``.
+    """Evaluate a frozen backbone on images with ``eval.evaluations``.
 
+    Training images are read only if an evaluation needs labels or there is no validation set.
     Without a validation set the training images are also the test images; k-NN then excludes each
     image from its own neighbors. Metrics on ``data.val_sets`` are called ``NAME/knn_top1``.
 
@@ -57,7 +58,7 @@ def evaluate_backbone(
 
     Returns:
         Metrics by name, and ``train_images``, ``test_images``, ``classes`` and ``chance`` of each
-        set; empty on ranks other than 0.
+        set, of which there are only ``test_images`` without labels; empty on ranks other than 0.
 
     Raises:
         UserError: If labels are missing or do not allow the evaluation. Known labels are checked
@@ -66,17 +67,19 @@ def evaluate_backbone(
     evaluations = config.eval.evaluations
     main = {} if sources.val is None and sources.val_sets else {"": sources.val}
     tests: dict[str, Source | None] = {**main, **sources.val_sets}  # None: the training images
-    if None in tests.values() and set(evaluations) != {"knn"}:
+    learning = evaluations.keys() - label_free(evaluations).keys()
+    if None in tests.values() and learning - {"knn"}:
         raise UserError("data.val is missing: give the labelled images to test on, data.val=DIR")
     counts_of = {
         name: LabelCounts.of_sources(Sources(sources.train, s)) for name, s in tests.items()
     }
     for counts in counts_of.values():
-        if counts is not None:
+        if counts is not None and learning:
             check_label_counts(evaluations, counts)
     backbone = with_layers(backbone, config.eval).to(device)
     world = world or World()
-    read = {"data": sources.train}
+    needs_train = bool(learning) or None in tests.values()
+    read = {"data": sources.train} if needs_train else {}
     read |= {val_key(name): source for name, source in tests.items() if source is not None}
     with connected(world):  # the evaluations themselves run on rank 0 only
         parts = [
@@ -86,18 +89,24 @@ def evaluate_backbone(
         if world.rank:
             deque(chain.from_iterable(parts), maxlen=0)
             return {}
-        train, *others = map(collect, parts)
+        features = dict(zip(read, map(collect, parts), strict=True))
+    train = features.get("data")
     row: dict[str, float] = {}
     for name, source in tests.items():
-        test = train if source is None else others.pop(0)
-        shared = 0 if source is None else count_shared_images(train, test)
+        test = features["data" if source is None else val_key(name)]
+        shared = count_shared_images(train, test) if train is not None and source is not None else 0
         if shared:
             tell(f"warning: {shared} of {len(test)} test images are also training images")
         with stage("evaluate", at_once=True):
-            figures = evaluate_features(backbone, evaluations, train, test)
+            figures = evaluate_features(
+                backbone, evaluations, test if train is None else train, test
+            )
+        if not learning:
+            row |= of_set(name, {**figures, "test_images": len(test)})
+            continue
         before = counts_of[name]
         counts = LabelCounts.of_targets(  # readable images only
-            train.targets,
+            features["data"].targets,
             test.targets,
             names=None if before is None else before.names,
             leave_one_out=test is train,

@@ -1,4 +1,4 @@
-"""Evaluations during a run: the current backbone on labeled images."""
+"""Evaluations during a run: the current backbone on labeled or other images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def evaluate_task(task: Task) -> dict[str, float]:
-    """Return the metrics of ``eval.evaluations``, if there are labels, and of ``eval.loss``.
+    """Return the metrics of ``eval.evaluations`` and of ``eval.loss``.
+
+    Without labels, evaluations that need some are left out.
 
     Metrics of the sets of ``data.val_sets`` are called ``NAME/knn_top1``. The state of the run does
     not change.
@@ -33,21 +35,44 @@ def evaluate_task(task: Task) -> dict[str, float]:
     losses: dict[str, float] = {}
     for name in data.val_sources if task.config.eval.loss else ():
         losses |= of_set(name, validation_loss(task, name))
-    components = task.config.eval.evaluations
-    if not (components and data.labelled_sets):
+    of_sets = evaluations_of_sets(task)
+    if not of_sets:
         return losses
     backbone = with_layers(task.export_backbone(), task.config.eval)
     started = time.perf_counter()
-    train, *tests = (
+    learns = any(len(label_free(chosen)) < len(chosen) for chosen in of_sets.values())
+    read = [data.labelled_samples()] if learns else []
+    parts = [
         extract_features(backbone, samples, device=task.device)
-        for samples in (data.labelled_samples(), *map(data.test_samples, data.labelled_sets))
-    )
-    images = sum(map(len, (train, *tests))) * world_size()
+        for samples in (*read, *map(data.test_samples, of_sets))
+    ]
+    images = sum(map(len, parts)) * world_size()
     speed = {"eval_images_per_s": images / (time.perf_counter() - started)}
     row: dict[str, float] = {}
-    for name, test in zip(data.labelled_sets, tests, strict=True):
-        row |= of_set(name, evaluate_features(backbone, components, train, test))
+    for (name, chosen), test in zip(of_sets.items(), parts[len(read) :], strict=True):
+        train = parts[0] if learns else test
+        row |= of_set(name, evaluate_features(backbone, chosen, train, test))
     return {**row, **losses, **speed}
+
+
+def evaluations_of_sets(task: Task) -> dict[str, dict[str, Component]]:
+    """Return the evaluations of each validation set: all, or without labels those that need none.
+
+    Sets without evaluations are left out.
+    """
+    data, components = task.data_module, task.config.eval.evaluations
+    free = label_free(components)
+    chosen = {n: components if n in data.labelled_sets else free for n in data.val_sources}
+    return {name: evaluations for name, evaluations in chosen.items() if evaluations}
+
+
+def label_free(components: Mapping[str, Component]) -> dict[str, Component]:
+    """Return the evaluations that need no labels: those with ``needs_labels = False``."""
+    return {
+        key: component
+        for key, component in components.items()
+        if not EVALUATIONS.declared(component.name, "needs_labels", True)
+    }
 
 
 def of_set(name: str, row: dict[str, float]) -> dict[str, float]:

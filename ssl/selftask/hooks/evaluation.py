@@ -12,7 +12,7 @@ from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.logs.rows import is_measured
 from selftask.logs.stages import stage
-from selftask.registry import register_hook
+from selftask.registry import EVALUATIONS, register_hook
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -23,9 +23,9 @@ log = get_logger(__name__)
 @register_hook("evaluation")
 @dataclass(eq=False, kw_only=True)
 class EvaluateBackbone(Hook):
-    """Runs ``eval.evaluations`` at step 0, every ``eval.every`` and at the end, given labels.
+    """Runs ``eval.evaluations`` at step 0, every ``eval.every`` and at the end.
 
-    Before ``eval.start`` it runs none.
+    Before ``eval.start`` it runs none, and without labels those that need none.
     The results, and their duration ``eval_s``, are written to ``metrics.jsonl``; those of averaged
     weights with a prefix, such as ``ema_knn_top1``. ``task.evaluate``, set by the launcher, does
     the evaluation. The state of the run does not change.
@@ -46,8 +46,8 @@ class EvaluateBackbone(Hook):
 
     def _warn_of_missing_labels(self, task: Task) -> None:
         """Warn of meters without a test set, and of missing labels in ``data.val``."""
-        feed, names = task.data_module, ", ".join(task.config.eval.evaluations)
-        if feed.val_source is not None and names and not _has_labels(task):
+        feed, names = task.data_module, ", ".join(_with_labels(task))
+        if feed.val_source is not None and names and not feed.labelled_sets:
             which = "data" if feed.has_test else "data.val"
             log.warning("no %s while training: the images of %s have no labels", names, which)
         if task.meters and not feed.has_test:
@@ -68,7 +68,7 @@ class EvaluateBackbone(Hook):
         self.ran_at = task.steps_done
         if task.evaluate is None:
             return
-        if task.config.eval.evaluations and _has_labels(task):
+        if _has_evaluations(task):
             task.run_hooks("before_evaluation")
         started = time.perf_counter()
         with stage("evaluate", at_once=True):
@@ -94,5 +94,16 @@ class EvaluateBackbone(Hook):
         return row
 
 
-def _has_labels(task: Task) -> bool:
-    return bool(task.data_module.labelled_sets)
+def _with_labels(task: Task) -> list[str]:
+    """Return the evaluations that need labels."""
+    return [
+        key
+        for key, component in task.config.eval.evaluations.items()
+        if EVALUATIONS.declared(component.name, "needs_labels", True)
+    ]
+
+
+def _has_evaluations(task: Task) -> bool:
+    data, components = task.data_module, task.config.eval.evaluations
+    free = len(components) > len(_with_labels(task))
+    return bool(components and data.labelled_sets) or bool(free and data.val_sources)

@@ -26,7 +26,7 @@ COMMANDS = {
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
 
 USAGE = f"""\
-usage: selftask eval knn|linear|svm RUN_OR_MODEL [key=value ...]
+usage: selftask eval knn|linear|svm|spectrum RUN_OR_MODEL [key=value ...]
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]
@@ -34,7 +34,8 @@ usage: selftask eval knn|linear|svm RUN_OR_MODEL [key=value ...]
 {MODEL},
               or RUN@STEP or RUN@best: a checkpoint of a run (weights=ema: its average)
 data=DIR      the labeled images to learn from; default: those of the run
-data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbors
+data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbors;
+              spectrum needs no labels
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last.
 `selftask eval retrieval --help` says more of that one, likewise of suite and predictions.

@@ -1,0 +1,112 @@
+"""Label-free measures of features, from the spectrum of a set of images.
+
+N images, E features; singular values of the (N, E) features, eigenvalues of their covariance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.config.fields import setting
+from selftask.errors import UserError
+from selftask.evaluate.features import Features
+from selftask.registry import register_evaluation
+
+_EPS = 1e-7  # RankMe, eq. 1
+
+
+@register_evaluation("spectrum")
+@dataclass(frozen=True, kw_only=True)
+class Spectrum:
+    """RankMe, alpha-ReQ, NESum and uniformity of the test images: rankme, alpha, and so on.
+
+    No labels are needed. Compare checkpoints of one method only: the measures depend on the width
+    of the features and on the images.
+    """
+
+    needs_labels: ClassVar[bool] = False
+
+    first: int = setting(3, min=1)
+    """First eigenvalue of the fit of ``alpha``, counted from the largest, 1."""
+    last: int = setting(100, min=2)
+    """Last eigenvalue of the fit; at most as many as there are."""
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if self.last <= self.first:
+            yield f"last: {self.last}; more than first={self.first} is expected"
+
+    def __call__(self, train: Features, test: Features) -> dict[str, float]:
+        """Return the measures of the test images; the training images are not used.
+
+        Raises:
+            UserError: If there are too few images or features, or features are not finite.
+        """
+        test.check_finite()
+        if min(test.features.shape) <= self.first:
+            raise UserError(
+                f"spectrum: {len(test)} images of {test.features.shape[1]} features have too few "
+                f"eigenvalues for a fit from number {self.first} on; give more images"
+            )
+        features = test.features.double()
+        variances = _eigenvalues(features - features.mean(dim=0))
+        return {
+            "rankme": rankme(features),
+            "alpha": alpha(variances, self.first, self.last),
+            "nesum": float(variances.sum() / variances[0]),
+            "uniformity": uniformity(features),
+        }
+
+
+def rankme(features: Tensor) -> float:
+    """Return the exponential of the entropy of the singular values of features (N, E).
+
+    Garrido et al., RankMe, ICML 2023, arXiv:2210.02885, eq. 1. The features are not centered.
+    """
+    singular = _eigenvalues(features).sqrt()
+    share = singular / singular.sum().clamp(min=1e-300) + _EPS
+    return float(torch.exp(-(share * share.log()).sum()))
+
+
+def alpha(variances: Tensor, first: int, last: int) -> float:
+    """Return the exponent of the decay of the eigenvalues of the covariance, alpha-ReQ.
+
+    Agrawal et al., alpha-ReQ, NeurIPS 2022: the slope of log eigenvalue over log rank, by least
+    squares with weights 1 / rank, as in Stringer et al., Nature 2019. Values near 1 are best.
+
+    Args:
+        variances: Eigenvalues (E,), descending.
+        first: Rank of the first eigenvalue of the fit, from 1.
+        last: Rank of the last one.
+    """
+    chosen = variances[first - 1 : last].clamp(min=1e-300)
+    rank = torch.arange(first, first + len(chosen), dtype=chosen.dtype, device=chosen.device)
+    x, y, weight = rank.log(), chosen.log(), 1 / rank
+    x = x - (weight * x).sum() / weight.sum()
+    return float(-(weight * x * y).sum() / (weight * x.square()).sum())
+
+
+def uniformity(features: Tensor, most: int = 4096) -> float:
+    """Return log E exp(-2 |x - y|^2) over pairs of different unit vectors of the first images.
+
+    Wang and Isola, ICML 2020, arXiv:2005.10242, eq. 3. Lower is more uniform; 0 is collapsed.
+
+    Args:
+        features: (N, E), not necessarily normalized.
+        most: Number of images to compare, at most.
+    """
+    units = F.normalize(features[:most], dim=1)
+    kernel = torch.exp(4 * (units @ units.T - 1))
+    count = len(units)
+    return float(((kernel.sum() - kernel.diagonal().sum()) / (count * (count - 1))).log())
+
+
+def _eigenvalues(rows: Tensor) -> Tensor:
+    """Return the eigenvalues of ``rows.T @ rows`` for (N, E) rows, descending, min(N, E)."""
+    gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
+    return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0)
