@@ -22,9 +22,9 @@ from selftask.config.compose.overrides import (
     last_value,
     parse_overrides,
 )
-from selftask.config.compose.provenance import Layers, drop_replaced
+from selftask.config.compose.provenance import Layers
 from selftask.config.compose.recipe_files import compose_recipe
-from selftask.config.compose.resolve import as_dict, complete, resolve
+from selftask.config.compose.resolve import as_dict, complete, drop_replaced, resolve
 from selftask.config.extensions import import_listed
 from selftask.config.schema import Config
 from selftask.config.sections import read_config
