@@ -22,9 +22,9 @@ from selftask.config.compose.overrides import (
     last_value,
     parse_overrides,
 )
-from selftask.config.compose.provenance import Layers
+from selftask.config.compose.provenance import Layers, drop_replaced
 from selftask.config.compose.recipe_files import compose_recipe
-from selftask.config.compose.resolve import as_dict, complete, drop_replaced, resolve
+from selftask.config.compose.resolve import complete, resolve
 from selftask.config.extensions import import_listed
 from selftask.config.schema import Config
 from selftask.config.sections import read_config
@@ -61,8 +61,7 @@ def load_config(
     problems += apply_overrides(merged, layers, parsed)
     if trust:  # otherwise only modules are allowed that the user has typed
         import_listed(merged, [Path.cwd(), path.parent], layers.place(("import",)))
-    values = as_dict(merged)
-    notes = drop_replaced(values, layers)
+    values, notes = drop_replaced(merged, layers)
     values = resolve(values, layers, problems, trust=trust)
     values = complete(values, layers, recipe)
     if not trust:

@@ -7,14 +7,22 @@ Merging loses the origin of a value, so the values before merging are kept as la
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selftask.config.keys import Key, dotted
-from selftask.errors import shorten
+from omegaconf import DictConfig, OmegaConf
 
+from selftask.config.config_class import config_class
+from selftask.config.keys import NAMED, NAMED_ENTRIES, SCHEDULED, SOURCES, Key, default_name, dotted
+from selftask.config.schema import SHARED
+from selftask.errors import shorten
+from selftask.registry import METHODS
+
+METHOD: Key = ("method",)
 MAX_MESSAGE = 800  # characters
 
 
@@ -28,11 +36,11 @@ class Layer:
 
     def holds(self, key: Key) -> bool:
         """Return whether this layer sets ``key``."""
-        return value_at(self.values, key)[0]
+        return _value_at(self.values, key)[0]
 
     def value(self, key: Key) -> Any:
         """Return the value of ``key`` in this layer, or None."""
-        return value_at(self.values, key)[1]
+        return _value_at(self.values, key)[1]
 
     def replaces(self, key: Key) -> bool:
         """Return whether this layer holds a list or a plain value at or above ``key``.
@@ -41,7 +49,7 @@ class Layer:
         """
         return any(
             is_set and not isinstance(value, dict)
-            for is_set, value in (value_at(self.values, key[:n]) for n in range(1, len(key) + 1))
+            for is_set, value in (_value_at(self.values, key[:n]) for n in range(1, len(key) + 1))
         )
 
     def place(self, key: Key) -> str | None:
@@ -72,7 +80,7 @@ class Layer:
 
     def drop(self, key: Key) -> None:
         """Remove ``key`` from this layer."""
-        is_set, parent = value_at(self.values, key[:-1])
+        is_set, parent = _value_at(self.values, key[:-1])
         if is_set and isinstance(parent, dict):
             parent.pop(key[-1], None)
 
@@ -120,7 +128,7 @@ def show_path(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def value_at(value: Any, key: Key) -> tuple[bool, Any]:
+def _value_at(value: Any, key: Key) -> tuple[bool, Any]:
     """Return whether there is a value at ``key``, and the value."""
     for name in key:
         if isinstance(value, list) and name.isdigit() and int(name) < len(value):
@@ -130,3 +138,86 @@ def value_at(value: Any, key: Key) -> tuple[bool, Any]:
         else:
             return False, None
     return True, value
+
+
+def drop_replaced(merged: DictConfig, layers: Layers) -> tuple[dict[str, Any], list[str]]:
+    """Return the merged values without the arguments of replaced components.
+
+    Fields that apply to every component of a section stay, such as the ``lr`` of an optimizer. A
+    method keeps those of the replaced method that it has as well.
+
+    Args:
+        merged: The values of all layers.
+        layers: The layers, from which the arguments are removed as well.
+
+    Returns:
+        Plain values with their references, and a note about the arguments of a replaced method
+        that its replacement does not have.
+    """
+    values: dict[str, Any] = OmegaConf.to_container(merged)  # type: ignore[assignment]
+    removed: list[str] = []
+    for section_key in sorted(_named_sections(values), key=len, reverse=True):  # inner ones first
+        section, renamed = _value_at(values, section_key)[1], _last_renaming(layers, section_key)
+        if not renamed or not isinstance(section, dict):
+            continue
+        keep = {"name", *SHARED.get(section_key, ())}
+        if section_key == METHOD:
+            keep |= _fields_of_method(section.get("name"))
+        for name in [name for name in section if name not in keep]:
+            key = (*section_key, name)
+            origin = layers.place(key)
+            for layer in layers[:renamed]:
+                layer.drop(key)
+            if not any(layer.holds(key) for layer in layers[renamed:]):
+                del section[name]
+                removed += [f"{name} ({origin})"] if section_key == METHOD else []
+    if not removed:
+        return values, []
+    text = f"has no {', '.join(removed)}, which the recipe sets: left out"
+    return values, [f"method.name={values['method']['name']} {text}"]
+
+
+def _fields_of_method(name: Any) -> set[str]:
+    """Return the config fields of a method; none if it is unknown, which is reported later."""
+    config = config_class(METHODS, name) if isinstance(name, str) and name in METHODS else None
+    return (
+        {f.name for f in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
+    )
+
+
+def _last_renaming(layers: Layers, key: Key) -> int:
+    """Return the index of the last layer that changes the name of the section, or 0."""
+    name, renamed = None, 0
+    for index, layer in enumerate(layers):
+        section = layer.value(key)
+        if not isinstance(section, dict):
+            continue
+        new = section.get("name", name or default_name(key))
+        if name is not None and new != name:
+            renamed = index
+        name = new
+    return renamed
+
+
+def _named_sections(values: dict[str, Any]) -> list[Key]:
+    """Return the keys of all sections that may have a ``name``, also in lists of transforms."""
+    entries = [(*key, name) for key in sorted(NAMED_ENTRIES) for name in _names_in(values, key)]
+    lists: list[Key] = [("eval", "transforms")]
+    lists += [("views", group, "transforms") for group in _names_in(values, ("views",))]
+    transforms = [item for key in lists for item in _named_items(_value_at(values, key)[1], key)]
+    return [*sorted(NAMED | SCHEDULED | SOURCES), *entries, *transforms]
+
+
+def _named_items(value: Any, key: Key) -> Iterator[Key]:
+    """Yield the keys of sections with a ``name`` in a list and in nested lists."""
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        inner = (*key, str(index))
+        if isinstance(item, dict) and "name" in item:
+            yield inner
+            for field, nested in item.items():
+                yield from _named_items(nested, (*inner, field))
+
+
+def _names_in(values: dict[str, Any], key: Key) -> list[str]:
+    section = _value_at(values, key)[1]
+    return list(section) if isinstance(section, dict) else []

@@ -1,111 +1,25 @@
-"""From merged values to those that are read.
-
-Drop the arguments of replaced components, resolve ``${...}`` references, and fill in what a recipe
-leaves out.
-"""
+"""Resolve ``${...}`` references of merged values, and fill in what a recipe leaves out."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
-from selftask.config.compose.provenance import Layer, Layers, value_at
+from selftask.config.compose.provenance import Layer, Layers
 from selftask.config.compose.recipes import is_recipe_file
 from selftask.config.compose.short_forms import expand
-from selftask.config.config_class import config_class
-from selftask.config.keys import NAMED, NAMED_ENTRIES, SCHEDULED, SOURCES, Key, default_name, dotted
-from selftask.config.schema import DEFAULT_HOOKS, SHARED
+from selftask.config.keys import dotted
+from selftask.config.schema import DEFAULT_HOOKS
 from selftask.config.values import auto_values
 from selftask.errors import ConfigError
-from selftask.registry import METHODS
 
 REFERENCE = "if you trust where it comes from, trust=true resolves it"
-_METHOD: Key = ("method",)
-
-
-def drop_replaced(values: dict[str, Any], layers: Layers) -> list[str]:
-    """Remove from ``values`` and ``layers`` the arguments of replaced components.
-
-    Fields that apply to every component of a section stay, such as the ``lr`` of an optimizer. A
-    method keeps those of the replaced method that it has as well.
-
-    Returns:
-        A note about the arguments of a replaced method that its replacement does not have.
-    """
-    removed: list[str] = []
-    for section_key in sorted(_named_sections(values), key=len, reverse=True):  # inner ones first
-        section, renamed = value_at(values, section_key)[1], _last_renaming(layers, section_key)
-        if not renamed or not isinstance(section, dict):
-            continue
-        keep = {"name", *SHARED.get(section_key, ())}
-        if section_key == _METHOD:
-            keep |= _fields_of_method(section.get("name"))
-        for name in [name for name in section if name not in keep]:
-            key = (*section_key, name)
-            origin = layers.place(key)
-            for layer in layers[:renamed]:
-                layer.drop(key)
-            if not any(layer.holds(key) for layer in layers[renamed:]):
-                del section[name]
-                removed += [f"{name} ({origin})"] if section_key == _METHOD else []
-    if not removed:
-        return []
-    name = values["method"]["name"]
-    return [f"method.name={name} has no {', '.join(removed)}, which the recipe sets: left out"]
-
-
-def _fields_of_method(name: Any) -> set[str]:
-    """Return the config fields of a method; none if it is unknown, which is reported later."""
-    config = config_class(METHODS, name) if isinstance(name, str) and name in METHODS else None
-    return (
-        {f.name for f in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
-    )
-
-
-def _last_renaming(layers: Layers, key: Key) -> int:
-    """Return the index of the last layer that changes the name of the section, or 0."""
-    name, renamed = None, 0
-    for index, layer in enumerate(layers):
-        section = layer.value(key)
-        if not isinstance(section, dict):
-            continue
-        new = section.get("name", name or default_name(key))
-        if name is not None and new != name:
-            renamed = index
-        name = new
-    return renamed
-
-
-def _named_sections(values: dict[str, Any]) -> list[Key]:
-    """Return the keys of all sections that may have a ``name``, also in lists of transforms."""
-    entries = [(*key, name) for key in sorted(NAMED_ENTRIES) for name in _names_in(values, key)]
-    lists: list[Key] = [("eval", "transforms")]
-    lists += [("views", group, "transforms") for group in _names_in(values, ("views",))]
-    transforms = [item for key in lists for item in _named_items(value_at(values, key)[1], key)]
-    return [*sorted(NAMED | SCHEDULED | SOURCES), *entries, *transforms]
-
-
-def _named_items(value: Any, key: Key) -> Iterator[Key]:
-    """Yield the keys of sections with a ``name`` in a list and in nested lists."""
-    for index, item in enumerate(value if isinstance(value, list) else ()):
-        inner = (*key, str(index))
-        if isinstance(item, dict) and "name" in item:
-            yield inner
-            for field, nested in item.items():
-                yield from _named_items(nested, (*inner, field))
-
-
-def _names_in(values: dict[str, Any], key: Key) -> list[str]:
-    section = value_at(values, key)[1]
-    return list(section) if isinstance(section, dict) else []
 
 
 def resolve(
@@ -126,7 +40,7 @@ def resolve(
     """
     try:
         with nullcontext() if trust else patch.dict(BaseContainer._resolvers, clear=True):
-            resolved = as_dict(OmegaConf.create(values), resolved=True)
+            resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         key = tuple(str(error.full_key or "").replace("[", ".").replace("]", "").split("."))
         place = layers.place_or_around(key)
@@ -134,14 +48,8 @@ def resolve(
         if isinstance(error, UnsupportedInterpolationType) and not trust:
             text = f"a reference to something outside of the config is not resolved; {REFERENCE}"
         raise ConfigError([*problems, f"{place or 'config'}: {dotted(key)}: {text}"]) from error
-    return {key: expand(value, (key,)) for key, value in resolved.items()}
-
-
-def as_dict(config: DictConfig, *, resolved: bool = False) -> dict[str, Any]:
-    """Return nested plain values, with or without their references resolved."""
-    values = OmegaConf.to_container(config, resolve=resolved)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    expanded: dict[str, Any] = expand(resolved)
+    return expanded
 
 
 def complete(values: dict[str, Any], layers: Layers, recipe: str) -> dict[str, Any]:

@@ -40,8 +40,6 @@ def convert(value: Any, annotation: Any) -> Any:
             return None
         raise Mismatch("expected null")
     origin, inner = get_origin(annotation) or annotation, get_args(annotation)
-    if origin is Literal:
-        return _choice(value, inner)
     if origin in (Union, types.UnionType):
         return _first_of(value, annotation)
     if origin is list:
@@ -50,6 +48,8 @@ def convert(value: Any, annotation: Any) -> Any:
         return _tuple(value, inner, annotation)
     if origin is dict:
         return _dict(value, inner)
+    if origin is Literal:
+        return _choice(value, inner)
     raise UserError(f"a config field may not be annotated with {annotation!r}")
 
 
