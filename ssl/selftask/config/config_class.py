@@ -37,10 +37,17 @@ def config_class(registry: Registry, name: str) -> type | None:
 
     The dataclass is the nested ``Config``, or the component itself if it is a dataclass.
     """
-    thing = registry.imported(name)
-    if thing is not None:
-        return _config_of(thing)
-    return _read(registry, name)
+    return config_of(registry.entry(name))
+
+
+def config_of(entry: Any) -> type | None:
+    """Return the config dataclass of an entry, as returned by ``Registry.entry``, or None."""
+    if isinstance(entry, ClassSource):
+        return _read(entry)
+    config: type | None = getattr(entry, "Config", None)
+    if config is not None:
+        return config
+    return entry if isinstance(entry, type) and is_dataclass(entry) else None
 
 
 def config_object(config: type, args: dict[str, Any]) -> Any:
@@ -51,18 +58,8 @@ def config_object(config: type, args: dict[str, Any]) -> Any:
     return instance
 
 
-def _config_of(thing: Any) -> type | None:
-    config: type | None = getattr(thing, "Config", None)
-    if config is not None:
-        return config
-    return thing if isinstance(thing, type) and is_dataclass(thing) else None
-
-
 @cache
-def _read(registry: Registry, name: str) -> type | None:
-    source = registry.class_source(name)
-    if source is None:
-        return None
+def _read(source: ClassSource) -> type | None:
     config = source.member("Config")
     if config is None and any(_is_dataclass(base.node) for base in source.mro()):
         config = source

@@ -179,10 +179,10 @@ class Registry:
         Raises:
             UserError: If the source has another expression than a literal.
         """
-        if name in self._registered:
-            return getattr(self._registered[name], attribute, default)
-        source = self.class_source(name)
-        value = source.value_of(attribute) if source else None
+        entry = self.entry(name)
+        if not isinstance(entry, ClassSource):
+            return getattr(entry, attribute, default)
+        value = entry.value_of(attribute)
         if value is None:
             return default
         path, expression = value
@@ -193,6 +193,17 @@ class Registry:
                 f"{path}:{expression.lineno}: `{attribute}` is read before this file is imported; "
                 "write the value itself, without names"
             ) from error
+
+    def entry(self, name: str) -> Any:
+        """Return the class or function if its module is imported, else the source of a class.
+
+        The result is a ClassSource for a class that is not imported, and None for a function.
+        """
+        return self._registered[name] if name in self._registered else self.class_source(name)
+
+    def is_shipped(self, name: str) -> bool:
+        """Return whether ``name`` is an entry of selftask, not of a user's or another package."""
+        return name in self and self.address(name).module.startswith(f"{self.package}.")
 
     def class_source(self, name: str) -> ClassSource | None:
         """Return the parsed source of a class, without importing it; None for a function."""

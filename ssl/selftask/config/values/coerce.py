@@ -83,19 +83,21 @@ def describe(annotation: Any, show: Callable[[Any], str] = repr) -> str:
 
 def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
     """Raise ValueError if the metadata of a field forbids ``value``."""
-    if metadata.get("duration") and value is not None and not isinstance(value, bool):
-        length = parse_duration(value)
-        too_short = length.value < metadata.get("min", 0)
-        if too_short and (length.unit == "step" or not length.value):  # half an epoch is allowed
-            raise ValueError("must be above 0")
-        return
     if isinstance(value, list | tuple):
         for item in value:
             check_limits(item, metadata)
         if metadata.get("rising") and list(value) != sorted(value):
             raise ValueError("the first number must not be above the second")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return
+    elif metadata.get("duration") and value is not None and not isinstance(value, bool):
+        length = parse_duration(value)
+        too_short = length.value < metadata.get("min", 0)
+        if too_short and (length.unit == "step" or not length.value):  # half an epoch is allowed
+            raise ValueError("must be above 0")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        _check_bounds(value, metadata)
+
+
+def _check_bounds(value: float, metadata: Mapping[str, Any]) -> None:
     if "min" in metadata and value < metadata["min"]:
         raise ValueError(f"must be at least {metadata['min']}")
     if "above" in metadata and value <= metadata["above"]:
