@@ -17,7 +17,6 @@ import ast
 import copy
 import sys
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
@@ -28,6 +27,7 @@ from selftask.registry.class_source import (
     ModuleSource,
     bound_names,
     imported_name,
+    is_dataclass,
     module_source,
 )
 
@@ -37,17 +37,12 @@ def config_class(registry: Registry, name: str) -> type | None:
 
     The dataclass is the nested ``Config``, or the component itself if it is a dataclass.
     """
-    return config_of(registry.entry(name))
+    return executed(registry.config(name))
 
 
-def config_of(entry: Any) -> type | None:
-    """Return the config dataclass of an entry, as returned by ``Registry.entry``, or None."""
-    if isinstance(entry, ClassSource):
-        return _read(entry)
-    config: type | None = getattr(entry, "Config", None)
-    if config is not None:
-        return config
-    return entry if isinstance(entry, type) and is_dataclass(entry) else None
+def executed(config: Any) -> type | None:
+    """Return a config dataclass, or None; it is executed if it is the source of a class."""
+    return _read(config) if isinstance(config, ClassSource) else config
 
 
 def config_object(config: type, args: dict[str, Any]) -> Any:
@@ -59,11 +54,8 @@ def config_object(config: type, args: dict[str, Any]) -> Any:
 
 
 @cache
-def _read(source: ClassSource) -> type | None:
-    config = source.member("Config")
-    if config is None and any(_is_dataclass(base.node) for base in source.mro()):
-        config = source
-    return None if config is None else _executed(config.module).config(config)
+def _read(source: ClassSource) -> type:
+    return _executed(source.module).config(source)
 
 
 class _Executed:
@@ -155,13 +147,9 @@ def _reached_members(classes: list[ast.ClassDef]) -> set[str]:
 def _kept(node: ast.ClassDef, members: set[str]) -> Iterator[ast.stmt]:
     """Yield ``members`` of a class, and its fields if it is a dataclass."""
     for member in node.body:
-        if (_is_dataclass(node) and _is_field(member)) or members & set(bound_names(member)):
+        if (is_dataclass(node) and _is_field(member)) or members & set(bound_names(member)):
             yield member
 
 
 def _is_field(member: ast.stmt) -> bool:
     return isinstance(member, ast.AnnAssign) and "ClassVar" not in ast.unparse(member.annotation)
-
-
-def _is_dataclass(node: ast.ClassDef) -> bool:
-    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)

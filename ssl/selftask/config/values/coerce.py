@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
 from omegaconf.errors import ValidationError
 
+from selftask.config.values.budget import WORDS, parse_budget
 from selftask.config.values.duration import parse_duration
 from selftask.errors import UserError, nearest
 
@@ -88,13 +89,18 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
             check_limits(item, metadata)
         if metadata.get("rising") and list(value) != sorted(value):
             raise ValueError("the first number must not be above the second")
-    elif metadata.get("duration") and value is not None and not isinstance(value, bool):
+        return
+    if value is None or isinstance(value, bool):
+        return
+    if isinstance(value, int | float) and not metadata.get("duration"):
+        _check_bounds(value, metadata)
+    if metadata.get("duration"):
         length = parse_duration(value)
         too_short = length.value < metadata.get("min", 0)
         if too_short and (length.unit == "step" or not length.value):  # half an epoch is allowed
             raise ValueError("must be above 0")
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        _check_bounds(value, metadata)
+    if metadata.get("budget") and value not in WORDS:
+        parse_budget(value)
 
 
 def _check_bounds(value: float, metadata: Mapping[str, Any]) -> None:

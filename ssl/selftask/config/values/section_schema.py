@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from selftask.config.compose.provenance import show_path
-from selftask.config.config_class import config_of
+from selftask.config.config_class import executed
 from selftask.config.keys import Key, dotted
 from selftask.errors import UserError, nearest
 from selftask.registry import Registry
@@ -80,5 +80,5 @@ class Schema:
 
 def schema_of(registry: Registry, name: str) -> Schema:
     """Return the schema of a component."""
-    entry, address = registry.entry(name), registry.address(name)
-    return Schema.of(config_of(entry), f"{name} ({show_path(address.path)}:{address.line})")
+    address, config = registry.address(name), registry.config(name)
+    return Schema.of(executed(config), f"{name} ({show_path(address.path)}:{address.line})")
