@@ -143,6 +143,8 @@ class Batch:
     @local_loss.setter
     def local_loss(self, loss: Loss) -> None:
         self._local_loss = total(loss)
+        if isinstance(loss, Tensor) and not self.added_terms:
+            return  # `terms` is empty
         terms = {} if isinstance(loss, Tensor) else dict(loss)
         for name, term in self.added_terms.items():
             self._local_loss = self._local_loss + term

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+
+from selftask.config.torch_names import is_torch_name
+from selftask.errors import nearest
 
 CLASSY_KINDS = {"hook": "hooks", "meter": "meters", "optimizer": "optim", "schedule": "optim"}
 
@@ -25,3 +29,23 @@ def classy_refusal(name: str) -> str | None:
     from selftask import classy
 
     return classy.refusal(name)
+
+
+def guest_problem(kind: str, name: str, registered: Iterable[str]) -> str | None:
+    """Return why a name that selftask has not is wrong; None for Classy Vision's and torch.optim's.
+
+    Args:
+        kind: Kind of the component, such as hook.
+        name: Its name.
+        registered: The names that selftask has.
+    """
+    if is_torch_name(kind, name):
+        return None
+    if classy_has(kind, name):
+        return classy_refusal(name) if kind == "hook" else None
+    hint = nearest(name, registered)
+    if kind in CLASSY_KINDS:
+        hint += "; Classy Vision's are written classy:NAME"
+    if kind == "optimizer":
+        hint += ", torch.optim's torch:NAME"
+    return f"no {kind} named {name!r}; {hint}"

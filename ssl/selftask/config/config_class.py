@@ -17,7 +17,6 @@ import ast
 import copy
 import sys
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
@@ -28,6 +27,7 @@ from selftask.registry.class_source import (
     ModuleSource,
     bound_names,
     imported_name,
+    is_dataclass,
     module_source,
 )
 
@@ -37,10 +37,12 @@ def config_class(registry: Registry, name: str) -> type | None:
 
     The dataclass is the nested ``Config``, or the component itself if it is a dataclass.
     """
-    thing = registry.imported(name)
-    if thing is not None:
-        return _config_of(thing)
-    return _read(registry, name)
+    return executed(registry.config(name))
+
+
+def executed(config: Any) -> type | None:
+    """Return a config dataclass, or None; it is executed if it is the source of a class."""
+    return _read(config) if isinstance(config, ClassSource) else config
 
 
 def config_object(config: type, args: dict[str, Any]) -> Any:
@@ -51,22 +53,9 @@ def config_object(config: type, args: dict[str, Any]) -> Any:
     return instance
 
 
-def _config_of(thing: Any) -> type | None:
-    config: type | None = getattr(thing, "Config", None)
-    if config is not None:
-        return config
-    return thing if isinstance(thing, type) and is_dataclass(thing) else None
-
-
 @cache
-def _read(registry: Registry, name: str) -> type | None:
-    source = registry.class_source(name)
-    if source is None:
-        return None
-    config = source.member("Config")
-    if config is None and any(_is_dataclass(base.node) for base in source.mro()):
-        config = source
-    return None if config is None else _executed(config.module).config(config)
+def _read(source: ClassSource) -> type:
+    return _executed(source.module).config(source)
 
 
 class _Executed:
@@ -158,13 +147,9 @@ def _reached_members(classes: list[ast.ClassDef]) -> set[str]:
 def _kept(node: ast.ClassDef, members: set[str]) -> Iterator[ast.stmt]:
     """Yield ``members`` of a class, and its fields if it is a dataclass."""
     for member in node.body:
-        if (_is_dataclass(node) and _is_field(member)) or members & set(bound_names(member)):
+        if (is_dataclass(node) and _is_field(member)) or members & set(bound_names(member)):
             yield member
 
 
 def _is_field(member: ast.stmt) -> bool:
     return isinstance(member, ast.AnnAssign) and "ClassVar" not in ast.unparse(member.annotation)
-
-
-def _is_dataclass(node: ast.ClassDef) -> bool:
-    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)

@@ -21,6 +21,7 @@ def setting(
     max: float | None = None,
     rising: bool = False,
     duration: bool = False,
+    budget: bool = False,
     path: bool = False,
     of: str | None = None,
     flat: bool = False,
@@ -41,6 +42,7 @@ def setting(
         max: Largest allowed value.
         rising: Whether the value is a range, whose first number must not be above the second.
         duration: Whether the value is a length of training, such as ``10 epochs``.
+        budget: Whether the value is a memory budget, such as ``8 GB``.
         path: Whether the value is a path, so that ``~`` is expanded.
         of: Registry of the component or components that the value is, such as ``transforms``.
         flat: Whether the fields of the component are keys of the section itself.
@@ -52,7 +54,8 @@ def setting(
     """
     limits = {"min": min, "above": above, "below": below, "max": max}
     metadata: dict[str, Any] = {k: limit for k, limit in limits.items() if limit is not None}
-    metadata |= {"duration": duration, "path": path, "flat": flat, "rising": rising}
+    metadata |= {"duration": duration, "budget": budget, "rising": rising}
+    metadata |= {"path": path, "flat": flat}
     metadata |= {"also": tuple(also), "shared": tuple(shared)}
     optional = {"of": of, "missing": missing, "tiny": tiny}
     metadata |= {k: value for k, value in optional.items() if value is not None}

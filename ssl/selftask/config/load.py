@@ -12,9 +12,10 @@ from pathlib import Path
 
 import yaml
 
-from selftask.config.checks import identical_views, locations
 from selftask.config.checks.components import component_problems
 from selftask.config.checks.contradictions import contradictions
+from selftask.config.checks.locations import location_problems
+from selftask.config.checks.views import identical_views
 from selftask.config.compose import recipes
 from selftask.config.compose.overrides import (
     apply_overrides,
@@ -22,12 +23,12 @@ from selftask.config.compose.overrides import (
     last_value,
     parse_overrides,
 )
-from selftask.config.compose.provenance import Layers, drop_replaced
+from selftask.config.compose.provenance import drop_replaced
 from selftask.config.compose.recipe_files import compose_recipe
-from selftask.config.compose.resolve import as_dict, complete, resolve
+from selftask.config.compose.resolve import complete, resolve
 from selftask.config.extensions import import_listed
 from selftask.config.schema import Config
-from selftask.config.sections import read_config
+from selftask.config.schema_reader import read_config
 from selftask.config.trust import code_in, refuse_code
 from selftask.errors import ConfigError
 
@@ -61,8 +62,7 @@ def load_config(
     problems += apply_overrides(merged, layers, parsed)
     if trust:  # otherwise only modules are allowed that the user has typed
         import_listed(merged, [Path.cwd(), path.parent], layers.place(("import",)))
-    values = as_dict(merged)
-    notes = drop_replaced(values, layers)
+    values, notes = drop_replaced(merged, layers)
     values = resolve(values, layers, problems, trust=trust)
     values = complete(values, layers, recipe)
     if not trust:
@@ -73,8 +73,13 @@ def load_config(
     problems += [p for p in unreadable if p.partition(" is missing")[0] not in invalid]
     if problems or config is None:
         raise ConfigError(problems)
-    _check(config, layers, trust=trust)
-    config.notes.extend([*notes, *identical_views.notes(config)])
+    conflicts = [*contradictions(config)]
+    notes += identical_views(config)
+    conflicts += component_problems(config, hooks=trust)
+    conflicts += location_problems(config) if trust else ()
+    if conflicts:
+        raise ConfigError([layers.located(key, text) for key, text in conflicts])
+    config.notes.extend(notes)
     return config
 
 
@@ -82,11 +87,3 @@ def to_yaml(config: Config) -> str:
     """Return the text of a run's ``config.yaml``; ``load_config`` of it gives an equal Config."""
     text: str = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
     return text
-
-
-def _check(config: Config, layers: Layers, *, trust: bool) -> None:
-    """Raise ConfigError if values contradict each other, or name files that cannot be read."""
-    problems = [*contradictions(config), *component_problems(config, hooks=trust)]
-    problems += locations.problems(config) if trust else ()
-    if problems:
-        raise ConfigError([layers.located(key, text) for key, text in problems])

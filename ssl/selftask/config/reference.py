@@ -18,7 +18,7 @@ from selftask.config.config_class import config_class
 from selftask.config.field_docs import field_docs
 from selftask.config.fields import default_of, has_default
 from selftask.config.schema import Component, Config
-from selftask.config.sections import Shorthand
+from selftask.config.schema_reader import Shorthand
 from selftask.config.values.coerce import describe
 from selftask.errors import UserError
 from selftask.registry import REGISTRIES, Address

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import os
 import typing
-from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from selftask.config.classy_names import CLASSY_KINDS, classy_has, classy_refusal
+from selftask.config.checks.grid import with_image_size
+from selftask.config.classy_names import classy_has, guest_problem
 from selftask.config.compose.provenance import Layers
-from selftask.config.fields import default_of, has_default
+from selftask.config.fields import default_of, has_default, setting
 from selftask.config.keys import Key, dotted
-from selftask.config.schema import Component, FrozenModule
-from selftask.config.torch_names import is_torch_name
+from selftask.config.schema import Component, Config, FrozenModule
 from selftask.config.values.coerce import Mismatch, check_limits, convert, describe
 from selftask.config.values.section_schema import Schema, schema_of
 from selftask.errors import nearest
@@ -24,6 +24,36 @@ MISSING = "???"  # OmegaConf's mark for a required value
 _WRONG = object()  # returned for an invalid value
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shorthand:
+    """Top-level keys that stand for several others."""
+
+    image_size: int | None = setting(None, min=1)
+    """Height and width of views, evaluated images and a vision transformer, in pixels."""
+
+
+SCHEMA = Schema.of(Config, without=["imports", "places", "notes"]) | Schema.of(Shorthand)
+_IMPORT = Schema({"import": Config.__dataclass_fields__["imports"]}, {}, "")
+
+
+def read_config(values: dict[str, Any], layers: Layers) -> tuple[Config | None, list[str]]:
+    """Return the config, or None if a section cannot be read, and all problems."""
+    reader = Reader(layers)
+    reader.unknown_keys(values, (), SCHEMA, _IMPORT)
+    sections = reader.fields(values, SCHEMA, ())
+    imports = values.get("import") or []
+    reader.note_place(("import",))
+    if len(sections) < len(SCHEMA.fields):
+        return None, reader.problems
+    size = sections.pop("image_size")
+    names = [imports] if isinstance(imports, str) else list(imports)
+    config = Config(**sections, imports=names, places=reader.places)
+    if size is None:
+        return config, reader.problems
+    config, problems = with_image_size(config, size, layers)
+    return config, [*reader.problems, *(layers.located(key, text) for key, text in problems)]
 
 
 class Reader:
@@ -224,13 +254,13 @@ class Reader:
 
     def unknown_keys(self, values: dict[str, Any], key: Key, *schemas: Schema) -> None:
         """Add a problem for each key that is in none of the schemas."""
-        valid = {name: field for schema in schemas for name, field in schema.fields.items()}
         owner = next((f" of {schema.owner}" for schema in reversed(schemas) if schema.owner), "")
+        valid = functools.reduce(operator.or_, schemas)
         for name in values:
-            if name not in valid:
-                wrong = dotted((*key, str(name)))
-                hint = hint_for(str(name), valid, key)
-                self.problem((*key, str(name)), f"unknown key {wrong!r}{owner}; {hint}")
+            if name not in valid.fields:
+                inner = (*key, str(name))
+                hint = valid.hint(str(name), key)
+                self.problem(inner, f"unknown key {dotted(inner)!r}{owner}; {hint}")
 
     def component(
         self, value: Any, registry: Registry, key: Key, *, ours: Schema | None = None
@@ -252,27 +282,15 @@ class Reader:
         self.note_place((*key, "name"))
         args = {k: v for k, v in value.items() if k != "name" and k not in ours.fields}
         if name not in registry:
-            return self._of_others(Component(name=name, args=args), registry, key), fixed
+            for field in args:
+                self.note_place((*key, field))
+            if text := guest_problem(registry.kind, name, registry):
+                self.problem((*key, "name"), text)
+                return None, fixed
+            return Component(name=name, args=args), fixed
         schema = schema_of(registry, name)
         self.unknown_keys(args, key, ours, schema)
         return Component(name=name, args=self.fields(args, schema, key)), fixed
-
-    def _of_others(self, component: Component, registry: Registry, key: Key) -> Component | None:
-        """Return a component of Classy Vision or torch.optim, or add a problem and return None."""
-        kind, name = registry.kind, component.name
-        if classy_has(kind, name) or is_torch_name(kind, name):
-            for field in component.args:
-                self.note_place((*key, field))
-            if kind == "hook" and (refused := classy_refusal(name)):
-                self.problem((*key, "name"), refused)
-            return component
-        hint = nearest(name, registry.names())
-        if kind in CLASSY_KINDS:
-            hint += "; Classy Vision's are written classy:NAME"
-        if kind == "optimizer":
-            hint += ", torch.optim's torch:NAME"
-        self.problem((*key, "name"), f"no {kind} named {name!r}; {hint}")
-        return None
 
     def components(
         self, value: Any, registry: Registry, key: Key, kind: type[Component]
@@ -337,17 +355,6 @@ class Reader:
     def note_place(self, key: Key) -> None:
         """Record the origin of the value at ``key``."""
         self.places[dotted(key)] = self.layers.place(key) or "default"
-
-
-def hint_for(name: str, known: Mapping[str, dataclasses.Field[Any]], key: Key) -> str:
-    """Return a hint such as ``did you mean 'optimizer.lr'?`` for an unknown key.
-
-    Names of keys in other frameworks are recognized.
-    """
-    words = {word: right for right, f in known.items() for word in f.metadata.get("also", ())}
-    words |= {right: right for right in known}
-    close = get_close_matches(name, words, n=1)
-    return f"did you mean {dotted((*key, words[close[0]]))!r}?" if close else nearest(name, known)
 
 
 def _holds(kind: Any) -> bool:

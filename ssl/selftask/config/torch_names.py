@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from selftask.config.keys import Key
-from selftask.config.schema import Config, OptimizerConfig
+from selftask.config.schema import OptimizerConfig
 from selftask.errors import UserError, nearest
 
 PREFIX = "torch:"
@@ -57,16 +57,20 @@ def _class(name: str) -> Any:
     return kinds[bare]
 
 
-def problems(whole: Config) -> Iterator[tuple[Key, str]]:
-    """Yield problems of an optimizer of torch.optim and its arguments."""
-    config = whole.optimizer
+def torch_problems(config: OptimizerConfig, reduce: str) -> Iterator[tuple[Key, str]]:
+    """Yield problems of an optimizer of torch.optim and its arguments.
+
+    Args:
+        config: The section ``optimizer``.
+        reduce: The value of ``parallel.reduce``.
+    """
     try:
         arguments = inspect.signature(_class(config.name)).parameters
     except UserError as error:
         yield ("optimizer", "name"), str(error)
         return
     owner = f"torch.optim.{config.name.removeprefix(PREFIX)}"
-    if whole.parallel.reduce == "fsdp" and owner.rpartition(".")[2] in _NOT_SHARDED:
+    if reduce == "fsdp" and owner.rpartition(".")[2] in _NOT_SHARDED:
         text = f"parallel.reduce='fsdp': {owner} needs whole tensors; use 'ddp' or 'manual'"
         yield ("parallel", "reduce"), text
     if config.weight_decay and "weight_decay" not in arguments:

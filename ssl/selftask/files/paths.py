@@ -77,8 +77,9 @@ def _mode(path: str | Path) -> int | None:
 
 
 def _reason(error: OSError, path: str | Path) -> str:
-    shown, reason = shorten(str(path)), (error.strerror or str(error)).lower()
+    reason = (error.strerror or str(error)).lower()
     closed = _closed_folder(Path(path)) if error.errno == errno.EACCES else None
+    shown = shorten(str(path))
     if closed is None or closed == Path(path):
         return f"{shown}: {reason}"
     return f"{shown}: {reason}: you may not enter {closed}"

@@ -36,16 +36,16 @@ class ActivationBudget:
         self._blocks, self._budget = blocks, budget
         self._whole = [0] * len(blocks)  # bytes kept by each block if it is not recomputed
         self._recomputed = [0] * len(blocks)  # bytes kept by each block if it is recomputed
-        self._is_open = bool(blocks)
+        self.is_open = bool(blocks)
         checkpoint_blocks(blocks)
         for number, block in enumerate(blocks):
             meter_with(block, _Meter(self, number))
 
     def finalize(self) -> None:
         """Choose the blocks after the first backward pass. Every rank must call it at each step."""
-        if not self._is_open:
+        if not self.is_open:
             return
-        self._is_open = False
+        self.is_open = False
         ranks = gather_objects((self._whole, self._recomputed))
         whole, recomputed = (
             [max(sizes) for sizes in zip(*(of_rank[kind] for of_rank in ranks), strict=True)]

@@ -8,6 +8,7 @@ source, so listing names and checking a config import nothing.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from selftask.errors import UserError, nearest
-from selftask.registry.class_source import ClassSource, class_source, parse
+from selftask.registry.class_source import ClassSource, class_source, definition, parse
 
 T = TypeVar("T")
 
@@ -179,10 +180,10 @@ class Registry:
         Raises:
             UserError: If the source has another expression than a literal.
         """
-        if name in self._registered:
-            return getattr(self._registered[name], attribute, default)
-        source = self.class_source(name)
-        value = source.value_of(attribute) if source else None
+        entry = self.entry(name)
+        if not isinstance(entry, ClassSource):
+            return getattr(entry, attribute, default)
+        value = entry.value_of(attribute)
         if value is None:
             return default
         path, expression = value
@@ -194,10 +195,30 @@ class Registry:
                 "write the value itself, without names"
             ) from error
 
-    def class_source(self, name: str) -> ClassSource | None:
-        """Return the parsed source of a class, without importing it; None for a function."""
-        node, address = self.definition(name), self.address(name)
-        return class_source(address.module, node)
+    def entry(self, name: str) -> Any:
+        """Return the class or function if its module is imported, else the source of a class.
+
+        The result is a ClassSource for a class that is not imported, and None for a function.
+        """
+        if name in self._registered:
+            return self._registered[name]
+        address = self.address(name)
+        return class_source(address.module, address.path, f"{self.decorator}({name!r})")
+
+    def is_shipped(self, name: str) -> bool:
+        """Return whether ``name`` is an entry of selftask, not of a user's or another package."""
+        return name in self and self.address(name).module.startswith(f"{self.package}.")
+
+    def config(self, name: str) -> Any:
+        """Return the config dataclass of ``name``, or its source if it is not imported, or None.
+
+        It is the nested ``Config``, or the class itself if it is a dataclass.
+        """
+        entry = self.entry(name)
+        if isinstance(entry, ClassSource):
+            return entry.config()
+        config = getattr(entry, "Config", None)
+        return entry if config is None and dataclasses.is_dataclass(entry) else config
 
     def definition(self, name: str) -> ast.ClassDef | ast.FunctionDef:
         """Return the syntax tree of a class or function, without importing it.
@@ -205,13 +226,7 @@ class Registry:
         Raises:
             UserError: If its file has no definition decorated with this name.
         """
-        address = self.address(name)
-        for node in parse(address.path).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                for call in node.decorator_list:
-                    if ast.unparse(call).endswith(f"{self.decorator}({name!r})"):
-                        return node
-        raise UserError(f"{address}: no class or function stands under this registration")
+        return definition(self.address(name).path, f"{self.decorator}({name!r})")
 
     @cache  # noqa: B019 - registries live as long as the process
     def _index(self) -> dict[str, Address]:

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from selftask.errors import UserError
+
 
 @cache
 def parse(path: Path) -> ast.Module:
@@ -81,6 +83,13 @@ class ClassSource(NamedTuple):
                     return ClassSource(source.module, node)
         return None
 
+    def config(self) -> ClassSource | None:
+        """Return the nested ``Config``, or the class itself if it is a dataclass, or None."""
+        nested = self.member("Config")
+        if nested is None and any(is_dataclass(source.node) for source in self.mro()):
+            return self
+        return nested
+
     def value_of(self, attribute: str) -> tuple[Path, ast.expr] | None:
         """Return the file and expression that set a class attribute here or in a base, or None."""
         for source in self.mro():
@@ -112,11 +121,31 @@ def module_source(name: str) -> ModuleSource | None:
     return ModuleSource(name, path) if path and path.suffix == ".py" else None
 
 
-def class_source(module: str, node: ast.ClassDef | ast.FunctionDef) -> ClassSource | None:
-    """Return the parsed source of a class in a module; None for a function."""
-    source = module_source(module)
+def definition(path: Path, registration: str) -> ast.ClassDef | ast.FunctionDef:
+    """Return the syntax tree of the class or function that is decorated with ``registration``.
+
+    Raises:
+        UserError: If the file has none.
+    """
+    for node in parse(path).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            for call in node.decorator_list:
+                if ast.unparse(call).endswith(registration):
+                    return node
+    raise UserError(f"{path}: no class or function stands under @{registration}")
+
+
+@cache
+def class_source(module: str, path: Path, registration: str) -> ClassSource | None:
+    """Return the parsed source of a registered class in a module; None for a function."""
+    source, node = module_source(module), definition(path, registration)
     assert source is not None
     return ClassSource(source, node) if isinstance(node, ast.ClassDef) else None
+
+
+def is_dataclass(node: ast.ClassDef) -> bool:
+    """Return whether a class is decorated as a dataclass."""
+    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def bound_names(statement: ast.stmt) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from selftask.checkpoint.rotation import checkpoints
-from selftask.config.checks.resuming import uses_newest
+from selftask.config.checks.locations import uses_newest
 from selftask.config.schema import Config
 from selftask.errors import UserError, shorten
 from selftask.files.paths import exists

@@ -225,10 +225,16 @@ def gradient_reduction(task: Task, wrappers: Iterable[Any]) -> Callable[[], None
     """
 
     def reduce() -> None:
-        task.reduction.reduce()
-        task.activations.finalize()
-        task.frozen.drop_gradients(task.clock.steps_done)
+        for work in works:
+            work()
 
+    works: list[Callable[[], None]] = []  # without those that would do nothing in every step
+    if type(task.reduction).reduce is not Reduction.reduce:
+        works.append(task.reduction.reduce)
+    if task.activations.is_open:
+        works.append(task.activations.finalize)
+    if task.frozen.until:
+        works.append(lambda: task.frozen.drop_gradients(task.clock.steps_done))
     for wrap in wrappers:
         reduce = wrap(task, reduce)
     return reduce

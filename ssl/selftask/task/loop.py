@@ -82,9 +82,10 @@ def read_batches(task: Task, stop: int) -> Iterator[Batch]:
         islice(data.train_batches(first), stop - first) if task.train else data.test_batches()
     )
     prepare = task.loss.prepare_batch
+    draws = task.train and LAYER_DRAWS.num_layers > 0
     for batch in batches:
         prepare(batch, task)
-        if task.train and LAYER_DRAWS.num_layers:
+        if draws:
             LAYER_DRAWS.start(batch.key, task.device)
         yield batch
     LAYER_DRAWS.stop()

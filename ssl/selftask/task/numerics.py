@@ -14,7 +14,7 @@ from selftask.config.schema import Config, TrainConfig
 from selftask.distributed.device import auto_precision
 
 LOW_PRECISION = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_FULL_PRECISION: AbstractContextManager[None] = nullcontext()
+FULL_PRECISION: AbstractContextManager[None] = nullcontext()
 
 
 def settle_precision(config: Config, device: torch.device) -> Config:
@@ -33,7 +33,7 @@ def settle_precision(config: Config, device: torch.device) -> Config:
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Return torch's autocast context; without effect if ``dtype`` is None."""
-    return _FULL_PRECISION if dtype is None else torch.autocast(device.type, dtype)
+    return FULL_PRECISION if dtype is None else torch.autocast(device.type, dtype)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from selftask.registry import register_task
 from selftask.task import build, exported, loop, opening, task_state
 from selftask.task.averaged_weights import begin_phase
 from selftask.task.frozen import FrozenParameters
-from selftask.task.numerics import LOW_PRECISION, autocast, settle_precision
+from selftask.task.numerics import FULL_PRECISION, LOW_PRECISION, autocast, settle_precision
 from selftask.task.rank_agreement import open_same_data
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import log_meters, score, update_meters
@@ -189,7 +189,8 @@ class Task(Recorder, ClassyTaskNames):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of ``train.precision``; it has no effect in float32."""
-        return autocast(self.device, self.low_precision)
+        none = self.low_precision is None
+        return FULL_PRECISION if none else autocast(self.device, self.low_precision)
 
     def score(self, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
         """Return loss and meters of one pass over ``data.val``; every rank must call this method.

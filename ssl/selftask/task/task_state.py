@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from selftask.checkpoint import manifest, rotation, store
 from selftask.checkpoint.writer import CheckpointWriter
-from selftask.config.checks.resuming import asked_checkpoint
+from selftask.config.checks.locations import asked_checkpoint
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.config.values.budget import show_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -42,32 +41,29 @@ class Compiled:
     def __call__(self, task: Task) -> None:
         """Run one step; a test phase stops after the loss."""
         batch = task.last_batch = next(task.batches)
-        compiled = partial(_compiled, options=task.config.train.compile_options)
+        options = task.config.train.compile_options
 
         with task.autocast():
             if task.calls["on_forward"]:
-                batch.output = compiled(_network)(task.model, batch)
+                batch.output = _compiled(_network, options)(task.model, batch)
                 task.run_hooks("on_forward")
-                batch.local_loss = _copied(compiled(_loss)(task.loss, batch.output, batch))
+                loss = _compiled(_loss, options)(task.loss, batch.output, batch)
             else:
-                both = compiled(_network_and_loss)
-                batch.output, loss = both(task, batch)
-                batch.local_loss = _copied(loss)
+                batch.output, loss = _compiled(_network_and_loss, options)(task, batch)
+            # CUDA graphs, which some modes use, overwrite the memory of the loss in the next step
+            batch.local_loss = loss if options.mode is None else _copied(loss)
 
         record_loss(task, batch)
         update_weights(task, batch.local_loss)  # its backward pass is compiled, too
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any], *, options: CompileConfig) -> Any:
+def _compiled(function: Callable[..., Any], options: CompileConfig) -> Any:
     return compile_function(function, options)
 
 
 def _copied(loss: Loss) -> Loss:
-    """Return a copy, with its graph: losses are kept for the log.
-
-    The next step would overwrite the memory of a CUDA graph (``mode: reduce-overhead``).
-    """
+    """Return a copy, with its graph: losses are kept for the log."""
     if isinstance(loss, Tensor):
         return loss.clone()
     return {name: term.clone() for name, term in loss.items()}

@@ -12,7 +12,7 @@ from selftask.cli.shell.paths import path_candidates
 from selftask.config.config_class import config_class
 from selftask.config.keys import is_path
 from selftask.config.schema import Component
-from selftask.config.sections import SCHEMA
+from selftask.config.schema_reader import SCHEMA
 from selftask.config.values.section_schema import Schema
 from selftask.registry import REGISTRIES, Registry
 

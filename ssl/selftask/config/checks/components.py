@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from selftask.config.config_class import config_class, config_object
+from selftask.config.config_class import config_object, executed
 from selftask.config.keys import Key, dotted
 from selftask.config.schema import Component, Config
 from selftask.registry import (
@@ -18,6 +18,7 @@ from selftask.registry import (
     OPTIMIZERS,
     REGISTRIES,
     SAMPLERS,
+    SCHEDULES,
     SOURCES,
     TOKENIZERS,
     TRAIN_STEPS,
@@ -33,7 +34,6 @@ def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[
         config: The config.
         hooks: Whether to include hooks. Reading a run does not need the packages of its loggers.
     """
-    whole = config.to_dict()
     named: list[tuple[Component, Registry, Key]] = [
         (config.data.source, SOURCES, ("data",)),
         (config.data.sampler, SAMPLERS, ("data", "sampler")),
@@ -59,8 +59,14 @@ def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[
         named += [(thing, registry, (*key, name)) for name, thing in things.items()]
     for key, transforms in config.pipelines.items():
         named += [(t, TRANSFORMS, (*key, str(index))) for index, t in enumerate(transforms)]
+    whole = config.to_dict()
     for thing, registry, key in named:
         yield from iter_problems(thing, registry, key, whole)
+    for key, section in config.optimizer.schedules().items():
+        args = {name: value for name, value in section.items() if name != "name"}
+        schedule = Component(name=section["name"], args=args)
+        for place, text in iter_problems(schedule, SCHEDULES, key, whole):
+            yield place, text if text.startswith(dotted(key)) else f"{dotted(key)}: {text}"
 
 
 def iter_problems(
@@ -74,12 +80,13 @@ def iter_problems(
         key: Its key in the config.
         whole: The whole config as plain values.
     """
-    for nested, its_registry, place in inner_components(component, registry, key):
-        yield from iter_problems(nested, its_registry, place, whole)
-    config = _config_class(component, registry)
-    if not hasattr(config, "problems"):
+    if component.name not in registry:  # of Classy Vision, or torch.optim
         return
-    for message in config_object(config, component.args).problems(whole):
+    config = executed(registry.config(component.name))
+    made = config_object(config, component.args) if hasattr(config, "problems") else None
+    for nested, its_registry, place in _inner(config, component, key):
+        yield from iter_problems(nested, its_registry, place, whole)
+    for message in made.problems(whole) if made else ():
         name, _, rest = message.partition(":")
         path = tuple(name.split("."))
         if path[0] in component.args:
@@ -101,16 +108,17 @@ def inner_components(
     Yields:
         A component, the registry of its name, and its key.
     """
-    config = _config_class(component, registry)
+    config = executed(registry.config(component.name)) if component.name in registry else None
+    yield from _inner(config, component, key)
+
+
+def _inner(
+    config: Any, component: Component, key: Key
+) -> Iterator[tuple[Component, Registry, Key]]:
     for field in dataclasses.fields(config) if config else ():
         if "of" in field.metadata:
             for nested, place in _named_in(component.args.get(field.name), (*key, field.name)):
                 yield nested, REGISTRIES[field.metadata["of"]], place
-
-
-def _config_class(component: Component, registry: Registry) -> Any:
-    """Return the config class, or None for components without one, such as Classy Vision's."""
-    return config_class(registry, component.name) if component.name in registry else None
 
 
 def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:

@@ -2,59 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from shutil import which
 
-from selftask.config import torch_names
-from selftask.config.checks import devices, grid, optimizer, requirements, sbatch
+from selftask.config.checks.grid import patch_problems
+from selftask.config.checks.optimizer import optimizer_problems
+from selftask.config.checks.requirements import requirement_problems
+from selftask.config.checks.sbatch import sbatch_problems
+from selftask.config.checks.views import view_problems
 from selftask.config.keys import Key
-from selftask.config.schema import (
-    Component,
-    Config,
-    DataConfig,
-    EvalConfig,
-    ParallelConfig,
-    TrainConfig,
-    ViewConfig,
-)
-from selftask.config.values.budget import parse_budget
+from selftask.config.schema import Config, DataConfig, EvalConfig, ParallelConfig, TrainConfig
+from selftask.config.torch_names import is_torch_name, torch_problems
 from selftask.errors import nearest
-from selftask.registry import (
-    BATCHED_TRANSFORMS,
-    TASKS,
-    TRAIN_STEPS,
-    TRANSFORMS,
-)
+from selftask.registry import TASKS
 
 Problem = tuple[Key, str]
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
 
 def contradictions(config: Config) -> Iterator[Problem]:
     """Yield key and text of each contradiction in a config whose types are right."""
     yield from _length(config.train)
     yield from _validation(config.data, config.eval)
-    yield from _batch(config.train, config.launch.world_size)
-    yield from _engine(config.data, config.views)
+    yield from _engine(config.data)
     yield from _parallel(config.parallel, config.train)
-    yield from _views(config)
+    yield from _batch(config.train, config.launch.world_size)
+    yield from _compiler(config.train, config.parallel.activation_checkpointing)
+    yield from _device(config.train, config.launch.world_size)
     for name, (low, high) in config.expected.items():
         if low > high:
             text = f"expected.{name}=[{low:g}, {high:g}]: the lowest value comes first"
             yield ("expected", name), text
     if config.task not in TASKS:
         yield ("task",), f"no task named {config.task!r}; {nearest(config.task, TASKS)}"
-    if torch_names.is_torch_name("optimizer", config.optimizer.name):
-        yield from torch_names.problems(config)
-    yield from optimizer.problems(config)
-    yield from devices.problems(config)
-    for key, text in sbatch.problems(config.launch.slurm):
+    if is_torch_name("optimizer", config.optimizer.name):
+        yield from torch_problems(config.optimizer, config.parallel.reduce)
+    yield from optimizer_problems(config)
+    for key, text in sbatch_problems(config.launch.slurm):
         yield ("launch", "slurm", key), text
-    yield from requirements.of_config(config)
-    yield from grid.problems(config)
-
-
-def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:
-    return {("views", name, "transforms"): group.transforms for name, group in views.items()}
+    yield from patch_problems(config)
+    yield from requirement_problems(config)
+    yield from view_problems(config)
 
 
 def _length(train: TrainConfig) -> Iterator[Problem]:
@@ -80,66 +70,11 @@ def _batch(train: TrainConfig, world: int) -> Iterator[Problem]:
             f"the {world} processes of launch; try {right}"
         )
         yield ("train", "batch_size"), text
-    step = train.step.name
-    ours = TRAIN_STEPS.address(step).module.startswith(TRAIN_STEPS.package)
-    if train.accumulate > 1 and ours and step != "accumulate":
-        text = (
-            f"train.accumulate={train.accumulate} has no effect with train.step={step!r}, which "
-            "uses one batch per step; use train.step=accumulate, or set it to 1"
-        )
-        yield ("train", "accumulate"), text
 
 
-def _views(config: Config) -> Iterator[Problem]:
-    if not config.views:
-        yield ("views",), "views is empty: a method needs at least one group of views"
-    else:
-        yield from _derived_views(config.views)
-    for key, transforms in config.pipelines.items():
-        names = [transform.name for transform in transforms]
-        if key[0] == "eval" and not names and not config.eval.evaluations:
-            continue
-        if key[0] == "views" and not config.views[key[1]].count:
-            continue  # its views are only inputs of other groups
-        if not names or not grid.normalizes(names[-1]):
-            last = f"its last is {names[-1]!r}" if names else "it is empty"
-            others = [name for name in config.views if name != key[1]] if key[0] == "views" else []
-            if not names and others:
-                last += f"; {key[1]!r} is a new group of views: {nearest(key[1], others)}"
-            choices = " or ".join(repr(name) for name in TRANSFORMS if grid.normalizes(name))
-            yield key, f"{'.'.join(key)} must end with {choices} ({last})"
-        for index, name in enumerate(names[:-1]):
-            if grid.normalizes(name):
-                where = (*key, str(index))
-                yield where, f"{'.'.join(where)}: {name!r} must come last, once"
-
-
-def _derived_views(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """Yield problems of groups whose views are made from the views of another group."""
-    above: list[str] = []
-    for name, group in views.items():
-        key = ("views", name, "of")
-        if group.of in views and group.of not in above:
-            text = "made from a group that stands above it in `views`"
-            yield key, f"views.{name}.of={group.of!r}: a group can only be {text}"
-        elif group.of is not None and group.of not in above:
-            yield key, f"views.{name}.of={group.of!r}: no such group; {nearest(group.of, above)}"
-        if group.of is not None and group.image is not None:
-            text = f"views.{name}: of={group.of!r} and image={group.image!r}: only one can be meant"
-            yield ("views", name, "image"), text
-        above.append(name)
-    used = {group.of for group in views.values()}
-    for name, group in views.items():
-        if not group.count and name not in used:
-            text = "needs at least 1, since no other group is made from it (`of`)"
-            yield ("views", name, "count"), f"views.{name}.count=0: {text}"
-
-
-def _engine(data: DataConfig, views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
+def _engine(data: DataConfig) -> Iterator[Problem]:
     """Yield problems of options that ``data.augment_on`` does not support."""
     if data.augment_on == "device":
-        if data.cache == "device":
-            yield from _unbatched(views)
         return
     if data.cache == "device":
         yield ("data", "cache"), "data.cache='device' needs data.augment_on=device"
@@ -149,29 +84,6 @@ def _engine(data: DataConfig, views: Mapping[str, ViewConfig]) -> Iterator[Probl
             "cache; use data.augment_on=device, or data.cache=ram or disk"
         )
         yield ("data", "max_side"), text
-
-
-def _unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """Yield transforms without a batched version, which ``data.cache=device`` needs."""
-    for key, transforms in _of_views(views).items():
-        for index, transform in enumerate(transforms):
-            if is_unbatched(transform.name):
-                place = (*key, str(index))
-                text = (
-                    f"{'.'.join(place)}: {transform.name!r} has no form for whole batches, which "
-                    "data.cache=device needs; set data.cache=ram, give it a method "
-                    "on_batch(images, drawn), or take one that has a form "
-                    f"({nearest(transform.name, BATCHED_TRANSFORMS.names())})"
-                )
-                yield place, text
-
-
-def is_unbatched(name: str) -> bool:
-    """Return whether a transform has no version for whole batches, so that workers apply it."""
-    if name in BATCHED_TRANSFORMS or name not in TRANSFORMS or grid.normalizes(name):
-        return False
-    custom = TRANSFORMS.imported(name)
-    return not (hasattr(custom, "on_batch") and hasattr(custom, "draw"))
 
 
 _DEFAULT = ParallelConfig()
@@ -219,11 +131,58 @@ def _parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Problem]
             f"parallel.reduce={parallel.reduce!r}, which shards nothing; use parallel.reduce=fsdp"
         )
         yield ("train", "sharded_checkpoints"), text
-    if parallel.activation_checkpointing not in ("none", "blocks"):
-        try:
-            parse_budget(parallel.activation_checkpointing)
-        except ValueError as error:
-            text = (
-                f"parallel.activation_checkpointing={parallel.activation_checkpointing!r}: {error}"
-            )
-            yield ("parallel", "activation_checkpointing"), text
+
+
+def _device(train: TrainConfig, processes: int) -> Iterator[Problem]:
+    """Yield problems of device and precision for a number of processes."""
+    name = train.device
+    kind, colon, _ = name.partition(":")
+    if colon and kind in DEVICES:
+        text = (
+            f"train.device={name!r}: give the type only ({kind}); each process takes the device of "
+            "its local rank, and CUDA_VISIBLE_DEVICES or the launcher says which there are"
+        )
+        yield ("train", "device"), text
+    elif name not in DEVICES:
+        hint = nearest(name, list(DEVICES))
+        hint = hint if hint.startswith("did") else "one of " + ", ".join(DEVICES)
+        yield ("train", "device"), f"train.device={name!r}: {hint}"
+    if kind == "mps" and processes > 1:
+        text = "train.device='mps' runs one process: it has no collectives; set launch.processes=1"
+        yield ("train", "device"), text
+    if train.precision not in ("auto", "float32") and train.step.name == "manual":
+        text = f"train.step='manual' has no mixed precision ({train.precision}); use standard"
+        yield ("train", "step"), text
+    if train.deterministic and train.cudnn_benchmark:
+        text = (
+            "train.cudnn_benchmark chooses algorithms by their time, which differs from run to "
+            "run, and train.deterministic forbids that; take one of them out"
+        )
+        yield ("train", "cudnn_benchmark"), text
+
+
+def _compiler(train: TrainConfig, checkpointing: float | str) -> Iterator[Problem]:
+    """Yield problems of compilation.
+
+    Args:
+        train: The section ``train``.
+        checkpointing: The value of ``parallel.activation_checkpointing``.
+    """
+    if train.compile == "step":
+        text = "train.compile='step': forward, loss and backward together are train.step=compiled"
+        yield ("train", "compile"), text
+    compiler = os.environ.get("CXX", "g++")
+    inductor = train.compile_options.backend == "inductor"
+    if train.uses_compiler and inductor and not (which(compiler) or which("clang++")):
+        key = "compile" if train.compile else "step"
+        text = (
+            f"train.{key}: torch's inductor needs a C++ compiler, and {compiler} is not on the "
+            "PATH; install one, or use train.compile_options.backend=aot_eager"
+        )
+        yield ("train", key), text
+    if train.compile and checkpointing not in ("none", "blocks"):
+        text = (
+            "train.compile needs parallel.activation_checkpointing to be none or blocks: a budget "
+            "measures while layers run, which a graph does not allow"
+        )
+        yield ("train", "compile"), text

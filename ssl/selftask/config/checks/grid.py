@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from selftask.config.checks.components import inner_components
 from selftask.config.compose.provenance import Layers
 from selftask.config.keys import Key, dotted
 from selftask.config.schema import Component, Config, DataConfig, ViewConfig
@@ -187,9 +186,15 @@ def resized_pipeline(transforms: list[Component], size: int) -> list[Component]:
 def nominal_size(transforms: list[Component]) -> int | None:
     """Return the ``size`` of the last transform that resizes images, or None."""
     for transform in reversed(transforms):
-        if resizes(transform.name) and isinstance(transform.args.get("size"), int):
+        if _sets_size(transform):
             return int(transform.args["size"])
     return None
+
+
+def _sets_size(transform: Component) -> bool:
+    """Return whether the ``size`` of a transform is that of its images, in pixels."""
+    size = transform.args.get("size")
+    return isinstance(size, int) and resizes(transform) not in (None, "unknown")
 
 
 def _scaled(value: Any, factor: float) -> Any:
@@ -199,7 +204,7 @@ def _scaled(value: Any, factor: float) -> Any:
     if not isinstance(value, dict):
         return value
     args = {key: _scaled(item, factor) for key, item in value.items()}
-    if "name" in args and resizes(args["name"]) and isinstance(args.get("size"), int):
+    if "name" in args and _sets_size(Component(name=args["name"], args=args)):
         args["size"] = max(1, round(args["size"] * factor))
     return args
 
@@ -210,16 +215,18 @@ def _rounded(side: float, patch: int | None) -> int:
 
 
 def _has_size(source: Component) -> bool:
-    """Return whether a source is built in and its config sets the size of its images."""
-    return _is_ours(source, SOURCES) and isinstance(source.args.get("size"), int)
+    """Return whether a source makes images of the size that its config sets."""
+    drawn = _declared(SOURCES, source, "drawn_in_size", False)
+    return drawn and isinstance(source.args.get("size"), int)
 
 
-def _is_ours(component: Component, registry: Registry) -> bool:
+def _declared(registry: Registry, component: Component, attribute: str, default: Any) -> Any:
+    """Return a class attribute of a component that is registered, else the default."""
     name = component.name
-    return name in registry and registry.address(name).module.startswith("selftask.")
+    return registry.declared(name, attribute, default) if name in registry else default
 
 
-def problems(config: Config) -> Iterator[Problem]:
+def patch_problems(config: Config) -> Iterator[Problem]:
     """Yield problems of image sizes that the config's vision transformer does not accept.
 
     Some models of timm and torchvision must be built before their sizes are known.
@@ -328,7 +335,7 @@ def _grid(backbone: Component) -> tuple[Key, Mapping[str, Any]]:
 
 def _sizes_in(backbone: Component) -> str | None:
     """Return the section of a backbone's image size, from its source; None: its own section."""
-    section: str | None = BACKBONES.declared(backbone.name, "sizes_in", None)
+    section: str | None = _declared(BACKBONES, backbone, "sizes_in", None)
     return section
 
 
@@ -347,7 +354,7 @@ def multiples(size: int, patch: int) -> str:
 def output_side(transforms: list[Component]) -> int | None:
     """Return the side of a pipeline's square output in pixels, or None if it is not known."""
     for transform in reversed(transforms):
-        if resizes(transform.name) == "square":
+        if resizes(transform) == "square":
             side: int | None = transform.args["size"]
             return side
         if not keeps_size(transform):
@@ -355,27 +362,27 @@ def output_side(transforms: list[Component]) -> int | None:
     return None
 
 
-def resizes(name: str) -> str | None:
-    """Return the class attribute ``resizes`` of a transform, or None if it has none.
+def resizes(transform: Component) -> str | None:
+    """Return the class attribute ``resizes`` of a transform: None if it keeps the size.
 
     ``"square"`` means that its output is a square with a side of ``size`` pixels.
     """
-    return TRANSFORMS.declared(name, "resizes", None) if name in TRANSFORMS else None
-
-
-def normalizes(name: str) -> bool:
-    """Return whether a transform normalizes pixels for the network, and so ends a pipeline."""
-    return name in TRANSFORMS and bool(TRANSFORMS.declared(name, "normalizes", False))
+    effect: str | None = _declared(TRANSFORMS, transform, "resizes", "unknown")
+    return effect
 
 
 def keeps_size(transform: Component) -> bool:
     """Return whether a transform and all transforms nested in it keep an image's size."""
-    inner = inner_components(transform, TRANSFORMS, ())
-    return (
-        _is_ours(transform, TRANSFORMS)
-        and not resizes(transform.name)
-        and all(keeps_size(part) for part, *_ in inner)
-    )
+    return not resizes(transform) and all(map(keeps_size, _inner(transform.args)))
+
+
+def _inner(value: Any) -> Iterator[Component]:
+    """Yield the components in nested lists and mappings of plain values."""
+    if isinstance(value, dict) and "name" in value:
+        yield Component(name=value["name"], args={k: v for k, v in value.items() if k != "name"})
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _inner(item)
 
 
 def _view_sides(config: Config) -> Mapping[str, int | None]:

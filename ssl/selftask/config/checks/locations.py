@@ -1,14 +1,17 @@
-"""Checks of files and addresses in a config: ``out``, ``resume`` and ``init.backbone``."""
+"""Files and addresses in a config: ``out``, ``resume`` and ``init.backbone``.
+
+The checkpoint that a run resumes from is chosen by file names alone. Does not import torch.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
-from selftask.config.checks.resuming import goes_on, uses_newest
 from selftask.config.keys import Key
 from selftask.config.library_names import check_name, split_address
-from selftask.config.schema import Config
+from selftask.config.schema import Config, InitConfig
 from selftask.errors import UserError, nearest
 from selftask.files import addresses
 from selftask.files.addresses import is_remote
@@ -17,7 +20,7 @@ from selftask.files.paths import is_file, is_folder
 Problem = tuple[Key, str]
 
 
-def problems(config: Config) -> Iterator[Problem]:
+def location_problems(config: Config) -> Iterator[Problem]:
     """Yield a problem for each file that cannot be read and for an ``out`` of unknown scheme."""
     try:
         if is_remote(config.out):
@@ -26,12 +29,13 @@ def problems(config: Config) -> Iterator[Problem]:
     except UserError as error:
         yield ("out",), f"out={error}"
         return
+    yield from _broken_rules(config.init)
     resume, start = config.resume.checkpoint, config.init.backbone
     if resume != "never" and not newest:
-        hint = nearest(resume, ["auto", "never"])
-        wanted = f"neither 'auto', 'never' nor an existing checkpoint; {hint}"
-        yield from _unreadable(("resume", "checkpoint"), "resume", resume, wanted)
-    yield from _broken_rules(config)
+        wanted = "neither 'auto', 'never' nor an existing checkpoint"
+        yield from _unreadable(
+            ("resume", "checkpoint"), "resume", resume, wanted, ["auto", "never"]
+        )
     for name in ("rename", "prefix", "skip", "head"):
         if start is None and (value := getattr(config.init, name)):
             yield ("init", name), f"init.{name}={value!r} has no effect without init.backbone"
@@ -55,16 +59,18 @@ def problems(config: Config) -> Iterator[Problem]:
         yield from _unreadable(("init", "backbone"), "init.backbone", start, wanted)
 
 
-def _broken_rules(config: Config) -> Iterator[Problem]:
+def _broken_rules(init: InitConfig) -> Iterator[Problem]:
     """Yield regular expressions of ``init.rename`` that cannot be compiled, with a reason."""
-    for index, (pattern, replacement) in enumerate(config.init.rename):
+    for index, (pattern, replacement) in enumerate(init.rename):
         try:
             re.sub(pattern, replacement, "")
         except (re.error, IndexError) as error:
             yield ("init", "rename", str(index)), f"init.rename.{index}: {pattern!r}: {error}"
 
 
-def _unreadable(key: Key, name: str, path: str, wanted: str) -> Iterator[Problem]:
+def _unreadable(
+    key: Key, name: str, path: str, wanted: str, words: Collection[str] = ()
+) -> Iterator[Problem]:
     """Yield a problem unless the path is a file or folder; reading a pipe would block."""
     try:
         is_there = addresses.exists(path) if is_remote(path) else is_file(path) or is_folder(path)
@@ -72,4 +78,40 @@ def _unreadable(key: Key, name: str, path: str, wanted: str) -> Iterator[Problem
         yield key, f"{name}={error}"
         return
     if not is_there:
-        yield key, f"{name}={path!r}: {wanted}"
+        hint = f"; {nearest(path, words)}" if words else ""
+        yield key, f"{name}={path!r}: {wanted}{hint}"
+
+
+def has_checkpoints(config: Config) -> bool:
+    """Return whether ``out`` holds a checkpoint, good or damaged."""
+    if is_remote(config.out):
+        names = addresses.list_names(f"{config.out.rstrip('/')}/checkpoints")
+    else:
+        names = [path.name for path in Path(config.out, "checkpoints").glob("step_*")]
+    return any(name.startswith("step_") and not name.endswith(".json") for name in names)
+
+
+def uses_newest(config: Config) -> bool:
+    """Return whether the run resumes from the newest checkpoint of ``out``, if there is one.
+
+    A checkpoint of another folder is only used until the run has its own.
+    """
+    asked = asked_checkpoint(config)
+    if asked in ("auto", "never"):
+        return asked == "auto"
+    folder = config.out_folder / "checkpoints"
+    return has_checkpoints(config) and Path(asked).resolve().parent != folder.resolve()
+
+
+def asked_checkpoint(config: Config) -> str:
+    """Return ``resume.checkpoint``; one below a remote ``out`` as a path in the local copy."""
+    asked, prefix = config.resume.checkpoint, f"{config.out.rstrip('/')}/"
+    if is_remote(config.out) and asked.startswith(prefix):
+        return str(config.out_folder / asked.removeprefix(prefix))
+    return asked
+
+
+def goes_on(config: Config) -> bool:
+    """Return whether all weights come from a checkpoint, so that ``init.backbone`` is not read."""
+    asked = config.resume.checkpoint
+    return has_checkpoints(config) if asked == "auto" else asked != "never"

@@ -1,20 +1,21 @@
 """Checks that a run provides what its method requires (``Method.requires``).
 
 Each requirement is checked as early as possible, before a run starts: with the config
-(``of_config``), the opened data (``of_labels``, ``of_extras``) or the built backbone
+(``requirement_problems``), the opened data (``of_labels``, ``of_extras``) or the built backbone
 (``of_backbone``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from selftask.config.checks import grid
-from selftask.config.checks.components import inner_components
+from selftask.config.checks.views import box_problems
 from selftask.config.keys import Key
-from selftask.config.schema import Component, Config, ViewConfig, num_views
+from selftask.config.schema import Config, ViewConfig, num_views
 from selftask.errors import UserError, nearest, plural
-from selftask.registry import BACKBONES, METHODS, REQUIREMENTS, TRANSFORMS, Registry
+from selftask.registry import BACKBONES, METHODS, REQUIREMENTS, TRAIN_STEPS
 
 Problem = tuple[Key, str]
 
@@ -39,29 +40,37 @@ def required(method: str) -> frozenset[str]:
     return frozenset(words)
 
 
-def of_config(config: Config) -> Iterator[Problem]:
+def requirement_problems(config: Config) -> Iterator[Problem]:
     """Yield problems of batch, views, backbone and transforms, from what all of them declare."""
-    method = config.method.name
-    if config.eval.loss and "index" in required(method):
+    method, needs = config.method.name, required(config.method.name)
+    least = METHODS.declared(method, "min_batch_size", 1)
+    declared = METHODS.declared(method, "views", (1, None))
+    offered = BACKBONES.declared(config.backbone.name, "offers", None)
+    step, shipped = config.train.step.name, TRAIN_STEPS.is_shipped(config.train.step.name)
+    if config.eval.loss and "index" in needs:
         text = f"{method} remembers each training image, and has no loss for others; take it out"
         yield ("eval", "loss"), f"eval.loss=true: {text}"
-    batch, least = config.train.batch_size, METHODS.declared(method, "min_batch_size", 1)
+    batch = config.train.batch_size
     if batch < least:
         text = f"{method} compares the images of a batch, and needs at least {least}"
         yield ("train", "batch_size"), f"train.batch_size={batch}: {text}"
     if config.views:
-        yield from _of_views(method, config.views)
-    offered = BACKBONES.declared(config.backbone.name, "offers", None)
+        yield from _of_views(method, declared, config.views)
     if offered is not None:  # None: known only after the backbone is built
         for text in of_backbone(config, offered):
             yield ("backbone",), text
-    if "boxes" in required(method):
-        yield from _of_transforms(method, config.views)
+    if config.train.accumulate > 1 and shipped and step != "accumulate":
+        text = (
+            f"train.accumulate={config.train.accumulate} has no effect with train.step={step!r}, "
+            "which uses one batch per step; use train.step=accumulate, or set it to 1"
+        )
+        yield ("train", "accumulate"), text
+    if "boxes" in needs:
+        yield from box_problems(method, config.views)
 
 
-def _of_views(method: str, views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
+def _of_views(method: str, declared: Any, views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
     """Yield problems of views that do not match what the method declares."""
-    declared = METHODS.declared(method, "views", (1, None))
     numbers = num_views(views)
     groups = declared if isinstance(declared, dict) else {None: declared}
     for group, wanted in groups.items():
@@ -85,24 +94,6 @@ def _range(least: int, most: int | None) -> str:
     if most is None:
         return f"{least} {plural('view', least)} or more"
     return f"{least} to {most} views"
-
-
-def _of_transforms(method: str, views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """Yield a problem for each transform that is not affine, for a method that requires boxes."""
-    for name, group in views.items():
-        for index, transform in enumerate(group.transforms):
-            place = ("views", name, "transforms", str(index))
-            for key, kind in _not_affine(transform, TRANSFORMS, place):
-                text = f"{kind!r} moves pixels in a way that no box describes, and {method} needs"
-                yield key, f"{'.'.join(key)}: {text} {REQUIREMENTS['boxes']}; take it out"
-
-
-def _not_affine(transform: Component, registry: Registry, key: Key) -> Iterator[Problem]:
-    """Yield keys and names of transforms that are not affine, including nested ones."""
-    for inner in inner_components(transform, registry, key):
-        yield from _not_affine(*inner)
-    if transform.name in registry and not registry.declared(transform.name, "affine", True):
-        yield key, transform.name
 
 
 def of_backbone(config: Config, offered: Collection[str]) -> Iterator[str]:

@@ -64,7 +64,7 @@ _SHAPES = {
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
-def problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def sbatch_problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield key and text of each mistake in a ``launch.slurm`` section."""
     names: dict[str, str] = {}
     for key, value in slurm.items():

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from selftask.config.config_class import config_class
 from selftask.config.keys import NAMED, NAMED_ENTRIES, SCHEDULED, SOURCES, Key, default_name, dotted
 from selftask.config.schema import SHARED
@@ -30,6 +32,7 @@ class Layer:
 
     values: dict[str, Any]
     marks: dict[Key, str] = field(default_factory=dict)
+    file: str = ""  # path or address of the file, for messages
 
     def holds(self, key: Key) -> bool:
         """Return whether this layer sets ``key``."""
@@ -137,15 +140,21 @@ def _value_at(value: Any, key: Key) -> tuple[bool, Any]:
     return True, value
 
 
-def drop_replaced(values: dict[str, Any], layers: Layers) -> list[str]:
-    """Remove from ``values`` and ``layers`` the arguments of replaced components.
+def drop_replaced(merged: DictConfig, layers: Layers) -> tuple[dict[str, Any], list[str]]:
+    """Return the merged values without the arguments of replaced components.
 
     Fields that apply to every component of a section stay, such as the ``lr`` of an optimizer. A
     method keeps those of the replaced method that it has as well.
 
+    Args:
+        merged: The values of all layers.
+        layers: The layers, from which the arguments are removed as well.
+
     Returns:
-        A note about the arguments of a replaced method that its replacement does not have.
+        Plain values with their references, and a note about the arguments of a replaced method
+        that its replacement does not have.
     """
+    values: dict[str, Any] = OmegaConf.to_container(merged)  # type: ignore[assignment]
     removed: list[str] = []
     for section_key in sorted(_named_sections(values), key=len, reverse=True):  # inner ones first
         section, renamed = _value_at(values, section_key)[1], _last_renaming(layers, section_key)
@@ -163,9 +172,9 @@ def drop_replaced(values: dict[str, Any], layers: Layers) -> list[str]:
                 del section[name]
                 removed += [f"{name} ({origin})"] if section_key == METHOD else []
     if not removed:
-        return []
-    name = values["method"]["name"]
-    return [f"method.name={name} has no {', '.join(removed)}, which the recipe sets: left out"]
+        return values, []
+    text = f"has no {', '.join(removed)}, which the recipe sets: left out"
+    return values, [f"method.name={values['method']['name']} {text}"]
 
 
 def _fields_of_method(name: Any) -> set[str]:

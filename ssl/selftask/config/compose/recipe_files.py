@@ -2,35 +2,79 @@
 
 A recipe names its bases in ``defaults:``. They are merged in the order of the list, each after its
 own bases, and the file itself at ``_self_`` or, without it, at the end. Keys of each file are
-global; an entry has no group or package. Short forms are expanded when a file is read.
+global; an entry has no group or package. Short forms are expanded before files are merged. A config
+of another framework is answered with the page of the documentation that translates it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
-from selftask.config.compose import recipes
-from selftask.config.compose.foreign_recipes import foreign_framework
 from selftask.config.compose.provenance import Layer, Layers, show_path
+from selftask.config.compose.recipes import Bases
 from selftask.config.compose.short_forms import expand
 from selftask.config.keys import Key, is_path
 from selftask.config.schema import Config
-from selftask.errors import ConfigError, UserError, nearest
-from selftask.files.addresses import fetch, is_remote
-from selftask.files.paths import expand_user
+from selftask.errors import ConfigError, UserError
 from selftask.files.received import read_bytes
 from selftask.files.yaml_file import check_size
 
 SELF = "_self_"  # entry of `defaults:` that stands for the file itself
 TOP_KEYS = frozenset({*Config.__dataclass_fields__, "defaults", "import", "image_size"})
+_MANY = 3  # typical keys from which on a config is taken for one of that framework
+
+
+class _Framework(NamedTuple):
+    page: str  # of the documentation
+    typical: frozenset[str]  # top-level keys that no beginner would write in a recipe
+    others: frozenset[str] = frozenset()
+
+
+_FRAMEWORKS = {
+    "VISSL": _Framework(
+        "docs/from-vissl.md",
+        frozenset(
+            {"DATA", "LOSS", "OPTIMIZER", "TRAINER", "METERS", "HOOKS", "DISTRIBUTED", "CHECKPOINT"}
+            | {"MACHINE", "SEED_VALUE", "VERBOSE", "LOG_FREQUENCY", "TEST_MODEL"}
+        ),
+        frozenset({"MODEL"}),
+    ),
+    "DINOv2": _Framework(
+        "docs/from-dinov2.md",
+        frozenset({"compute_precision", "dino", "ibot", "crops"}),
+        frozenset({"MODEL", "student", "teacher", "optim"}),
+    ),
+    "solo-learn": _Framework(
+        "docs/from-solo-learn.md",
+        frozenset({"method_kwargs", "augmentations", "auto_resume", "sync_batchnorm"}),
+        frozenset({"name", "max_epochs", "devices", "momentum", "accelerator", "precision"}),
+    ),
+    "lightly-train": _Framework(
+        "docs/from-lightly.md",
+        frozenset({"model", "method_args", "transform_args", "loader_args", "trainer_args"}),
+        frozenset({"epochs", "batch_size", "overwrite", "embed_dim", "num_nodes", "precision"}),
+    ),
+    "lightly": _Framework(
+        "docs/from-lightly.md", frozenset({"input_dir", "loader", "trainer", "criterion"})
+    ),
+    "mmselfsup": _Framework(
+        "docs/finetune.md, for its weights",
+        frozenset(
+            {"default_scope", "train_dataloader", "optim_wrapper", "param_scheduler", "train_cfg"}
+            | {"default_hooks", "env_cfg", "log_config", "lr_config", "checkpoint_config"}
+        ),
+        frozenset({"model", "runner"}),
+    ),
+}
+_OF_MMSELFSUP = ("_base_", "default_scope", "model = dict(", "model=dict(")
 
 
 def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[DictConfig, Layers]:
@@ -43,106 +87,38 @@ def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[DictConfig, L
     Raises:
         ConfigError: If a file is not valid yaml or a defaults list is wrong.
     """
-    bases = Bases(path.resolve().parent, may_fetch=may_fetch)
-    layers = Layers(file.layer for file in bases.in_order(path.resolve()))
+    path = path.resolve()
+    layers = Layers(_layers_of(path, Bases(path.parent, may_fetch=may_fetch)))
     merged = OmegaConf.create()
     for layer in layers:  # without resolving references
+        try:
+            layer.values = expand(layer.values)
+        except UserError as error:  # from the catalog, or an inaccessible path
+            raise ConfigError([f"{layer.file}: {error}"]) from error
         merged.merge_with(layer.values)
     return merged, layers
 
 
-@dataclass
-class Bases:
-    """Finds the bases of one recipe, which are given by name, path or address."""
+def _layers_of(path: Path, bases: Bases, inheriting: tuple[Path, ...] = ()) -> Iterator[Layer]:
+    """Yield the values of a file and of its bases, in the order in which they are merged.
 
-    folder: Path
-    """Folder of the recipe."""
-    may_fetch: bool
-    """Whether bases may be downloaded."""
-    addresses: dict[Path, str] = field(default_factory=dict)
-    """Downloaded file -> its address."""
-
-    def in_order(self, path: Path, inheriting: tuple[Path, ...] = ()) -> Iterator[RecipeFile]:
-        """Yield the bases of a file and the file itself, in the order in which they are merged.
-
-        Args:
-            path: The file.
-            inheriting: Files that are being read and inherit it.
-        """
-        file = read_recipe(path, self._show(path))
-        if path in inheriting:
-            raise ConfigError([f"{file.defaults_place}: recipes that inherit each other"])
-        for entry in file.defaults:
-            if entry == SELF:
-                yield file
-            else:
-                yield from self.in_order(self._find(entry, path, file), (*inheriting, path))
-
-    def _show(self, path: Path) -> str:
-        """Return the address of a downloaded file, or the path of any other file."""
-        return self.addresses.get(path) or show_path(path)
-
-    def _find(self, entry: str, path: Path, file: RecipeFile) -> Path:
-        """Return the file of an entry of ``defaults:``.
-
-        Args:
-            entry: A name or path relative to the file, the name of a shipped or installed recipe
-                (``/base/digits``), an absolute path with its extension, ``~/...`` or an address.
-            path: The file that contains the entry.
-            file: Its content.
-        """
+    Args:
+        path: The file.
+        bases: Finds the bases.
+        inheriting: Files that are being read and inherit it.
+    """
+    file = read_recipe(path, bases.addresses.get(path))
+    if path in inheriting:
+        raise ConfigError([f"{file.defaults_place}: recipes that inherit each other"])
+    for entry in file.defaults:
+        if entry == SELF:
+            yield file.layer
+            continue
         try:
-            address = self._address(entry, path)
-            base = self._local(entry, path.parent) if address is None else self._fetch(address)
+            base = bases.find(entry, path)
         except UserError as error:
             raise ConfigError([f"{file.defaults_place}: {error}"]) from error
-        if base is not None:
-            return base.resolve()
-        name = entry.removeprefix("/")
-        hint = nearest(name, [name for name, _ in recipes.recipe_files(recipes.folder())])
-        raise ConfigError([f"{file.defaults_place}: there is no recipe {name!r}; {hint}"])
-
-    def _local(self, entry: str, folder: Path) -> Path | None:
-        if entry.startswith("~"):
-            base = recipes.find_recipe(expand_user(entry))
-            if base is None:
-                raise UserError(f"there is no file {entry}")
-            return base
-        if entry.startswith("/") and recipes.is_recipe_file(entry):
-            return recipes.find_recipe(Path(entry))
-        name = entry.removeprefix("/")
-        folders = [self.folder, recipes.folder()]
-        if name == entry:
-            folders.insert(0, folder)
-        files = (recipes.find_recipe(folder / name) for folder in folders)
-        return next(filter(None, files), None) or _installed(name)
-
-    def _address(self, entry: str, path: Path) -> str | None:
-        """Return the address of an entry, also if it is relative to a downloaded file; or None."""
-        if is_remote(entry):
-            return entry
-        if path not in self.addresses or entry.startswith(("/", "~")):
-            return None
-        folder = self.addresses[path].rpartition("/")[0]
-        return f"{folder}/{entry}" if recipes.is_recipe_file(entry) else f"{folder}/{entry}.yaml"
-
-    def _fetch(self, address: str) -> Path:
-        if not self.may_fetch:
-            raise UserError(
-                f"{address} would be fetched; if you trust where it comes from, add trust=true"
-            )
-        for path, fetched in self.addresses.items():
-            if fetched == address:
-                return path
-        path = fetch(address).resolve()
-        self.addresses[path] = address
-        return path
-
-
-def _installed(name: str) -> Path | None:
-    """Return the file of an installed package's recipe, or None."""
-    recipe = recipes.available().get(name)
-    return None if recipe is None else recipe.path
+        yield from _layers_of(base, bases, (*inheriting, path))
 
 
 @dataclass(frozen=True)
@@ -157,21 +133,30 @@ class RecipeFile:
     """The other values."""
 
 
-def read_recipe(path: Path, shown: str) -> RecipeFile:
+def read_recipe(path: Path, address: str | None = None) -> RecipeFile:
     """Read a recipe file.
 
     Args:
         path: The file.
-        shown: Its path or address in messages.
+        address: The address that it was downloaded from, if any.
 
     Raises:
         ConfigError: If the file is not valid yaml, or not a recipe.
     """
-    values, node = _load_yaml(path, shown)
+    shown = address or show_path(path)
+    try:
+        text = read_bytes(path).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{shown}: cannot be read: {error}"]) from error
+    if path.suffix == ".py":
+        raise ConfigError([f"{shown}: {_python_message(text)}"])
+    if path.suffix == ".json":
+        text = text.replace("\t", " ")  # JSON has tabs between tokens only; yaml allows none there
+    values, node = _parse(text, shown)
     values = {} if values is None else _take_path_texts(values, node)
     if not isinstance(values, dict):
         raise ConfigError([f"{shown}:1: a recipe is `key: value` lines; this is not"])
-    if message := foreign_framework(values, TOP_KEYS):
+    if message := _foreign_message(values):
         raise ConfigError([f"{shown}: {message}"])
     marks = _read_marks(node, shown)
     if "hydra" in values:
@@ -179,20 +164,11 @@ def read_recipe(path: Path, shown: str) -> RecipeFile:
         raise ConfigError([f"{line}: unknown key 'hydra': recipes have no settings of Hydra"])
     place = f"{marks.get(('defaults',), shown)}: defaults"
     defaults = _check_defaults(values.pop("defaults", []), place)
-    try:
-        return RecipeFile(defaults, place, Layer(expand(_texts(values)), marks))
-    except UserError as error:  # from the catalog, or an inaccessible path
-        raise ConfigError([f"{shown}: {error}"]) from error
+    return RecipeFile(defaults, place, Layer(_texts(values), marks, shown))
 
 
-def _load_yaml(path: Path, shown: str) -> tuple[Any, yaml.Node | None]:
+def _parse(text: str, shown: str) -> tuple[Any, yaml.Node | None]:
     """Return the values of a file and its syntax tree; raise ConfigError for invalid yaml."""
-    try:
-        text = read_bytes(path).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{shown}: cannot be read: {error}"]) from error
-    if path.suffix == ".json":
-        text = text.replace("\t", " ")  # JSON has tabs between tokens only; yaml allows none there
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         check_size(node)
@@ -268,3 +244,28 @@ def _explain_yaml(error: yaml.YAMLError, shown: str) -> str:
         problem = "a tab where yaml wants spaces"
     context = getattr(error, "context", None)
     return f"{place}: not valid yaml: {problem}" + (f" ({context})" if context else "")
+
+
+def _foreign_message(values: Mapping[str, Any]) -> str | None:
+    """Return an error message if values are a config of another framework, else None."""
+    inner = values.get("config")  # of VISSL, whose files begin with `config:`
+    keys = set(inner if isinstance(inner, Mapping) else values) - TOP_KEYS
+    shared = {
+        name: len(keys & (framework.typical | framework.others))
+        for name, framework in _FRAMEWORKS.items()
+        if keys & framework.typical
+    }
+    name = max(shared, key=shared.__getitem__, default="")
+    return _page_of(name) if shared.get(name, 0) >= _MANY else None
+
+
+def _python_message(text: str) -> str:
+    """Return an error message for a Python file, such as a config of mmselfsup."""
+    if any(word in text for word in _OF_MMSELFSUP):
+        return _page_of("mmselfsup")
+    return "a Python file; a recipe is a yaml or JSON file"
+
+
+def _page_of(name: str) -> str:
+    page = _FRAMEWORKS[name].page
+    return f"a config of {name}, whose keys are others: see {page}, and `selftask config simclr`"

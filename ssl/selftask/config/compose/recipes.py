@@ -11,14 +11,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import selftask
-from selftask.config.compose.foreign_recipes import foreign_python
 from selftask.config.extensions import GROUP
-from selftask.errors import ConfigError, nearest
+from selftask.errors import ConfigError, UserError, nearest
+from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import expand_user, is_file
 from selftask.registry import METHODS
 
@@ -119,7 +119,7 @@ def locate(recipe: str, source: str | None) -> Path:
     """
     names = available()
     path = expand_user(recipe)
-    if is_recipe_file(recipe):
+    if is_recipe_file(recipe) or path.suffix == ".py":  # reading refuses Python, with a reason
         if is_file(path):
             return path.resolve()
         raise _unknown(recipe, "there is no such file")
@@ -136,8 +136,6 @@ def locate(recipe: str, source: str | None) -> Path:
         raise _unknown(recipe, f"the method has no recipe of its own; write a yaml with {lines}")
     if is_file(path / "config.yaml"):
         raise _unknown(recipe, f"a folder; did you mean '{path}/config.yaml'?")
-    if message := foreign_python(path):
-        raise _unknown(recipe, message)
     shown = names if "/" in recipe else {name.partition("/")[0] for name in names}
     raise _unknown(recipe, f"no method, recipe or yaml file of this name; {nearest(recipe, shown)}")
 
@@ -162,3 +160,74 @@ def recipe_files(folder: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(folder.rglob("*")):
         if is_recipe_file(path):
             yield path.relative_to(folder).with_suffix("").as_posix(), path
+
+
+@dataclass
+class Bases:
+    """Finds the bases of one recipe, which are given by name, path or address."""
+
+    folder: Path
+    """Folder of the recipe."""
+    may_fetch: bool
+    """Whether bases may be downloaded."""
+    addresses: dict[Path, str] = field(default_factory=dict)
+    """Downloaded file -> its address."""
+
+    def find(self, entry: str, path: Path) -> Path:
+        """Return the file of an entry of ``defaults:``.
+
+        Args:
+            entry: A name or path relative to the file, the name of a shipped or installed recipe
+                (``/base/digits``), an absolute path with its extension, ``~/...`` or an address.
+            path: The file that contains the entry.
+
+        Raises:
+            UserError: If there is no such file.
+        """
+        address = self._address(entry, path)
+        base = self._local(entry, path.parent) if address is None else self._fetch(address)
+        if base is not None:
+            return base.resolve()
+        name = entry.removeprefix("/")
+        hint = nearest(name, [name for name, _ in recipe_files(folder())])
+        raise UserError(f"there is no recipe {name!r}; {hint}")
+
+    def _local(self, entry: str, beside: Path) -> Path | None:
+        if entry.startswith("~"):
+            base = find_recipe(expand_user(entry))
+            if base is None:
+                raise UserError(f"there is no file {entry}")
+            return base
+        if entry.startswith("/") and is_recipe_file(entry):
+            return find_recipe(Path(entry))
+        name = entry.removeprefix("/")
+        folders = [self.folder, folder()] if name != entry else [beside, self.folder, folder()]
+        files = (find_recipe(folder / name) for folder in folders)
+        return next(filter(None, files), None) or _installed(name)
+
+    def _address(self, entry: str, path: Path) -> str | None:
+        """Return the address of an entry, also if it is relative to a downloaded file; or None."""
+        if is_remote(entry):
+            return entry
+        if path not in self.addresses or entry.startswith(("/", "~")):
+            return None
+        folder = self.addresses[path].rpartition("/")[0]
+        return f"{folder}/{entry}" if is_recipe_file(entry) else f"{folder}/{entry}.yaml"
+
+    def _fetch(self, address: str) -> Path:
+        if not self.may_fetch:
+            raise UserError(
+                f"{address} would be fetched; if you trust where it comes from, add trust=true"
+            )
+        for path, fetched in self.addresses.items():
+            if fetched == address:
+                return path
+        path = fetch(address).resolve()
+        self.addresses[path] = address
+        return path
+
+
+def _installed(name: str) -> Path | None:
+    """Return the file of an installed package's recipe, or None."""
+    recipe = available().get(name)
+    return None if recipe is None else recipe.path

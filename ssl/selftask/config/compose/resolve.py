@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
@@ -40,7 +40,7 @@ def resolve(
     """
     try:
         with nullcontext() if trust else patch.dict(BaseContainer._resolvers, clear=True):
-            resolved = as_dict(OmegaConf.create(values), resolved=True)
+            resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:
         key = tuple(str(error.full_key or "").replace("[", ".").replace("]", "").split("."))
         place = layers.place_or_around(key)
@@ -48,14 +48,8 @@ def resolve(
         if isinstance(error, UnsupportedInterpolationType) and not trust:
             text = f"a reference to something outside of the config is not resolved; {REFERENCE}"
         raise ConfigError([*problems, f"{place or 'config'}: {dotted(key)}: {text}"]) from error
-    return {key: expand(value, (key,)) for key, value in resolved.items()}
-
-
-def as_dict(config: DictConfig, *, resolved: bool = False) -> dict[str, Any]:
-    """Return nested plain values, with or without their references resolved."""
-    values = OmegaConf.to_container(config, resolve=resolved)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    expanded: dict[str, Any] = expand(resolved)
+    return expanded
 
 
 def complete(values: dict[str, Any], layers: Layers, recipe: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from selftask.config.fields import setting
+from selftask.config.keys import Key
 from selftask.config.schema.component import Section
 
 _COMMON = (
@@ -135,3 +136,18 @@ class OptimizerConfig(Section):
             "warmup_start": self.start_lr * factor,
             **(instead or shape),
         }
+
+    def schedules(self) -> dict[Key, dict[str, Any]]:
+        """Return the sections of all schedules by their keys, that of the learning rate first."""
+        shown = ("optimizer", "lr" if isinstance(self.lr, dict) else "schedule")
+        sections: dict[Key, Any] = {
+            shown: self.lr_section(batch=1),
+            ("optimizer", "weight_decay"): self.weight_decay,
+        }
+        for index, rule in enumerate(self.groups):
+            key = ("optimizer", "groups", str(index))
+            sections[(*key, "weight_decay")] = rule.weight_decay
+            if "schedule" in rule.given:
+                section = self.lr_section(batch=1, instead=rule.given["schedule"])
+                sections[(*key, "schedule")] = section
+        return {key: section for key, section in sections.items() if isinstance(section, dict)}

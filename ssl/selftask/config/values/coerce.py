@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from omegaconf import BooleanNode, FloatNode, IntegerNode, StringNode
 from omegaconf.errors import ValidationError
 
+from selftask.config.values.budget import WORDS, parse_budget
 from selftask.config.values.duration import parse_duration
 from selftask.errors import UserError, nearest
 
@@ -40,8 +41,6 @@ def convert(value: Any, annotation: Any) -> Any:
             return None
         raise Mismatch("expected null")
     origin, inner = get_origin(annotation) or annotation, get_args(annotation)
-    if origin is Literal:
-        return _choice(value, inner)
     if origin in (Union, types.UnionType):
         return _first_of(value, annotation)
     if origin is list:
@@ -50,6 +49,8 @@ def convert(value: Any, annotation: Any) -> Any:
         return _tuple(value, inner, annotation)
     if origin is dict:
         return _dict(value, inner)
+    if origin is Literal:
+        return _choice(value, inner)
     raise UserError(f"a config field may not be annotated with {annotation!r}")
 
 
@@ -83,19 +84,26 @@ def describe(annotation: Any, show: Callable[[Any], str] = repr) -> str:
 
 def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
     """Raise ValueError if the metadata of a field forbids ``value``."""
-    if metadata.get("duration") and value is not None and not isinstance(value, bool):
-        length = parse_duration(value)
-        too_short = length.value < metadata.get("min", 0)
-        if too_short and (length.unit == "step" or not length.value):  # half an epoch is allowed
-            raise ValueError("must be above 0")
-        return
     if isinstance(value, list | tuple):
         for item in value:
             check_limits(item, metadata)
         if metadata.get("rising") and list(value) != sorted(value):
             raise ValueError("the first number must not be above the second")
-    if isinstance(value, bool) or not isinstance(value, int | float):
         return
+    if value is None or isinstance(value, bool):
+        return
+    if isinstance(value, int | float) and not metadata.get("duration"):
+        _check_bounds(value, metadata)
+    if metadata.get("duration"):
+        length = parse_duration(value)
+        too_short = length.value < metadata.get("min", 0)
+        if too_short and (length.unit == "step" or not length.value):  # half an epoch is allowed
+            raise ValueError("must be above 0")
+    if metadata.get("budget") and value not in WORDS:
+        parse_budget(value)
+
+
+def _check_bounds(value: float, metadata: Mapping[str, Any]) -> None:
     if "min" in metadata and value < metadata["min"]:
         raise ValueError(f"must be at least {metadata['min']}")
     if "above" in metadata and value <= metadata["above"]:

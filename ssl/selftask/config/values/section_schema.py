@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from selftask.config.compose.provenance import show_path
-from selftask.config.config_class import config_class
-from selftask.errors import UserError
+from selftask.config.config_class import executed
+from selftask.config.keys import Key, dotted
+from selftask.errors import UserError, nearest
 from selftask.registry import Registry
 
 
@@ -42,6 +44,34 @@ class Schema:
                 f"the Config of {owner}: {error}; its fields may use builtins and typing only"
             ) from error
 
+    def hint(self, name: str, key: Key) -> str:
+        """Return a hint such as ``did you mean 'optimizer.lr'?`` for an unknown key.
+
+        Keys inside the sections are known as well, and the names of keys in other frameworks.
+
+        Args:
+            name: The unknown key.
+            key: Key of the section with these fields.
+        """
+        for inner, field in self._inner_fields():
+            if name in (field.name, *field.metadata.get("also", ())):
+                return f"did you mean {dotted((*key, inner, field.name))!r}?"
+        words = {word: n for n, f in self.fields.items() for word in f.metadata.get("also", ())}
+        words |= {name: name for name in self.fields}
+        close = get_close_matches(name, words, n=1)
+        if close:
+            return f"did you mean {dotted((*key, words[close[0]]))!r}?"
+        return nearest(name, self.fields)
+
+    def _inner_fields(self) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+        """Yield the fields of all sections among the fields, with the name of the section."""
+        for name, field in self.fields.items():
+            kind = self.types.get(name)
+            if dataclasses.is_dataclass(kind) and "of" not in field.metadata:
+                for inner in dataclasses.fields(kind):
+                    if inner.name != "args" and not inner.metadata.get("flat"):
+                        yield name, inner
+
     def __or__(self, other: Schema) -> Schema:
         """Return the fields of both."""
         fields, types = {**self.fields, **other.fields}, {**self.types, **other.types}
@@ -50,6 +80,5 @@ class Schema:
 
 def schema_of(registry: Registry, name: str) -> Schema:
     """Return the schema of a component."""
-    address = registry.address(name)
-    owner = f"{name} ({show_path(address.path)}:{address.line})"
-    return Schema.of(config_class(registry, name), owner)
+    address, config = registry.address(name), registry.config(name)
+    return Schema.of(executed(config), f"{name} ({show_path(address.path)}:{address.line})")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selftask.config.checks.contradictions import is_unbatched
+from selftask.config.checks.views import is_unbatched
 from selftask.data.device.operation import Operation, find_batched_transform
 from selftask.data.device.packing import Packed, ViewParameters, pack
 from selftask.data.transforms.pipeline import Compose

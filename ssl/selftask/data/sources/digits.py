@@ -31,6 +31,8 @@ class Digits(Source):
     They are read from a file of the package. scikit-learn is not imported, as that takes a second.
     """
 
+    drawn_in_size = True
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         split: Literal["train", "val"] = "train"

@@ -18,6 +18,8 @@ _STREAM = 0x73796E74  # "synt": separates these draws from other uses of the sam
 class Synthetic(Source):
     """Noise around a color for each class; image i depends only on the seed and i."""
 
+    drawn_in_size = True
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         count: int = setting(1000, min=1, also=["n", "num_images"])

@@ -30,6 +30,7 @@ class Normalize:
     """
 
     normalizes = True
+    resizes = None
     is_random = False
 
     stats: Literal["imagenet", "cifar10", "cifar100", "half"] = "imagenet"

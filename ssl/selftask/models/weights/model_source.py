@@ -13,7 +13,7 @@ from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.config.checks.grid import resized_backbone, resized_pipeline, undivided
-from selftask.config.checks.resuming import goes_on
+from selftask.config.checks.locations import goes_on
 from selftask.config.library_names import split_address
 from selftask.config.schema import Component, Config
 from selftask.config.trust import code_in, refuse_code
