@@ -33,6 +33,7 @@ from selftask.logs import DETAIL, get_logger
 
 if TYPE_CHECKING:
     from selftask.config.schema import Config
+    from selftask.data.loading.collate import Draw
     from selftask.data.source import Source
     from selftask.distributed.world import World
 
@@ -45,6 +46,9 @@ class DataModule:
     Mistakes in the ``data:``, ``views:`` and ``eval.transforms`` sections raise UserError or
     ConfigError here, before any worker is started.
     """
+
+    draw: Draw | None = None
+    """Draws for method and dropout layers of a training batch; set before ``train_batches``."""
 
     def __init__(
         self, config: Config, sources: Sources, world: World, device: torch.device
@@ -152,6 +156,7 @@ class DataModule:
     def train_batches(self, first: int) -> Iterator[Batch]:
         """Yield the training batches from global batch number ``first`` on, without end."""
         self._decode_once()
+        self.batches.dataset.draw = self.draw
         self.batches.start(first)
         return iter(self.batches)
 

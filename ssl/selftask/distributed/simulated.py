@@ -53,7 +53,7 @@ class SimulatedRanks:
         return parts.flatten(0, 1).clone()  # like ``torch.cat`` of the received parts
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Count a ring reduce-scatter: each rank sends (W - 1) / W of the tensor. Return its part."""
+        """Count a ring reduce-scatter, (W - 1) / W of the tensor; return the part of this rank."""
         self.bytes_of["reduce_scatter"] += (self.size - 1) * x.nbytes // self.size
         return x[: len(x) // self.size].clone()
 

@@ -115,6 +115,7 @@ class LayerDraws:
         self._table: Tensor | None = None  # (L, V, B), on the device
         self._exchange: Callable[[Tensor], Tensor] | None = None
         self._next_view = 0
+        self._num_views = 1  # of the batches so far, to draw for
         self._limits: Any = None  # (L, 1) of random bits
         self._scales: dict[torch.dtype, Tensor] = {}  # (L, 1) of each layer, by type of the rows
         self._layers: list[Keep] = []
@@ -123,6 +124,7 @@ class LayerDraws:
     def reset(self, seed: int, layers: Sequence[Keep] = ()) -> None:
         """Begin a run with these layers, numbered from 0."""
         self._seed, self._layers, self._limits = seed, [*layers], None
+        self._num_views = 1
         self.stop()
 
     @property
@@ -150,16 +152,19 @@ class LayerDraws:
         Args:
             key: Keys on the CPU, as given by the loader.
             device: Device of the network.
-            table: Result of ``draw``, on the device; None: it is drawn now, for one view.
+            table: Result of ``draw``, on the device; None: it is drawn now.
         """
         self._key, self._exchange = key, None
-        self._table = copy_to(device, self.draw(key, 1)) if table is None else table
+        self._table = self._drawn(device) if table is None else table
         if self._limits is None or self._limits.device != device:
             limits = [_limit(layer.probability) for layer in self._layers]
             self._limits = torch.tensor(limits, dtype=torch.int16).to(device)[:, None]  # (L, 1)
             self._scales = {}
         self.enter((0,))
         self.restart()
+
+    def _drawn(self, device: torch.device) -> Tensor:
+        return copy_to(device, self.draw(self._key, self._num_views))
 
     def stop(self) -> None:
         """End the batch: layers draw from torch's generator again."""
@@ -187,7 +192,8 @@ class LayerDraws:
         first, end = min(views), max(views) + 1
         self._next_view = max(self._next_view, end)
         if end > self._table.shape[1]:
-            self._table = self._exchanged(copy_to(self._table.device, self.draw(self._key, end)))
+            self._num_views = end
+            self._table = self._exchanged(self._drawn(self._table.device))
         rows = self._table[:, first:end]  # (L, views, B)
         if len(views) != end - first:
             rows = torch.stack([self._table[:, view] for view in views], dim=1)

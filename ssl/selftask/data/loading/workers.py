@@ -63,7 +63,7 @@ class _Maker:
         buffer = BatchBuffer(len(keys), new)
         samples = (self.dataset.sample(key, buffer.next) for key in keys)
         try:
-            return self.dataset.collate(samples, buffer)
+            return self.dataset.collate(samples, buffer).with_draws(self.dataset.draw, new)
         except UserError as error:
             return broken(str(error))
 
