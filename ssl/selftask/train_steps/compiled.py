@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from selftask.batch import Batch, Loss
 from selftask.config.schema import CompileConfig
 from selftask.parallel.compiled import compile_function
@@ -24,7 +22,7 @@ class Compiled:
     """Standard step with forward, loss and backward compiled together by torch.compile.
 
     It uses ``train.compile_options``. A method that works between network and loss (``on_forward``,
-    such as a teacher) gets two graphs. The optimizer is not compiled, since its fused kernel is as
+    such as a teacher) gets two graphs, and its teacher another one. The optimizer is not compiled, since its fused kernel is as
     fast. It is meant for accelerators; on a CPU it is not faster than ``standard``. Compiled code
     sums in another order than eager code, so that results agree with those of ``standard`` to
     rounding only.
@@ -48,11 +46,9 @@ class Compiled:
             if task.calls["on_forward"]:
                 batch.output = compiled(_network)(task.model, batch)
                 task.run_hooks("on_forward")
-                batch.local_loss = _copied(compiled(_loss)(task.loss, batch.output, batch))
+                batch.local_loss = compiled(_loss)(task.loss, batch.output, batch)
             else:
-                both = compiled(_network_and_loss)
-                batch.output, loss = both(task, batch)
-                batch.local_loss = _copied(loss)
+                batch.output, batch.local_loss = compiled(_network_and_loss)(task, batch)
 
         record_loss(task, batch)
         update_weights(task, batch.local_loss)  # its backward pass is compiled, too
@@ -61,16 +57,6 @@ class Compiled:
 @functools.cache
 def _compiled(function: Callable[..., Any], *, options: CompileConfig) -> Any:
     return compile_function(function, options)
-
-
-def _copied(loss: Loss) -> Loss:
-    """Return a copy, with its graph: losses are kept for the log.
-
-    The next step would overwrite the memory of a CUDA graph (``mode: reduce-overhead``).
-    """
-    if isinstance(loss, Tensor):
-        return loss.clone()
-    return {name: term.clone() for name, term in loss.items()}
 
 
 def _network(network: Any, batch: Batch) -> Any:

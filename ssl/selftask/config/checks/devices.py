@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from shutil import which
 
 from selftask.config.keys import Key
-from selftask.config.schema import Config
+from selftask.config.schema import CompileConfig, Config, ParallelConfig
 from selftask.errors import nearest
 
 Problem = tuple[Key, str]
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
 
@@ -66,9 +67,34 @@ def _compile(config: Config) -> Iterator[Problem]:
             "PATH; install one, or use train.compile_options.backend=aot_eager"
         )
         yield ("train", key), text
+    if train.uses_compiler:
+        yield from _compile_mode(train.compile_options, parallel)
     if train.compile and parallel.activation_checkpointing not in ("none", "blocks"):
         text = (
             "train.compile needs parallel.activation_checkpointing to be none or blocks: a budget "
             "measures while layers run, which a graph does not allow"
         )
         yield ("train", "compile"), text
+
+
+def _compile_mode(options: CompileConfig, parallel: ParallelConfig) -> Iterator[Problem]:
+    key, text = ("train", "compile_options", "mode"), f"train.compile_options.mode={options.mode!r}"
+    if options.mode is None:
+        return
+    if options.mode not in _MODES:
+        yield key, f"{text}: {nearest(options.mode, list(_MODES))}"
+    elif options.backend != "inductor":
+        yield key, f"{text} is a mode of backend: inductor, not of {options.backend}; take it out"
+    elif options.records_graphs and parallel.reduce == "fsdp":
+        yield (
+            key,
+            f"{text} records CUDA graphs, which read weights where they were recorded, and "
+            "parallel.reduce=fsdp gathers them anew in each step; set it to null",
+        )
+    elif options.records_graphs and parallel.activation_checkpointing != "none":
+        yield (
+            key,
+            f"{text} records a CUDA graph of the whole network, and "
+            f"parallel.activation_checkpointing={parallel.activation_checkpointing} needs single "
+            "blocks; set one of them to its default",
+        )
