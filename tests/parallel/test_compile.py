@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from functorch.compile import make_boxed_func
+from torch import nn
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters

@@ -1,4 +1,4 @@
-"""What method and dropout layers draw for a batch is made by the loader, with the bits of a step."""
+"""Draws of methods and dropout layers for a batch: made by the loader, with the same bits."""
 
 from __future__ import annotations
 

@@ -153,6 +153,14 @@ class DataModule:
         """Seconds that training has waited for samples so far."""
         return self.batches.data_wait_s
 
+    @property
+    def loader_s(self) -> float | None:
+        """Seconds in which the workers make a training batch; None before the first, or without."""
+        batches = self.batches
+        if not (batches.num_workers and batches.made_s):
+            return None
+        return sum(batches.made_s) / len(batches.made_s) / batches.num_workers
+
     def train_batches(self, first: int) -> Iterator[Batch]:
         """Yield the training batches from global batch number ``first`` on, without end."""
         self._decode_once()

@@ -20,6 +20,7 @@ from selftask.random.splitmix import as_signed, shift_right, splitmix64
 _METHOD = 0x6D6574686F64  # "method": separates these draws from other uses of the same seed
 _BATCHES = 0x62617463686573  # "batches": the same for draws that all samples of a batch share
 _LAYERS = 0x6C6179657273  # "layers": the same for draws of dropout and stochastic depth
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of a network's rows
 _BITS = 24  # bits of a draw; a float32 below 1 represents 24 bits exactly
 
 
@@ -159,7 +160,8 @@ class LayerDraws:
         if self._limits is None or self._limits.device != device:
             limits = [_limit(layer.probability) for layer in self._layers]
             self._limits = torch.tensor(limits, dtype=torch.int16).to(device)[:, None]  # (L, 1)
-            self._scales = {}
+            dtypes = _DTYPES[:3] if device.type == "mps" else _DTYPES  # MPS has no float64
+            self._scales = {dtype: self._scales_in(dtype).to(device) for dtype in dtypes}
         self.enter((0,))
         self.restart()
 
@@ -207,18 +209,13 @@ class LayerDraws:
         assert self.words is not None
         if dtype not in self._factors:
             kept = self.words.view(torch.int16)[:, ::4] < self._limits  # as in ``keep_mask``
-            self._factors[dtype] = kept * self._scales_in(dtype)  # (L, N)
+            self._factors[dtype] = kept * self._scales[dtype]  # (L, N)
         return self._factors[dtype][layer]
 
     def _scales_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the scale of each layer, (L, 1), rounded once as in a layer of its own."""
-        if dtype not in self._scales:
-            device = self._limits.device
-            wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-            scales = torch.tensor([layer.scale for layer in self._layers], dtype=wide).to(device)
-            rounded = scales.to(torch.promote_types(dtype, torch.float32))
-            self._scales[dtype] = rounded.to(dtype)[:, None]
-        return self._scales[dtype]
+        """Return the scale of each layer, (L, 1), rounded as in a layer of its own."""
+        scales = torch.tensor([layer.scale for layer in self._layers], dtype=torch.float64)
+        return scales.to(torch.promote_types(dtype, torch.float32)).to(dtype)[:, None]
 
     def _use(self, words: Tensor | None) -> None:
         self.words = words

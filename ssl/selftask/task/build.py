@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from selftask import classy
-from selftask.config.schema import Component, Config
+from selftask.config.schema import Component
 from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
 from selftask.hooks.base import defines, function_hook
 from selftask.hooks.failures.non_finite import NonFiniteGuard
+from selftask.hooks.watching.loader_check import LoaderCheck
 from selftask.logs import get_logger
 from selftask.meters.accuracy import Accuracy
 from selftask.models.build import build_backbone, check_offers, check_sizes, with_embed_dim
@@ -173,6 +174,8 @@ def hooks(task: Task) -> dict[str, Any]:
         guard = NonFiniteGuard("skip", budget=train.nan_budget)
         task.added_hooks.setdefault("non_finite", guard)
     task.added_hooks.setdefault("unreadable_images", UnreadableImages())
+    if LoaderCheck.applies(task):
+        task.added_hooks.setdefault("loader_check", LoaderCheck())
     if train.uses_compiler:
         task.added_hooks["compile_report"] = CompileReport()
         if train.compile_options.records_graphs:

@@ -22,9 +22,11 @@ class Compiled:
     """Standard step with forward, loss and backward compiled together by torch.compile.
 
     It uses ``train.compile_options``. A method that works between network and loss (``on_forward``,
-    such as a teacher) gets two graphs, and its teacher another one. The optimizer is not compiled, since its fused kernel is as
-    fast. It is meant for accelerators; on a CPU it is not faster than ``standard``. Compiled code
-    sums in another order than eager code, so that results agree with those of ``standard`` to
+    such as a teacher) gets two graphs, and its teacher another one. The optimizer is not compiled,
+    since its fused kernel is as fast. It is meant for accelerators; on a CPU it is not faster than
+    ``standard``. On several ranks all gradients come at the end of the backward pass, which their
+    exchange then cannot overlap. Compiled code sums in another order than eager code, so that
+    results agree with those of ``standard`` to
     rounding only.
     """
 

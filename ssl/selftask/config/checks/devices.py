@@ -86,15 +86,14 @@ def _compile_mode(options: CompileConfig, parallel: ParallelConfig) -> Iterator[
     elif options.backend != "inductor":
         yield key, f"{text} is a mode of backend: inductor, not of {options.backend}; take it out"
     elif options.records_graphs and parallel.reduce == "fsdp":
-        yield (
-            key,
-            f"{text} records CUDA graphs, which read weights where they were recorded, and "
-            "parallel.reduce=fsdp gathers them anew in each step; set it to null",
+        problem = (
+            "records CUDA graphs, which read weights where they were recorded, and "
+            "parallel.reduce=fsdp gathers them anew in each step; set it to null"
         )
+        yield key, f"{text} {problem}"
     elif options.records_graphs and parallel.activation_checkpointing != "none":
-        yield (
-            key,
-            f"{text} records a CUDA graph of the whole network, and "
-            f"parallel.activation_checkpointing={parallel.activation_checkpointing} needs single "
-            "blocks; set one of them to its default",
+        problem = (
+            "records a CUDA graph of the whole network, and parallel.activation_checkpointing="
+            f"{parallel.activation_checkpointing} works on single blocks; take one of them out"
         )
+        yield key, f"{text} {problem}"

@@ -46,6 +46,7 @@ class RawBatch:
     problem: str = ""  # error that the user must fix; such a batch has no views
     extras: dict[str, torch.Tensor] = field(default_factory=dict)  # (B, ...) by name
     drawn: dict[str, Any] = field(default_factory=dict)  # nested tensors, see ``Batch.drawn``
+    made_s: float = 0.0  # time that a worker took, in seconds
 
     @property
     def view_sizes(self) -> list[tuple[int, int]]:
