@@ -96,6 +96,9 @@ class Batch:
     draws: dict[str, list[Draws]] = field(default_factory=dict)
     """Group name -> draws of its views, in training only. Set for groups with
     ``views.NAME.draws``, or for all groups if the method requires ``"boxes"``."""
+    drawn: dict[str, Any] = field(default_factory=dict)
+    """Draws that the loader made ahead, on the device: ``method``, see ``Method.draw``, and
+    ``layers``, the words of dropout layers; what is missing is drawn when it is needed."""
     number: int = 0
     """Index of the global batch, counted from the start of training."""
     epoch: int = 0

@@ -25,11 +25,19 @@ from selftask.data.inspect.profile import (
     transform_shares,
 )
 from selftask.data.inspect.profile_report import advice, table
-from selftask.data.loading.data_stall import Cores, WaitWatch, wait_advice, workers_advice
+from selftask.data.loading.data_stall import (
+    Cores,
+    WaitWatch,
+    advice_at_start,
+    loader_advice,
+    wait_advice,
+    workers_advice,
+)
 from selftask.data.loading.open_data import Sources, open_data
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.hooks import metrics
+from selftask.hooks.watching import loader_check
 from selftask.logs import pace
 
 CPU = torch.device("cpu")
@@ -279,11 +287,28 @@ def test_advice_on_workers() -> None:
     assert workers_advice(8, Cores(64, 1)) == (
         "data.num_workers=8 leaves cores idle (64 cores); try 64"
     )
-    assert wait_advice(0.456, 4, Cores(4, 1), "simclr/images") == (
+    few, idle = (
+        loader_advice(4, Cores(4, 1), "simclr/images", has_idle_device=idle)
+        for idle in (False, True)
+    )
+    assert wait_advice(0.456, few) == (
         "training has waited for data 46% of the time: the cores are all at work: cheaper or fewer "
         "views, or smaller images, would help; `selftask bench data simclr/images` shows where the "
         "time goes"
     )
+    assert "all at work: data.augment_on=device makes the views on the GPU; cheaper" in idle
+    assert "try 8 " not in loader_advice(8, Cores(8, 1), "x", has_idle_device=True)
+    assert loader_advice(2, Cores(8, 1), "x", has_idle_device=True).startswith(
+        "data.num_workers=2 leaves cores idle (8 cores); try 8"
+    ), "cores come first"
+
+
+def test_advice_in_the_first_steps_compares_loader_and_device() -> None:
+    """Workers make a batch of 64 in 0.1 s: a step of 0.05 s would wait half of the time."""
+    assert advice_at_start(0.1, 0.05, 64, "do this") == (
+        "the loader makes 640 images a second, and the device could train on 1,280: do this"
+    )
+    assert advice_at_start(0.1, 0.081, 64, "do this") is None, "19 % of waiting is not much"
 
 
 def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +331,7 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
         pop_scalars=dict,
         write_row=rows.append,
     )
-    monkeypatch.setattr(metrics, "cores", lambda: 8)
+    monkeypatch.setattr(loader_check, "cores", lambda: 8)
     hook = metrics.Metrics()
     hook.on_start(task)
     for step in range(200):

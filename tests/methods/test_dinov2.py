@@ -192,7 +192,7 @@ def _task(sizes: tuple[int, ...] = (9, 9, 6), **config: Any) -> MiniTask:
 def test_about_half_of_the_views_are_masked_by_a_tenth_to_a_half() -> None:
     method = _method()
     key = torch.stack([torch.zeros(400, dtype=torch.long), torch.arange(400)], dim=1)
-    masks = method.draw_masks(0, key, (14, 14), torch.device("cpu"))
+    masks = method.draw_masks(0, key, (14, 14))
     counts = masks.mask.sum(dim=1)
     is_masked = counts > 0
     assert 0.43 < is_masked.float().mean() < 0.57

@@ -179,7 +179,7 @@ def test_perfect_agreement_is_the_entropy_of_the_targets() -> None:
 def test_masks_are_blocks_of_at_least_a_ninth() -> None:
     """Half of the views, a tenth to a half of 196 patches, no block of less than 16 before cuts."""
     key = torch.stack([torch.zeros(300, dtype=torch.long), torch.arange(300)], dim=1)
-    mask = IBOT(IBOT.Config()).draw_masks(0, key, (14, 14), torch.device("cpu")).mask
+    mask = IBOT(IBOT.Config()).draw_masks(0, key, (14, 14)).mask
     counts = mask.sum(dim=1)
     masked = counts > 0
     assert 0.43 < masked.float().mean() < 0.57

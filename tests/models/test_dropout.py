@@ -136,23 +136,59 @@ def test_nothing_is_drawn_in_evaluation_outside_of_training_or_at_rate_0() -> No
     assert torch.equal(got, nn.Dropout(0.5)(x)), "as ever: the library's own"
 
 
-def test_nothing_is_drawn_for_a_teacher_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_drawn_for_a_teacher_without_dropout() -> None:
     """And the draws of the network are kept; a teacher with dropout draws."""
     network = nn.Sequential(DropPath(0.5), nn.Dropout2d(0.5))
     teachers = [Teacher(network, drop_path=drop_path) for drop_path in (False, True)]
     draw_per_sample([network, *teachers], seed=1)
     LAYER_DRAWS.start(keys(torch.arange(4)), torch.device("cpu"))
-    words, drawn, images = LAYER_DRAWS.words, [], torch.ones(4, 2, 3, 3)
-    draw = lambda *args: drawn.append(args) or splitmix64(*args)  # noqa: E731
-    monkeypatch.setattr("selftask.random.keyed.splitmix64", draw)
+    words, images = LAYER_DRAWS.words, torch.ones(4, 2, 3, 3)
     calm, drawing = teachers
-    for teacher in teachers:  # as a Network does
-        teacher.network.register_forward_pre_hook(lambda module, args: LAYER_DRAWS.enter((0,)))
-    assert torch.equal(calm(images), images)
-    assert drawn == []
-    assert LAYER_DRAWS.words is words
+    with Launches() as launches:
+        for teacher in (calm, Teacher(nn.Identity())):
+            teacher.network.register_forward_pre_hook(as_a_network)
+            assert torch.equal(teacher(images), images)
+    assert launches.number == 2, "of torch.equal"
+    assert torch.equal(LAYER_DRAWS.words, words)
     assert not torch.equal(drawing(images), images)
-    assert drawn
+
+
+def as_a_network(module: nn.Module, args: Any) -> None:
+    LAYER_DRAWS.enter((0,))
+
+
+def test_passes_of_a_batch_select_words_that_were_drawn_ahead() -> None:
+    """Without an operation on the device; and those of views that no one expected are drawn."""
+    draw_per_sample([nn.ModuleList([DropPath(0.5), DropPath(0.2)])], seed=3)
+    key, views = keys(INDEX), [[0, 1], [2, 3, 4], [0, 3], [4, 5, 6]]
+    drawn, expected = LAYER_DRAWS.draw(key, 5), LAYER_DRAWS.draw(key, 7)
+    LAYER_DRAWS.start(key, CPU, drawn)
+    counted = []
+    for of_pass in views:
+        with Launches() as launches:
+            LAYER_DRAWS.enter(of_pass)
+        counted.append(launches.number)
+        assert torch.equal(LAYER_DRAWS.words, expected[:, of_pass].flatten(1))
+    assert counted[:3] == [0, 0, 1], "a copy if other views lie between"
+    seeds = [stream_of(3, *row) for row in key.tolist()]
+    for view, layer in ((0, 0), (4, 1)):
+        of_view = [next_word(next_word(start, view), layer) for start in seeds]
+        assert drawn[layer, view].tolist() == of_view
+
+
+def stream_of(seed: int, epoch: int, index: int) -> int:
+    """Start of a sample's stream: ``layers`` in ASCII separates it from other draws."""
+    start = seed ^ int.from_bytes(b"layers", "big")
+    return next_word(next_word(start, epoch), index)
+
+
+def next_word(start: int, position: int) -> int:
+    """Vigna's splitmix64.c, as signed number: the output after ``position + 1`` steps."""
+    z = (start + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    z ^= z >> 31
+    return z - 2**64 if z >= 2**63 else z
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

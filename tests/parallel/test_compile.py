@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import tiny
 from ranks import run_ranks
-from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.config.schema import CompileConfig
-from selftask.errors import ConfigError
+from selftask.errors import ConfigError, UserError
 from selftask.parallel.compiled import compile_blocks, compile_whole
 from selftask.task.compile_report import CompileReport
 from selftask.train_steps import compiled as compiled_step
 
-LABELS = torch.zeros(2, dtype=torch.int64)
 EAGER = "train.compile_options.backend=aot_eager"  # traced and differentiated as by inductor
 SMOOTH = ["optimizer={name: sgd, lr: 0.05, warmup: 0}", "train.epochs=1"]  # Adam amplifies rounding
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
@@ -57,9 +56,9 @@ class Disabled(nn.Module):
 class Pair(nn.Module):
     """A block: two layers that are no Sequential."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 3) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(3, 3), nn.LayerNorm(3)
+        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.norm(self.linear(x))
@@ -121,31 +120,133 @@ def test_refused(options: list[str], text: str) -> None:
         load_config("simclr/digits", options)
 
 
-@pytest.mark.parametrize("has_teacher", [False, True])
-def test_a_kept_loss_is_not_that_of_a_later_replay(
-    has_teacher: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["backend: inductor, mode: reduce-overhed"], "did you mean 'reduce-overhead'"),
+        (["backend: aot_eager, mode: max-autotune"], "not of aot_eager"),
+        (["mode: reduce-overhead", "parallel.reduce=fsdp"], "gathers them anew"),
+        (["mode: max-autotune", "parallel.activation_checkpointing=blocks"], "single blocks"),
+    ],
+)
+@pytest.mark.parametrize("way", ["train.compile=model", "train.step=compiled"])
+def test_modes_that_cannot_work_are_refused(options: list[str], text: str, way: str) -> None:
+    words = [f"train.compile_options={{{options[0]}}}", *options[1:], way]
+    with pytest.raises(ConfigError, match=text) as caught:
+        load_config("mae/digits", words)
+    assert all("\n" not in line for line in caught.value.problems)
+
+
+def test_an_unknown_backend_is_refused_when_the_network_is_built() -> None:
+    with pytest.raises(UserError, match=r"backend='aot_eagr': .* did you mean 'aot_eager'"):
+        compile_whole(nn.Linear(3, 3), CompileConfig(backend="aot_eagr"))
+
+
+def test_blocks_of_other_layers_and_of_teachers_have_graphs_of_their_own() -> None:
+    """torch compiles the same code at most 8 times."""
+    networks = [nn.Sequential(*(Pair(width) for width in (3, 3, 4))) for _ in range(2)]
+    networks[1].requires_grad_(False)
+    for network in networks:
+        assert compile_blocks(network, CompileConfig(backend="eager"))
+    kinds = [[type(block) for block in network] for network in networks]
+    assert kinds[0][0] is kinds[0][1] is not kinds[0][2]
+    assert not set(kinds[0]) & set(kinds[1])
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for network in networks:
+            for block in network:
+                assert block(torch.ones(2, block.linear.in_features)).shape[0] == 2
+    assert not compile_blocks(nn.Linear(3, 3), CompileConfig(backend="eager"))
+
+
+# -- CUDA graphs, imagined -------------------------------------------------------------------------
+
+
+class Overwriting:
+    """Backend whose outputs are overwritten when the first graph of the next step runs.
+
+    CUDA graphs do so: outputs lie in memory that a replay uses again. ``mark`` begins a step.
+    """
+
+    def __init__(self) -> None:
+        self.step = self.step_of_outputs = self.overwritten = 0
+        self.outputs: list[torch.Tensor] = []  # of the graphs of a step
+
+    def mark(self) -> None:
+        self.step += 1
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        return aot_autograd(fw_compiler=self.compile)(graph, inputs)
+
+    def compile(self, graph: Any, inputs: Any) -> Any:
+        @torch.no_grad()
+        def run(*args: Any) -> Any:
+            if self.step_of_outputs != self.step:
+                self.overwrite()
+            outputs = graph(*args)
+            theirs = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor)}
+            self.outputs += [
+                output.detach()
+                for output in outputs
+                if isinstance(output, torch.Tensor)
+                and output.untyped_storage()._cdata not in theirs
+            ]
+            return outputs
+
+        return make_boxed_func(run)
+
+    def overwrite(self) -> None:
+        for output in self.outputs:
+            output.fill_(float("nan") if output.is_floating_point() else 1)
+        self.overwritten += len(self.outputs)
+        self.outputs, self.step_of_outputs = [], self.step
+
+
+def state_of(method: str, folder: Path, out: str, *more: str) -> dict[str, Any]:
+    torch._dynamo.reset()
+    compiled_step._compiled.cache_clear()
+    task = tiny.train(method, folder, out, "train.max_steps=4", *more)
+    kept = tiny.last_state(folder / out) | {"rows": tiny.rows(folder / out)}
+    kept["losses"] = torch.stack(task.losses)
+    kept["hooks"].pop("recorded_graphs", None)  # it has no state
+    return kept
+
+
+# a queue, an average of scores, a memory of clusters; several batches and passes a step; a meter
+GRAPHS = {
+    "moco": ["train.log_every=2"],
+    "dino": ["train.log_every=3", "hooks.ema={}"],
+    "data2vec": ["train.step=accumulate", "train.accumulate=2", "backbone.drop_path=0.2"],
+    "supervised": [
+        *("train.log_every=4", "meters.precision={name: mean_average_precision}"),
+        *("data.val={data}", "eval.test_every=1", "hooks.train_meters={}"),
+    ],
+    "simclr": ["train.step=compiled", "train.log_every=4"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", GRAPHS)
+def test_what_is_kept_across_steps_is_no_output_of_a_cuda_graph(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CUDA graph returns the same memory in each step, here by hand."""
-    memory = {"term": torch.zeros(())}
-    result = lambda *args: memory if has_teacher else (None, memory)  # noqa: E731
-    monkeypatch.setattr(compiled_step, "_compiled", lambda function, options: result)
-    monkeypatch.setattr(compiled_step, "update_weights", lambda task, loss: None)
-    batches = [Batch(views={}, labels=LABELS, index=LABELS, key=LABELS) for _ in range(2)]
-    task: Any = SimpleNamespace(
-        batches=iter(batches),
-        autocast=nullcontext,
-        config=SimpleNamespace(train=SimpleNamespace(compile_options=None)),
-        calls={"on_forward": [1] if has_teacher else []},
-        run_hooks=lambda point: None,
-        update_meters=lambda batch: None,
-        model=None,
-        loss=None,
-    )
-    for step, _ in enumerate(batches):
-        memory["term"].fill_(step + 1.0)
-        compiled_step.Compiled()(task)
-    assert [batch.loss.item() for batch in batches] == [1.0, 2.0]
-    assert [batch.terms["term"].item() for batch in batches] == [1.0, 2.0]
+    """Losses between two log points, queues, centers, memories, meters, pending teacher outputs."""
+    options = [word.replace("{data}", str(tiny.digits_file(tmp_path))) for word in GRAPHS[method]]
+    is_step = any("compiled" in word for word in options)
+    options += [EAGER] if is_step else [EAGER, "train.compile=model"]
+    expected = state_of(method, tmp_path, "expected", *options)
+    backend = Overwriting()
+    monkeypatch.setattr(torch, "compile", partial(compiled_by, torch.compile, backend))
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", backend.mark)
+    monkeypatch.setattr(CompileConfig, "records_graphs", True)
+    actual = state_of(method, tmp_path, "actual", *options)
+    assert backend.overwritten > 10
+    assert tiny.differences(actual, expected) == []
+    assert actual["losses"].isfinite().all()
+
+
+def compiled_by(compiler: Any, ours: Any, function: Any, **options: Any) -> Any:
+    return compiler(function, **options | {"backend": ours})
 
 
 # -- runs ------------------------------------------------------------------------------------------

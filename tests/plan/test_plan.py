@@ -19,6 +19,7 @@ from selftask.distributed.collectives import (
     all_reduce_sum,
     gather_objects,
     rank,
+    reduce_scatter_sum,
     world_size,
 )
 from selftask.distributed.simulated import SIMULATED
@@ -58,6 +59,9 @@ def test_gradients_travel_in_a_ring(two_ranks: Plan) -> None:
     # two views of 128 x 128 float32, sent to one other rank
     gathered = two_ranks.traffic.of["loss and statistics (all-gather)"]
     assert gathered == 2 * 128 * 128 * 4
+    # its gradient: of the gathered 2 * 256 * 128, the other rank's half
+    assert two_ranks.traffic.of["loss and statistics (reduce-scatter)"] == 2 * 128 * 128 * 4
+    assert two_ranks.traffic.of["loss and statistics (all-reduce)"] == 4, "the logged loss alone"
 
 
 def test_fixed_memory_is_four_times_the_weights(two_ranks: Plan) -> None:
@@ -158,8 +162,10 @@ def test_simulated_ranks_communicate_with_nobody() -> None:
         assert (world_size(), rank()) == (3, 0)
         assert all_gather_cat(torch.ones(2, 5)).shape == (6, 5)
         assert all_reduce_sum(torch.ones(6)).shape == (6,)
+        assert reduce_scatter_sum(torch.ones(6, 4)).shape == (2, 4)
         assert gather_objects("x") == ["x"] * 3
-        assert SIMULATED.bytes_of == {"all_gather": 2 * 40, "all_reduce": 2 * 2 * 24 // 3}
+        sent = {"all_gather": 2 * 40, "all_reduce": 2 * 2 * 24 // 3, "reduce_scatter": 2 * 96 // 3}
+        assert sent == SIMULATED.bytes_of
     assert world_size() == 1
 
 

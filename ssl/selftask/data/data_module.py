@@ -33,6 +33,7 @@ from selftask.logs import DETAIL, get_logger
 
 if TYPE_CHECKING:
     from selftask.config.schema import Config
+    from selftask.data.loading.collate import Draw
     from selftask.data.source import Source
     from selftask.distributed.world import World
 
@@ -45,6 +46,9 @@ class DataModule:
     Mistakes in the ``data:``, ``views:`` and ``eval.transforms`` sections raise UserError or
     ConfigError here, before any worker is started.
     """
+
+    draw: Draw | None = None
+    """Draws for method and dropout layers of a training batch; set before ``train_batches``."""
 
     def __init__(
         self, config: Config, sources: Sources, world: World, device: torch.device
@@ -149,9 +153,18 @@ class DataModule:
         """Seconds that training has waited for samples so far."""
         return self.batches.data_wait_s
 
+    @property
+    def loader_s(self) -> float | None:
+        """Seconds in which the workers make a training batch; None before the first, or without."""
+        batches = self.batches
+        if not (batches.num_workers and batches.made_s):
+            return None
+        return sum(batches.made_s) / len(batches.made_s) / batches.num_workers
+
     def train_batches(self, first: int) -> Iterator[Batch]:
         """Yield the training batches from global batch number ``first`` on, without end."""
         self._decode_once()
+        self.batches.dataset.draw = self.draw
         self.batches.start(first)
         return iter(self.batches)
 

@@ -52,6 +52,11 @@ class SimulatedRanks:
         parts = x.new_empty(self.size, *x.shape)
         return parts.flatten(0, 1).clone()  # like ``torch.cat`` of the received parts
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Count a ring reduce-scatter, (W - 1) / W of the tensor; return the part of this rank."""
+        self.bytes_of["reduce_scatter"] += (self.size - 1) * x.nbytes // self.size
+        return x[: len(x) // self.size].clone()
+
     def all_to_all(self, x: Tensor) -> Tensor:
         """Count an exchange of rows: each rank sends (W - 1) / W of them."""
         self.bytes_of["all_to_all"] += (self.size - 1) * x.nbytes // self.size

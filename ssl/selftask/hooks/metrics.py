@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from selftask.config.values.auto_values import cores
-from selftask.data.loading.data_stall import Cores, WaitWatch, wait_advice
+from selftask.data.loading.data_stall import WaitWatch, wait_advice
 from selftask.distributed.collectives import rank
 from selftask.hooks.base import Hook
 from selftask.hooks.failures.non_finite import REMEDY, NonFiniteLoss
+from selftask.hooks.watching.loader_check import advice
 from selftask.logs import get_logger
 from selftask.logs.pace import Pace, over_ranks, settings_of_groups, take_memory_mb
 from selftask.registry import register_hook
@@ -111,10 +111,7 @@ class Metrics(Hook):
         task.write_row(row)
         waiting = self.wait_watch.saw(steps, row["data_wait"])
         if waiting is not None:
-            machine = Cores(cores(), task.world.local_size)
-            recipe = task.config.out_folder / "config.yaml"  # recipe with all values set
-            advice = wait_advice(waiting, task.config.data.num_workers, machine, str(recipe))
-            log.warning("step %d: %s", task.steps_done, advice)
+            log.warning("step %d: %s", task.steps_done, wait_advice(waiting, advice(task)))
 
     def _losses(self, task: Task) -> list[float]:
         """Return the losses since the last row; raise NonFiniteLoss if one is not finite."""

@@ -62,7 +62,8 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
             is_known = target[:, None] >= 0
             one_hot = F.one_hot(target.clamp(min=0), model_output.shape[1])
             target = torch.where(is_known, one_hot, -1)
-        self.local.append((model_output.detach().float(), target.to(torch.int8)))
+        scores = model_output.detach().to(torch.float32, copy=True)  # a CUDA graph overwrites them
+        self.local.append((scores, target.to(torch.int8)))
 
     def sync_state(self) -> None:
         """Add the images of all ranks since the last call. Every rank must call this method."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from selftask.batch import Batch, Loss
 from selftask.config.schema.optimizer import GroupRule
+from selftask.distributed import accelerator
 from selftask.hooks.base import Hook
 from selftask.methods.frozen import open_frozen, open_trained
 from selftask.models.build import embed_dim
@@ -153,6 +156,32 @@ class Method(nn.Module, Hook):
         """
         value = getattr(self.config, name)
         return open_trained(value, f"method.{name}", task, scores=scores)
+
+    def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Any:
+        """Draw what a batch needs, such as masks; nothing by default. ``drawn`` returns it.
+
+        It is a function of its arguments and the config. Loader processes call it ahead of the
+        step, so that training does not wait for it.
+
+        Args:
+            seed: Seed of the run.
+            key: (B, 2) on the CPU, see ``random.keyed``.
+            sizes: Height and width in pixels of each view of ``batch.all_views``.
+
+        Returns:
+            Tensors on the CPU, which may be nested in dicts, lists and (named) tuples.
+        """
+        return None
+
+    def drawn(self, batch: Batch, task: Task) -> Any:
+        """Return the result of ``draw`` for a batch, on its device."""
+        if "method" not in batch.drawn:  # not of the loader, or not for training
+            views = batch.all_views
+            sizes = [(view.shape[2], view.shape[3]) for view in views]
+            drawn = self.draw(task.config.train.seed, batch.key, sizes)
+            to_device = partial(accelerator.copy_to, views[0].device)
+            batch.drawn["method"] = tree_map_only(Tensor, to_device, drawn)
+        return batch.drawn["method"]
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Set ``batch.input``, the argument of the network; all views by default."""

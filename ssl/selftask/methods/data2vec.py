@@ -47,7 +47,6 @@ class Data2Vec(MaskedPatches, EMATeacher):
         "Vision and Language, ICML 2022"
     )
     teacher_drop_path = False
-    draws_on_host = True
     requires = ("tokens", "hidden")
 
     @dataclass(frozen=True, kw_only=True)

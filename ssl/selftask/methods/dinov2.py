@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.distributed import accelerator
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.prototypes import PrototypeHeads
@@ -41,8 +40,7 @@ NUM_GLOBAL = 2  # views that the teacher sees
 SINKHORN_ITERATIONS = 3
 
 
-@dataclass(frozen=True)
-class Masks:
+class Masks(NamedTuple):
     """Masked patches of the global views."""
 
     mask: Tensor
@@ -167,22 +165,19 @@ class DINOv2(PrototypeHeads, EMATeacher):
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         views = self.student_views(batch)
-        grid = self.grid_of(*views[0].shape[-2:])
-        batch["masks"] = self.draw_masks(task.config.train.seed, batch.key, grid, views[0].device)
+        batch["masks"] = self.drawn(batch, task)
         batch.input = Inputs(views[:NUM_GLOBAL], views[NUM_GLOBAL:], batch["masks"], True)
 
-    def draw_masks(
-        self, seed: int, key: Tensor, grid: tuple[int, int], device: torch.device
-    ) -> Masks:
-        """Draw block masks for some of the global views, with a random mask ratio for each.
+    def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Masks:
+        return self.draw_masks(seed, key, self.grid_of(*sizes[0]))
 
-        Masks are drawn on the host, since the number of masked patches must be known.
+    def draw_masks(self, seed: int, key: Tensor, grid: tuple[int, int]) -> Masks:
+        """Draw block masks for some of the global views, with a random mask ratio for each.
 
         Args:
             seed: Seed of the run.
             key: (B, 2) on the CPU, see ``random.keyed``.
             grid: Rows and columns of patches.
-            device: Device that the masks are moved to.
         """
         config, sampler = self.config, self.block_mask(grid)
         draws = uniform(seed, key, NUM_GLOBAL * (2 + sampler.num_draws))
@@ -193,7 +188,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         mask = sampler.from_draws(draws[:, 2:], counts)  # (2 * B, N)
         indices = mask.flatten().nonzero().squeeze(1)
         weights = (1 / mask.sum(dim=1)).repeat_interleave(mask.sum(dim=1))
-        return Masks(*(accelerator.copy_to(device, x) for x in (mask, indices, weights)))
+        return Masks(mask, indices, weights)
 
     def block_mask(self, grid: tuple[int, int]) -> BlockMask:
         """Return the sampler of masks for a grid of patches."""

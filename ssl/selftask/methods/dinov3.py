@@ -19,7 +19,7 @@ from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
 from selftask.config.values.duration import steps_in
 from selftask.errors import UserError
-from selftask.methods.dinov2 import NUM_GLOBAL, DINOv2
+from selftask.methods.dinov2 import NUM_GLOBAL, DINOv2, Masks
 from selftask.methods.families.ema_teacher import Schedule
 from selftask.models.features.extract import FeatureExtractor
 from selftask.models.heads import DINOHead
@@ -178,10 +178,22 @@ class DINOv3(DINOv2):
         if scale == 1:
             return views
         reduced = [
-            F.interpolate(view, scale_factor=1 / scale, mode="bicubic", antialias=True)
+            F.interpolate(
+                view,
+                size=(view.shape[2] // scale, view.shape[3] // scale),
+                mode="bicubic",
+                antialias=True,
+            )
             for view in views[:NUM_GLOBAL]
         ]
         return [*reduced, *views[NUM_GLOBAL:]]
+
+    def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Masks:
+        """Draw masks for the global views of the student."""
+        scale = self.config.gram_scale
+        return super().draw(
+            seed, key, [(rows // scale, columns // scale) for rows, columns in sizes]
+        )
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:

@@ -77,7 +77,7 @@ class IBOT(DINOv2):
         """Return whole global views, all patches of which the teacher scores."""
         whole = super().teacher_input(batch)
         every = torch.arange(whole.masks.mask.numel(), device=whole.masks.mask.device)
-        return whole._replace(masks=replace(whole.masks, indices=every))
+        return whole._replace(masks=whole.masks._replace(indices=every))
 
     def masked_scores(self, scores: Tensor, masks: Masks) -> Tensor:
         """Return the scores (M, K) of masked patches among those of all, (2 * B * N, K)."""

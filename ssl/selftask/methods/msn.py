@@ -136,17 +136,17 @@ class MSN(PrototypeLayer, EMATeacher):
         """Prototypes do not decay."""
         return [GroupRule(match="loss.prototypes", weight_decay=0.0)]
 
+    def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
+        """Draw the patches that are kept in each masked view, (B, M, n)."""
+        count, num_patches = self.config.masked_views, math.prod(self.grid_of(*sizes[1]))
+        num_kept = max(1, int(num_patches * (1 - self.config.mask_ratio)))
+        draws = uniform(seed, key, count * num_patches).unflatten(1, (count, num_patches))
+        return draws.argsort(dim=2, stable=True)[..., :num_kept]
+
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw the patches that are kept in each masked view."""
         _, *views = batch.all_views
         count = self.config.masked_views
-        masked, focal = views[:count], views[count:]
-        num_patches = math.prod(self.grid_of(*masked[0].shape[-2:]))
-        num_kept = max(1, int(num_patches * (1 - self.config.mask_ratio)))
-        key = batch.key.to(masked[0].device, non_blocking=True)
-        draws = uniform(task.config.train.seed, key, count * num_patches)
-        order = draws.unflatten(1, (count, num_patches)).argsort(dim=2, stable=True)  # (B, M, N)
-        batch.input = (masked, order[..., :num_kept], focal)
+        batch.input = (views[:count], self.drawn(batch, task), views[count:])
 
     def on_forward(self, task: Task) -> None:
         """Compute targets from the teacher's features of the whole first view."""

@@ -119,7 +119,7 @@ class Network(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the last features from copies and pickles."""
-        return {**self.__dict__, "_passes": []}
+        return {**super().__getstate__(), "_passes": []}
 
 
 class MapNetwork(Network):

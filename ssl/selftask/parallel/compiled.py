@@ -1,32 +1,41 @@
-"""torch.compile of the network, whole or block by block."""
+"""torch.compile of networks, whole or block by block."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import asdict
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from selftask.config.schema import CompileConfig
+from selftask.errors import UserError, nearest
 from selftask.parallel.blocks import find_blocks
 
 
 def compile_function(function: Any, options: CompileConfig) -> Any:
-    """Compile a function or a module with torch.compile."""
+    """Compile a function or a module with torch.compile; raise UserError without its backend."""
+    _check_backend(options.backend)
     return torch.compile(function, **asdict(options))
 
 
-def compile_blocks(network: nn.Module, options: CompileConfig) -> None:
+def compile_blocks(network: nn.Module, options: CompileConfig) -> bool:
     """Compile the forward pass of each block, in place.
 
     Sharding and activation checkpointing wrap single blocks, which a graph of the whole network
-    would not allow.
+    would not allow, and the gradients of a block can be reduced while others are computed.
+
+    Returns:
+        True if the network has blocks.
     """
-    for block in find_blocks(network):
+    blocks = find_blocks(network)
+    for block in blocks:
+        is_trained = any(p.requires_grad for p in block.parameters())
         kind: Any = type(block)
-        block.__class__ = _compiled(kind, options)
+        block.__class__ = _compiled(kind, options, repr(block), is_trained)
+    return bool(blocks)
 
 
 def compile_whole(network: nn.Module, options: CompileConfig) -> nn.Module:
@@ -35,8 +44,42 @@ def compile_whole(network: nn.Module, options: CompileConfig) -> nn.Module:
     return compiled
 
 
+def compile_calls(network: nn.Module, options: CompileConfig) -> None:
+    """Compile a network in place: what its calls run. Its parts and its state do not change."""
+    _check_backend(options.backend)
+    network.compile(**asdict(options))
+
+
 @functools.cache
-def _compiled(kind: Any, options: CompileConfig) -> Any:
-    """Return a subclass of ``kind`` with a compiled forward pass, shared by all its blocks."""
-    forward = compile_function(kind.forward, options)
-    return type(kind.__name__, (kind,), {"forward": forward})
+def _check_backend(name: str) -> None:
+    from torch._dynamo.exc import InvalidBackend  # slow to import
+
+    try:
+        torch._dynamo.lookup_backend(name)
+    except InvalidBackend as error:
+        names = torch.compiler.list_backends(exclude_tags=())
+        raise UserError(
+            f"train.compile_options.backend={name!r}: torch has no such backend; "
+            f"{nearest(name, names)}"
+        ) from error
+
+
+@functools.cache
+def _compiled(kind: Any, options: CompileConfig, layers: str, is_trained: bool) -> Any:
+    """Return a subclass of ``kind`` with a compiled forward pass, shared by equal blocks.
+
+    Blocks of other layers, and those of teachers, get code of their own: torch compiles the same
+    code at most 8 times, and looks through all these graphs in each call.
+    """
+    forward = kind.forward
+    if isinstance(forward, FunctionType):
+        copied = FunctionType(
+            forward.__code__.replace(),
+            forward.__globals__,
+            forward.__name__,
+            forward.__defaults__,
+            forward.__closure__,
+        )
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        forward = copied
+    return type(kind.__name__, (kind,), {"forward": compile_function(forward, options)})

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from selftask.distributed.accelerator import copy_to
 from selftask.random.splitmix import as_signed, shift_right, splitmix64
 
 _METHOD = 0x6D6574686F64  # "method": separates these draws from other uses of the same seed
 _BATCHES = 0x62617463686573  # "batches": the same for draws that all samples of a batch share
 _LAYERS = 0x6C6179657273  # "layers": the same for draws of dropout and stochastic depth
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of a network's rows
 _BITS = 24  # bits of a draw; a float32 below 1 represents 24 bits exactly
 
 
@@ -99,9 +101,10 @@ class Keep(NamedTuple):
 class LayerDraws:
     """Random words for dropout layers, a function of (seed, epoch, sample, view, layer).
 
-    There is one object per process. A layer reads its row of ``words``, which are set before each
-    pass of images through a backbone. ``extract`` and ``Network`` count the views of a call, so
-    methods do not have to. Without dropout layers nothing is computed.
+    There is one object per process. The words of a batch are drawn at once, on the host, ahead of
+    the step (``draw``). A layer reads its row of ``words``, which are set before each pass of
+    images through a backbone, without an operation on the device. ``extract`` and ``Network`` count
+    the views of a call, so methods do not have to. Without dropout layers nothing is computed.
 
     Shape:
         words: int64 (L, N), for L layers and the N rows of the batch that is passed; None outside
@@ -110,36 +113,64 @@ class LayerDraws:
 
     def __init__(self) -> None:
         self._use(None)
-        self._samples: Tensor | None = None  # (B,), the stream of each sample of the batch
+        self._table: Tensor | None = None  # (L, V, B), on the device
+        self._exchange: Callable[[Tensor], Tensor] | None = None
         self._next_view = 0
-        self._limits: Any = None  # (L, 1) of random bits, and the scale of each layer
+        self._num_views = 1  # of the batches so far, to draw for
+        self._limits: Any = None  # (L, 1) of random bits
+        self._scales: dict[torch.dtype, Tensor] = {}  # (L, 1) of each layer, by type of the rows
         self._layers: list[Keep] = []
         self._seed = 0
 
     def reset(self, seed: int, layers: Sequence[Keep] = ()) -> None:
         """Begin a run with these layers, numbered from 0."""
         self._seed, self._layers, self._limits = seed, [*layers], None
+        self._num_views = 1
         self.stop()
 
     @property
     def num_layers(self) -> int:
         return len(self._layers)
 
-    def start(self, key: Tensor, device: torch.device) -> None:
-        """Begin a batch of the samples ``key`` (B, 2), as given by the loader: one view of each."""
-        self._samples = _streams(self._seed ^ _LAYERS, key.to(device, non_blocking=True))
+    def draw(self, key: Tensor, num_views: int) -> Tensor:
+        """Draw the words of a batch; loader processes call this method, too.
+
+        Args:
+            key: (B, 2), as given by the loader.
+            num_views: Number V of views of each sample.
+
+        Returns:
+            int64 (L, V, B), on the device of ``key``.
+        """
+        numbers = torch.arange(max(num_views, self.num_layers), device=key.device)[:, None, None]
+        samples = _streams(self._seed ^ _LAYERS, key)  # (B,)
+        views = splitmix64(samples, numbers[:num_views, 0])  # (V, B)
+        return splitmix64(views, numbers[: self.num_layers])
+
+    def start(self, key: Tensor, device: torch.device, table: Tensor | None = None) -> None:
+        """Begin a batch of the samples ``key`` (B, 2): one view of each.
+
+        Args:
+            key: Keys on the CPU, as given by the loader.
+            device: Device of the network.
+            table: Result of ``draw``, on the device; None: it is drawn now.
+        """
+        self._key, self._exchange = key, None
+        self._table = self._drawn(device) if table is None else table
         if self._limits is None or self._limits.device != device:
             limits = [_limit(layer.probability) for layer in self._layers]
-            scales = [layer.scale for layer in self._layers]
-            wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
             self._limits = torch.tensor(limits, dtype=torch.int16).to(device)[:, None]  # (L, 1)
-            self._scales = torch.tensor(scales, dtype=wide).to(device)[:, None]
+            dtypes = _DTYPES[:3] if device.type == "mps" else _DTYPES  # MPS has no float64
+            self._scales = {dtype: self._scales_in(dtype).to(device) for dtype in dtypes}
         self.enter((0,))
         self.restart()
 
+    def _drawn(self, device: torch.device) -> Tensor:
+        return copy_to(device, self.draw(self._key, self._num_views))
+
     def stop(self) -> None:
         """End the batch: layers draw from torch's generator again."""
-        self._samples = None
+        self._table = None
         self._use(None)
 
     def restart(self) -> None:
@@ -151,34 +182,40 @@ class LayerDraws:
 
         If these are not whole views of the batch, words do not change, and a layer warns.
         """
-        if self._samples is not None:
-            number, rest = divmod(rows, len(self._samples))
+        if self._table is not None:
+            number, rest = divmod(rows, self._table.shape[2])
             if not rest:
                 self.enter(range(self._next_view, self._next_view + number))
 
     def enter(self, views: Sequence[int]) -> None:
         """Set the words for a pass of the batch's samples in these views."""
-        if self._samples is None:
+        if self._table is None:
             return
-        self._next_view = max(self._next_view, max(views) + 1)
-        device = self._samples.device
-        # filled, not copied from the host, which would wait for the device
-        numbers = torch.cat([torch.full((1, 1), view, device=device) for view in views])
-        rows = splitmix64(self._samples, numbers).flatten()  # (N,)
-        layers = torch.arange(self.num_layers, device=device)
-        self._use(splitmix64(rows, layers[:, None]))  # (L, N)
+        first, end = min(views), max(views) + 1
+        self._next_view = max(self._next_view, end)
+        if end > self._table.shape[1]:
+            self._num_views = end
+            self._table = self._exchanged(self._drawn(self._table.device))
+        rows = self._table[:, first:end]  # (L, views, B)
+        if len(views) != end - first:
+            rows = torch.stack([self._table[:, view] for view in views], dim=1)
+        self._use(rows.flatten(1))  # (L, N)
 
     def factors(self, layer: int, dtype: torch.dtype) -> Tensor:
         """Return the factor of each row (N,) for a layer that keeps or drops whole rows.
 
-        Those of all layers are drawn at once, for the first layer of a pass.
+        Those of all layers are computed at once, for the first layer of a pass.
         """
         assert self.words is not None
         if dtype not in self._factors:
             kept = self.words.view(torch.int16)[:, ::4] < self._limits  # as in ``keep_mask``
-            scales = self._scales.to(torch.promote_types(dtype, torch.float32)).to(dtype)
-            self._factors[dtype] = kept * scales  # (L, N)
+            self._factors[dtype] = kept * self._scales[dtype]  # (L, N)
         return self._factors[dtype][layer]
+
+    def _scales_in(self, dtype: torch.dtype) -> Tensor:
+        """Return the scale of each layer, (L, 1), rounded as in a layer of its own."""
+        scales = torch.tensor([layer.scale for layer in self._layers], dtype=torch.float64)
+        return scales.to(torch.promote_types(dtype, torch.float32)).to(dtype)[:, None]
 
     def _use(self, words: Tensor | None) -> None:
         self.words = words
@@ -192,26 +229,34 @@ class LayerDraws:
             exchange: Function that exchanges rows of a tensor (B, ...) between ranks, such as
                 ``shuffle_bn``.
         """
-        before = self._samples, self.words
-        if self._samples is not None:
-            self._samples = exchange(self._samples)
+        before = self._table, self.words
+        if self._table is not None:
+            self._exchange = exchange
+            self._table = self._exchanged(self._table)
             self.enter((0,))
             self.restart()
         try:
             yield
         finally:
-            self._samples, words = before
+            self._exchange = None
+            self._table, words = before
             self._use(words)
+
+    def _exchanged(self, table: Tensor) -> Tensor:
+        """Return the words (L, V, B) of the samples that this rank has received, if any."""
+        if self._exchange is None:
+            return table
+        return self._exchange(table.permute(2, 0, 1)).permute(1, 2, 0).contiguous()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context for a network without dropout layers, for which nothing is computed."""
-        before = self._samples, self.words
+        before = self._table, self.words
         self.stop()
         try:
             yield
         finally:
-            self._samples, words = before
+            self._table, words = before
             self._use(words)
 
     @contextmanager

@@ -11,16 +11,18 @@ import torch
 from torch import nn
 
 from selftask import classy
-from selftask.config.schema import Component, Config
+from selftask.config.schema import Component
 from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
 from selftask.hooks.base import defines, function_hook
 from selftask.hooks.failures.non_finite import NonFiniteGuard
+from selftask.hooks.watching.loader_check import LoaderCheck
 from selftask.logs import get_logger
 from selftask.meters.accuracy import Accuracy
 from selftask.models.build import build_backbone, check_offers, check_sizes, with_embed_dim
 from selftask.models.depth import parameter_depths
 from selftask.models.dropout import draw_per_sample
+from selftask.models.teacher import Teacher
 from selftask.models.weights.frozen import Frozen
 from selftask.models.weights.lora import adapt
 from selftask.models.weights.model_source import load_head, load_init
@@ -29,11 +31,11 @@ from selftask.optim.loss_scaler import LossScaler, NoScaler
 from selftask.optim.param_groups import freeze_for_good
 from selftask.parallel.blocks import find_blocks
 from selftask.parallel.build import build_reduction, synchronize
-from selftask.parallel.compiled import compile_blocks, compile_whole
+from selftask.parallel.compiled import compile_blocks, compile_calls, compile_whole
 from selftask.parallel.initial_weights import InitialWeights
 from selftask.parallel.reduction import Reduction
 from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
-from selftask.task.compile_report import CompileReport
+from selftask.task.compile_report import CompileReport, RecordedGraphs
 from selftask.task.unreadable_images import UnreadableImages
 
 if TYPE_CHECKING:
@@ -91,8 +93,26 @@ def set_up_method(task: Task, initial: InitialWeights) -> None:
     draw_per_sample(modules, config.train.seed)
     initial.broadcast(modules)
     freeze_for_good(task.trained, config.optimizer.groups, task.loss.group_rules())
-    if config.train.compile and _in_blocks(config):
-        compile_blocks(task.base_model, config.train.compile_options)
+    if config.train.uses_compiler:
+        _compile_parts(task)
+
+
+def _compile_parts(task: Task) -> None:
+    """Compile the networks of teachers and frozen modules, and blocks of the trained network."""
+    train, parallel = task.config.train, task.config.parallel
+    is_sharded = parallel.reduce == "fsdp" and world_size() > 1
+    for part in task.loss.modules():
+        if isinstance(part, Teacher | Frozen):
+            (compile_blocks if is_sharded else compile_calls)(part.network, train.compile_options)
+    overlaps = world_size() > 1 and not train.compile_options.records_graphs
+    in_blocks = train.compile and (overlaps or parallel.activation_checkpointing != "none")
+    has_blocks = in_blocks and compile_blocks(task.base_model, train.compile_options)
+    task.compiled_whole = not (has_blocks or is_sharded)
+    if task.compiled_whole and world_size() > 1:
+        log.info(
+            "compile: one graph of the whole network, all of whose gradients come at its end: "
+            "their exchange between ranks does not overlap with the backward pass"
+        )
 
 
 def reduction(task: Task, initial: InitialWeights) -> Reduction:
@@ -108,15 +128,9 @@ def called_network(task: Task) -> Any:
     """Return the network as train steps call it: compiled and wrapped, if requested."""
     config = task.config
     called: Any = task.base_model
-    if config.train.compile and not _in_blocks(config):
+    if config.train.compile and task.compiled_whole:
         called = compile_whole(task.base_model, config.train.compile_options)
     return task.reduction.wrap(called)
-
-
-def _in_blocks(config: Config) -> bool:
-    """Return True if the network is compiled block by block, as FSDP and checkpointing require."""
-    parallel = config.parallel
-    return parallel.reduce == "fsdp" or parallel.activation_checkpointing != "none"
 
 
 def optimizer(task: Task) -> Any:
@@ -160,8 +174,12 @@ def hooks(task: Task) -> dict[str, Any]:
         guard = NonFiniteGuard("skip", budget=train.nan_budget)
         task.added_hooks.setdefault("non_finite", guard)
     task.added_hooks.setdefault("unreadable_images", UnreadableImages())
+    if LoaderCheck.applies(task):
+        task.added_hooks.setdefault("loader_check", LoaderCheck())
     if train.uses_compiler:
         task.added_hooks["compile_report"] = CompileReport()
+        if train.compile_options.records_graphs:
+            task.added_hooks["recorded_graphs"] = RecordedGraphs()
     if task.config.parallel.sync_buffers == "step" and world_size() > 1:
         task.added_hooks["sync_buffers"] = function_hook(priority=0, on_step=_sync_after_training)
     built = {key: _build(HOOKS, component, task.out) for key, component in chosen.items()}

@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 
@@ -59,6 +61,28 @@ class CompileReport(Hook):
                 "break" if count == 1 else "breaks",
                 _shorten(reason),
             )
+
+
+class RecordedGraphs(Hook):
+    """Begins a step of CUDA graphs, and copies the loss, which is kept.
+
+    The outputs of all graphs, such as those of teachers and of accumulated batches, are valid until
+    the first graph of the next step runs. Then torch raises an error if they are read. torch would
+    guess where a step begins, and in a test phase take each network for a step.
+    """
+
+    priority: ClassVar[int] = 0
+
+    def on_phase_start(self, task: Task) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+
+    def on_loss_and_meter(self, task: Task) -> None:
+        batch = task.last_batch
+        batch.loss = batch.loss.clone()
+        batch.terms = {name: term.clone() for name, term in batch.terms.items()}
+
+    def on_step(self, task: Task) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
 
 
 def _num_graphs() -> int:

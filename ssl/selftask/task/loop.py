@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from selftask.data.loading.collate import Draw
 from selftask.hooks.failures.non_finite import NonFiniteLoss
+from selftask.methods.base import Method
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.task.numerics import numerics
 from selftask.task.repeat import recover
@@ -78,6 +82,7 @@ def _run_phase(task: Task) -> Iterator[int]:
 def read_batches(task: Task, stop: int) -> Iterator[Batch]:
     """Yield the prepared batches of a phase; in training, from ``task.clock.batch`` to ``stop``."""
     first, data = task.clock.batch, task.data_module
+    data.draw = draws_of(task)
     batches: Iterator[Batch] = (
         islice(data.train_batches(first), stop - first) if task.train else data.test_batches()
     )
@@ -86,9 +91,26 @@ def read_batches(task: Task, stop: int) -> Iterator[Batch]:
     for batch in batches:
         prepare(batch, task)
         if draws:
-            LAYER_DRAWS.start(batch.key, task.device)
+            LAYER_DRAWS.start(batch.key, task.device, batch.drawn.get("layers"))
         yield batch
     LAYER_DRAWS.stop()
+
+
+def draws_of(task: Task) -> Draw | None:
+    """Return what the loader calls to draw for method and dropout layers; None: they draw nothing.
+
+    It runs in worker processes, which are forked when the first batch is read.
+    """
+    draw = task.loss.draw if type(task.loss).draw is not Method.draw else None
+    if draw is None and not LAYER_DRAWS.num_layers:
+        return None
+    seed = task.config.train.seed
+
+    def drawn(key: Tensor, sizes: list[tuple[int, int]]) -> dict[str, Any]:
+        layers = {"layers": LAYER_DRAWS.draw(key, len(sizes))} if LAYER_DRAWS.num_layers else {}
+        return layers if draw is None else {**layers, "method": draw(seed, key, sizes)}
+
+    return drawn
 
 
 def _stop_if_asked(task: Task) -> None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 def forward(task: Task, batch: Batch) -> None:
     """Compute output and local loss of a batch as a train step does, without calling hooks."""
     task.last_batch = batch
+    train = task.config.train
+    if train.uses_compiler and train.compile_options.records_graphs:
+        torch.compiler.cudagraph_mark_step_begin()  # of a teacher
     task.loss.prepare_batch(batch, task)
     with task.autocast():
         batch.output = task.base_model(batch.input)

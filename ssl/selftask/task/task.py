@@ -68,6 +68,7 @@ class Task(Recorder, ClassyTaskNames):
     loss: Any  # the method
     base_model: Any  # the network, neither wrapped nor compiled
     model: Any  # the network as called by train steps
+    compiled_whole: bool  # with torch.compile: the network is one graph, not one for each block
     networks: list[nn.Module]  # the network, and teachers that follow it
     trained: list[tuple[str, nn.Module]]  # modules with trained parameters, by name
     activations: ActivationBudget

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from selftask.batch import Batch, Loss
 from selftask.config.schema import CompileConfig
 from selftask.parallel.compiled import compile_function
@@ -23,9 +21,11 @@ class Compiled:
     """Standard step with forward, loss and backward compiled together by torch.compile.
 
     It uses ``train.compile_options``. A method that works between network and loss (``on_forward``,
-    such as a teacher) gets two graphs. The optimizer is not compiled, since its fused kernel is as
-    fast. It is meant for accelerators; on a CPU it is not faster than ``standard``. Compiled code
-    sums in another order than eager code, so that results agree with those of ``standard`` to
+    such as a teacher) gets two graphs, and its teacher another one. The optimizer is not compiled,
+    since its fused kernel is as fast. It is meant for accelerators; on a CPU it is not faster than
+    ``standard``. On several ranks all gradients come at the end of the backward pass, which their
+    exchange then cannot overlap. Compiled code sums in another order than eager code, so that
+    results agree with those of ``standard`` to
     rounding only.
     """
 
@@ -47,11 +47,10 @@ class Compiled:
             if task.calls["on_forward"]:
                 batch.output = _compiled(_network, options)(task.model, batch)
                 task.run_hooks("on_forward")
-                loss = _compiled(_loss, options)(task.loss, batch.output, batch)
+                batch.local_loss = _compiled(_loss, options)(task.loss, batch.output, batch)
             else:
-                batch.output, loss = _compiled(_network_and_loss, options)(task, batch)
-            # CUDA graphs, which some modes use, overwrite the memory of the loss in the next step
-            batch.local_loss = loss if options.mode is None else _copied(loss)
+                together = _compiled(_network_and_loss, options)
+                batch.output, batch.local_loss = together(task, batch)
 
         record_loss(task, batch)
         update_weights(task, batch.local_loss)  # its backward pass is compiled, too
@@ -60,13 +59,6 @@ class Compiled:
 @functools.cache
 def _compiled(function: Callable[..., Any], options: CompileConfig) -> Any:
     return compile_function(function, options)
-
-
-def _copied(loss: Loss) -> Loss:
-    """Return a copy, with its graph: losses are kept for the log."""
-    if isinstance(loss, Tensor):
-        return loss.clone()
-    return {name: term.clone() for name, term in loss.items()}
 
 
 def _network(network: Any, batch: Batch) -> Any:

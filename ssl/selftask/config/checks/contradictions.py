@@ -13,13 +13,21 @@ from selftask.config.checks.requirements import requirement_problems
 from selftask.config.checks.sbatch import sbatch_problems
 from selftask.config.checks.views import view_problems
 from selftask.config.keys import Key
-from selftask.config.schema import Config, DataConfig, EvalConfig, ParallelConfig, TrainConfig
+from selftask.config.schema import (
+    CompileConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from selftask.config.torch_names import is_torch_name, torch_problems
 from selftask.errors import nearest
 from selftask.registry import TASKS
 
 Problem = tuple[Key, str]
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def contradictions(config: Config) -> Iterator[Problem]:
@@ -30,6 +38,8 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from _parallel(config.parallel, config.train)
     yield from _batch(config.train, config.launch.world_size)
     yield from _compiler(config.train, config.parallel.activation_checkpointing)
+    if config.train.uses_compiler:
+        yield from _compiler_mode(config.train.compile_options, config.parallel)
     yield from _device(config.train, config.launch.world_size)
     for name, (low, high) in config.expected.items():
         if low > high:
@@ -186,3 +196,25 @@ def _compiler(train: TrainConfig, checkpointing: float | str) -> Iterator[Proble
             "measures while layers run, which a graph does not allow"
         )
         yield ("train", "compile"), text
+
+
+def _compiler_mode(options: CompileConfig, parallel: ParallelConfig) -> Iterator[Problem]:
+    key, text = ("train", "compile_options", "mode"), f"train.compile_options.mode={options.mode!r}"
+    if options.mode is None:
+        return
+    if options.mode not in _MODES:
+        yield key, f"{text}: {nearest(options.mode, list(_MODES))}"
+    elif options.backend != "inductor":
+        yield key, f"{text} is a mode of backend: inductor, not of {options.backend}; take it out"
+    elif options.records_graphs and parallel.reduce == "fsdp":
+        problem = (
+            "records CUDA graphs, which read weights where they were recorded, and "
+            "parallel.reduce=fsdp gathers them anew in each step; set it to null"
+        )
+        yield key, f"{text} {problem}"
+    elif options.records_graphs and parallel.activation_checkpointing != "none":
+        problem = (
+            "records a CUDA graph of the whole network, and parallel.activation_checkpointing="
+            f"{parallel.activation_checkpointing} works on single blocks; take one of them out"
+        )
+        yield key, f"{text} {problem}"

@@ -37,6 +37,9 @@ class GradScalerConfig:
     """Steps without overflow after which the scale grows."""
 
 
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
     """Arguments of torch.compile."""
@@ -47,6 +50,11 @@ class CompileConfig:
     """Mode of torch.compile, such as ``reduce-overhead`` or ``max-autotune``."""
     dynamic: bool | None = None
     """Whether shapes are dynamic; null: a shape becomes dynamic when it changes."""
+
+    @property
+    def records_graphs(self) -> bool:
+        """True if networks run as CUDA graphs, whose outputs the next step overwrites."""
+        return self.mode in GRAPH_MODES
 
 
 @dataclass(frozen=True, kw_only=True)

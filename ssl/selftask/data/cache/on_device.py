@@ -185,6 +185,7 @@ class Planner:
         self._engine = dataset.engine
         self._seed = dataset.seed
         self._recorder = dataset.recorder
+        self._dataset = dataset
 
     def plan(self, keys: _Keys) -> DeviceBatch:
         """Return a batch without its images, on the host; raises UserError."""
@@ -194,19 +195,21 @@ class Planner:
             shown[row] = self._instead(*keys[row])
         sizes = self._sizes[:, shown].reshape(-1, 2)
         packed = self._engine.draw_batch(self._seed, epochs, indices, sizes)
+        key, draw = torch.tensor(keys), self._dataset.draw
         canvas_is_full = (sizes == self._sizes.max((0, 1))).all()
         index = torch.from_numpy(shown)
         return DeviceBatch(
             views=[],
             labels=self.cache.labels[index],
             index=index,
-            key=torch.tensor(keys),
+            key=key,
             epoch=epoch_of(keys[0][0]),
             bad=[],
             num_left_out=0,
             extras=self._draws(keys, self._sizes[:, shown]),
             sizes=None if canvas_is_full else torch.from_numpy(sizes.astype(np.float32)),
             packed=packed,
+            drawn={} if draw is None else draw(key, packed.view_sizes),
         )
 
     def _draws(self, keys: _Keys, sizes: np.ndarray) -> dict[str, Tensor]:

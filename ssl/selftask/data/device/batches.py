@@ -39,6 +39,11 @@ class DeviceBatch(RawBatch):
     sizes: Tensor | None = None  # (I*B, 2) float32 height and width; None: images fill the canvas
     packed: Packed | None = None  # parameters of the views; None if there is no image
 
+    @property
+    def view_sizes(self) -> list[tuple[int, int]]:
+        assert self.packed is not None, "it has images"
+        return self.packed.view_sizes
+
     def pin_memory(self) -> Self:
         """Return the batch in page-locked memory."""
         return replace(

@@ -189,7 +189,8 @@ class Engine:
             height, width = before.max(0).tolist()
             views.append(ViewParameters((height, width), _differ(before), steps))
             after.append(now)
-        return pack(views)
+        shown = (size for view, size in zip(self.made, after, strict=True) if view.shown)
+        return pack(views, [tuple(size.max(0).tolist()) for size in shown])
 
     def __call__(self, pixels: Tensor, sizes: Tensor | None, packed: Packed) -> list[Tensor]:
         """Make all views without waiting for the device.

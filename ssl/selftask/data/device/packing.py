@@ -39,6 +39,7 @@ class Packed:
 
     numbers: Tensor  # (n,) float32; other types are reinterpreted
     views: list[ViewParameters]  # with a Position for each array
+    view_sizes: list[tuple[int, int]]  # height and width of each view of the batch
 
     def to(self, device: torch.device) -> Packed:
         """Copy the numbers to the device asynchronously."""
@@ -60,7 +61,7 @@ class Packed:
         return words.view(dtype)[:size].view(shape)
 
 
-def pack(views: list[ViewParameters]) -> Packed:
+def pack(views: list[ViewParameters], view_sizes: list[tuple[int, int]]) -> Packed:
     """Concatenate all arrays; uint8 and int16 keep their type, other types become float32."""
     words: list[np.ndarray] = [np.zeros(0, np.float32)]
     length = 0
@@ -79,4 +80,4 @@ def pack(views: list[ViewParameters]) -> Packed:
         return step if isinstance(step, list) else {n: put(array) for n, array in step.items()}
 
     placed = [replace(view, steps=[put_all(step) for step in view.steps]) for view in views]
-    return Packed(torch.from_numpy(np.concatenate(words)), placed)
+    return Packed(torch.from_numpy(np.concatenate(words)), placed, view_sizes)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from selftask.batch import Batch, Extras
 from selftask.data.loading.sample import Sample
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from selftask.data.loading.dataset import Dataset
+
+
+Draw: TypeAlias = Callable[[torch.Tensor, list[tuple[int, int]]], dict[str, Any]]
+"""Returns ``Batch.drawn`` on the CPU, for keys (B, 2) and the height and width of each view."""
 
 
 class Allocator(Protocol):
@@ -40,6 +45,25 @@ class RawBatch:
     num_left_out: int
     problem: str = ""  # error that the user must fix; such a batch has no views
     extras: dict[str, torch.Tensor] = field(default_factory=dict)  # (B, ...) by name
+    drawn: dict[str, Any] = field(default_factory=dict)  # nested tensors, see ``Batch.drawn``
+    made_s: float = 0.0  # time that a worker took, in seconds
+
+    @property
+    def view_sizes(self) -> list[tuple[int, int]]:
+        """Height and width of each view."""
+        return [(view.shape[1], view.shape[2]) for view in self.views]
+
+    def with_draws(self, draw: Draw | None, new: Allocator) -> Self:
+        """Return the batch with ``drawn``; ``new`` allocates its arrays."""
+        if draw is None or not self.views:
+            return self
+
+        def stored(tensor: torch.Tensor) -> torch.Tensor:
+            array = new(tuple(tensor.shape), tensor.numpy().dtype)
+            return torch.from_numpy(array).copy_(tensor)
+
+        drawn = draw(self.key, self.view_sizes)
+        return replace(self, drawn=tree_map_only(torch.Tensor, stored, drawn))
 
     def pin_memory(self) -> Self:
         """Return the batch in page-locked memory; called by DataLoader's pinning thread."""
@@ -49,6 +73,7 @@ class RawBatch:
             labels=self.labels.pin_memory(),
             index=self.index.pin_memory(),
             extras={name: values.pin_memory() for name, values in self.extras.items()},
+            drawn=tree_map_only(torch.Tensor, torch.Tensor.pin_memory, self.drawn),
         )
 
     def finish(self, dataset: Dataset, device: torch.device) -> Batch:
@@ -62,7 +87,11 @@ class RawBatch:
         """
         views = iter(self.make_views(dataset, device))
         extras = {name: x.to(device, non_blocking=True) for name, x in self.extras.items()}
-        recorder = dataset.recorder
+        recorder, drawn = dataset.recorder, self.drawn
+        if drawn:
+            drawn = tree_map_only(
+                torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), drawn
+            )
         return Batch(
             views={name: list(islice(views, count)) for name, count in dataset.groups.items()},
             labels=self.labels.to(device, non_blocking=True),
@@ -70,6 +99,7 @@ class RawBatch:
             key=self.key,
             draws={} if recorder is None else recorder.unpack(extras.pop(recorder.name)),
             extras=Extras(extras),
+            drawn=drawn,
             epoch=self.epoch,
         )
 

@@ -70,19 +70,41 @@ def workers_advice(num_workers: int, cores: Cores) -> str | None:
     return None
 
 
-def wait_advice(data_wait: float, num_workers: int, cores: Cores, recipe: str) -> str:
-    """Return the line for the log, with advice.
+def loader_advice(num_workers: int, cores: Cores, recipe: str, *, has_idle_device: bool) -> str:
+    """Return how to make batches faster.
 
     Args:
-        data_wait: Share of time spent waiting.
         num_workers: Number of worker processes.
         cores: Cores of this machine.
         recipe: Recipe of the run.
+        has_idle_device: Whether an accelerator waits, on which no views are made yet.
     """
     change = workers_advice(num_workers, cores)
     if change is None:
-        change = "the cores are all at work: cheaper or fewer views, or smaller images, would help"
+        change = "the cores are all at work: "
+        if has_idle_device:
+            change += "data.augment_on=device makes the views on the GPU; "
+        change += "cheaper or fewer views, or smaller images, would help"
+    return f"{change}; `selftask bench data {recipe}` shows where the time goes"
+
+
+def wait_advice(data_wait: float, advice: str) -> str:
+    """Return the line for the log: the share of time spent waiting, and ``loader_advice``."""
+    return f"training has waited for data {data_wait:.0%} of the time: {advice}"
+
+
+def advice_at_start(loader_s: float, step_s: float, images: int, advice: str) -> str | None:
+    """Return a line for the log if training will wait for data; else None.
+
+    Args:
+        loader_s: Seconds in which all workers together make a batch.
+        step_s: Seconds that the device takes for a step with one batch.
+        images: Number of images of a batch, over all ranks.
+        advice: Result of ``loader_advice``.
+    """
+    if step_s > (1 - TOO_MUCH) * loader_s:
+        return None
     return (
-        f"training has waited for data {data_wait:.0%} of the time: {change}; "
-        f"`selftask bench data {recipe}` shows where the time goes"
+        f"the loader makes {images / loader_s:,.0f} images a second, and the device could train on "
+        f"{images / step_s:,.0f}: {advice}"
     )

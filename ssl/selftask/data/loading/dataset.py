@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from selftask.data.draw_recorder import DrawRecorder
-    from selftask.data.loading.collate import BatchBuffer, RawBatch
+    from selftask.data.loading.collate import BatchBuffer, Draw, RawBatch
     from selftask.data.transforms.pipeline import Compose, Normalizer
     from selftask.data.transforms.transform import Trace
     from selftask.data.views import Views
@@ -38,6 +38,7 @@ class Dataset(ABC):
     makes_views_on_device = False  # True: the loader may make the next batch's views ahead
     groups: Mapping[str, int]  # number of views of each group, in their order
     recorder: DrawRecorder | None = None  # recorder of the views' draws, if they are requested
+    draw: Draw | None = None  # draws for method and dropout layers; called in a worker
 
     @abstractmethod
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -68,6 +69,7 @@ class Batches:
         self.sampler = BatchSampler(chosen, rank=rank, world_size=world_size)
         self.step = 0  # of the next batch
         self.data_wait_s = 0.0  # time that callers of next() have waited so far
+        self.made_s: deque[float] = deque(maxlen=16)  # time that a worker took for each batch
         self._reader: Any = None
         self._ahead: Prefetcher | None = None  # makes the next views on the device during a step
 
@@ -111,6 +113,7 @@ class Batches:
         """Return the next batch of the workers, on the device."""
         assert self._reader is not None
         batch = next(self._reader)
+        self.made_s.append(batch.made_s)
         self.bad_files.add(batch.bad)
         if batch.num_left_out:
             raise UserError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from selftask.batch import Batch
 from selftask.distributed import accelerator
@@ -61,5 +62,6 @@ class Prefetcher:
 
 def _tensors(batch: Batch) -> Iterator[Tensor]:
     draws = (draw.matrix for group in batch.draws.values() for draw in group)  # one memory for all
-    tensors = (*batch.all_views, batch.labels, batch.index, *batch.extras.values(), *draws)
+    drawn = (leaf for leaf in tree_leaves(batch.drawn) if isinstance(leaf, Tensor))
+    tensors = (*batch.all_views, batch.labels, batch.index, *batch.extras.values(), *draws, *drawn)
     return (tensor for tensor in tensors if accelerator.is_accelerator(tensor.device))

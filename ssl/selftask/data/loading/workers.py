@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -57,13 +58,15 @@ class _Maker:
             return self._make(keys, np.empty)
         if self._outbox is None:
             self._outbox = SlotWriter(self.memory, worker.id, worker.num_workers)
-        return self._outbox.send(self._make(keys, self._outbox.new))
+        started = time.perf_counter()
+        batch = self._make(keys, self._outbox.new)
+        return self._outbox.send(replace(batch, made_s=time.perf_counter() - started))
 
     def _make(self, keys: list[tuple[int, int]], new: Allocator) -> RawBatch:
         buffer = BatchBuffer(len(keys), new)
         samples = (self.dataset.sample(key, buffer.next) for key in keys)
         try:
-            return self.dataset.collate(samples, buffer)
+            return self.dataset.collate(samples, buffer).with_draws(self.dataset.draw, new)
         except UserError as error:
             return broken(str(error))
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.distributed import accelerator
 from selftask.errors import UserError
 from selftask.methods.base import Method
 from selftask.models.block_mask import BlockMask
@@ -43,10 +42,6 @@ class MaskedPatches(Method):
     sample_dim = 0
     views = 1
     requires: ClassVar[tuple[str, ...]] = ("tokens",)
-    draws_on_host: ClassVar[bool] = False
-    """Whether ``draw_mask`` gets keys on the CPU and returns a tensor there, which is then copied.
-    For masks that take one decision after another, which are many small kernels on a device.
-    """
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Return a network that applies the head to the patches of the masked image."""
@@ -57,13 +52,16 @@ class MaskedPatches(Method):
     def check_grid(self, grid: Grid) -> None:
         """Raise UserError if there are no masks for a grid of patches."""
 
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self.grid_of = adapter_of(task.base_model.backbone).grid  # type: ignore[arg-type]
+
+    def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Any:
+        return self.draw_mask(seed, key, self.grid_of(*sizes[0]))
+
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         (images,) = batch.all_views
-        grid = adapter_of(task.base_model.backbone).grid(*images.shape[-2:])
-        host, device = self.draws_on_host, images.device
-        key = batch.key if host else batch.key.to(device, non_blocking=True)
-        mask = self.draw_mask(task.config.train.seed, key, grid)
-        batch["mask"] = accelerator.copy_to(device, mask) if host else mask
+        batch["mask"] = self.drawn(batch, task)
         batch.input = (images, batch["mask"])
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Any:
@@ -71,7 +69,7 @@ class MaskedPatches(Method):
 
         Args:
             seed: Seed of the run.
-            key: (B, 2), see ``random.keyed``; on the device, or on the CPU with ``draws_on_host``.
+            key: (B, 2) on the CPU, see ``random.keyed``.
             grid: Rows and columns of patches.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no masks")
@@ -109,8 +107,6 @@ class BlockMaskedPatches(MaskedPatches):
 
     The network gets ``(images, mask, indices)``, and its head the hidden patches (B, H, E).
     """
-
-    draws_on_host = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

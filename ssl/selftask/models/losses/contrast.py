@@ -95,12 +95,16 @@ def shuffle_bn(images: Tensor) -> Tensor:
     statistics would reveal the match. The global batch is in random order, so taking every W-th
     image replaces the paper's random permutation.
     """
+    if world_size() == 1:
+        return images
     sent, received = _rows_between(rank(), world_size(), len(images))
     return all_to_all_cat(images[_by_rank(images)], sent, received)
 
 
 def unshuffle_bn(rows: Tensor) -> Tensor:
     """Undo ``shuffle_bn``: return the rows (B, ...) of this rank's own images."""
+    if world_size() == 1:
+        return rows
     sent, received = _rows_between(rank(), world_size(), len(rows))
     by_rank = all_to_all_cat(rows, received, sent)
     return by_rank[_by_rank(rows).argsort()]
