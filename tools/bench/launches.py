@@ -54,7 +54,7 @@ _TENSORS = (110, 64, 48, 36, 30)  # of a list in one launch, by the number of li
 _CHUNKS, _CHUNK_SIZE = 320, 65_536
 _OF_POINT = {"on_forward": "forward hooks", "on_backward": "backward hooks"}
 _OF_POINT["on_update"] = "update hooks"
-_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::detach")
+_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view")
 _DRAWS = "/selftask/random/"
 _DEPTH = 15  # frames that are searched for it
 
