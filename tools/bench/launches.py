@@ -48,6 +48,15 @@ from selftask.registry import METHODS  # noqa: E402
 from selftask.task import Task  # noqa: E402
 
 NETWORKS = {"resnet50": "resnet50", "vit_small": "{name: vit_small, patch_size: 4, img_size: 32}"}
+_TILES = (
+    "[{name: tile, grid: 2, size: 16}, {name: contrast_noise, contrast: [0.5, 1.0], noise: 0.05}, "
+    "{name: normalize, stats: half}]"
+)
+# what a network asks of the rest of a recipe
+ASKS = {
+    ("ijepa", "vit_small"): ["backbone.pool=avg"],
+    ("pirl", "vit_small"): [f"views.tiles.transforms={_TILES}"],
+}
 BOUND = 150  # launches a step
 STEP = 3  # the counted one
 _TENSORS = (110, 64, 48, 36, 30)  # of a list in one launch, by the number of lists
@@ -68,9 +77,7 @@ class Counts(ImaginedDevice):
         self.parts = ["rest"]
 
     def launched(self, func: Any, args: Any) -> None:
-        part = self.parts[-1]
-        if part == "" and _draws():
-            part = "draws"
+        part = "draws" if _draws() else self.parts[-1]
         if part and not is_view(func) and not func._schema.name.startswith(_ALLOCATIONS):
             self.launches[part] += kernels(func, args)
 
@@ -127,18 +134,19 @@ def _draws() -> bool:
     return False
 
 
-def count(method: str, network: str, folder: Path, *more: str) -> Counter[str]:
-    """Return the launches of one step by part.
+def count(method: str, network: str | None, folder: Path, *more: str) -> Counter[str]:
+    """Return the launches of one step by part; without ``network``, with the one of ``tiny.py``.
 
     Raises:
         UserError: If the method cannot use the network.
     """
-    backbone = f"backbone={NETWORKS.get(network, network)}"
     quiet = ("train.epochs=1", "train.log_every=1000", "hooks.progress=null", "train.device=auto")
+    words = tiny.overrides(method, folder, f"{method}-{network}", *quiet, "train.batch_size=4")
+    if network is not None:
+        words = [word for word in words if not word.startswith("backbone=")]
+        words += [f"backbone={NETWORKS[network]}", *ASKS.get((method, network), [])]
     with Counts() as device:
-        words = tiny.overrides(method, folder, f"{method}-{network}", *quiet, *more)
-        small = [word for word in words if not word.startswith("backbone=")]
-        chosen = load_config(f"{method}/digits", [*small, "train.batch_size=4", backbone])
+        chosen = load_config(f"{method}/digits", [*words, *more])
         task = Task(chosen, sources=open_data(chosen.data))
         task.prepare()
         with _parts(task, device):
