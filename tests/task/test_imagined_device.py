@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import imagined_device
+import imagined_streams
 import tiny
 from imagined_device import NAME, ImaginedDevice, MixedDevices, OnDevice, in_process
 from selftask.batch import Batch
@@ -175,7 +175,7 @@ def test_a_tensor_on_the_cpu_is_found_with_its_line(tmp_path: Path) -> None:
 
 
 FAULTS = {
-    "no wait_event": (imagined_device._Stream, "wait_event", lambda self, event: None),
+    "no wait_event": (imagined_streams.Stream, "wait_event", lambda self, event: None),
     "no record_stream": (OnDevice, "record_stream", lambda self, stream: None),
 }
 
