@@ -5,16 +5,21 @@ Nothing mixes devices, and between two log points the host waits for no value of
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import imagined_streams
 import tiny
+from bench.launches import BOUND, Counts, count_parts
 from imagined_device import NAME, ImaginedDevice, MixedDevices, OnDevice, in_process
+from imagined_streams import is_view, place
 from selftask.batch import Batch
 from selftask.evaluate.online import evaluate_task
 from selftask.optim.gradients import clip_norm
@@ -26,61 +31,107 @@ STEP_OVERRIDES = {"accumulate": ["train.accumulate=2"]}
 BATCH_FORMS = (
     "[{name: random_resized_crop, size: 32}, horizontal_flip, {name: normalize, stats: half}]"
 )
-ALL_HOOKS = [
-    *("hooks.timing={}", "hooks.clip_gradients={max_norm: 1.0}", "hooks.empty_cache={every: 2}")
-]
+ALL_HOOKS = (
+    "hooks.timing={}",
+    "hooks.empty_cache={every: 2}",
+    "hooks.ema={}",
+    "hooks.swa={start: 1, every: 1}",
+    "hooks.gradient_norms={}",
+    "hooks.histograms={every: 1000 steps}",
+    "hooks.activations={}",
+    "hooks.precise_bn={batches: 2, batch_size: 4}",
+)
+OF_LABELS = ("hooks.train_meters={}", "hooks.mixup={}")
+CLIPPING = (
+    "{mode: norm, max_norm: 1.0}",
+    "{mode: per_parameter}",
+    "{mode: value, max_value: 1.0}",
+    "{mode: adaptive}",
+)
+OVERFLOW = "in unscale_: if all_reduce_sum(overflow).item()"  # float16: a step may be skipped
+HALF = (torch.float16, torch.bfloat16)
+# operations that compute nothing
+MOVES = ("_to_copy", "cat", "clone", "copy_", "flip", "gather", "index", "stack")
 
 
-def run(method: str, folder: Path, *more: str, plant: Any = None) -> tuple[list[str], Task]:
+class Checked(Counts):
+    """Device that counts launches, and lists operations of the loss in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves: list[str] = []
+
+    def launched(self, func: Any, args: Any) -> None:
+        super().launched(func, args)
+        name = func._schema.name.removeprefix("aten::")
+        if self.parts[-1] == "loss" and not is_view(func) and name not in MOVES:
+            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            if any(x.dtype in HALF for x in tensors):
+                self.halves.append(f"{place()}: {func}")
+
+
+def run(
+    method: str, folder: Path, *more: str, plant: Any = None, bound: float = math.inf
+) -> tuple[list[str], Task]:
     """Train on the device, with logs at the first and last step only.
 
     Returns:
-        Where the host waited in the steps between, and streams did not; and the trained task.
+        Where the host waited in the steps between, and streams did not; losses in half precision;
+        steps of more than ``bound`` launches or without a finite loss. And the trained task.
     """
     options = ["train.epochs=1", "train.log_every=1000", "hooks.progress=null"]
-    waits = []
-    with ImaginedDevice() as device:
+    problems, losses = [], []
+    with Checked() as device:
         task = tiny.task(method, folder, "run", *options, *more, "train.device=auto")
         task.evaluate = evaluate_task
         task.prepare()
         if plant is not None:
             task.loss.forward = plant.__get__(task.loss)
-        task.on_start()
-        while not task.done_training():
-            task.on_phase_start()
-            for number in range(tiny.STEPS_PER_EPOCH + 1):
-                device.waits.clear()
-                is_between = task.train and number and not task.should_log
-                try:
-                    task.step()
-                except StopIteration:
-                    break
-                waits += device.waits if is_between else []
-            task.on_phase_end()
-        task.on_end()
-        task.close()
-        waits += device.races
+        with count_parts(task, device):
+            task.on_start()
+            while not task.done_training():
+                task.on_phase_start()
+                for number in range(tiny.STEPS_PER_EPOCH + 1):
+                    device.waits.clear()
+                    device.launches.clear()
+                    is_between = task.train and number and not task.should_log
+                    try:
+                        task.step()
+                    except StopIteration:
+                        break
+                    losses.append(task.last_batch.loss)
+                    if is_between:
+                        problems += [wait for wait in device.waits if OVERFLOW not in wait]
+                        if device.launches.total() > bound:
+                            problems.append(f"{device.launches.total()}: {device.launches}")
+                task.on_phase_end()
+            task.on_end()
+            task.close()
+        problems += device.races + device.halves
+        problems += [f"loss {loss}" for loss in map(float, losses) if not math.isfinite(loss)]
     assert task.device.type == NAME
     assert next(task.base_model.parameters()).device == torch.device(NAME, 0)
     assert task.steps_done > 2
-    return waits, task
+    return problems, task
 
 
-def trained(method: str, folder: Path, *more: str) -> list[str]:
-    """Train, evaluate, save, resume and train on; the waits between log points."""
+def trained(
+    method: str, folder: Path, *more: str, then: Sequence[str] = (), bound: float = math.inf
+) -> list[str]:
+    """Train, evaluate, save, resume with ``then`` and train on; the problems of ``run``."""
     data_words = [
         f"data.val={tiny.digits_file(folder)}",
         "eval.evaluations={knn: {}, linear: null}",
     ]
     options = [*data_words, *more]
-    waits, task = run(method, folder, *options, "train.stop_at=null")
+    problems, task = run(method, folder, *options, "train.stop_at=null", bound=bound)
     assert 0.0 <= task.last_row["knn_top1"] <= 1.0
     saved = tiny.last_state(task.out)
     assert saved["clock"]["steps_done"] == task.steps_done
-    resumed, again = run(method, folder, *options, "train.epochs=2")
+    resumed, again = run(method, folder, *options, *then, "train.epochs=2")
     assert again.resumed
     assert again.steps_done == 2 * task.steps_done
-    return waits + resumed
+    return problems + resumed
 
 
 @pytest.mark.parametrize(
@@ -88,7 +139,15 @@ def trained(method: str, folder: Path, *more: str) -> list[str]:
     [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in METHODS.names()],
 )
 def test_methods(method: str, tmp_path: Path) -> None:
-    assert in_process(trained, method, tmp_path) == []
+    """In bfloat16 with few launches a step; then in float16 with all hooks and a clipping."""
+    clip = CLIPPING[METHODS.names().index(method) % len(CLIPPING)]
+    then = ["train.precision=float16", f"hooks.clip_gradients={clip}", *ALL_HOOKS]
+    then += OF_LABELS if method == "supervised" else ()
+    assert in_process(trained_twice, method, tmp_path, then) == []
+
+
+def trained_twice(method: str, folder: Path, then: list[str]) -> list[str]:
+    return trained(method, folder, "train.precision=bfloat16", then=then, bound=BOUND)
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ def count(method: str, network: str | None, folder: Path, *more: str) -> Counter
         chosen = load_config(f"{method}/digits", [*words, *more])
         task = Task(chosen, sources=open_data(chosen.data))
         task.prepare()
-        with _parts(task, device):
+        with count_parts(task, device):
             task.on_start()
             task.on_phase_start()
             for _ in range(STEP):
@@ -160,7 +160,7 @@ def count(method: str, network: str | None, folder: Path, *more: str) -> Counter
 
 
 @contextmanager
-def _parts(task: Any, device: Counts) -> Iterator[None]:
+def count_parts(task: Any, device: Counts) -> Iterator[None]:
     """Context in which the parts of a step are counted apart."""
     networks = [m for root in (task.model, task.loss) for m in root.modules() if m is not task.loss]
     outer = [m for m in dict.fromkeys(networks) if not isinstance(m, nn.modules.loss._Loss)]
