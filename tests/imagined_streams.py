@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 _REPOSITORY = str(Path(__file__).resolve().parents[1])
-_HELPERS = tuple(f"imagined_{name}.py" for name in ("autocast", "device", "ranks", "streams"))
+_HELPERS = tuple(
+    f"imagined_{name}.py" for name in ("autocast", "device", "losses", "ranks", "streams")
+)
 entered: list[Any] = []  # contexts whose ``waits`` and ``races`` are reported to
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import imagined_streams
 import tiny
-from bench.launches import BOUND, Counts, count_parts
+from bench.launches import BOUND, count_parts
 from imagined_device import NAME, ImaginedDevice, MixedDevices, OnDevice, in_process
-from imagined_streams import is_view, place
+from imagined_losses import Checked
 from selftask.batch import Batch
 from selftask.evaluate.online import evaluate_task
 from selftask.optim.gradients import clip_norm
@@ -49,25 +49,6 @@ CLIPPING = (
     "{mode: adaptive}",
 )
 OVERFLOW = "in unscale_: if all_reduce_sum(overflow).item()"  # float16: a step may be skipped
-HALF = (torch.float16, torch.bfloat16)
-# operations that compute nothing
-MOVES = ("_to_copy", "cat", "clone", "copy_", "flip", "gather", "index", "stack")
-
-
-class Checked(Counts):
-    """Device that counts launches, and lists operations of the loss in half precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves: list[str] = []
-
-    def launched(self, func: Any, args: Any) -> None:
-        super().launched(func, args)
-        name = func._schema.name.removeprefix("aten::")
-        if self.parts[-1] == "loss" and not is_view(func) and name not in MOVES:
-            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-            if any(x.dtype in HALF for x in tensors):
-                self.halves.append(f"{place()}: {func}")
 
 
 def run(
@@ -317,3 +298,47 @@ def clipped() -> list[Any]:
 def test_clipping_on_two_devices() -> None:
     """A norm of 8 becomes 4; then both parts are shorter than 4 and stay."""
     assert in_process(clipped) == pytest.approx([8.0, 4.0, 7**0.5, 3.0])
+
+
+def autocast_types() -> dict[str, str]:
+    """Return the type of results under autocast, or the error."""
+    kept = {}
+    with ImaginedDevice(), torch.autocast(NAME, torch.bfloat16):
+        low = torch.rand(2, 4, device=NAME, dtype=torch.bfloat16)
+        full, double = low.float(), low.double()
+        kept["mm"] = full @ full.T
+        kept["mm of doubles"] = double @ double.T
+        kept["layer_norm"] = F.layer_norm(low, (4,))
+        kept["softmax"] = low.softmax(dim=1)
+        kept["softmax with a type"] = low.softmax(dim=1, dtype=torch.bfloat16)
+        kept["sum"] = low.sum()
+        kept["norm"] = torch.ops.aten.norm(low, 2, [1])
+        kept["rsqrt"] = low.rsqrt()
+        kept["addcmul"] = torch.addcmul(low, full, low)
+        kept["mean"] = low.mean()
+        kept["gelu"] = F.gelu(low)
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(low, low)
+    return {name: str(x.dtype).removeprefix("torch.") for name, x in kept.items()}
+
+
+def test_autocast_has_the_lists_of_cuda() -> None:
+    """As "CUDA Op-Specific Behavior" in the documentation of torch.amp says."""
+    low, full = "bfloat16", "float32"
+    expected = {"mm": low, "softmax with a type": low, "mean": low, "gelu": low}
+    expected |= {"mm of doubles": "float64", "addcmul": full}
+    expected |= dict.fromkeys(("layer_norm", "softmax", "sum", "norm", "rsqrt"), full)
+    assert in_process(autocast_types) == expected
+
+
+def half_loss(self: Any, output: Tensor, batch: Batch) -> Tensor:
+    return (output * output).float().mean()
+
+
+def planted_half(folder: Path) -> list[str]:
+    return run("simclr", folder, "train.precision=bfloat16", plant=half_loss)[0]
+
+
+def test_a_loss_in_half_precision_is_seen(tmp_path: Path) -> None:
+    problems = in_process(planted_half, tmp_path)
+    assert problems and all("(output * output)" in problem for problem in problems)
