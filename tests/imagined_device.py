@@ -7,20 +7,17 @@ be undone; tests use it in a process of their own (``in_process``).
 Inside ``ImaginedDevice`` tensors can be on the device. Their values are those of the CPU. As on a
 GPU, an operation on tensors of both devices raises an error, except for 0-d tensors of the CPU.
 Operations that would make the host wait for the device are collected in ``waits``, and those that
-read what another stream may still write, or may free too early, in ``races``.
+read what another stream may still write, or may free too early, in ``races``
+(``imagined_streams.py``). Autocast has CUDA's lists (``imagined_autocast.py``).
 """
 
 from __future__ import annotations
 
-import linecache
 import multiprocessing
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +27,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import imagined_autocast
+from imagined_streams import (
+    Event,
+    Memory,
+    Stream,
+    check_streams,
+    entered,
+    memory_of,
+    on_stream,
+    place,
+    report_wait,
+    streams,
+)
+from imagined_streams import (
+    is_view as is_view,
+)
 from selftask.distributed import accelerator
 
 NAME = "imagined"
-_REPOSITORY = str(Path(__file__).resolve().parents[1])
-_HELPERS = ("imagined_device.py", "imagined_ranks.py")  # no one is to blame for a line of these
 aten = torch.ops.aten
 
 # the result, or its size, depends on values of the device
@@ -102,12 +113,11 @@ class OnDevice(Tensor):
             device=torch.device(NAME, 0),
         )
         made.values = values
-        storage = values.untyped_storage()._cdata
-        made.memory = _memories.get(storage) or _memories.setdefault(storage, Memory())
+        made.memory = memory_of(values)
         return made  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        _report_wait("repr")
+        report_wait("repr")
         return f"OnDevice({self.values!r})"
 
     def data_ptr(self) -> int:
@@ -117,11 +127,11 @@ class OnDevice(Tensor):
         return self.values.untyped_storage()
 
     def tolist(self) -> Any:
-        _report_wait("tolist")
+        report_wait("tolist")
         return self.values.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        raise MixedDevices(f"{_place()}: numpy() of a tensor that is not on the CPU")
+        raise MixedDevices(f"{place()}: numpy() of a tensor that is not on the CPU")
 
     def record_stream(self, stream: Any) -> None:
         self.memory.recorded.add(stream)
@@ -147,8 +157,6 @@ class ImaginedDevice(TorchDispatchMode):
     CUDA, if ``torch.use_deterministic_algorithms`` is in effect.
     """
 
-    entered: list[ImaginedDevice] = []
-
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
@@ -157,11 +165,11 @@ class ImaginedDevice(TorchDispatchMode):
 
     def __enter__(self) -> ImaginedDevice:
         _register()
-        self.entered.append(self)
+        entered.append(self)
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
-        self.entered.remove(self)
+        entered.remove(self)
         super().__exit__(*error)
 
     def launched(self, func: Any, args: Any) -> None:
@@ -208,16 +216,16 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if op in COLLECTIVES:
         return COLLECTIVES[op](*args, **kwargs)
-    _check_streams(func, tensors)
-    for mode in ImaginedDevice.entered:
+    check_streams(func, tensors)
+    for mode in entered:
         mode.launched(func, args)
     if inside and op not in _COPIES:
         _check_devices(func, tensors)
     if op in _NOT_DETERMINISTIC and torch.are_deterministic_algorithms_enabled():
-        for mode in ImaginedDevice.entered:  # an error in a thread of autograd ends the process
-            mode.nondeterministic.append(f"{_place()}: {func}")
+        for mode in entered:  # an error in a thread of autograd ends the process
+            mode.nondeterministic.append(f"{place()}: {func}")
     if _makes_host_wait(op, args, kwargs, tensors):
-        _report_wait(func)
+        report_wait(func)
     out = func(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
     if func._schema.is_mutable:
         for number, argument in enumerate(func._schema.arguments):
@@ -263,7 +271,7 @@ def _check_devices(func: Any, tensors: list[Tensor]) -> None:
     for tensor in tensors[: 1 if indexes else None]:
         if not isinstance(tensor, OnDevice) and tensor.ndim > 0:
             shape = tuple(tensor.shape)
-            raise MixedDevices(f"{_place()}: {func} with a tensor {shape} on the CPU")
+            raise MixedDevices(f"{place()}: {func} with a tensor {shape} on the CPU")
 
 
 def _makes_host_wait(op: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
@@ -293,161 +301,17 @@ def _indices(args: Any) -> list[Tensor]:
     return [index for index in args[1] if index is not None]
 
 
-def _report_wait(func: Any) -> None:
-    now = _streams[-1]
-    now.finished = now.launched
-    for mode in ImaginedDevice.entered:
-        mode.waits.append(f"{_place()}: {func}")
-
-
-def _check_streams(func: Any, tensors: list[Tensor]) -> None:
-    """Report tensors of a stream that the current one has not waited for."""
-    if is_view(func):
-        return
-    now = _streams[-1]
-    number = now.launch()
-    for x in tensors:
-        if not isinstance(x, OnDevice):
-            continue
-        memory = x.memory
-        if not now.is_after(memory.stream, memory.number):
-            _report_race(f"{_place()}: {func}: no wait_event")
-        if memory.home is not now:
-            memory.users[now] = number, f"{_place()}: {func}"
-
-
-@cache
-def is_view(func: Any) -> bool:
-    """Return whether the result of the operation is another view of the same memory."""
-    schema = getattr(func, "_schema", None)  # a collective has none
-    return schema is not None and any(
-        value.alias_info is not None and not value.alias_info.is_write for value in schema.returns
-    )
-
-
-def _report_race(race: str) -> None:
-    for mode in ImaginedDevice.entered:
-        mode.races.append(race)
-
-
-class Memory:
-    """Memory of a tensor and its views, in the pool of the stream on which it was allocated.
-
-    When it is freed, the next operation of that stream may use it again. By then, that stream must
-    have waited for the streams that used it, or ``record_stream`` must have named them.
-    """
-
-    def __init__(self) -> None:
-        self.home = _streams[-1]
-        self.recorded: set[Any] = set()
-        self.users: dict[Any, tuple[int, str]] = {}  # other streams: last operation and its line
-        self.written()
-
-    def written(self) -> None:
-        self.stream = _streams[-1]  # the one that wrote it last, and the number of its operation
-        self.number = self.stream.launch()
-
-    def __del__(self) -> None:
-        unrecorded = (user for user in self.users.items() if user[0] not in self.recorded)
-        self.home.freed += [(stream, *use) for stream, use in unrecorded]
-
-
-_memories: Any = weakref.WeakValueDictionary()  # by address of the storage
-
-
-def _place() -> str:
-    """Return ``file:line in function: source`` of the innermost frame in this repository."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and not _is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    source = linecache.getline(path, line).strip()
-    return f"{path}:{line} in {frame.f_code.co_name}: {source}"
-
-
-@cache
-def _is_ours(path: str) -> bool:
-    return (
-        path.startswith(_REPOSITORY) and "/.venv/" not in path and Path(path).name not in _HELPERS
-    )
-
-
 # -- registration ----------------------------------------------------------------------------------
 
-# matrix products, which autocast runs in low precision on every type of device
-_LOW = ("conv1d", "conv2d", "linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
 _libraries: list[Any] = []  # what a library registers ends with it
-
-
-class _Event:
-    def __init__(self, enable_timing: bool = False) -> None: ...
-
-    def record(self, stream: _Stream | None = None) -> None:
-        self.stream = stream or _streams[-1]
-        self.clock = {**self.stream.waited_for, self.stream: self.stream.launched}
-
-    def wait(self, stream: _Stream | None = None) -> None:
-        (stream or _streams[-1]).wait_event(self)
-
-    def synchronize(self) -> None:
-        for stream, number in self.clock.items():
-            stream.finished = max(stream.finished, number)
-
-    def elapsed_time(self, other: _Event) -> float:
-        return 0.0
-
-
-class _Stream:
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.launched = 0  # number of the last operation
-        self.freed: list[tuple[_Stream, int, str]] = []  # uses of freed memory by other streams
-        self.finished = 0  # number of the last one that the host has waited for
-        self.waited_for: dict[_Stream, int] = {}  # number of its operation
-
-    def launch(self) -> int:
-        for stream, number, line in self.freed:
-            if not self.is_after(stream, number):
-                _report_race(f"{line}: no record_stream")
-        self.freed.clear()
-        self.launched += 1
-        return self.launched
-
-    def wait_stream(self, stream: _Stream) -> None:
-        self.wait_event(stream.record_event())
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        event = event or _Event()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: _Event) -> None:
-        for stream, number in event.clock.items():  # also what that stream has waited for
-            self.waited_for[stream] = max(self.waited_for.get(stream, 0), number)
-
-    def is_after(self, other: _Stream, number: int) -> bool:
-        """Return whether operations from now on start after that one of the other stream."""
-        done = max(other.finished, self.waited_for.get(other, 0))
-        return other is self or number <= done
-
-
-_streams = [_Stream()]  # the default one, and the entered ones
-
-
-@contextmanager
-def _entered(stream: _Stream) -> Iterator[None]:
-    _streams.append(stream)
-    try:
-        yield
-    finally:
-        _streams.pop()
 
 
 class _Module:
     """``torch.imagined``."""
 
-    Event, Stream = _Event, _Stream
-    current_stream = staticmethod(lambda device=None: _streams[-1])
-    stream = staticmethod(_entered)
+    Event, Stream = Event, Stream
+    current_stream = staticmethod(lambda device=None: streams[-1])
+    stream = staticmethod(on_stream)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
     is_available = staticmethod(lambda: True)
@@ -484,9 +348,9 @@ class _Module:
 
     @staticmethod
     def synchronize(device: Any = None) -> None:
-        for stream in _streams:
+        for stream in streams:
             stream.finished = stream.launched
-        _report_wait("synchronize")
+        report_wait("synchronize")
 
 
 def _register() -> None:
@@ -495,16 +359,12 @@ def _register() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     accelerator._PINNED = (*accelerator._PINNED, NAME)
     accelerator._CHANNELS_LAST = (*accelerator._CHANNELS_LAST, NAME)
-    others = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-    others.fallback(torch.library.fallthrough_kernel)
-    products = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-    for name in _LOW:
-        products.impl(name, _in_low_precision(getattr(aten, name)))
+    imagined_autocast.register(NAME, _libraries)
     # torch.tensor, and an index that is a list, go round __torch_dispatch__ to these two
     kernels = torch.library.Library("aten", "IMPL", "PrivateUse1")
     kernels.impl("empty_strided", _empty_strided)
     kernels.impl("_copy_from", _copy_from)
-    _libraries.extend([others, products, kernels])
+    _libraries.append(kernels)
 
 
 def _empty_strided(size: Any, stride: Any, dtype: Any = None, **place: Any) -> Tensor:
@@ -513,18 +373,6 @@ def _empty_strided(size: Any, stride: Any, dtype: Any = None, **place: Any) -> T
 
 def _copy_from(source: Tensor, target: Any, non_blocking: bool = False) -> Tensor:
     if not non_blocking:
-        _report_wait("copy of numbers of the host")
+        report_wait("copy of numbers of the host")
     target.values.copy_(source)
     return target  # type: ignore[no-any-return]
-
-
-def _in_low_precision(op: Any) -> Any:
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-
-    def run(*args: Any) -> Any:
-        low = torch.get_autocast_dtype(NAME)
-        with torch._C._ExcludeDispatchKeyGuard(key):
-            is_float = lambda x: isinstance(x, Tensor) and x.is_floating_point()  # noqa: E731
-            return op(*(x.to(low) if is_float(x) else x for x in args))
-
-    return run

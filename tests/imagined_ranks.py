@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import (
 )
 
 import imagined_device as device
+import imagined_streams as streams
 from imagined_device import NAME, MixedDevices, OnDevice
 from selftask.distributed import collectives, process_group
 
@@ -30,7 +31,7 @@ class Group(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
-        self.stream = device._Stream()
+        self.stream = streams.Stream()
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def _run(
@@ -40,13 +41,13 @@ class Group(dist.ProcessGroup):
         for x in tensors:
             if not isinstance(x, OnDevice):
                 raise MixedDevices(
-                    f"{device._place()}: {name} of a tensor {tuple(x.shape)} on the CPU"
+                    f"{streams.place()}: {name} of a tensor {tuple(x.shape)} on the CPU"
                 )
-        now = device._streams[-1]
+        now = streams.streams[-1]
         self.stream.wait_stream(now)
         values = [[_values(outputs)], [_values(outputs), _values(inputs)]][not joint]
-        with device._entered(self.stream):
-            device._check_streams(name, tensors)
+        with streams.on_stream(self.stream):
+            streams.check_streams(name, tensors)
             getattr(self.gloo, name)(*values, *args).wait()
             for x in _flat(outputs):
                 x.memory.written()
@@ -144,11 +145,11 @@ class Work(dist.Work):
     def __init__(self, outputs: Any, inputs: Any, stream: Any) -> None:
         super().__init__()
         self._outputs, self._inputs = outputs, inputs  # kept until the work is waited for
-        self._done = device._Event()
+        self._done = streams.Event()
         self._done.record(stream)
 
     def wait(self, timeout: Any = None) -> bool:
-        device._streams[-1].wait_event(self._done)
+        streams.streams[-1].wait_event(self._done)
         self._inputs = None
         return True
 

@@ -54,10 +54,10 @@ class Draws:
         Returns:
             (B, rows * columns, 2): x and y of each cell, row by row.
         """
-        right, down, corner = self.matrix[:, None].unbind(3)  # (B, 1, 2) each
-        y, x = ((torch.arange(n, device=corner.device) + 0.5) / n for n in (rows, columns))
-        x, y = x.repeat(rows)[:, None], y.repeat_interleave(columns)[:, None]
-        return corner + x * right + y * down
+        right, down, corner = self.matrix[:, None, None].unbind(4)  # (B, 1, 1, 2) each
+        y, x = (torch.arange(0.5, n, device=corner.device)[:, None] / n for n in (rows, columns))
+        of_row = torch.addcmul(corner, x, right)  # (B, 1, columns, 2)
+        return torch.addcmul(of_row, y[:, None], down).flatten(1, 2)
 
 
 class Extras(dict[str, Tensor]):

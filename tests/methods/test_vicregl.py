@@ -62,13 +62,14 @@ def slow_terms(first: list[Any], second: list[Any]) -> tuple[float, float, float
 
 
 def test_the_loss_is_that_of_the_paper() -> None:
-    """Equations 3 to 5 as loops: two large views and a small one, of other sizes."""
+    """Equations 3 to 5 as loops: two large views and three small ones, two of them alike."""
     num_images, width = 4, 3
-    cells = [0.5 * draw(n, num_images, 6 if n < 2 else 4, width) for n in range(3)]
-    centers = [10 * draw(10 + n, num_images, 6 if n < 2 else 4, 2) for n in range(3)]
-    numbers = [6, 6, 4], [4, 4, 2]
+    sizes = (6, 6, 4, 4, 3)
+    cells = [0.5 * draw(n, num_images, size, width) for n, size in enumerate(sizes)]
+    centers = [10 * draw(10 + n, num_images, size, 2) for n, size in enumerate(sizes)]
+    numbers = [6, 6, 4, 4, 3], [4, 4, 2, 2, 2]
     expected = [0.0, 0.0, 0.0]
-    pairs = [(0, 1), (0, 2), (1, 0), (1, 2)]
+    pairs = [(i, j) for i in range(2) for j in range(5) if i != j]
     for i, j in pairs:
         for places, matches in zip((cells, centers), numbers, strict=True):
             for a, b in ((i, j), (j, i)):
@@ -98,15 +99,17 @@ def test_global_terms_are_means_over_pairs_and_views() -> None:
 
 def test_more_matches_than_cells_take_all_cells() -> None:
     here, there = draw(0, 2, 5, 2), draw(1, 2, 7, 2)
-    cells, neighbors = nearest_cells(here, there, 20)
+    (cells, neighbors), (back, others) = nearest_cells(here, there, 20, 4)
     assert cells.tolist() == [list(range(5))] * 2
     assert neighbors.shape == (2, 5)
+    assert back.shape == others.shape == (2, 4)
 
 
 def test_cells_that_are_the_same_cost_no_invariance() -> None:
-    first, indices = draw(0, 4, 3, 5), torch.arange(3).expand(4, 3)
-    match = Match(0, 1, indices, indices)
-    assert matched_terms([first, first], None, [match])[0].item() == 0
+    first, indices = draw(0, 4, 1, 3, 5), torch.arange(3).expand(4, 1, 3)
+    match = Match((0,), (1,), indices, indices)
+    terms = matched_terms({(0,): first, (1,): first}, None, [match])
+    assert terms.shape == (3, 3) and terms[0].tolist() == [0, 0, 0]
 
 
 def test_the_centers_of_two_views_of_one_place_are_matched(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_the_centers_of_two_views_of_one_place_are_matched(tmp_path: Path) -> No
     first, second = batch["centers"]
     rows, columns = batch.output.prediction["cells"][0].shape[2:]
     assert first.shape == (len(batch.index), rows * columns, 2)
-    here, there = nearest_cells(first, second, rows * columns)
+    (here, there), _ = nearest_cells(first, second, rows * columns, rows * columns)
     apart = first.gather(1, here[..., None].expand(-1, -1, 2)) - second.gather(
         1, there[..., None].expand(-1, -1, 2)
     )

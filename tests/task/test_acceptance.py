@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from subprocess import CompletedProcess
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import imagined_device
+import tiny
 from gpu import acceptance, throughput
 from gpu.rows import Setting, Sizes
 from imagined_device import NAME, ImaginedDevice, in_process
+from imagined_ranks import run_ranks
 from selftask.registry import METHODS
 
-CHECKS = ["waits", "losses", "resume", "optimizers", "batch_norm"]
+CHECKS = ["environment", "waits", "losses", "resume", "optimizers", "batch_norm", "races", "ranks"]
 
 
 def accepted(folder: Path, checks: list[str], plant: Any) -> list[Any]:
@@ -32,16 +37,57 @@ def accepted(folder: Path, checks: list[str], plant: Any) -> list[Any]:
 
         if plant is not None:
             plant(patch)
-        setting = Setting(NAME, ["simclr"], folder, without_waits)
-        return acceptance.run(setting, checks)
+        printed, ranks = losses_with_launches, run_command
+        setting = Setting(NAME, ["simclr"], folder, without_waits, printed, ranks, ranks=2)
+        return acceptance.run(setting, checks, folder / "page.md")
+
+
+def losses_with_launches(methods: list[str], blocking: str) -> dict[str, Any]:
+    """In a process of its own, as the script does."""
+    with TemporaryDirectory() as folder, patch_environment("CUDA_LAUNCH_BLOCKING", blocking):
+        (printed,) = run_ranks(printed_losses, 1, methods, Path(folder))
+    return printed  # type: ignore[no-any-return]
+
+
+@contextmanager
+def patch_environment(name: str, value: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)
+        yield
+
+
+def printed_losses(methods: list[str], folder: Path) -> dict[str, Any]:
+    with ImaginedDevice():
+        setting = Setting(NAME, methods, folder, nullcontext, losses_with_launches, run_command)
+        return acceptance.print_losses(setting)
+
+
+def run_command(method: str, folder: Path, out: str, *words: str) -> Any:
+    """Train on ranks with imagined devices, instead of ``launch.processes`` on GPUs."""
+    count = next(int(word[-1]) for word in words if word.startswith("launch.processes="))
+    kept = [word for word in words if not word.startswith("launch.")]
+    try:
+        run_ranks(trained, count, method, folder, out, kept)
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        return CompletedProcess([], 1, "", str(error))
+    return CompletedProcess([], 0, "", "")
+
+
+def trained(method: str, folder: Path, out: str, words: list[str]) -> None:
+    with ImaginedDevice():
+        tiny.train(method, folder, out, *words, "hooks.progress=null")
 
 
 @pytest.mark.slow
 def test_all_checks_pass(tmp_path: Path) -> None:
     results = in_process(accepted, tmp_path, CHECKS, None)
     assert [result.check for result in results if result.passed is False] == []
-    assert {result.check for result in results if result.passed} == {*CHECKS}
-    page = acceptance.page(results)
+    assert {result.check for result in results if result.passed} == {*CHECKS} - {"environment"}
+    assert {result.case for result in results if result.check == "ranks"} == {
+        *("manual", "ddp", "fsdp", "killed")
+    }
+    page = (tmp_path / "page.md").read_text()
+    assert page == acceptance.page(results)
     assert "0 checks failed" in page and "| pass | losses | simclr, float32 |" in page
 
 
@@ -115,7 +161,9 @@ def test_what_cannot_be_imagined_runs_on_the_cpu(
     monkeypatch.setattr(
         throughput, "PRECISIONS", {name: throughput.PRECISIONS[name] for name in ends}
     )
-    setting = Setting("cpu", ["simclr"], tmp_path, nullcontext, sizes=TINY)
+    setting = Setting(
+        "cpu", ["simclr"], tmp_path, nullcontext, losses_with_launches, run_command, sizes=TINY
+    )
     results = acceptance.run(setting, [check])
     assert results and all(result.case != "stopped" for result in results), results
     if check == "compile":

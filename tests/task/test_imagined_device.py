@@ -5,16 +5,21 @@ Nothing mixes devices, and between two log points the host waits for no value of
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-import imagined_device
+import imagined_streams
 import tiny
+from bench.launches import BOUND, count_parts
 from imagined_device import NAME, ImaginedDevice, MixedDevices, OnDevice, in_process
+from imagined_losses import Checked
 from selftask.batch import Batch
 from selftask.evaluate.online import evaluate_task
 from selftask.optim.gradients import clip_norm
@@ -26,61 +31,88 @@ STEP_OVERRIDES = {"accumulate": ["train.accumulate=2"]}
 BATCH_FORMS = (
     "[{name: random_resized_crop, size: 32}, horizontal_flip, {name: normalize, stats: half}]"
 )
-ALL_HOOKS = [
-    *("hooks.timing={}", "hooks.clip_gradients={max_norm: 1.0}", "hooks.empty_cache={every: 2}")
-]
+ALL_HOOKS = (
+    "hooks.timing={}",
+    "hooks.empty_cache={every: 2}",
+    "hooks.ema={}",
+    "hooks.swa={start: 1, every: 1}",
+    "hooks.gradient_norms={}",
+    "hooks.histograms={every: 1000 steps}",
+    "hooks.activations={}",
+    "hooks.precise_bn={batches: 2, batch_size: 4}",
+)
+OF_LABELS = ("hooks.train_meters={}", "hooks.mixup={}")
+CLIPPING = (
+    "{mode: norm, max_norm: 1.0}",
+    "{mode: per_parameter}",
+    "{mode: value, max_value: 1.0}",
+    "{mode: adaptive}",
+)
+OVERFLOW = "in unscale_: if all_reduce_sum(overflow).item()"  # float16: a step may be skipped
 
 
-def run(method: str, folder: Path, *more: str, plant: Any = None) -> tuple[list[str], Task]:
+def run(
+    method: str, folder: Path, *more: str, plant: Any = None, bound: float = math.inf
+) -> tuple[list[str], Task]:
     """Train on the device, with logs at the first and last step only.
 
     Returns:
-        Where the host waited in the steps between, and streams did not; and the trained task.
+        Where the host waited in the steps between, and streams did not; losses in half precision;
+        steps of more than ``bound`` launches or without a finite loss. And the trained task.
     """
     options = ["train.epochs=1", "train.log_every=1000", "hooks.progress=null"]
-    waits = []
-    with ImaginedDevice() as device:
+    problems, losses = [], []
+    with Checked() as device:
         task = tiny.task(method, folder, "run", *options, *more, "train.device=auto")
         task.evaluate = evaluate_task
         task.prepare()
         if plant is not None:
             task.loss.forward = plant.__get__(task.loss)
-        task.on_start()
-        while not task.done_training():
-            task.on_phase_start()
-            for number in range(tiny.STEPS_PER_EPOCH + 1):
-                device.waits.clear()
-                is_between = task.train and number and not task.should_log
-                try:
-                    task.step()
-                except StopIteration:
-                    break
-                waits += device.waits if is_between else []
-            task.on_phase_end()
-        task.on_end()
-        task.close()
-        waits += device.races
+        with count_parts(task, device):
+            task.on_start()
+            while not task.done_training():
+                task.on_phase_start()
+                for number in range(tiny.STEPS_PER_EPOCH + 1):
+                    device.waits.clear()
+                    device.launches.clear()
+                    is_between = task.train and number and not task.should_log
+                    try:
+                        task.step()
+                    except StopIteration:
+                        break
+                    losses.append(task.last_batch.loss)
+                    if is_between:
+                        problems += [wait for wait in device.waits if OVERFLOW not in wait]
+                        if device.launches.total() > bound:
+                            problems.append(f"{device.launches.total()}: {device.launches}")
+                task.on_phase_end()
+            task.on_end()
+            task.close()
+        problems += device.races + device.halves
+        problems += [f"loss {loss}" for loss in map(float, losses) if not math.isfinite(loss)]
     assert task.device.type == NAME
     assert next(task.base_model.parameters()).device == torch.device(NAME, 0)
     assert task.steps_done > 2
-    return waits, task
+    return problems, task
 
 
-def trained(method: str, folder: Path, *more: str) -> list[str]:
-    """Train, evaluate, save, resume and train on; the waits between log points."""
+def trained(
+    method: str, folder: Path, *more: str, then: Sequence[str] = (), bound: float = math.inf
+) -> list[str]:
+    """Train, evaluate, save, resume with ``then`` and train on; the problems of ``run``."""
     data_words = [
         f"data.val={tiny.digits_file(folder)}",
         "eval.evaluations={knn: {}, linear: null}",
     ]
     options = [*data_words, *more]
-    waits, task = run(method, folder, *options, "train.stop_at=null")
+    problems, task = run(method, folder, *options, "train.stop_at=null", bound=bound)
     assert 0.0 <= task.last_row["knn_top1"] <= 1.0
     saved = tiny.last_state(task.out)
     assert saved["clock"]["steps_done"] == task.steps_done
-    resumed, again = run(method, folder, *options, "train.epochs=2")
+    resumed, again = run(method, folder, *options, *then, "train.epochs=2")
     assert again.resumed
     assert again.steps_done == 2 * task.steps_done
-    return waits + resumed
+    return problems + resumed
 
 
 @pytest.mark.parametrize(
@@ -88,7 +120,15 @@ def trained(method: str, folder: Path, *more: str) -> list[str]:
     [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in METHODS.names()],
 )
 def test_methods(method: str, tmp_path: Path) -> None:
-    assert in_process(trained, method, tmp_path) == []
+    """In bfloat16 with few launches a step; then in float16 with all hooks and a clipping."""
+    clip = CLIPPING[METHODS.names().index(method) % len(CLIPPING)]
+    then = ["train.precision=float16", f"hooks.clip_gradients={clip}", *ALL_HOOKS]
+    then += OF_LABELS if method == "supervised" else ()
+    assert in_process(trained_twice, method, tmp_path, then) == []
+
+
+def trained_twice(method: str, folder: Path, then: list[str]) -> list[str]:
+    return trained(method, folder, "train.precision=bfloat16", then=then, bound=BOUND)
 
 
 @pytest.mark.slow
@@ -175,7 +215,7 @@ def test_a_tensor_on_the_cpu_is_found_with_its_line(tmp_path: Path) -> None:
 
 
 FAULTS = {
-    "no wait_event": (imagined_device._Stream, "wait_event", lambda self, event: None),
+    "no wait_event": (imagined_streams.Stream, "wait_event", lambda self, event: None),
     "no record_stream": (OnDevice, "record_stream", lambda self, stream: None),
 }
 
@@ -258,3 +298,47 @@ def clipped() -> list[Any]:
 def test_clipping_on_two_devices() -> None:
     """A norm of 8 becomes 4; then both parts are shorter than 4 and stay."""
     assert in_process(clipped) == pytest.approx([8.0, 4.0, 7**0.5, 3.0])
+
+
+def autocast_types() -> dict[str, str]:
+    """Return the type of results under autocast, or the error."""
+    kept = {}
+    with ImaginedDevice(), torch.autocast(NAME, torch.bfloat16):
+        low = torch.rand(2, 4, device=NAME, dtype=torch.bfloat16)
+        full, double = low.float(), low.double()
+        kept["mm"] = full @ full.T
+        kept["mm of doubles"] = double @ double.T
+        kept["layer_norm"] = F.layer_norm(low, (4,))
+        kept["softmax"] = low.softmax(dim=1)
+        kept["softmax with a type"] = low.softmax(dim=1, dtype=torch.bfloat16)
+        kept["sum"] = low.sum()
+        kept["norm"] = torch.ops.aten.norm(low, 2, [1])
+        kept["rsqrt"] = low.rsqrt()
+        kept["addcmul"] = torch.addcmul(low, full, low)
+        kept["mean"] = low.mean()
+        kept["gelu"] = F.gelu(low)
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(low, low)
+    return {name: str(x.dtype).removeprefix("torch.") for name, x in kept.items()}
+
+
+def test_autocast_has_the_lists_of_cuda() -> None:
+    """As "CUDA Op-Specific Behavior" in the documentation of torch.amp says."""
+    low, full = "bfloat16", "float32"
+    expected = {"mm": low, "softmax with a type": low, "mean": low, "gelu": low}
+    expected |= {"mm of doubles": "float64", "addcmul": full}
+    expected |= dict.fromkeys(("layer_norm", "softmax", "sum", "norm", "rsqrt"), full)
+    assert in_process(autocast_types) == expected
+
+
+def half_loss(self: Any, output: Tensor, batch: Batch) -> Tensor:
+    return (output * output).float().mean()
+
+
+def planted_half(folder: Path) -> list[str]:
+    return run("simclr", folder, "train.precision=bfloat16", plant=half_loss)[0]
+
+
+def test_a_loss_in_half_precision_is_seen(tmp_path: Path) -> None:
+    problems = in_process(planted_half, tmp_path)
+    assert problems and all("(output * output)" in problem for problem in problems)

@@ -101,11 +101,23 @@ def test_methods_on_two_ranks(tmp_path: Path) -> None:
     assert run_ranks(group_trained, 2, tmp_path) == [{}, {}]
 
 
+ON_FOUR_RANKS = {
+    "moco": ("parallel.reduce=fsdp", "parallel.shard_over=2", "train.precision=float16"),
+    "simclr": ("parallel.reduce=manual", "train.precision=bfloat16"),
+    "swav": ("parallel.reduce=ddp", "method.queue_size=32", "method.queue_start=0"),
+}
+
+
+def reductions_trained(folder: Path) -> list[str]:
+    """Train with each kind of reduction; return waits and races."""
+    options = ON_FOUR_RANKS.items()
+    return [wait for method, words in options for wait in trained(method, folder, *words)]
+
+
 @pytest.mark.slow
-def test_hybrid_shards_on_four_ranks(tmp_path: Path) -> None:
-    options = ("parallel.reduce=fsdp", "parallel.shard_over=2", "train.precision=float16")
-    results = run_ranks(trained, 4, "moco", tmp_path, *options)
-    assert results == [[]] * 4
+def test_reductions_on_four_ranks(tmp_path: Path) -> None:
+    """Shards within two groups, buckets by hand, DDP with a queue; all with gathers."""
+    assert run_ranks(reductions_trained, 4, tmp_path) == [[]] * 4
 
 
 # -- planted faults ----------------------------------------------------------------------------

@@ -377,3 +377,11 @@ def test_refused_before_training(options: list[str], text: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config("simclr/digits", options)
     assert text in str(error.value)
+
+
+def test_a_run_of_another_precision_continues_in_float16(tmp_path: Path) -> None:
+    """Its checkpoint has no scale; the first one is that of the config."""
+    tiny.train("simclr", tmp_path, "run", "train.epochs=1")
+    task = tiny.train("simclr", tmp_path, "run", "train.epochs=2", "train.precision=float16")
+    assert task.resumed and task.steps_done == 2 * tiny.STEPS_PER_EPOCH
+    assert task.grad_scaler.state_dict()["scale"] > 0

@@ -48,13 +48,22 @@ from selftask.registry import METHODS  # noqa: E402
 from selftask.task import Task  # noqa: E402
 
 NETWORKS = {"resnet50": "resnet50", "vit_small": "{name: vit_small, patch_size: 4, img_size: 32}"}
+_TILES = (
+    "[{name: tile, grid: 2, size: 16}, {name: contrast_noise, contrast: [0.5, 1.0], noise: 0.05}, "
+    "{name: normalize, stats: half}]"
+)
+# what a network asks of the rest of a recipe
+ASKS = {
+    ("ijepa", "vit_small"): ["backbone.pool=avg"],
+    ("pirl", "vit_small"): [f"views.tiles.transforms={_TILES}"],
+}
 BOUND = 150  # launches a step
 STEP = 3  # the counted one
 _TENSORS = (110, 64, 48, 36, 30)  # of a list in one launch, by the number of lists
 _CHUNKS, _CHUNK_SIZE = 320, 65_536
 _OF_POINT = {"on_forward": "forward hooks", "on_backward": "backward hooks"}
 _OF_POINT["on_update"] = "update hooks"
-_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::detach")
+_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view")
 _DRAWS = "/selftask/random/"
 _DEPTH = 15  # frames that are searched for it
 
@@ -68,9 +77,7 @@ class Counts(ImaginedDevice):
         self.parts = ["rest"]
 
     def launched(self, func: Any, args: Any) -> None:
-        part = self.parts[-1]
-        if part == "" and _draws():
-            part = "draws"
+        part = "draws" if _draws() else self.parts[-1]
         if part and not is_view(func) and not func._schema.name.startswith(_ALLOCATIONS):
             self.launches[part] += kernels(func, args)
 
@@ -127,21 +134,22 @@ def _draws() -> bool:
     return False
 
 
-def count(method: str, network: str, folder: Path, *more: str) -> Counter[str]:
-    """Return the launches of one step by part.
+def count(method: str, network: str | None, folder: Path, *more: str) -> Counter[str]:
+    """Return the launches of one step by part; without ``network``, with the one of ``tiny.py``.
 
     Raises:
         UserError: If the method cannot use the network.
     """
-    backbone = f"backbone={NETWORKS.get(network, network)}"
     quiet = ("train.epochs=1", "train.log_every=1000", "hooks.progress=null", "train.device=auto")
+    words = tiny.overrides(method, folder, f"{method}-{network}", *quiet, "train.batch_size=4")
+    if network is not None:
+        words = [word for word in words if not word.startswith("backbone=")]
+        words += [f"backbone={NETWORKS[network]}", *ASKS.get((method, network), [])]
     with Counts() as device:
-        words = tiny.overrides(method, folder, f"{method}-{network}", *quiet, *more)
-        small = [word for word in words if not word.startswith("backbone=")]
-        chosen = load_config(f"{method}/digits", [*small, "train.batch_size=4", backbone])
+        chosen = load_config(f"{method}/digits", [*words, *more])
         task = Task(chosen, sources=open_data(chosen.data))
         task.prepare()
-        with _parts(task, device):
+        with count_parts(task, device):
             task.on_start()
             task.on_phase_start()
             for _ in range(STEP):
@@ -152,7 +160,7 @@ def count(method: str, network: str, folder: Path, *more: str) -> Counter[str]:
 
 
 @contextmanager
-def _parts(task: Any, device: Counts) -> Iterator[None]:
+def count_parts(task: Any, device: Counts) -> Iterator[None]:
     """Context in which the parts of a step are counted apart."""
     networks = [m for root in (task.model, task.loss) for m in root.modules() if m is not task.loss]
     outer = [m for m in dict.fromkeys(networks) if not isinstance(m, nn.modules.loss._Loss)]

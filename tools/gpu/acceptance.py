@@ -8,12 +8,12 @@ Checks, each in its own time; an exception is a failure, shown in the table:
 
 * ``environment``: versions, devices and what they support; never fails.
 * ``waits``: steps between two log lines, with ``torch.cuda.set_sync_debug_mode("error")``.
-* ``losses``: 20 steps on a CPU and on the GPU. In float32 (no TF32) they may differ by 1e-4:
-  kernels sum in another order, and optimizers amplify that a little in each step. In bfloat16,
-  whose numbers have 8 bits, by 2e-2.
+* ``losses``: 20 steps on a CPU and on the GPU. In float32 (no TF32) they may differ by 1e-4 of the
+  mean loss: kernels sum in another order, and optimizers amplify that a little in each step. In
+  bfloat16, whose numbers have 8 bits, by 2e-2; CUDA's autocast runs softmax and norms in float32.
 * ``resume``: stopped at step 7 and resumed, with ``train.deterministic=true``: the same bits.
-* ``races``: the losses in a process with ``CUDA_LAUNCH_BLOCKING=1``: the same bits. A kernel that
-  reads what another stream has not yet written would differ.
+* ``races``: the losses of all methods in a process with ``CUDA_LAUNCH_BLOCKING=1``: the same bits.
+  A kernel that reads what another stream has not yet written would differ.
 * ``optimizers``: three updates on a CPU and on the GPU: 1e-5.
 * ``batch_norm``: synchronized BatchNorm by torch's kernels, beside float64 on a CPU: 1e-5.
 * ``speed``: images a second of one GPU whose images are there already (nothing is expected of it
@@ -27,12 +27,16 @@ Checks, each in its own time; an exception is a failure, shown in the table:
   in float32 (no TF32): 1e-4 over the first 10 steps; later ones amplify any difference. And a
   killed rank: the others end with an error.
 
-Exit code 1 if a check failed. Runs of the checks are tiny: 80 digits, 32 pixels, 16 a step.
+Exit code 1 if a check failed; ``--out`` is written after each check, so that a time limit leaves
+what is done. cuBLAS reads ``CUBLAS_WORKSPACE_CONFIG`` when it starts: the script sets it at its
+beginning, for the checks with ``train.deterministic``. Runs are tiny: 80 digits, 32 pixels, 16 a
+step.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -52,7 +56,7 @@ sys.path[:0] = [str(ROOT / "ssl"), str(ROOT / "tests"), str(ROOT / "tools")]
 import tiny  # noqa: E402
 from gpu import throughput  # noqa: E402
 from gpu.rows import Result, Setting  # noqa: E402
-from selftask.distributed.accelerator import names  # noqa: E402
+from selftask.distributed.accelerator import empty_cache, names  # noqa: E402
 from selftask.parallel.sync_batch_norm import Ranks, synchronize_batch_norm  # noqa: E402
 from selftask.registry import METHODS, OPTIMIZERS  # noqa: E402
 from selftask.task.loop import iterate_steps  # noqa: E402
@@ -60,6 +64,7 @@ from selftask.task.loop import iterate_steps  # noqa: E402
 LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}  # relative difference of losses
 STEPS_OF_RANKS = 10
 LONGEST_END = 180  # seconds, of which NCCL's watchdog may take a minute
+EXACT = ("train.cudnn_tf32=false", "train.cudnn_benchmark=false")  # always the same kernels
 QUIET = ("hooks.progress=null", "train.log_every=1000")
 
 
@@ -82,21 +87,45 @@ def check_environment(setting: Setting) -> Iterator[Result]:
         yield Result("environment", "bfloat16", "native" if native else "emulated")
 
 
-def check_waits(setting: Setting) -> Iterator[Result]:
+def of_each_method(
+    check: Callable[[Setting, str], Iterator[Result]],
+) -> Callable[[Setting], Iterator[Result]]:
+    """Decorate a check of one method to check all; an exception ends only that method."""
+
+    def check_all(setting: Setting) -> Iterator[Result]:
+        for method in setting.methods:
+            try:
+                yield from check(setting, method)
+            except Exception as error:  # noqa: BLE001 - shown in the table, as a failure
+                yield stopped(check.__name__.removeprefix("check_"), method, error)
+
+    return check_all
+
+
+def stopped(check: str, case: str, error: Exception) -> Result:
+    """Return the row of an exception."""
+    return Result(check, case, _first_line(error), "no exception", passed=False)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+
+
+@of_each_method
+def check_waits(setting: Setting, method: str) -> Iterator[Result]:
     """The first step of a run may wait, for example to create constants."""
-    for method in setting.methods:
-        words = (*QUIET, "train.epochs=1", setting.on_device)
-        steps = iterate_steps(tiny.task(method, setting.folder, f"waits-{method}", *words))
-        next(steps)
-        problem = ""
-        try:
-            for _ in range(tiny.STEPS_PER_EPOCH - 2):
-                with setting.without_waits():
-                    next(steps)
-        except RuntimeError as error:
-            problem = str(error).splitlines()[0]
-        steps.close()
-        yield Result("waits", method, problem or "none", "none", not problem)
+    words = (*QUIET, "train.epochs=1", setting.on_device)
+    steps = iterate_steps(tiny.task(method, setting.folder, f"waits-{method}", *words))
+    next(steps)
+    problem = ""
+    try:
+        for _ in range(tiny.STEPS_PER_EPOCH - 2):
+            with setting.without_waits():
+                next(steps)
+    except RuntimeError as error:
+        problem = str(error).splitlines()[0]
+    steps.close()
+    yield Result("waits", method, problem or "none", "none", not problem)
 
 
 def losses(setting: Setting, method: str, name: str, *words: str) -> list[float]:
@@ -110,46 +139,72 @@ def losses(setting: Setting, method: str, name: str, *words: str) -> list[float]
 
 
 def difference(values: list[float], expected: list[float]) -> float:
-    """Return the largest relative difference."""
-    pairs = zip(values, expected, strict=True)
-    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+    """Return the largest difference, relative to the mean of the expected magnitudes.
+
+    Not to each value: the loss of SimSiam, for example, is zero between two steps.
+    """
+    scale = sum(map(abs, expected)) / len(expected)
+    return max(abs(a - b) for a, b in zip(values, expected, strict=True)) / max(scale, 1e-12)
 
 
-def check_losses(setting: Setting) -> Iterator[Result]:
-    for method in setting.methods:
-        for precision, limit in LIMITS.items():
-            words = (f"train.precision={precision}", "train.cudnn_tf32=false")
-            expected = losses(setting, method, f"cpu-{precision}", *words, "train.device=cpu")
-            values = losses(setting, method, f"device-{precision}", *words, setting.on_device)
-            error = difference(values, expected)
-            case = f"{method}, {precision}"
-            yield Result("losses", case, f"{error:.1e}", f"at most {limit:.0e}", error <= limit)
+@of_each_method
+def check_losses(setting: Setting, method: str) -> Iterator[Result]:
+    for precision, limit in LIMITS.items():
+        words = (f"train.precision={precision}", *EXACT)
+        expected = losses(setting, method, f"cpu-{precision}", *words, "train.device=cpu")
+        values = losses(setting, method, f"device-{precision}", *words, setting.on_device)
+        error = difference(values, expected)
+        case = f"{method}, {precision}"
+        yield Result("losses", case, f"{error:.1e}", f"at most {limit:.0e}", error <= limit)
 
 
-def check_resume(setting: Setting) -> Iterator[Result]:
-    for method in setting.methods:
-        words = (setting.on_device, "train.deterministic=true")
-        quiet = (*words, "hooks.progress=null")
-        tiny.train(method, setting.folder, f"whole-{method}", *quiet)
-        for stop in ("train.stop_at=7", "train.stop_at=null"):
-            tiny.train(method, setting.folder, f"stopped-{method}", *quiet, stop)
-        rows = [tiny.rows(setting.folder / f"{name}-{method}") for name in ("whole", "stopped")]
-        same = rows[0] == rows[1]
-        yield Result("resume", method, "same bits" if same else "differs", "same bits", same)
+@of_each_method
+def check_resume(setting: Setting, method: str) -> Iterator[Result]:
+    quiet = (setting.on_device, "train.deterministic=true", "hooks.progress=null")
+    tiny.train(method, setting.folder, f"whole-{method}", *quiet)
+    for stop in ("train.stop_at=7", "train.stop_at=null"):
+        tiny.train(method, setting.folder, f"stopped-{method}", *quiet, stop)
+    rows = [tiny.rows(setting.folder / f"{name}-{method}") for name in ("whole", "stopped")]
+    same = rows[0] == rows[1]
+    yield Result("resume", method, "same bits" if same else "differs", "same bits", same)
 
 
 def check_races(setting: Setting) -> Iterator[Result]:
+    """Two processes for all methods: ``CUDA_LAUNCH_BLOCKING`` is read when CUDA starts."""
+    printed = [setting.printed_losses(setting.methods, blocking) for blocking in ("0", "1")]
     for method in setting.methods:
-        printed = []
-        for blocking in ("0", "1"):
-            words = [sys.executable, __file__, "--device", setting.device, "--print-losses", method]
-            environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": blocking}
-            done = subprocess.run(
-                words, env=environment, capture_output=True, text=True, check=True
-            )
-            printed.append(json.loads(done.stdout.splitlines()[-1]))
-        same = printed[0] == printed[1]
-        yield Result("races", method, "same bits" if same else "differs", "same bits", same)
+        first, second = (losses[method] for losses in printed)
+        errors = [value for value in (first, second) if isinstance(value, str)]
+        same = not errors and first == second
+        figure = "same bits" if same else (errors or ["differs"])[0]
+        yield Result("races", method, figure, "same bits", same)
+
+
+def print_losses(setting: Setting) -> dict[str, Any]:
+    """Return the losses of each method, or the error that stopped it."""
+    printed: dict[str, Any] = {}
+    for method in setting.methods:
+        try:
+            words = ("train.deterministic=true", setting.on_device)
+            printed[method] = losses(setting, method, "losses", *words)
+        except Exception as error:  # noqa: BLE001 - shown in the table, as a failure
+            printed[method] = _first_line(error)
+    return printed
+
+
+def losses_in_process(methods: list[str], blocking: str) -> dict[str, Any]:
+    """Return ``print_losses`` of a process with ``CUDA_LAUNCH_BLOCKING``."""
+    words = [sys.executable, __file__, "--print-losses", "--methods", ",".join(methods)]
+    environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": blocking}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"CUDA_LAUNCH_BLOCKING={blocking}: {_last_line(done.stderr)}")
+    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return printed
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]
 
 
 def check_optimizers(setting: Setting) -> Iterator[Result]:
@@ -206,22 +261,26 @@ def check_ranks(setting: Setting) -> Iterator[Result]:
 def _losses_of_ranks(setting: Setting, processes: int, reduce: str) -> list[float]:
     """Return the losses of the first steps of a run in float32, without TF32."""
     words = (f"launch.processes={processes}", f"parallel.reduce={reduce}")
-    exact = ("train.precision=float32", "train.cudnn_tf32=false")
     out = f"ranks-{reduce}-{processes}"
-    command = tiny.command(
-        "simclr",
-        setting.folder,
-        out,
+    more = (
         *words,
-        *exact,
+        *EXACT,
+        "train.precision=float32",
         "parallel.sync_batch_norm=all",
         setting.on_device,
     )
-    done = tiny.run(command, setting.folder)
+    done = setting.run_command("simclr", setting.folder, out, *more)
     if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        raise RuntimeError(_last_line(done.stderr))
     rows = tiny.rows(setting.folder / out)
     return [row["loss"] for row in rows if "loss" in row][:STEPS_OF_RANKS]
+
+
+def run_command(
+    method: str, folder: Path, out: str, *more: str
+) -> subprocess.CompletedProcess[str]:
+    """Train in processes of their own."""
+    return tiny.run(tiny.command(method, folder, out, *more), folder)
 
 
 def _killed_rank(setting: Setting) -> Result:
@@ -229,7 +288,7 @@ def _killed_rank(setting: Setting) -> Result:
     fault = "hooks.fault_injection={at: 3, rank: 1, kind: kill}"
     words = ("launch.processes=2", setting.on_device, fault)
     begun = time.monotonic()
-    done = tiny.run(tiny.command("simclr", setting.folder, "killed", *words), setting.folder)
+    done = setting.run_command("simclr", setting.folder, "killed", *words)
     seconds = time.monotonic() - begun
     passed = done.returncode != 0 and seconds < LONGEST_END
     expected = f"ends within {LONGEST_END} s with an error"
@@ -243,20 +302,23 @@ CHECKS: dict[str, Callable[[Setting], Iterator[Result]]] = {
 }
 
 
-def run(setting: Setting, checks: list[str]) -> list[Result]:
-    """Run the checks, each to its first exception; print each result."""
+def run(setting: Setting, checks: list[str], out: Path | None = None) -> list[Result]:
+    """Run the checks, each case to its first exception; print each result, and write ``out``."""
     results = []
     for name in checks:
         begun = time.monotonic()
+        gc.collect()  # tasks of the last check hold memory of the device
+        empty_cache(torch.device(setting.device))
         try:
             for result in CHECKS[name](setting):
                 results.append(result)
                 print(line(result), flush=True)
         except Exception as error:  # noqa: BLE001 - shown in the table, as a failure
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
-            results.append(Result(name, "stopped", text[:160], "no exception", passed=False))
+            results.append(stopped(name, "stopped", error))
             print(line(results[-1]), flush=True)
         print(f"  ({name}: {time.monotonic() - begun:.0f} s)", flush=True)
+        if out:
+            out.write_text(page(results), encoding="utf-8")
     return results
 
 
@@ -281,22 +343,25 @@ def main() -> int:
     parser.add_argument("--checks", default=",".join(CHECKS))
     parser.add_argument("--methods", default=",".join(METHODS.names()))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help=argparse.SUPPRESS)
-    parser.add_argument("--print-losses", help=argparse.SUPPRESS)
+    parser.add_argument("--print-losses", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; `selftask env` shows what it sees")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with tempfile.TemporaryDirectory() as folder:
-        methods = options.methods.split(",")
-        ranks = min(2, torch.cuda.device_count())
-        setting = Setting(options.device, methods, Path(folder), cuda_without_waits, ranks)
+        setting = Setting(
+            device="cuda",
+            methods=options.methods.split(","),
+            folder=Path(folder),
+            without_waits=cuda_without_waits,
+            printed_losses=losses_in_process,
+            run_command=run_command,
+            ranks=min(2, torch.cuda.device_count()),
+        )
         if options.print_losses:
-            words = ("train.deterministic=true", setting.on_device)
-            print(json.dumps(losses(setting, options.print_losses, "losses", *words)))
+            print(json.dumps(print_losses(setting)))
             return 0
-        results = run(setting, options.checks.split(","))
-    if options.out:
-        options.out.write_text(page(results), encoding="utf-8")
+        results = run(setting, options.checks.split(","), options.out)
     return int(any(result.passed is False for result in results))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -49,6 +50,10 @@ class Setting:
     methods: list[str]
     folder: Path
     without_waits: Callable[[], AbstractContextManager[Any]]
+    printed_losses: Callable[[list[str], str], dict[str, Any]]
+    """Returns the losses of methods in a process with ``CUDA_LAUNCH_BLOCKING``."""
+    run_command: Callable[..., subprocess.CompletedProcess[str]]
+    """Trains a method in processes of their own."""
     ranks: int = 1
     sizes: Sizes = Sizes()
 

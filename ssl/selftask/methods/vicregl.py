@@ -22,10 +22,9 @@ from selftask.config.fields import setting
 from selftask.distributed.collectives import all_gather_cat, world_size
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
-from selftask.models.features.tokens import gather_tokens
 from selftask.models.heads import mlp
 from selftask.models.losses.image_products import has_few_images
-from selftask.models.losses.variance_covariance import variance_covariance
+from selftask.models.losses.variance_covariance import variance_covariance, variances_covariances
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
@@ -138,15 +137,23 @@ class VICRegL(Method):
         return terms
 
 
-class Match(NamedTuple):
-    """M cells of a view and their nearest neighbors in another one."""
+Views = tuple[int, ...]  # numbers of views
 
-    view: int
-    other: int
+
+class Match(NamedTuple):
+    """M cells of each of S views and their nearest neighbors in S other ones."""
+
+    views: Views
+    others: Views
     cells: Tensor
-    """(B, M), indices."""
+    """(B, S, M), indices."""
     neighbors: Tensor
-    """(B, M), indices of the other view's cells."""
+    """(B, S, M), indices of the other views' cells."""
+
+    @property
+    def rows(self) -> int:
+        """S * M, the number of pairs of cells of an image."""
+        return self.cells[0].numel()
 
 
 class LocalNetwork(Network):
@@ -175,9 +182,11 @@ def pairs_of_views(num_views: int) -> list[tuple[int, int]]:
 
 def global_terms(views: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return invariance, variance and covariance terms of whole views, V tensors (B, D)."""
-    pairs = pairs_of_views(len(views))
-    invariance = torch.stack([F.mse_loss(views[i], views[j]) for i, j in pairs]).mean()
-    return invariance, *variance_covariance(torch.stack(views))
+    every = torch.stack(views)  # (V, B, D)
+    shape = (NUM_LARGE, *every.shape)
+    both = every[:NUM_LARGE, None].expand(shape), every.expand(shape)
+    invariance = F.mse_loss(*both) * len(views) / (len(views) - 1)  # a view equals itself
+    return invariance, *variance_covariance(every)
 
 
 def local_terms(
@@ -191,23 +200,39 @@ def local_terms(
         by_features: Number of cells of each view to match by features.
         by_location: Number of cells of each view to match by location.
     """
-    groups: dict[tuple[int, int], list[Match]] = defaultdict(list)
-    for i, j in pairs_of_views(len(cells)):
-        if i > j:
-            continue  # both views are large, and their pair counts twice
-        for compared, numbers in ((cells, by_features), (centers, by_location)):
-            for view, other in ((i, j), (j, i)):
-                matches = nearest_cells(compared[view], compared[other], numbers[view])
-                count = 2 if j < NUM_LARGE else 1
-                groups[matches[0].shape[1], count].append(Match(view, other, *matches))
-    total = sum(count * len(matches) for (_, count), matches in groups.items())
+    pairs = alike_pairs(cells)
+    of_views, of_centers = stacked(cells, pairs), stacked(centers, pairs)
+    matches, counts = [], []
+    for views, others in pairs:
+        for compared, numbers in ((of_views, by_features), (of_centers, by_location)):
+            num_matches = numbers[views[0]], numbers[others[0]]
+            there, back = nearest_cells(compared[views], compared[others], *num_matches)
+            matches += [Match(views, others, *there), Match(others, views, *back)]
+        count = 2 if others[0] < NUM_LARGE else 1  # a pair of large views is compared twice
+        counts += [count * len(views)] * 4
     everyone = cells_of_all_ranks(cells)
-    terms = [
-        torch.stack(matched_terms(cells, everyone, matches)) * (2 * count * len(matches) / total)
-        for (_, count), matches in groups.items()
-    ]  # sums over features and location, means otherwise
-    invariance, variance, covariance = torch.stack(terms).sum(dim=0)
+    of_all = None if everyone is None else stacked(everyone, pairs)
+    terms = matched_terms(of_views, of_all, matches).split([m.rows for m in matches], dim=1)
+    # sums over features and location, means otherwise
+    shares = [2 * count / sum(counts) for count in counts]
+    weighted = [values.mean(dim=1) * share for values, share in zip(terms, shares, strict=True)]
+    invariance, variance, covariance = torch.stack(weighted).sum(dim=0)
     return invariance, variance, covariance
+
+
+def alike_pairs(cells: list[Tensor]) -> list[tuple[Views, Views]]:
+    """Return the pairs of views, each in one order only, in groups of equal numbers of cells."""
+    groups: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
+    for i, j in pairs_of_views(len(cells)):
+        if i < j:
+            groups[cells[i].shape[1], cells[j].shape[1], j < NUM_LARGE].append((i, j))
+    return [(tuple(i for i, _ in g), tuple(j for _, j in g)) for g in groups.values()]
+
+
+def stacked(of_views: list[Tensor], pairs: list[tuple[Views, Views]]) -> dict[Views, Tensor]:
+    """Return (B, S, N, F) for both sides of each group of S pairs, from (B, N, F) of each view."""
+    sides = {side for pair in pairs for side in pair}
+    return {side: torch.stack([of_views[view] for view in side], dim=1) for side in sides}
 
 
 def cells_of_all_ranks(cells: list[Tensor]) -> list[Tensor] | None:
@@ -219,42 +244,69 @@ def cells_of_all_ranks(cells: list[Tensor]) -> list[Tensor] | None:
 
 @torch.no_grad()
 @in_full_precision
-def nearest_cells(cells: Tensor, others: Tensor, num_matches: int) -> tuple[Tensor, Tensor]:
-    """Match the cells of a view to their nearest neighbors in another; return the best matches.
+def nearest_cells(
+    first: Tensor, second: Tensor, num_first: int, num_second: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Match cells to their nearest neighbors in other views, both ways; return the best matches.
 
     Args:
-        cells: (B, N, F): features or positions.
-        others: (B, N', F), of the other view.
-        num_matches: M, or all N cells if there are fewer.
+        first: (..., N, F): features or positions of the cells of a view.
+        second: (..., N', F), of another view.
+        num_first: M, number of best matches of cells of the first view, or all N if it has fewer.
+        num_second: M', for cells of the second view.
 
     Returns:
-        (B, M) indices of cells in ascending order, and (B, M) indices of their neighbors.
+        (..., M) indices of cells of the first view in ascending order, and (..., M) indices of
+        their neighbors in the second; then the same of the second view, (..., M').
     """
-    distance, neighbor = torch.cdist(cells, others).min(dim=2)  # (B, N)
-    order = distance.argsort(dim=1, stable=True)[:, :num_matches]
-    best = order.sort(dim=1).values
-    return best, neighbor.gather(1, best)
+    distance = torch.cdist(first, second)
+    return [_best(distance, num_first), _best(distance.mT, num_second)]
+
+
+def _best(distance: Tensor, num_matches: int) -> tuple[Tensor, Tensor]:
+    nearest, neighbor = distance.min(dim=-1)
+    num_cells = nearest.shape[-1]
+    if num_matches >= num_cells:
+        return torch.arange(num_cells, device=distance.device).expand_as(neighbor), neighbor
+    order = nearest.argsort(dim=-1, stable=True)[..., :num_matches]
+    best = order.sort(dim=-1).values
+    return best, neighbor.gather(-1, best)
 
 
 def matched_terms(
-    cells: list[Tensor], everyone: list[Tensor] | None, matches: list[Match]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return VICReg's terms of matched cells, with separate statistics for each of M matches.
+    cells: dict[Views, Tensor], everyone: dict[Views, Tensor] | None, matches: list[Match]
+) -> Tensor:
+    """Return VICReg's terms of matched cells, with separate statistics for each pair of cells.
 
     Args:
-        cells: Cells of each view, (B, N, L).
-        everyone: Those of all ranks, see ``cells_of_all_ranks``.
-        matches: Matches of equal numbers of cells, whose terms are averaged.
+        cells: Cells of S views, (B, S, N, L); see ``stacked``.
+        everyone: The same of all ranks, (B * W, S, N, L); see ``cells_of_all_ranks``.
+        matches: Matches, each of S views.
+
+    Returns:
+        Invariance, variance and covariance terms, (3, R) for R rows of all matches.
     """
-    views = [match.view for match in matches] + [match.other for match in matches]
-    of_view = [match.cells for match in matches] + [match.neighbors for match in matches]
-    indices = torch.stack(of_view, dim=1)  # (B, 2S, M) for S matches
-    ours = _take(cells, views, indices)  # (2SM, B, L)
-    every = None if everyone is None else _take(everyone, views, all_gather_cat(indices))
+    sides = [match.views for match in matches] + [match.others for match in matches]
+    of_sides = [match.cells for match in matches] + [match.neighbors for match in matches]
+    ours = _take(cells, sides, of_sides)  # (2R, B, L)
+    every = None
+    if everyone is not None:
+        flat = all_gather_cat(torch.cat([index.flatten(1) for index in of_sides], dim=1))
+        parts = flat.split([index[0].numel() for index in of_sides], dim=1)
+        gathered = [x.view(-1, *index.shape[1:]) for x, index in zip(parts, of_sides, strict=True)]
+        every = _take(everyone, sides, gathered)
     first, second = ours.chunk(2)
-    return F.mse_loss(first, second), *variance_covariance(ours, every)
+    invariance = (first - second).square().mean(dim=(1, 2))
+    variance, covariance = (
+        values.unflatten(0, (2, -1)).mean(dim=0) for values in variances_covariances(ours, every)
+    )
+    return torch.stack([invariance, variance, covariance])
 
 
-def _take(cells: list[Tensor], views: list[int], indices: Tensor) -> Tensor:
-    taken = [gather_tokens(cells[view], indices[:, n]) for n, view in enumerate(views)]
-    return torch.cat(taken, dim=1).transpose(0, 1)
+def _take(cells: dict[Views, Tensor], sides: list[Views], indices: list[Tensor]) -> Tensor:
+    """Return the rows of (B, S, N, L) at the indices (B, S, M), for all sides: (rows, B, L)."""
+    taken = [
+        cells[side].gather(2, index[..., None].expand(*index.shape, cells[side].shape[3]))
+        for side, index in zip(sides, indices, strict=True)
+    ]
+    return torch.cat([x.flatten(1, 2) for x in taken], dim=1).transpose(0, 1)

@@ -71,10 +71,11 @@ class MultiBlockMask:
         num_blocks = self.num_targets + 1
         draws = uniform(seed, key, _DRAWS * num_blocks + self.num_patches)
         of_block = draws[:, : _DRAWS * num_blocks].view(-1, num_blocks, _DRAWS)
-        block = rectangles(of_block[:, 0], self.context_scale, _SQUARE, self.grid)  # (B, N)
-        targets = rectangles(  # (B, M, N)
-            of_block[:, 1:], self.target_scale, self.target_ratio, self.grid
-        )
+        area, shape, down, right = of_block.unbind(dim=2)  # (B, M + 1) each, the context first
+        area = _scaled(area, self.context_scale, self.target_scale)
+        shape = _scaled(shape, _SQUARE, self.target_ratio)
+        blocks = rectangles(area, shape, down, right, self.grid)  # (B, M + 1, N)
+        block, targets = blocks[:, 0], blocks[:, 1:]
         context = cut_out(block, targets, least=self.min_context)
         return (
             padded_indices(context, self.most_context, draws[:, _DRAWS * num_blocks :]),
@@ -82,21 +83,27 @@ class MultiBlockMask:
         )
 
 
-def rectangles(draws: Tensor, scale: Range, ratio: Range, grid: tuple[int, int]) -> Tensor:
-    """Turn random draws into rectangles of patches.
+def _scaled(draws: Tensor, context: Range, targets: Range) -> Tensor:
+    """Map draws (B, M + 1) from [0, 1) to the range of the context or of the targets."""
+    parts = zip(draws.split([1, draws.shape[1] - 1], dim=1), (context, targets), strict=True)
+    return torch.cat([low + (high - low) * part for part, (low, high) in parts], dim=1)
+
+
+def rectangles(
+    area: Tensor, shape: Tensor, down: Tensor, right: Tensor, grid: tuple[int, int]
+) -> Tensor:
+    """Return rectangles of patches.
 
     Args:
-        draws: (..., 4) in [0, 1): area, shape, row and column of each rectangle.
-        scale: Smallest and largest area, as a fraction of the image.
-        ratio: Smallest and largest height / width, relative to the image's.
+        area: Area of each rectangle (...), as a fraction of the image.
+        shape: Height / width (...), relative to the image's.
+        down: Row (...), from 0 at the top to 1 at the bottom.
+        right: Column (...), from 0 to 1.
         grid: Rows and columns of patches.
 
     Returns:
         (..., N) bool, True inside the rectangle.
     """
-    area, shape, down, right = draws.unbind(dim=-1)
-    area = scale[0] + (scale[1] - scale[0]) * area
-    shape = ratio[0] + (ratio[1] - ratio[0]) * shape
     rows = _stretch((area * shape).sqrt(), down, grid[0])  # (..., rows)
     columns = _stretch((area / shape).sqrt(), right, grid[1])  # (..., columns)
     return (rows[..., :, None] & columns[..., None, :]).flatten(-2)
@@ -105,9 +112,10 @@ def rectangles(draws: Tensor, scale: Range, ratio: Range, grid: tuple[int, int])
 def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
     """Return ``share * length`` consecutive places at a drawn offset: bool (..., length)."""
     size = (share * length).round()
-    first = (draw * (length - size + 1)).floor().minimum(length - size)  # minimum: rounding
+    rest = length - size
+    first = (draw * (rest + 1)).floor().minimum(rest)[..., None]  # minimum: rounding
     positions = torch.arange(length, device=share.device)
-    return (positions >= first[..., None]) & (positions < (first + size)[..., None])
+    return (positions >= first) & (positions < first + size[..., None])
 
 
 def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int]) -> list[int]:

@@ -113,7 +113,9 @@ class LossScaler(NoScaler):
         return {"scale": self._scale, "_growth_tracker": self._good_steps}  # torch's names
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._scale, self._good_steps = state["scale"], state["_growth_tracker"]
+        """Restore a state; the empty one of a run in another precision changes nothing."""
+        if state:
+            self._scale, self._good_steps = state["scale"], state["_growth_tracker"]
 
 
 def _local(gradient: Any) -> Tensor:

@@ -20,8 +20,7 @@ from selftask.models.precision import in_full_precision
 EPS = 1e-4  # added to variances, as in the paper
 
 
-@in_full_precision
-def variance_covariance(features: Tensor, every: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def variance_covariance(features: Tensor) -> tuple[Tensor, Tensor]:
     """Return the variance and the covariance term of features.
 
     A loss weights them by the same numbers on all ranks.
@@ -29,20 +28,31 @@ def variance_covariance(features: Tensor, every: Tensor | None = None) -> tuple[
     Args:
         features: (..., B, D) for B images of this rank. Statistics are over the images of all
             ranks, separately for each leading index; terms are means over the leading indices.
-        every: Features of the images of all ranks, (..., B * W, D), if they are there; else they
-            are gathered where this is cheaper than a sum of covariances.
 
     Returns:
         The mean hinge of 1 on the standard deviation of each feature (equation 1), and the sum of
         squared covariances between different features, divided by D (equation 4).
+    """
+    variance, covariance = variances_covariances(features)
+    return variance.mean(), covariance.mean()
+
+
+@in_full_precision
+def variances_covariances(features: Tensor, every: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the terms of ``variance_covariance`` of each leading index, (...) each.
+
+    Args:
+        features: (..., B, D) for B images of this rank.
+        every: Features of the images of all ranks, (..., B * W, D), if they are there; else they
+            are gathered where this is cheaper than a sum of covariances.
     """
     if has_few_images(features):
         every = rows_of_all_ranks(features) if every is None else every.detach()
         variance, others = _from_images(features, every)
     else:
         variance, others = _from_features(features)
-    hinge = (1 - (variance + EPS).sqrt()).relu().mean()
-    return hinge, others.mean() / features.shape[-1]
+    hinge = (1 - (variance + EPS).sqrt()).relu().mean(dim=-1)
+    return hinge, others / features.shape[-1]
 
 
 # The mean of the images has no gradient: centered features sum to zero, and so does what they add.
