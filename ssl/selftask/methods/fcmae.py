@@ -72,7 +72,7 @@ class BlockDecoder(nn.Module):
 
         super().__init__()
         self.embed = nn.Conv2d(width, dim, 1)
-        self.token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
+        self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
         self.blocks = nn.Sequential(
             *(ConvNeXtBlock(dim, use_grn=True, ls_init_value=None) for _ in range(depth))
         )
@@ -84,7 +84,7 @@ class BlockDecoder(nn.Module):
         """Return images (B, C, H, W) for the map (B, E, h, w)."""
         x = self.embed(maps[0])  # (B, D, h, w)
         with VISIBLE.only(visible, (hidden.shape[1], hidden.shape[2])):
-            x = fill_hidden(x, self.token)
+            x = fill_hidden(x, self.mask_token)
         image: Tensor = self.to_image(self.predict(self.blocks(x)))
         return image
 

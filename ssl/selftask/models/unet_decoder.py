@@ -68,14 +68,14 @@ class Densify(nn.Module):
 
         super().__init__()
         self.norm = nn.BatchNorm2d(width) if batch_norm else LayerNorm2d(width, eps=1e-6)
-        self.token = nn.Parameter(nn.init.trunc_normal_(torch.empty(width), std=0.02))
+        self.mask_token = nn.Parameter(nn.init.trunc_normal_(torch.empty(width), std=0.02))
         self.project: nn.Module = nn.Identity()
         if kernel > 1 or width != dim:
             self.project = nn.Conv2d(width, dim, kernel, padding=kernel // 2)
         see_visible_patches(self.norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = fill_hidden(self.norm(x), self.token)
+        x = fill_hidden(self.norm(x), self.mask_token)
         dense: Tensor = self.project(x)
         return dense
 

@@ -22,7 +22,7 @@ from selftask.errors import UserError
 from selftask.models.features.tokens import Grid
 
 _POSITIONWISE = {
-    *("ResNet", "BasicBlock", "Bottleneck", "SmallResNet", "_Residual", "Sequential"),
+    *("ResNet", "BasicBlock", "Bottleneck", "Sequential"),
     *("ConvNeXt", "ConvNeXtStage", "ConvNeXtBlock", "Mlp", "GlobalResponseNormMlp"),
     *("NormMlpClassifierHead", "SelectAdaptivePool2d", "Flatten", "Identity"),
     *("LayerNorm", "LayerNorm2d", "SimpleNorm", "SimpleNorm2d", "RmsNorm", "RmsNorm2d"),
@@ -104,7 +104,12 @@ VISIBLE = VisiblePatches()
 
 
 def check_layers(network: nn.Module) -> None:
-    """Raise UserError if a layer of a network may mix positions in a way not handled here."""
+    """Raise UserError if a layer of a network may mix positions in a way not handled here.
+
+    A module with its own ``offers`` declares it instead.
+    """
+    if hasattr(network, "offers"):
+        return
     for name, part in network.named_modules():
         kind = type(part).__name__
         is_inner = ".parametrizations" in name  # of a layer with adapters
