@@ -196,7 +196,7 @@ def test_impossible_sizes_are_refused() -> None:
         _task("spark", decoder_dim=10)
     with pytest.raises(UserError, match=r"mask_ratio=0\.05 hides 0 of the 4 patches"):
         _task("spark", mask_ratio=0.05).forward(torch.arange(4))
-    with pytest.raises(ConfigError, match="parallel.activation_checkpointing must be none"):
+    with pytest.raises(ConfigError, match=r"parallel\.activation_checkpointing must be none"):
         load_config("spark", ["parallel.activation_checkpointing=blocks"])
     with pytest.raises(ConfigError, match="'vit_micro' has none; take resnet101"):
         load_config("spark", ["backbone={name: vit_micro, img_size: 32}"])

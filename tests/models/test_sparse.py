@@ -213,8 +213,10 @@ def test_maps_are_those_of_sums_over_visible_positions(name: str) -> None:
         assert torch.allclose(features.pooled[0], of_first, atol=1e-10)
 
 
-@pytest.mark.parametrize(("start", "figures"), [(0, (30.930710585901682, 21.855231554311352)),
-                                                (500, (30.37942616250211, 27.312532790187777))])
+@pytest.mark.parametrize(
+    ("start", "figures"),
+    [(0, (30.930710585901682, 21.855231554311352)), (500, (30.37942616250211, 27.312532790187777))],
+)
 def test_response_norm_of_visible_positions_is_that_of_the_authors(
     start: int, figures: tuple[float, float]
 ) -> None:

@@ -34,7 +34,10 @@ class FCMAE(SparK):
       in fine-tuning; their PyTorch code takes those of all images of the batch.
     """
 
-    paper = "Woo et al., ConvNeXt V2: Co-designing and Scaling ConvNets with Masked Autoencoders, CVPR 2023"
+    paper = (
+        "Woo et al., ConvNeXt V2: Co-designing and Scaling ConvNets with Masked Autoencoders, "
+        "CVPR 2023"
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SparK.Config):

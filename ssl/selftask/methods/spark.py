@@ -45,7 +45,10 @@ class SparK(MaskedPatches):
     * There 1e-8 is added to the number of masked patches.
     """
 
-    paper = "Tian et al., Designing BERT for Convolutional Networks: Sparse and Hierarchical Masked Modeling, ICLR 2023"
+    paper = (
+        "Tian et al., Designing BERT for Convolutional Networks: Sparse and Hierarchical Masked "
+        "Modeling, ICLR 2023"
+    )
     requires = ("sparse",)
 
     @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ decoder there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +34,7 @@ class UNetDecoder(nn.Module):
         super().__init__()
         num_levels = stride.bit_length() - 1
         sizes = [dim >> level for level in range(num_levels + 1)]
-        self.up = nn.ModuleList(
-            _Up(wide, narrow) for wide, narrow in zip(sizes[:-1], sizes[1:], strict=True)
-        )
+        self.up = nn.ModuleList(_Up(wide, narrow) for wide, narrow in pairwise(sizes))
         self.project = nn.Conv2d(sizes[-1], channels, 1)
         self.apply(_initialize)
         self.densify = nn.ModuleList(

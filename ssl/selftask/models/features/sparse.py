@@ -88,11 +88,9 @@ class VisiblePatches:
         return self._positions[size]
 
     def _patch(self, size: Grid) -> Grid:
-        """Return rows and columns of positions in a patch. Raise UserError if they are not whole."""
-        (rows, more_rows), (columns, more_columns) = (
-            divmod(side, number) for side, number in zip(size, self.grid, strict=True)
-        )
-        if more_rows or more_columns or not (rows and columns):
+        """Return rows and columns of positions in a patch, for a map of H x W."""
+        rows, columns = size[0] // self.grid[0], size[1] // self.grid[1]
+        if (rows * self.grid[0], columns * self.grid[1]) != size or not rows * columns:
             raise UserError(
                 f"backbone: a feature map of {size[0]}x{size[1]} cannot be divided into the "
                 f"{self.grid[0]}x{self.grid[1]} patches of an image, of which some are hidden"
