@@ -16,7 +16,7 @@ from selftask.errors import ConfigError, UserError
 from selftask.methods.fcmae import BlockDecoder
 from selftask.methods.spark import masked_l2, standardize
 from selftask.models.features.tokens import Features, from_map
-from selftask.models.unet_decoder import UNetDecoder
+from selftask.models.features.unet_decoder import UNetDecoder
 from selftask.registry import METHODS
 
 BOTH = pytest.mark.parametrize("method", ["spark", "fcmae"])

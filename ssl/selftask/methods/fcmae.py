@@ -16,7 +16,7 @@ from selftask.methods.spark import SparK
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.levels import levels_of
 from selftask.models.features.sparse import VISIBLE
-from selftask.models.unet_decoder import fill_hidden
+from selftask.models.features.unet_decoder import fill_hidden
 from selftask.registry import register_method
 
 

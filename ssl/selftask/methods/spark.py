@@ -25,7 +25,7 @@ from selftask.models.features.tokens import Grid
 from selftask.models.masks import hide_patches
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import to_float32
-from selftask.models.unet_decoder import UNetDecoder
+from selftask.models.features.unet_decoder import UNetDecoder
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
 
