@@ -22,10 +22,10 @@ from selftask.models.features.extract import adapter_of
 from selftask.models.features.levels import levels_of
 from selftask.models.features.sparse import check_layers, see_visible_patches
 from selftask.models.features.tokens import Grid
+from selftask.models.features.unet_decoder import UNetDecoder
 from selftask.models.masks import hide_patches
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import to_float32
-from selftask.models.features.unet_decoder import UNetDecoder
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
 
