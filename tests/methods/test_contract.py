@@ -22,6 +22,7 @@ from selftask.cli.check import load
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
+from selftask.distributed.collectives import world_size
 from selftask.equivalence.compare import Record, compare, merge
 from selftask.equivalence.tiny_recipe import images_for, make_tiny
 from selftask.equivalence.trace import RecordedTask, batch_norm_replaced
@@ -115,8 +116,9 @@ def recorded(config: Config, stop: int = STEPS) -> Record:
 
 
 def on_rank(rank: int, config: Config) -> Record:
-    """The same on one rank of two, whose processes have met."""
-    numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    """The same on one rank, whose processes have met."""
+    size = world_size()
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # asked for, never used
     return recorded(config)
@@ -128,6 +130,11 @@ def test_a_stopped_run_goes_on_as_if_never_stopped(method: str, tmp_path: Path) 
     whole = small(method, tmp_path / "whole")
     parts = replace(whole, out=str(tmp_path / "parts"))
     recorded(whole)
+    compare_stopped(whole, parts)
+
+
+def compare_stopped(whole: Config, parts: Config) -> None:
+    """Compare the last checkpoint of a finished run with that of a run stopped at each step."""
     for stop in range(1, STEPS + 1):
         recorded(parts, stop)
     folders = [Path(config.out, "checkpoints") for config in (whole, parts)]
@@ -149,3 +156,23 @@ def test_two_ranks_do_what_one_does(method: str, tmp_path: Path) -> None:
     assert wrong == []
     first = one["loss"][0][""][0]
     assert one["loss"][1][""][0] != first, "nothing was trained"
+
+
+@pytest.mark.slow
+def test_random_coordinates_of_rope_resume_and_do_not_depend_on_ranks(tmp_path: Path) -> None:
+    """Shift, jitter and rescale of a ViT's positions, with views of two sizes and a teacher."""
+    random = "rope_shift: 0.2, rope_jitter: 1.5, rope_rescale: 2.0"
+
+    def with_rope(drawn: str, out: str) -> Config:
+        rope = f"{{name: vit_micro, img_size: 32, patch_size: 8, positions: rope, {drawn}}}"
+        config = make_tiny(load("dino", [f"backbone={rope}"]), batch_size=8, steps=STEPS)
+        return replace(config, out=str(tmp_path / out))
+
+    config = with_rope(random, "one")
+    one = merge([recorded(config)])
+    compare_stopped(config, with_rope(random, "parts"))
+    for ranks in (2, 4):
+        many = run_ranks(on_rank, ranks, with_rope(random, f"ranks{ranks}"))
+        assert [row for row in compare(one, many, str(ranks)) if not row.ok] == []
+    fixed = merge([recorded(with_rope("rope_shift: 0.0", "fixed"))])
+    assert fixed["loss"][0][""][0] != one["loss"][0][""][0], "no coordinates were drawn"

@@ -22,8 +22,9 @@ from selftask.models.features.extract import FeatureExtractor, adapter_of, extra
 from selftask.models.features.tokens import Features, from_map
 from selftask.models.weights.load import load_weights
 
-DENSE, TOKENS, SUBSET = (
-    frozenset({"dense", "hidden", *more}) for more in ((), ("tokens",), ("tokens", "subset"))
+DENSE, SPARSE, TOKENS, SUBSET = (
+    frozenset({"dense", "hidden", *more})
+    for more in ((), ("sparse",), ("tokens",), ("tokens", "subset"))
 )
 
 
@@ -77,11 +78,11 @@ BACKBONES: dict[str, tuple[Callable[[], nn.Module], frozenset[str]]] = {
     "beit": (_timm("beit_base_patch16_224", img_size=32, depth=2, embed_dim=48), TOKENS),
     "swin": (_timm("swin_tiny_patch4_window7_224", **SWIN), TOKENS),
     "swinv2": (_timm("swinv2_tiny_window8_256", **SWIN), TOKENS),
-    "convnext": (_timm("convnext_atto", depths=(1, 1, 1, 1)), DENSE),
-    "small_resnet": (lambda: SmallResNet(4, blocks=1, stem_stride=2), DENSE),
-    "timm_resnet": (_timm("resnet18"), DENSE),
+    "convnext": (_timm("convnext_atto", depths=(1, 1, 1, 1)), SPARSE),
+    "small_resnet": (lambda: SmallResNet(4, blocks=1, stem_stride=2), SPARSE),
+    "timm_resnet": (_timm("resnet18"), SPARSE),
     "mobilenet": (_timm("mobilenetv3_small_050"), DENSE),
-    "torchvision_resnet": (_torchvision("resnet18"), DENSE),
+    "torchvision_resnet": (_torchvision("resnet18"), SPARSE),
     "torchvision_swin": (_torchvision("swin_t"), TOKENS),
     "torchvision_convnext": (_torchvision("convnext_tiny"), DENSE),
     "torchvision_efficientnet": (_torchvision("efficientnet_b0"), DENSE),

@@ -16,7 +16,7 @@ from selftask.methods.spark import SparK
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.levels import levels_of
 from selftask.models.features.sparse import VISIBLE
-from selftask.models.unet_decoder import fill_hidden
+from selftask.models.features.unet_decoder import fill_hidden
 from selftask.registry import register_method
 
 
@@ -34,7 +34,10 @@ class FCMAE(SparK):
       in fine-tuning; their PyTorch code takes those of all images of the batch.
     """
 
-    paper = "Woo et al., ConvNeXt V2: Co-designing and Scaling ConvNets with Masked Autoencoders, CVPR 2023"
+    paper = (
+        "Woo et al., ConvNeXt V2: Co-designing and Scaling ConvNets with Masked Autoencoders, "
+        "CVPR 2023"
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SparK.Config):
@@ -72,7 +75,7 @@ class BlockDecoder(nn.Module):
 
         super().__init__()
         self.embed = nn.Conv2d(width, dim, 1)
-        self.token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
+        self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
         self.blocks = nn.Sequential(
             *(ConvNeXtBlock(dim, use_grn=True, ls_init_value=None) for _ in range(depth))
         )
@@ -84,7 +87,7 @@ class BlockDecoder(nn.Module):
         """Return images (B, C, H, W) for the map (B, E, h, w)."""
         x = self.embed(maps[0])  # (B, D, h, w)
         with VISIBLE.only(visible, (hidden.shape[1], hidden.shape[2])):
-            x = fill_hidden(x, self.token)
+            x = fill_hidden(x, self.mask_token)
         image: Tensor = self.to_image(self.predict(self.blocks(x)))
         return image
 

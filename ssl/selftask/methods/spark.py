@@ -22,10 +22,10 @@ from selftask.models.features.extract import adapter_of
 from selftask.models.features.levels import levels_of
 from selftask.models.features.sparse import check_layers, see_visible_patches
 from selftask.models.features.tokens import Grid
+from selftask.models.features.unet_decoder import UNetDecoder
 from selftask.models.masks import hide_patches
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import to_float32
-from selftask.models.unet_decoder import UNetDecoder
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
 
@@ -45,7 +45,10 @@ class SparK(MaskedPatches):
     * There 1e-8 is added to the number of masked patches.
     """
 
-    paper = "Tian et al., Designing BERT for Convolutional Networks: Sparse and Hierarchical Masked Modeling, ICLR 2023"
+    paper = (
+        "Tian et al., Designing BERT for Convolutional Networks: Sparse and Hierarchical Masked "
+        "Modeling, ICLR 2023"
+    )
     requires = ("sparse",)
 
     @dataclass(frozen=True, kw_only=True)

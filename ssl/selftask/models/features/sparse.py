@@ -22,7 +22,7 @@ from selftask.errors import UserError
 from selftask.models.features.tokens import Grid
 
 _POSITIONWISE = {
-    *("ResNet", "BasicBlock", "Bottleneck", "SmallResNet", "_Residual", "Sequential"),
+    *("ResNet", "BasicBlock", "Bottleneck", "Sequential"),
     *("ConvNeXt", "ConvNeXtStage", "ConvNeXtBlock", "Mlp", "GlobalResponseNormMlp"),
     *("NormMlpClassifierHead", "SelectAdaptivePool2d", "Flatten", "Identity"),
     *("LayerNorm", "LayerNorm2d", "SimpleNorm", "SimpleNorm2d", "RmsNorm", "RmsNorm2d"),
@@ -88,11 +88,9 @@ class VisiblePatches:
         return self._positions[size]
 
     def _patch(self, size: Grid) -> Grid:
-        """Return rows and columns of positions in a patch. Raise UserError if they are not whole."""
-        (rows, more_rows), (columns, more_columns) = (
-            divmod(side, number) for side, number in zip(size, self.grid, strict=True)
-        )
-        if more_rows or more_columns or not (rows and columns):
+        """Return rows and columns of positions in a patch, for a map of H x W."""
+        rows, columns = size[0] // self.grid[0], size[1] // self.grid[1]
+        if (rows * self.grid[0], columns * self.grid[1]) != size or not rows * columns:
             raise UserError(
                 f"backbone: a feature map of {size[0]}x{size[1]} cannot be divided into the "
                 f"{self.grid[0]}x{self.grid[1]} patches of an image, of which some are hidden"
@@ -104,7 +102,12 @@ VISIBLE = VisiblePatches()
 
 
 def check_layers(network: nn.Module) -> None:
-    """Raise UserError if a layer of a network may mix positions in a way not handled here."""
+    """Raise UserError if a layer of a network may mix positions in a way not handled here.
+
+    A module with its own ``offers`` declares it instead.
+    """
+    if hasattr(network, "offers"):
+        return
     for name, part in network.named_modules():
         kind = type(part).__name__
         is_inner = ".parametrizations" in name  # of a layer with adapters

@@ -7,6 +7,7 @@ decoder there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +34,7 @@ class UNetDecoder(nn.Module):
         super().__init__()
         num_levels = stride.bit_length() - 1
         sizes = [dim >> level for level in range(num_levels + 1)]
-        self.up = nn.ModuleList(
-            _Up(wide, narrow) for wide, narrow in zip(sizes[:-1], sizes[1:], strict=True)
-        )
+        self.up = nn.ModuleList(_Up(wide, narrow) for wide, narrow in pairwise(sizes))
         self.project = nn.Conv2d(sizes[-1], channels, 1)
         self.apply(_initialize)
         self.densify = nn.ModuleList(
@@ -68,14 +67,14 @@ class Densify(nn.Module):
 
         super().__init__()
         self.norm = nn.BatchNorm2d(width) if batch_norm else LayerNorm2d(width, eps=1e-6)
-        self.token = nn.Parameter(nn.init.trunc_normal_(torch.empty(width), std=0.02))
+        self.mask_token = nn.Parameter(nn.init.trunc_normal_(torch.empty(width), std=0.02))
         self.project: nn.Module = nn.Identity()
         if kernel > 1 or width != dim:
             self.project = nn.Conv2d(width, dim, kernel, padding=kernel // 2)
         see_visible_patches(self.norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = fill_hidden(self.norm(x), self.token)
+        x = fill_hidden(self.norm(x), self.mask_token)
         dense: Tensor = self.project(x)
         return dense
 
