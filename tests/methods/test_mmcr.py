@@ -13,7 +13,7 @@ from torch import Tensor
 from figures import draw
 from minitask import MiniTask, loss_of
 from selftask.methods.mmcr import MMCR, global_norm, local_norm
-from selftask.models.losses.nuclear_norm import nuclear_norm, polar_factor
+from selftask.models.losses.polar import nuclear_norm, polar_factor
 
 # ThomasYerxa/mmcr for seeds 0 and 500: loss and gradient; with lambda 0.05, 0 and a teacher
 PLAIN = [(-4.140129380633392, 0.4360163039841747), (-3.819281109499742, 0.44141681005597466)]

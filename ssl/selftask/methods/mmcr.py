@@ -17,7 +17,7 @@ from selftask.distributed.collectives import all_gather_cat, rank, sum_with_equa
 from selftask.methods.base import Method
 from selftask.methods.families.ema_teacher import Schedule
 from selftask.models.heads import mlp
-from selftask.models.losses.nuclear_norm import nuclear_norm, polar_factor
+from selftask.models.losses.polar import nuclear_norm, polar_factor
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule

@@ -1,6 +1,6 @@
-"""Nuclear norm, the sum of the singular values, by products and Cholesky factors alone.
+"""Polar factors, nuclear norms and inverse roots by products and Cholesky factors alone.
 
-A GPU's singular value decomposition makes the host wait for it, and is many times slower.
+A singular value decomposition makes the host wait for a GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +15,20 @@ STEPS = 6  # converges from a smallest singular value of 1e-16
 
 def nuclear_norm(matrices: Tensor) -> Tensor:
     """Return the nuclear norms (...) of matrices (..., n, m); the gradient is the polar factor."""
-    return (polar_factor(matrices) * matrices).sum(dim=(-2, -1))
+    return (polar_factor(matrices.detach()) * matrices).sum(dim=(-2, -1))
 
 
-@torch.no_grad()
+def inverse_root(matrices: Tensor) -> Tensor:
+    """Return the symmetric inverse square roots of positive definite matrices (..., n, n).
+
+    Of A = L @ L.T it is L^-T times the polar factor of L.T.
+    """
+    root = torch.linalg.cholesky_ex(matrices).L.mT
+    return torch.linalg.solve_triangular(root, polar_factor(root), upper=True)
+
+
 def polar_factor(matrices: Tensor) -> Tensor:
-    """Return U @ V.T of the singular value decomposition U @ S @ V.T, without gradient.
+    """Return U @ V.T of the singular value decomposition U @ S @ V.T.
 
     Dynamically weighted Halley iteration (Nakatsukasa and Bai, Halley's method for the matrix sign
     function and polar decomposition, SIAM 2010): X <- X (a + b X^T X) (1 + c X^T X)^-1, with the
