@@ -31,7 +31,8 @@ from selftask.config.schema.views import num_views
 from selftask.registry import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-SUMMARY = re.compile(r"(?P<title>[^:(]+?)(?: \(arXiv:(?P<arxiv>\d{4}\.\d{5})\))?: (?P<text>.+)\.")
+NUMBER = r" \((?:arXiv:(?P<arxiv>\d{4}\.\d{5})|OpenReview:(?P<openreview>[\w-]+))\)"
+SUMMARY = re.compile(rf"(?P<title>[^:(]+?)(?:{NUMBER})?: (?P<text>.+)\.")
 DIFFERENCES = re.compile(r"^Differs from the authors' code:\n\n(.+?)(?=\n\n|\Z)", re.M | re.S)
 BEGIN, END = "<!-- begin: tools/method_tables.py -->", "<!-- end -->"
 IN_A_LINE = 3  # links of README.md
@@ -51,6 +52,8 @@ class Card:
     title: str
     text: str
     arxiv: str | None
+    openreview: str | None
+    """Number of a paper that is not on arXiv."""
     differences: str
     """Bullets, or an empty string."""
 
@@ -121,6 +124,8 @@ def method_rows() -> Iterator[str]:
         links = [f"`{m.name}`" for m in methods]
         texts = [f"{m.title}: {m.text}" for m in methods]
         papers = [f"[{m.arxiv}](https://arxiv.org/abs/{m.arxiv})" for m in methods if m.arxiv]
+        numbers = [m.openreview for m in methods if m.openreview]
+        papers += [f"[{number}](https://openreview.net/forum?id={number})" for number in numbers]
         yield f"| {', '.join(links)} | {'; '.join(texts)} | {', '.join(papers)} |\n"
 
 

@@ -54,5 +54,5 @@ def test_features_are_grouped_in_another_order_at_each_step() -> None:
 
 
 def test_groups_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="method.group_width: 100 features .* groups of 64"):
+    with pytest.raises(ConfigError, match=r"method\.group_width: 100 features .* groups of 64"):
         load_config("shuffled_dbn", ["method.out_dim=100", "method.group_width=64"])

@@ -110,5 +110,5 @@ def test_iter_norm_on_two_ranks_is_that_of_one() -> None:
 
 
 def test_groups_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="method.group_width: 100 features .* groups of 64"):
+    with pytest.raises(ConfigError, match=r"method\.group_width: 100 features .* groups of 64"):
         load_config("vibcreg", ["method.out_dim=100", "method.group_width=64"])

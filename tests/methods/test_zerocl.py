@@ -62,8 +62,6 @@ def test_inverse_root_and_its_gradient_are_those_of_eigenvectors() -> None:
     torch.testing.assert_close(root, expected, rtol=1e-9, atol=1e-10)
     weights = draw(5, 2, 5, 5)
     weights = weights + weights.mT
-    ours, theirs = (
-        torch.autograd.grad((x * weights).sum(), matrices)[0] for x in (root, expected)
-    )
+    ours, theirs = (torch.autograd.grad((x * weights).sum(), matrices)[0] for x in (root, expected))
     symmetric = (ours + ours.mT) / 2  # of a symmetric matrix either triangle may be read
     torch.testing.assert_close(symmetric, (theirs + theirs.mT) / 2, rtol=1e-7, atol=1e-8)

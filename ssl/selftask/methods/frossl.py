@@ -56,8 +56,8 @@ class FroSSL(Method):
         invariance_weight: float = setting(1.4, min=0)
         """Weight of the agreement of views, gamma; 2 for 8 views. In I-VNE+ of the cosine."""
         spectrum: Literal["frobenius", "von_neumann"] = "frobenius"
-        """What measures the spectrum: the Frobenius norm, or the von Neumann entropy of unit vectors,
-        from eigenvalues, for which the host waits for a GPU.
+        """What measures the spectrum: the Frobenius norm, or the von Neumann entropy of unit
+        vectors, from eigenvalues, for which the host waits for a GPU.
         """
         spectrum_weight: float = setting(1.0, min=0)
         """Weight of the term of the spectrum."""

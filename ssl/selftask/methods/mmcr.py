@@ -41,7 +41,7 @@ class MMCR(Method):
     """
 
     paper = (
-        "Yerxa et al., Learning Efficient Coding of Natural Images with Maximum Manifold Capacity "
+        "Yerxa et al., Efficient Coding of Natural Images using Maximum Manifold Capacity "
         "Representations, NeurIPS 2023"
     )
     columns = {

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 class ShuffledDBN(Method):
     """Shuffled-DBN (arXiv:2105.00470): two views agree after whitening random groups of features.
 
-    Differs from the paper, whose code was not available:
+    Differs from the authors' code:
 
-    * Whitening is part of the loss, without running averages, which nothing would use.
+    * The authors' code was not available; the loss is compared with the paper's steps. Whitening is
+      part of it, without running averages, which nothing would use.
     """
 
     paper = "Hua et al., On Feature Decorrelation in Self-Supervised Learning, ICCV 2021"

@@ -22,10 +22,11 @@ from selftask.registry import register_method
 
 @register_method("zerocl")
 class ZeroCL(Method):
-    """Zero-CL (ICLR 2022): two views agree after whitening features, and after whitening images.
+    """Zero-CL (OpenReview:RAW9tCdVxLj): views agree after whitening features, and whitening images.
 
-    Differs from the authors' code, which was not available as a whole:
+    Differs from the authors' code:
 
+    * The authors' code was not available as a whole; the loss is compared with the paper's steps.
     * Both matrices are of the images of all ranks.
     """
 
@@ -62,11 +63,6 @@ class ZeroCL(Method):
         """Return both terms for ``output`` (2, B, D), computed by every rank for all images."""
         features, instances = zerocl_terms(output, shrinkage=self.config.shrinkage)
         return {"features": features, "instances": self.config.instance_weight * instances}
-
-    @property
-    def chance_loss(self) -> float | None:
-        """Loss of views without correlation, without ``instance_weight``: ``out_dim``."""
-        return None if self.config.instance_weight else float(self.config.out_dim)
 
 
 @in_full_precision
