@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from figures import draw
 from minitask import MiniTask
-from selftask.batch import total
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
-from selftask.methods.corinfomax import CorInfoMax
+from selftask.methods.corinfomax import CorInfoMax, determinant, running_statistics
 
 # OFSkean/FroSSL's copy for seeds 0 and 500, two steps each: loss, determinant term, norms of the
 # first covariance and mean, gradients of both views
@@ -56,37 +56,45 @@ STEPS = [
 ]
 
 
-class Step:
-    """What ``on_forward`` and ``on_update`` see of a task."""
-
-    train = True
-    last_batch: Any = None
-
-
 @pytest.mark.parametrize("case", [0, 1])
 def test_two_steps_are_those_of_the_authors_code(case: int) -> None:
-    method, step = CorInfoMax(CorInfoMax.Config(out_dim=10)).double(), Step()
+    """Of features as they are; the authors normalize them before."""
+    mean = torch.zeros(2, 1, 10, dtype=torch.float64)
+    covariance = torch.eye(10, dtype=torch.float64).repeat(2, 1, 1)
     for number, figures in enumerate(STEPS[case]):
         seed = 500 * case + 10 + 10 * number
         first = draw(seed, 16, 10)
-        output = torch.stack([first, 0.5 * first + draw(seed + 1, 16, 10)]).requires_grad_()
-        step.last_batch = type("Output", (), {"output": output})
-        method.on_forward(step)  # type: ignore[arg-type]
-        terms = method(output, None)
-        (gradient,) = torch.autograd.grad(total(terms), output)
-        method.on_update(step)  # type: ignore[arg-type]
-        state = (method.covariance[0].norm().item(), method.mean[0].norm().item())
-        values = (total(terms).item(), terms["determinant"].item())
-        computed = (*values, *state, *gradient.norm(dim=(1, 2)).tolist())
+        views = torch.stack([first, 0.5 * first + draw(seed + 1, 16, 10)]).requires_grad_()
+        mean, covariance = running_statistics(views, mean, covariance, forgetting=0.01)
+        term = determinant(covariance, epsilon=1e-8)
+        loss = term + 500 * (views[0] - views[1]).square().mean()
+        (gradient,) = torch.autograd.grad(loss, views)
+        mean, covariance = mean.detach(), covariance.detach()
+        state = (covariance[0].norm().item(), mean[0].norm().item())
+        computed = (loss.item(), term.item(), *state, *gradient.norm(dim=(1, 2)).tolist())
         assert computed == pytest.approx(figures, rel=1e-9)
 
 
+def test_terms_are_those_of_unit_vectors() -> None:
+    """At the start the covariance is nearly the batch's own."""
+    method = CorInfoMax(CorInfoMax.Config(out_dim=4, forgetting=0.0)).double()
+    output = draw(1, 2, 12, 4)
+    units = output / output.norm(dim=2, keepdim=True)
+    determinants = [torch.linalg.det(torch.cov(view.T, correction=0)) for view in units]
+    expected = -sum(value.log().item() for value in determinants) / 4
+    assert method(output, None)["determinant"].item() == pytest.approx(expected, rel=1e-6)
+    squares = [((a - b) ** 2).sum().item() / 4 for a, b in zip(*units, strict=True)]
+    invariance = method(3 * output, None)["invariance"].item()
+    assert invariance == pytest.approx(500 * sum(squares) / 12, rel=1e-9)
+
+
 class Recorded(CorInfoMax):
-    """Keeps the outputs of the network."""
+    """Keeps the unit vectors of the network's outputs."""
 
     def on_forward(self, task: Any) -> None:
         super().on_forward(task)
-        self.outputs = [*getattr(self, "outputs", []), task.last_batch.output.detach()]
+        units = F.normalize(task.last_batch.output.detach(), dim=2)
+        self.outputs = [*getattr(self, "outputs", []), units]
 
 
 def test_statistics_are_averaged_over_all_batches() -> None:
