@@ -11,8 +11,12 @@ from ranks import run_ranks
 from selftask.config.load import load_config
 from selftask.distributed.collectives import rank, world_size
 from selftask.errors import ConfigError
-from selftask.methods.vibcreg import VIbCReg, variance_correlation
-from selftask.models.iter_norm import IterNorm, newton_inverse_root
+from selftask.methods.vibcreg import (
+    IterNorm,
+    VIbCReg,
+    newton_inverse_root,
+    variance_correlation,
+)
 
 # ML4ITS/vibcreg for seeds 0 and 500: covariance, variance; of solo-learn: loss, gradients
 TERMS = [
