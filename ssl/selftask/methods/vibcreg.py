@@ -113,7 +113,8 @@ def variance_correlation(views: Tensor) -> tuple[Tensor, Tensor]:
 class IterNorm(nn.Module):
     """Whiten groups of features (N, D) approximately, with statistics of the images of all ranks.
 
-    Huang et al., Iterative Normalization, CVPR 2019, arXiv:1904.03441: by Newton's iteration. As BatchNorm, it uses running averages in evaluation mode.
+    Huang et al., Iterative Normalization, CVPR 2019, arXiv:1904.03441: by Newton's iteration. As
+    BatchNorm, it uses running averages in evaluation mode.
 
     Args:
         num_features: Width, D.
