@@ -29,7 +29,8 @@ from selftask.config.schema.views import num_views
 from selftask.registry import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-SUMMARY = re.compile(r"(?P<title>[^:(]+?)(?: \(arXiv:(?P<arxiv>\d{4}\.\d{5})\))?: (?P<text>.+)\.")
+NUMBER = r" \((?:arXiv:(?P<arxiv>\d{4}\.\d{5})|OpenReview:(?P<openreview>[\w-]+))\)"
+SUMMARY = re.compile(rf"(?P<title>[^:(]+?)(?:{NUMBER})?: (?P<text>.+)\.")
 DIFFERENCES = re.compile(r"^Differs from the authors' code:\n\n(.+?)(?=\n\n|\Z)", re.M | re.S)
 BEGIN, END = "<!-- begin: tools/method_tables.py -->", "<!-- end -->"
 IN_A_LINE = 4  # links of README.md
@@ -51,6 +52,8 @@ class Card:
     title: str
     text: str
     arxiv: str | None
+    openreview: str | None
+    """Number of a paper that is not on arXiv."""
     differences: str
     """Bullets, or an empty string."""
 
@@ -123,9 +126,14 @@ def families() -> Iterator[str]:
     for sentence in sorted(members, key=lambda sentence: (sentence == ALONE, sentence)):
         yield f"\n**{sentence}**\n\n| method | what it does | paper |\n|---|---|---|\n"
         for card in members[sentence]:
-            paper = f"[{card.arxiv}](https://arxiv.org/abs/{card.arxiv})" if card.arxiv else ""
-            yield f"| `{card.name}` | {card.title}: {card.text} | {paper} |\n"
+            yield f"| `{card.name}` | {card.title}: {card.text} | {paper_link(card)} |\n"
     yield "\n"
+
+
+def paper_link(card: Card) -> str:
+    if card.openreview:
+        return f"[{card.openreview}](https://openreview.net/forum?id={card.openreview})"
+    return f"[{card.arxiv}](https://arxiv.org/abs/{card.arxiv})" if card.arxiv else ""
 
 
 def family(method: str) -> str:

@@ -36,10 +36,10 @@ def test_a_missing_row_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_method_names_its_paper() -> None:
-    """The arXiv number in the summary, authors, title and year in ``paper``."""
+    """Its number in the summary, on arXiv or OpenReview; authors, title and year in ``paper``."""
     for card in method_tables.cards():
         paper = METHODS.declared(card.name, "paper", "")
-        assert bool(card.arxiv) == bool(paper), card.name
+        assert bool(card.arxiv or card.openreview) == bool(paper), card.name
         assert not paper or paper[-4:].isdecimal(), card.name
 
 

@@ -5,13 +5,17 @@ V: views, B: images per rank, W: ranks, N: images of all ranks, D: width of the 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.distributed.collectives import sum_with_grad, world_size
+from selftask.distributed.collectives import sum_with_equal_grad, sum_with_grad, world_size
 from selftask.methods.base import Method
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
@@ -21,6 +25,8 @@ from selftask.registry import register_method
 @register_method("frossl")
 class FroSSL(Method):
     """FroSSL (arXiv:2310.02903): views agree, and the spectrum of features is flat.
+
+    With ``spectrum: von_neumann`` it is I-VNE+ (Kim et al., VNE, CVPR 2023, arXiv:2304.01434).
 
     Differs from the authors' code:
 
@@ -34,6 +40,7 @@ class FroSSL(Method):
     columns = {
         "invariance": "Term of the loss: two views have the same embedding.",
         "norm": "Term of the loss: logarithm of the Frobenius norms; the spectrum is flat.",
+        "entropy": "Term of the loss: minus the entropy of the spectrum, which is flat.",
     }
     loss_reduction = "statistics"  # lengths of the features, and their products
     views = (2, None)
@@ -47,7 +54,13 @@ class FroSSL(Method):
         hidden_dim: int = setting(2048, min=1, tiny=32)
         """Width of the projector's two hidden layers."""
         invariance_weight: float = setting(1.4, min=0)
-        """Weight of the agreement of views, gamma; 2 for 8 views."""
+        """Weight of the agreement of views, gamma; 2 for 8 views. In I-VNE+ of the cosine."""
+        spectrum: Literal["frobenius", "von_neumann"] = "frobenius"
+        """What measures the spectrum: the Frobenius norm, or the von Neumann entropy of unit
+        vectors, from eigenvalues, for which the host waits for a GPU.
+        """
+        spectrum_weight: float = setting(1.0, min=0)
+        """Weight of the term of the spectrum."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the projector: three layers; the last has no BatchNorm or activation."""
@@ -56,8 +69,15 @@ class FroSSL(Method):
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return both terms for ``output`` (V, B, D)."""
-        invariance, norm = frossl_terms(output)
-        return {"invariance": self.config.invariance_weight * invariance, "norm": norm}
+        config = self.config
+        if config.spectrum == "frobenius":
+            name, (invariance, spectrum) = "norm", frossl_terms(output)
+        else:
+            name, (invariance, spectrum) = "entropy", vne_terms(output)
+        return {
+            "invariance": config.invariance_weight * invariance,
+            name: config.spectrum_weight * spectrum,
+        }
 
 
 @in_full_precision
@@ -83,3 +103,23 @@ def frossl_terms(output: Tensor) -> tuple[Tensor, Tensor]:
     distance = (units - units.mean(dim=0)).square()  # (V, B, D)
     mean = sum_with_grad(distance.sum()) / (rows * world_size() * dim)
     return num_views * dim * mean, norm
+
+
+@in_full_precision
+def vne_terms(output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return minus the mean cosine of pairs of views, and minus the von Neumann entropy.
+
+    The entropy is that of the eigenvalues of the (D, D) second moments of unit vectors, which sum
+    to 1; a mean over views.
+
+    Args:
+        output: (V, B, D).
+    """
+    units = F.normalize(output, dim=2)
+    pairs = itertools.combinations(units, 2)
+    cosine = torch.stack([(first * second).sum(dim=1).mean() for first, second in pairs]).mean()
+    num_images = units.shape[1] * world_size()
+    eigenvalues = torch.linalg.eigvalsh(sum_with_equal_grad(units.mT @ units) / num_images)
+    tiny = torch.finfo(eigenvalues.dtype).tiny
+    entropy = torch.special.entr(eigenvalues.clamp(min=tiny)).sum(dim=1).mean()
+    return -cosine, -entropy

@@ -1,0 +1,104 @@
+"""Zero-CL: views agree after whitening over images, and after whitening over features.
+
+B: images per rank, W: ranks, N: images of all ranks, D: width of the projector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import gather_cat_with_grad
+from selftask.methods.base import Method
+from selftask.models.heads import mlp
+from selftask.models.losses.polar import inverse_root
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+
+@register_method("zerocl")
+class ZeroCL(Method):
+    """Zero-CL (OpenReview:RAW9tCdVxLj): views agree after whitening features, and whitening images.
+
+    Differs from the authors' code:
+
+    * The authors' code was not available as a whole; the loss is compared with the paper's steps.
+    * Both matrices are of the images of all ranks.
+    """
+
+    paper = (
+        "Zhang et al., Zero-CL: Instance and Feature Decorrelation for Negative-Free Symmetric "
+        "Contrastive Learning, ICLR 2022"
+    )
+    columns = {
+        "features": "Term of the loss: white features of two views have the correlation 1.",
+        "instances": "Term of the loss: white images of two views have the correlation 1.",
+    }
+    loss_reduction = "gathered"  # images are whitened together
+    views = 2
+    per_view = True
+    min_batch_size = 2
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        out_dim: int = setting(256, min=2, tiny=6)
+        """Width of the head's output, D."""
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the projector's two hidden layers."""
+        instance_weight: float = setting(1.0, min=0)
+        """Weight of the agreement of images; that of features has the weight 1."""
+        shrinkage: float = setting(0.1, above=0, max=1)
+        """Share of the identity matrix in both matrices, which may be singular."""
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        """Build the projector: three layers; the last has no BatchNorm or activation."""
+        hidden = self.config.hidden_dim
+        return mlp(embed_dim, hidden, hidden, self.config.out_dim, bias=False, last_bias=False)
+
+    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return both terms for ``output`` (2, B, D), computed by every rank for all images."""
+        features, instances = zerocl_terms(output, shrinkage=self.config.shrinkage)
+        return {"features": features, "instances": self.config.instance_weight * instances}
+
+
+@in_full_precision
+def zerocl_terms(output: Tensor, *, shrinkage: float) -> tuple[Tensor, Tensor]:
+    """Return the sums of (1 - c)^2 over the D features, and over the N images.
+
+    c is the correlation of a feature's two views over images, or of an image's over features.
+
+    Args:
+        output: (2, B, D).
+        shrinkage: Share of the identity in the matrices.
+    """
+    rows = gather_cat_with_grad(output.transpose(0, 1)).transpose(0, 1)  # (2, N, D)
+    terms = []
+    for vectors in (rows.mT, rows):  # the features, then the images
+        white = whiten(standardize(vectors), shrinkage)
+        correlations = (white[0] * white[1]).mean(dim=-1)
+        terms.append((1 - correlations).square().sum())
+    return terms[0], terms[1]
+
+
+def standardize(vectors: Tensor) -> Tensor:
+    """Return vectors (..., n) with the mean 0 and the variance 1."""
+    centered = vectors - vectors.mean(dim=-1, keepdim=True)
+    return centered * (centered.square().mean(dim=-1, keepdim=True) + EPS).rsqrt()
+
+
+def whiten(vectors: Tensor, shrinkage: float) -> Tensor:
+    """Return the centered vectors (..., m, n) without correlations between the m vectors (ZCA).
+
+    The matrix has no gradient, so that an image is changed by its own views alone.
+    """
+    fixed = vectors.detach()
+    covariance = fixed @ fixed.mT / (vectors.shape[-1] - 1)
+    identity = torch.eye(len(covariance[0]), dtype=fixed.dtype, device=fixed.device)
+    return inverse_root(covariance.lerp(identity, shrinkage)) @ vectors
+
+
+EPS = 1e-5  # added to variances, as by BatchNorm

@@ -1,0 +1,61 @@
+"""Polar factors, nuclear norms and inverse roots by products and Cholesky factors alone.
+
+A singular value decomposition makes the host wait for a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+STEPS = 6  # converges from a smallest singular value of 1e-16
+
+
+def nuclear_norm(matrices: Tensor) -> Tensor:
+    """Return the nuclear norms (...) of matrices (..., n, m); the gradient is the polar factor."""
+    return (polar_factor(matrices.detach()) * matrices).sum(dim=(-2, -1))
+
+
+def inverse_root(matrices: Tensor) -> Tensor:
+    """Return the symmetric inverse square roots of positive definite matrices (..., n, n).
+
+    Of A = L @ L.T it is L^-T times the polar factor of L.T.
+    """
+    root = torch.linalg.cholesky_ex(matrices).L.mT
+    return torch.linalg.solve_triangular(root, polar_factor(root), upper=True)
+
+
+def polar_factor(matrices: Tensor) -> Tensor:
+    """Return U @ V.T of the singular value decomposition U @ S @ V.T.
+
+    Dynamically weighted Halley iteration (Nakatsukasa and Bai, Halley's method for the matrix sign
+    function and polar decomposition, SIAM 2010): X <- X (a + b X^T X) (1 + c X^T X)^-1, with the
+    weights that are best for singular values between a lower bound and 1. Those below the bound,
+    the square root of the precision times the largest, may end between 0 and 1.
+
+    Args:
+        matrices: (..., n, m).
+    """
+    if matrices.shape[-2] < matrices.shape[-1]:
+        return polar_factor(matrices.mT).mT
+    tiny, precision = torch.finfo(matrices.dtype).tiny, torch.finfo(matrices.dtype).eps
+    x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=tiny)
+    identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    bound = math.sqrt(precision)
+    for _ in range(STEPS):
+        a, b, c = _weights(bound)
+        bound = min(1.0, bound * (a + b * bound**2) / (1 + c * bound**2))
+        factor = torch.linalg.cholesky_ex(identity + c * x.mT @ x).L
+        x = b / c * x + (a - b / c) * torch.cholesky_solve(x.mT, factor).mT
+    return x
+
+
+def _weights(bound: float) -> tuple[float, float, float]:
+    """Return a, b and c of one step, for singular values between ``bound`` and 1."""
+    d = (4 * (1 - bound**2) / bound**4) ** (1 / 3)
+    root = math.sqrt(1 + d)
+    a = root + math.sqrt(max(8 - 4 * d + 8 * (2 - bound**2) / (bound**2 * root), 0.0)) / 2
+    b = (a - 1) ** 2 / 4
+    return a, b, a + b - 1
