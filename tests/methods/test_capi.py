@@ -39,8 +39,11 @@ PREDICTION = {
 MOMENTUM = {0: 1.0, 10: 0.999, 50: 0.9992808144266054, 99: 0.9998961448216775}
 
 SMALL: dict[str, Any] = {
-    **{"num_clusters": 5, "predicted": 0.5},
-    **{"predictor_dim": 16, "predictor_depth": 2, "predictor_heads": 2},
+    "num_clusters": 5,
+    "predicted": 0.5,
+    "predictor_dim": 16,
+    "predictor_depth": 2,
+    "predictor_heads": 2,
 }
 
 
@@ -57,7 +60,9 @@ def _terms(method: CAPI, scores: Tensor, patches: Tensor) -> dict[str, Tensor]:
     mask = Kept(*[torch.arange(positions).expand(images, 1, -1)] * 2)
     none = torch.empty(0, dtype=torch.int64)
     added = {"patches": patches, "mask": mask}
-    return method(predicted(scores), Batch(views={}, labels=none, index=none, key=none, added=added))
+    return method(
+        predicted(scores), Batch(views={}, labels=none, index=none, key=none, added=added)
+    )
 
 
 def _vit(**args: Any) -> nn.Module:
@@ -101,7 +106,7 @@ def test_prediction_is_that_of_the_authors_code(seed: int) -> None:
 
 
 def test_loss_is_that_of_the_paper() -> None:
-    """Section 3: Sinkhorn-Knopp over images at each position, and both cross-entropies, as loops."""
+    """Section 3: Sinkhorn-Knopp over images at each position, and cross-entropies, as loops."""
     images, positions, k = 6, 3, 4
     method = _method(draw(1, k, 5), draw(2, k, scale=0.1), target_temperature=0.5)
     patches, predictions = draw(3, images, positions, 5), draw(4, images, positions, k)

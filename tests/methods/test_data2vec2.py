@@ -37,8 +37,13 @@ IMAGES = {
 DECAY = {0: 0.9998, 1: 0.9998000019, 50_000: 0.999895, 99_999: 0.9999899981, 100_000: 0.99999}
 
 SMALL: dict[str, Any] = {
-    **{"num_masks": 3, "square": 2, "top_blocks": 2, "mask_ratio": 0.7},
-    **{"decoder_dim": 8, "decoder_depth": 2, "decoder_groups": 2},
+    "num_masks": 3,
+    "square": 2,
+    "top_blocks": 2,
+    "mask_ratio": 0.7,
+    "decoder_dim": 8,
+    "decoder_depth": 2,
+    "decoder_groups": 2,
 }
 
 
@@ -57,7 +62,9 @@ def _terms(
 ) -> dict[str, Tensor]:
     """The loss for patches (M, B, N, E), class tokens (M, B, E), and visible patches (B, M, K)."""
     none = torch.empty(0, dtype=torch.int64)
-    batch = Batch(views={}, labels=none, index=none, key=none, added={"targets": targets, "mask": keep})
+    batch = Batch(
+        views={}, labels=none, index=none, key=none, added={"targets": targets, "mask": keep}
+    )
     return method(predicted(Predictions(patches, images)), batch)
 
 

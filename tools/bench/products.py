@@ -1,6 +1,6 @@
 """Share of a step's time that is spent in matrix products, attention and convolutions, on a CPU.
 
-    OMP_NUM_THREADS=1 python tools/bench/products.py [--steps 4] [--recipes dinov3/images,capi/images]
+    OMP_NUM_THREADS=1 python tools/bench/products.py [--steps 4] [--recipes mae/images]
 
 Trains each recipe for some steps on one thread, on digits in the sizes of the recipe. torch's
 profiler gives the time of each operation without that of those it calls, and FlopCounterMode the
@@ -91,7 +91,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--recipes", default="dinov3/images,capi/images")
     options = parser.parse_args()
-    print(f"{'recipe':24} {'ms':>7} {'products':>9} {'share':>6} {'GFLOP':>7} {'GFLOP/s':>8}  others")
+    print(
+        f"{'recipe':24} {'ms':>7} {'products':>9} {'share':>6} {'GFLOP':>7} {'GFLOP/s':>8}  others"
+    )
     for recipe in options.recipes.split(","):
         with tempfile.TemporaryDirectory() as folder:
             run = measure(recipe, options.steps, options.batch, Path(folder))
@@ -99,7 +101,9 @@ def main() -> None:
         for event in run.profiler.key_averages():
             name = event.key.removeprefix("aten::")
             is_product = event.key != name and name.startswith(PRODUCTS)
-            ms["products" if is_product else name] += event.self_cpu_time_total / 1e3 / options.steps
+            ms["products" if is_product else name] += (
+                event.self_cpu_time_total / 1e3 / options.steps
+            )
         step, products = run.seconds * 1e3 / options.steps, ms.pop("products")
         flops = run.flops.get_total_flops() / 1e9
         others = ", ".join(f"{name} {value / step:.0%}" for name, value in ms.most_common(6))

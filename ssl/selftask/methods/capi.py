@@ -49,11 +49,13 @@ class CAPI(MaskedPatches, EMATeacher):
       of patches; those of clusters are far larger.
     * Frequencies of the rotary positions are fixed, as in the published run, whose rate for them is
       0. Backbones have LayerNorm and biases, there RMSNorm and none.
-    * Warm-ups last one step longer, and stochastic depth skips each image by chance; there a fixed
+    * Warm-ups last one step longer. Stochastic depth skips each image by chance; there a fixed
       share of a GPU's batch.
     """
 
-    paper = "Darcet et al., Cluster and Predict Latent Patches for Improved Masked Image Modeling, 2025"
+    paper = (
+        "Darcet et al., Cluster and Predict Latent Patches for Improved Masked Image Modeling, 2025"
+    )
     columns = {
         "clustering": "Term of the loss: the teacher's patches fit the clusters.",
         "prediction": "Term of the loss: clusters of hidden patches are predicted.",
@@ -94,8 +96,12 @@ class CAPI(MaskedPatches, EMATeacher):
         """Rate of stochastic depth in all blocks of the predictor."""
         momentum: Schedule = teacher_momentum(
             {
-                **{"name": "cosine", "start": 0.999, "end": 1.0, "stretch": 1.225},
-                **{"warmup": "10%", "warmup_start": 1.0},
+                "name": "cosine",
+                "start": 0.999,
+                "end": 1.0,
+                "stretch": 1.225,
+                "warmup": "10%",
+                "warmup_start": 1.0,
             }
         )
         """Momentum of the teacher, which is random and fixed at first."""

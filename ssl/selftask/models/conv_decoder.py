@@ -28,9 +28,7 @@ class ConvDecoder(nn.Module):
     def __init__(self, embed_dim: int, *, dim: int, depth: int, kernel: int, groups: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Conv2d(
-                dim if number else embed_dim, dim, kernel, padding=kernel // 2, groups=groups
-            )
+            nn.Conv2d(dim if number else embed_dim, dim, kernel, padding=kernel // 2, groups=groups)
             for number in range(depth)
         )
         self.project = nn.Linear(dim, embed_dim)
