@@ -18,8 +18,8 @@ from selftask.errors import UserError
 from selftask.methods.capi import CAPI, cluster_scores
 from selftask.methods.families.masked_patches import Kept
 from selftask.models.backbones.vit import ViTMicro
-from selftask.models.cross_predictor import CrossPredictor
 from selftask.models.heads import UnitLength, WeightNormLinear
+from selftask.models.predictors.cross_predictor import CrossPredictor
 from selftask.optim.schedules import build_schedule
 from selftask.registry import METHODS
 

@@ -24,13 +24,13 @@ from selftask.methods.families.masked_patches import Kept, MaskedPatches
 from selftask.models.backbones.rope import CapiRope
 from selftask.models.build import embed_dim
 from selftask.models.clustering import sinkhorn_knopp
-from selftask.models.cross_predictor import CrossPredictor
 from selftask.models.features.extract import FeatureExtractor, adapter_of
 from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.heads import UnitLength, WeightNormLinear
 from selftask.models.masks import hide_patches, padded_indices, rolled_rectangle
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision
+from selftask.models.predictors.cross_predictor import CrossPredictor
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
 

@@ -20,7 +20,6 @@ from selftask.errors import UserError
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.masked_patches import MaskedPatches
 from selftask.models.build import embed_dim
-from selftask.models.conv_decoder import ConvDecoder
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.mlp_outputs import MLPOutputs
 from selftask.models.features.tokens import Grid
@@ -28,6 +27,7 @@ from selftask.models.masks import hide_patches, padded_indices, scattered_square
 from selftask.models.network import Network, PatchOutput
 from selftask.models.patch_predictor import fix_sincos_positions
 from selftask.models.precision import in_full_precision, to_float32
+from selftask.models.predictors.conv_decoder import ConvDecoder
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
 

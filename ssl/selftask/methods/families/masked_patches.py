@@ -9,7 +9,7 @@ B: images per rank, N: patches of an image, K of them kept, in M groups of Q pre
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,8 @@ class MaskedPatches(Method):
     ``check_grid`` is called for the size of the backbone before a run starts.
     """
 
-    loss_reduction = "samples"
-    sample_dim = 0
+    loss_reduction: ClassVar[Literal["samples", "gathered", "statistics"]] = "samples"
+    sample_dim: ClassVar[int | None] = 0
     views = 1
     requires: ClassVar[tuple[str, ...]] = ("tokens",)
     draws_on_host: ClassVar[bool] = False
