@@ -5,6 +5,8 @@ V views, B samples on this rank, K prototypes or clusters, N rows of a memory, D
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +18,7 @@ from selftask.models.precision import in_full_precision, to_float32
 
 @torch.no_grad()
 def sinkhorn_knopp(
-    scores: Tensor, *, epsilon: float, iterations: int, power: float = 0.0
+    scores: Tensor, *, epsilon: float, iterations: int, power: float = 0.0, smallest: float = 0.0
 ) -> Tensor:
     """Assign the samples of all ranks to prototypes so that each prototype gets a given share.
 
@@ -28,24 +30,36 @@ def sinkhorn_knopp(
     removes them.
 
     Args:
-        scores: (B, K) of this rank.
+        scores: (B, K) of this rank, or (B, N, K), of which each of the N positions is balanced by
+            itself (CAPI, arXiv:2502.08769, section 3.2).
         epsilon: Weight of the entropy; smaller values give harder assignments.
         iterations: Number of alternations.
         power: Prototype k, counted from 1, gets a share proportional to ``k ** -power``; for data
             whose classes have a long tail.
+        smallest: Number that is added to the sum of each sample. One whose scores are far below
+            those of others in all prototypes is then assigned to none of them.
 
     Returns:
-        (B, K) assignments in full precision whose rows sum to one.
+        Assignments of the shape of ``scores``, in full precision. They sum to one over K, except
+        for such samples.
     """
     if iterations < 1:
         raise ValueError(f"sinkhorn_knopp needs at least one iteration, got {iterations}")
-    logits = to_float32(scores) / epsilon  # (B, K)
-    numbers = torch.arange(1, scores.shape[1] + 1, device=scores.device, dtype=logits.dtype)
+    logits = to_float32(scores) / epsilon
+    numbers = torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=logits.dtype)
     log_share = -power * numbers.log() if power else 0.0  # up to a constant
     for _ in range(iterations):
-        mass = _logsumexp_over_ranks(logits.logsumexp(dim=0))  # (K,)
-        logits = (logits - mass + log_share).log_softmax(dim=1)  # shares, then samples sum to one
+        mass = _logsumexp_over_ranks(logits.logsumexp(dim=0))  # (K,) or (N, K)
+        logits = _divide_by_sum(logits - mass + log_share, smallest)  # shares, then samples
     return logits.exp()
+
+
+def _divide_by_sum(logits: Tensor, smallest: float) -> Tensor:
+    """Return the logarithm of exp(logits), divided by its sum over the last dimension."""
+    if not smallest:
+        return logits.log_softmax(dim=-1)
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    return logits - total.logaddexp(total.new_full((), math.log(smallest)))
 
 
 def _logsumexp_over_ranks(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Masks of patches, drawn for each sample from its key, independent of ranks and resumes.
 
 B images, N patches of an image (row by row), K maximum patches of a context, M target blocks, Q
-maximum patches of a target block.
+maximum patches of a target block, S squares.
 """
 
 from __future__ import annotations
@@ -214,6 +214,54 @@ def random_mask(
     mask = draws.argsort(dim=1, stable=True).argsort(dim=1) < math.ceil(rows * columns * ratio)
     squares = mask.view(-1, rows, columns)
     return squares.repeat_interleave(unit, dim=1).repeat_interleave(unit, dim=2).flatten(1)
+
+
+def rolled_rectangle(draws: Tensor, count: int, grid: tuple[int, int]) -> Tensor:
+    """Turn random draws into rectangles that are rolled over the edges of the image, as in CAPI.
+
+    Height / width is drawn between 1/2 and 2, or as close to that as the image allows. The last
+    patches of the last row that exceed ``count`` are left out. The rectangle is shifted cyclically
+    by rows and columns, so that each patch is inside equally often.
+
+    Args:
+        draws: (..., 3) in [0, 1): shape, shift of rows and of columns of each rectangle.
+        count: Number of patches of a rectangle.
+        grid: Rows and columns of patches.
+
+    Returns:
+        (..., N) bool, True inside the rectangle; ``count`` patches of each.
+    """
+    rows, columns = grid
+    narrowest, widest = math.log(count / columns**2), math.log(rows**2 / count)
+    low, high = (min(max(x, narrowest), widest) for x in (-math.log(2), math.log(2)))
+    shape, down, right = draws[..., None].unbind(dim=-2)  # (..., 1) each
+    aspect = torch.exp(low + (high - low) * shape)
+    height = (count * aspect).sqrt().ceil().clamp(max=rows)
+    width = (count / aspect).sqrt().ceil().clamp(max=columns)
+    row = (torch.arange(rows, device=draws.device) - (down * rows).long()) % rows  # in rectangle
+    column = (torch.arange(columns, device=draws.device) - (right * columns).long()) % columns
+    number = row[..., :, None] * width[..., None] + column[..., None, :]
+    inside = (row < height)[..., :, None] & (column < width)[..., None, :] & (number < count)
+    return inside.flatten(-2)
+
+
+def scattered_squares(draws: Tensor, side: int, grid: tuple[int, int]) -> Tensor:
+    """Turn random draws into squares of patches that may overlap, as in data2vec 2.0.
+
+    Args:
+        draws: (..., S) in [0, 1): the center of each of S squares.
+        side: Side of a square in patches; squares are cut at the edges of the image.
+        grid: Rows and columns of patches.
+
+    Returns:
+        (..., N) bool, True inside any square.
+    """
+    rows, columns = grid
+    center = (draws * (rows * columns)).long()[..., None]  # (..., S, 1)
+    row = torch.arange(rows, device=draws.device) - center // columns + side // 2  # in the square
+    column = torch.arange(columns, device=draws.device) - center % columns + side // 2
+    in_row, in_column = ((x >= 0) & (x < side) for x in (row, column))
+    return (in_row[..., :, None] & in_column[..., None, :]).any(dim=-3).flatten(-2)
 
 
 def mask_of(indices: Tensor, padding: Tensor, num_patches: int) -> Tensor:

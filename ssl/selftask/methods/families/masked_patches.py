@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,8 @@ class MaskedPatches(Method):
     ``check_grid`` is called for the size of the backbone before a run starts.
     """
 
-    loss_reduction = "samples"
-    sample_dim = 0
+    loss_reduction: ClassVar[Literal["samples", "gathered", "statistics"]] = "samples"
+    sample_dim: ClassVar[int | None] = 0
     views = 1
     requires: ClassVar[tuple[str, ...]] = ("tokens",)
 

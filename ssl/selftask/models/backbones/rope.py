@@ -119,8 +119,9 @@ class CapiRope(nn.Module):
         pairs, none = torch.cat([frequencies, frequencies]), torch.zeros(dim // 2)
         angular = 2 * math.pi * torch.stack([torch.cat([pairs, none]), torch.cat([none, pairs])])
         border = border_coordinates(num_registers)
-        self.register_buffer("angular", angular.float(), persistent=False)
-        self.register_buffer("border", border.float(), persistent=False)
+        dtype = torch.get_default_dtype()
+        self.register_buffer("angular", angular.to(dtype), persistent=False)
+        self.register_buffer("border", border.to(dtype), persistent=False)
         self.grid = tuple(grid)
 
     def get_embed(self, shape: Sequence[int] | None = None) -> Tensor:
@@ -138,8 +139,8 @@ class CapiRope(nn.Module):
         Returns:
             (B, 1, R + K, 2 * D), or (R + N, 2 * D) for all patches.
         """
-        device = self.angular.device
-        rows, columns = (torch.linspace(0, 1, n, device=device) for n in shape)
+        device, dtype = self.angular.device, self.angular.dtype
+        rows, columns = (torch.linspace(0, 1, n, device=device, dtype=dtype) for n in shape)
         patches = torch.cartesian_prod(rows, columns)  # (N, 2)
         if keep is None:
             return self.embed(torch.cat([self.border, patches]))

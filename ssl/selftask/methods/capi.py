@@ -1,0 +1,238 @@
+"""CAPI: predict the clusters of hidden patches, which an online clustering of a teacher makes.
+
+B: images per rank, N: patches of an image, V of them visible, Q of the others predicted, E: width
+of the backbone, K: clusters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.config.schema.optimizer import GroupRule
+from selftask.errors import UserError
+from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
+from selftask.methods.families.masked_patches import Kept, MaskedPatches
+from selftask.models.backbones.rope import CapiRope
+from selftask.models.build import embed_dim
+from selftask.models.clustering import sinkhorn_knopp
+from selftask.models.features.extract import FeatureExtractor, adapter_of
+from selftask.models.features.tokens import Grid, gather_tokens
+from selftask.models.heads import UnitLength, WeightNormLinear
+from selftask.models.masks import hide_patches, padded_indices, rolled_rectangle
+from selftask.models.network import Network, PatchOutput
+from selftask.models.precision import in_full_precision
+from selftask.models.predictors.cross_predictor import CrossPredictor
+from selftask.random.keyed import uniform
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("capi")
+class CAPI(MaskedPatches, EMATeacher):
+    """CAPI (arXiv:2502.08769): predicts the clusters of hidden patches from the visible ones.
+
+    Differs from the authors' code:
+
+    * One optimizer, with a group of its own for the clusters (``cluster_lr``); there two.
+    * Sinkhorn-Knopp works on logarithms. The 1e-8 that is added to each sum there is added to those
+      of patches; those of clusters are far larger.
+    * Frequencies of the rotary positions are fixed, as in the published run, whose rate for them is
+      0. Backbones have LayerNorm and biases, there RMSNorm and none.
+    * Warm-ups last one step longer. Stochastic depth skips each image by chance; there a fixed
+      share of a GPU's batch.
+    """
+
+    paper = (
+        "Darcet et al., Cluster and Predict Latent Patches for Improved Masked Image Modeling, 2025"
+    )
+    columns = {
+        "clustering": "Term of the loss: the teacher's patches fit the clusters.",
+        "prediction": "Term of the loss: clusters of hidden patches are predicted.",
+    }
+    loss_reduction = "statistics"  # sizes of the clusters
+    min_batch_size = 2
+    requires = ("subset",)
+    exports_teacher = True  # as in the paper's evaluations
+    teacher_drop_path = False
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EMATeacher.Config):
+        num_clusters: int = setting(16_384, min=2, tiny=12)
+        """Number of clusters, K."""
+        mask_ratio: float = setting(0.65, above=0, below=1)
+        """Share of the patches that are hidden; the others form a rectangle."""
+        predicted: float = setting(0.05, above=0, max=1)
+        """Share of the hidden patches that are predicted, at least one."""
+        temperature: float = setting(0.12, above=0)
+        """Temperature of predictions and clusters."""
+        target_temperature: float = setting(0.06, above=0)
+        """Temperature of the assignments."""
+        sinkhorn_iterations: int = setting(3, min=1)
+        """Iterations of Sinkhorn-Knopp."""
+        position_wise: bool = True
+        """Whether clusters get equal shares of the images at each position; false: of all patches,
+        for batches that are much smaller than the number of clusters.
+        """
+        cluster_lr: float = setting(0.5, min=0)
+        """Learning rate of the clusters, as a factor of ``optimizer.lr``."""
+        predictor_dim: int = setting(1024, min=1, tiny=16)
+        """Width of the predictor."""
+        predictor_depth: int = setting(12, min=1, tiny=1)
+        """Blocks of the predictor."""
+        predictor_heads: int = setting(16, min=1, tiny=2)
+        """Attention heads of the predictor."""
+        predictor_drop_path: float = setting(0.0, min=0, below=1)
+        """Rate of stochastic depth in all blocks of the predictor."""
+        momentum: Schedule = teacher_momentum(
+            {
+                "name": "cosine",
+                "start": 0.999,
+                "end": 1.0,
+                "stretch": 1.225,
+                "warmup": "10%",
+                "warmup_start": 1.0,
+            }
+        )
+        """Momentum of the teacher, which is random and fixed at first."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if config["backbone"].get("pool") == "token":
+                yield "backbone.pool: capi trains patches, not the class token; use pool: avg"
+            if self.predictor_dim % (4 * self.predictor_heads):
+                yield (
+                    f"predictor_dim: {self.predictor_dim} must be divisible by 4 (its positions) "
+                    f"times predictor_heads={self.predictor_heads}"
+                )
+
+    def check_grid(self, grid: Grid) -> None:
+        """Raise UserError if no patch is hidden, or none is visible."""
+        num_patches = grid[0] * grid[1]
+        if not 0 < self.num_hidden(grid) < num_patches:
+            raise UserError(
+                f"method.mask_ratio={self.config.mask_ratio} hides {self.num_hidden(grid)} of the "
+                f"{num_patches} patches of an image; at least one must be hidden, and one visible"
+            )
+
+    def num_hidden(self, grid: Grid) -> int:
+        return int(self.config.mask_ratio * grid[0] * grid[1])
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        config, grid, width = self.config, adapter_of(backbone).built_grid, embed_dim(backbone)
+        self.check_grid(grid)
+        rope = getattr(backbone, "rope", None)
+        predictor = CrossPredictor(
+            width,
+            grid,
+            dim=config.predictor_dim,
+            depth=config.predictor_depth,
+            num_heads=config.predictor_heads,
+            num_registers=len(rope.border) if isinstance(rope, CapiRope) else 0,
+            drop_path=config.predictor_drop_path,
+        )
+        self.clusters = nn.Linear(width, config.num_clusters)  # trained
+        nn.init.normal_(self.clusters.weight)
+        nn.init.zeros_(self.clusters.bias)
+        return CAPINetwork(backbone, predictor, config.num_clusters)
+
+    def averaged(self, network: Any) -> nn.Module:
+        return FeatureExtractor(network.backbone)
+
+    def group_rules(self) -> list[GroupRule]:
+        """Give the clusters the rate and weight decay of their optimizer."""
+        return [GroupRule(match="loss.clusters", lr=self.config.cluster_lr, weight_decay=0.01)]
+
+    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
+        """Show a rectangle, and choose the patches to predict among the others."""
+        self.check_grid(grid)
+        num_hidden, num_patches = self.num_hidden(grid), grid[0] * grid[1]
+        draws = uniform(seed, key, 3 + num_patches)
+        visible = rolled_rectangle(draws[:, :3], num_patches - num_hidden, grid)  # (B, N)
+        keep, _ = padded_indices(visible, num_patches - num_hidden)
+        number = max(1, int(num_hidden * self.config.predicted))
+        asked, _ = padded_indices(~visible, number, draws[:, 3:])
+        return Kept(keep, asked[:, None])
+
+    def on_forward(self, task: Task) -> None:
+        """Compute ``batch["patches"]`` (B, N, E), the teacher's patches of the whole image."""
+        batch = task.last_batch
+        batch["patches"] = self.teacher(batch.all_views[0]).patches
+
+    def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
+        """Return both cross-entropies with the assignments; ``output.prediction`` (B, Q, K).
+
+        Clusters alone learn from the first term, and the network alone from the second.
+        """
+        scores = cluster_scores(batch["patches"], self.clusters.weight, self.clusters.bias)
+        assigned = self.assign(scores.detach())  # (B, N, K)
+        asked = gather_tokens(assigned, batch["mask"].asked[:, 0])  # (B, Q, K)
+        temperature = self.config.temperature
+        return {
+            "clustering": soft_cross_entropy(scores, assigned, temperature),
+            "prediction": soft_cross_entropy(output.prediction, asked, temperature),
+        }
+
+    def assign(self, scores: Tensor) -> Tensor:
+        """Return balanced assignments for the scores (B, N, K) of patches."""
+        rows = scores if self.config.position_wise else scores.flatten(0, 1)
+        assigned = sinkhorn_knopp(
+            rows,
+            epsilon=self.config.target_temperature,
+            iterations=self.config.sinkhorn_iterations,
+            smallest=1e-8,
+        )
+        return assigned.view_as(scores)
+
+    def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
+        """Return the image and its visible patches."""
+        images, mask = batch.input
+        hidden = torch.ones(batch["patches"].shape[:2], dtype=torch.bool, device=images.device)
+        return {
+            "image": images,
+            "visible": hide_patches(images, hidden.scatter(1, mask.keep, False)),
+        }
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of equal probabilities: 2 * ln(``num_clusters``), of both terms."""
+        return 2 * math.log(self.config.num_clusters)
+
+
+class CAPINetwork(Network):
+    """Encoder of the visible patches, predictor, and scores of clusters: (B, Q, K)."""
+
+    def __init__(self, backbone: nn.Module, predictor: CrossPredictor, num_clusters: int) -> None:
+        super().__init__(backbone, predictor)
+        width = predictor.mask_token.shape[0]
+        self.scores = nn.Sequential(
+            UnitLength(), WeightNormLinear(width, num_clusters, trained_length=True)
+        )
+
+    def forward(self, inputs: tuple[Tensor, Kept]) -> PatchOutput:  # type: ignore[override]
+        images, mask = inputs
+        features = self.extract(images, keep=mask.keep)
+        grid = adapter_of(self.backbone).grid(*images.shape[-2:])
+        predicted = self.head(features.tokens.sequence, mask.keep, mask.asked[:, 0], grid)
+        return PatchOutput(self.scores(predicted), features, mask)
+
+
+@in_full_precision
+def cluster_scores(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return the scores (B, N, K) of patches (B, N, E), normalized, in clusters (K, E)."""
+    return F.linear(F.normalize(patches, dim=-1), weight, bias)
+
+
+@in_full_precision
+def soft_cross_entropy(scores: Tensor, probs: Tensor, temperature: float) -> Tensor:
+    """Return -sum_k p log q, averaged over all but the last dimension of (..., K)."""
+    return F.cross_entropy(scores.flatten(0, -2) / temperature, probs.flatten(0, -2))

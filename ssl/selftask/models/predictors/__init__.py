@@ -1,0 +1,1 @@
+"""Networks that predict patches from encoded ones."""
