@@ -112,13 +112,14 @@ def _task(folder: Path, backbone: str, *words: str) -> Task:
 
 def test_a_student_of_any_network_learns_from_your_own_teacher(tmp_path: Path) -> None:
     """Without patches: pooled features of a class of your own, for teacher and student."""
-    task = _task(tmp_path, "minitask:TinyBackbone", "method.patch_weight=0", OWN)
+    words = ["method.patch_weight=0", OWN, "optimizer.lr=0.03", "train.epochs=8"]
+    task = _task(tmp_path, "minitask:TinyBackbone", *words)
     train_loop(task)
     batch = task.last_batch
     assert [target.shape for target in batch["targets"]] == [(16, 6)]
     assert list(batch.terms) == ["pooled"]
-    rows = tiny.rows(tmp_path / "run")
-    assert rows[-1]["loss"] < rows[0]["loss"]
+    losses = [row["loss"] for row in tiny.rows(tmp_path / "run") if "loss" in row]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     task.close()
 
 

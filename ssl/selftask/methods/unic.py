@@ -145,7 +145,8 @@ class UNIC(Method):
         if not ladder:
             return
         adapter = adapter_of(backbone)
-        if "hidden" not in adapter.offers or adapter.stride != adapter.patch_size[0]:
+        is_transformer = {"hidden", "tokens"} <= adapter.offers
+        if not is_transformer or adapter.stride != adapter.patch_size[0]:
             raise UserError(
                 f"method.ladder: its layers must have the width and patches of the last, and those "
                 f"of a {kind} have not; set it to []"
