@@ -1,7 +1,7 @@
 """BEiT: predict the tokens of hidden patches, which a frozen tokenizer gives of the whole image.
 
-Section 2 of the paper; ``branch_depth`` adds the class token's branch of BEiT v2 (Peng et al., 2022,
-arXiv:2208.06366, section 3.3).
+Section 2 of the paper; ``branch_depth`` adds the class token's branch of BEiT v2 (Peng et al.,
+2022, arXiv:2208.06366, section 3.3).
 
 B: images per rank, N: patches of an image, H: hidden ones at most, E: width of the backbone, K:
 tokens, P: predictions of a hidden patch, 2 with the branch and else 1.

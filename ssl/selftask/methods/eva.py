@@ -36,7 +36,7 @@ class EVA(BlockMaskedPatches):
 
     * The loss is a mean over the hidden patches of an image, then over images; there over those of
       a batch.
-    * Features of a teacher with another grid of patches are interpolated; there the grids are equal.
+    * Features of a teacher with another grid of patches are interpolated; there grids are equal.
     """
 
     paper = (

@@ -1,7 +1,7 @@
 """UNIC: a student learns the features of several frozen teachers, for images and for patches.
 
-Section 3 of the paper. With ``drop_probability: 0`` it is a balanced sum of all teachers, as RADIO's
-(arXiv:2312.06709).
+Section 3 of the paper. With ``drop_probability: 0`` it is a balanced sum of all teachers, as
+RADIO's (arXiv:2312.06709).
 
 B: images per rank, W: ranks; N: patches of the student; T: teachers, D: width of one of them; E:
 width of the student.
@@ -71,7 +71,7 @@ class UNIC(Method):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         teachers: dict[str, FrozenModule] = setting(
-            missing="give some by name, such as {dino: RUN, clip: {model: timm:NAME, weights: FILE}}",
+            missing="give some by name: {dino: RUN, clip: {model: timm:NAME, weights: FILE}}",
             tiny={"first": _TEST_VIT, "second": _TEST_VIT},
         )
         """Teachers by name: runs, exported files, ``timm:NAME`` or ``package.module:Class``."""
@@ -145,7 +145,8 @@ class UNIC(Method):
         if not ladder:
             return
         adapter = adapter_of(backbone)
-        if "hidden" not in adapter.offers or adapter.stride != adapter.patch_size[0]:
+        is_transformer = {"hidden", "tokens"} <= adapter.offers
+        if not is_transformer or adapter.stride != adapter.patch_size[0]:
             raise UserError(
                 f"method.ladder: its layers must have the width and patches of the last, and those "
                 f"of a {kind} have not; set it to []"
@@ -165,7 +166,7 @@ class UNIC(Method):
         (batch.input,) = batch.all_views
         key = batch.key.to(batch.input.device, non_blocking=True)
         draws = uniform(task.config.train.seed, key, len(self.config.teachers))
-        batch["dropped"] = draws.T < self.config.drop_probability  # (T, B)
+        batch["dropped"] = self.config.drop_probability > draws.T  # (T, B)
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:

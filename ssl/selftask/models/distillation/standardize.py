@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from selftask.distributed.collectives import all_gather_cat
 
-
 _EPS = 1e-6  # added to variances
 
 
