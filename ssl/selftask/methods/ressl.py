@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.batch import Batch
@@ -18,9 +16,7 @@ from selftask.config.fields import setting
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.momentum_contrast import MomentumContrast
 from selftask.models.feature_queue import FeatureQueue
-from selftask.models.losses.contrast import unshuffle_bn
 from selftask.models.losses.relations import relation_cross_entropy
-from selftask.models.precision import to_float32
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -63,19 +59,14 @@ class ReSSL(MomentumContrast, EMATeacher):
         super().__init__(config)
         self.queue = FeatureQueue(config.queue_size, config.out_dim)
 
-    def queues(self) -> tuple[FeatureQueue, ...]:
-        return (self.queue,)
-
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Pass the strong views to the network."""
         batch.input = batch.all_views[1:]
 
-    @torch.no_grad()
     def on_forward(self, task: Task) -> None:
         """Compute the keys of the weak view, which are enqueued after the step."""
         batch = task.last_batch
-        (keys,) = self.shuffled_teacher(batch.all_views[:1])
-        batch["keys"] = unshuffle_bn(F.normalize(to_float32(keys), dim=1))  # (B, D)
+        (batch["keys"],) = self.unit_keys(batch.all_views[:1])  # (B, D)
         if task.train:
             self.pending.append((batch["keys"],))
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.methods.base import Method
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import mlp
-from selftask.models.losses.contrast import shuffle_bn
+from selftask.models.losses.contrast import shuffle_bn, unshuffle_bn
+from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
 from selftask.random.keyed import LAYER_DRAWS
 
@@ -35,6 +37,7 @@ class MomentumContrast(Method):
     loss_reduction = "samples"  # negatives come from the queue
     views = 2
     teacher: Teacher
+    queue: FeatureQueue
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -61,8 +64,8 @@ class MomentumContrast(Method):
         return mlp(embed_dim, self.config.hidden_dim or embed_dim, self.config.out_dim, norm=False)
 
     def queues(self) -> tuple[FeatureQueue, ...]:
-        """Return the queues, in the order of the rows in ``pending``."""
-        raise NotImplementedError
+        """Return the queues, in the order of the rows in ``pending``: ``self.queue`` by default."""
+        return (self.queue,)
 
     @torch.no_grad()
     def shuffled_teacher(self, views: list[Tensor]) -> Any:
@@ -73,6 +76,12 @@ class MomentumContrast(Method):
         exchanged = [shuffle_bn(view) for view in views]
         with LAYER_DRAWS.exchanged(shuffle_bn):
             return self.teacher(exchanged)
+
+    @torch.no_grad()
+    def unit_keys(self, views: list[Tensor]) -> Tensor:
+        """Return the teacher's outputs for views, (V, B, D), of unit length."""
+        keys = self.shuffled_teacher(views)
+        return torch.stack([unshuffle_bn(F.normalize(to_float32(key), dim=1)) for key in keys])
 
     def on_update(self, task: Task) -> None:
         """Update the teacher, then replace the oldest keys by those of this step."""
