@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import num_views
-from selftask.distributed.collectives import all_gather_cat, rank
+from selftask.distributed.collectives import all_gather_cat
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.momentum_contrast import MomentumContrast
 from selftask.models.feature_queue import FeatureQueue
+from selftask.models.losses.contrast import recognition_loss
 from selftask.models.losses.relations import relation_cross_entropy
-from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -101,18 +100,3 @@ class CLSA(MomentumContrast, EMATeacher):
         """Loss of equal similarities: (1 + ``strong_weight`` * views) * ln(batch + queue_size)."""
         terms = 1 + self.config.strong_weight * self.num_strong
         return terms * math.log(self.batch_size + self.config.queue_size)
-
-
-@in_full_precision
-def recognition_loss(query: Tensor, candidates: Tensor, *, temperature: float) -> Tensor:
-    """Return the cross-entropy of each query with its key among all candidates.
-
-    Args:
-        query: (B, D), not necessarily normalized.
-        candidates: Unit vectors (WB + K, D): the keys of all ranks, then others.
-        temperature: tau.
-    """
-    logits = F.normalize(query, dim=1) @ candidates.T / temperature
-    return F.cross_entropy(
-        logits, torch.arange(len(query), device=logits.device) + rank() * len(query)
-    )

@@ -86,9 +86,13 @@ class MomentumContrast(Method):
     def on_update(self, task: Task) -> None:
         """Update the teacher, then replace the oldest keys by those of this step."""
         super().on_update(task)
-        for keys in self.take_pending():
-            for queue, rows in zip(self.queues(), keys, strict=True):
-                queue.update(rows)
+        for item in self.take_pending():
+            self.enqueue(*item)
+
+    def enqueue(self, *keys: Tensor) -> None:
+        """Take an item of ``pending``: the rows of each of the queues, by default."""
+        for queue, rows in zip(self.queues(), keys, strict=True):
+            queue.update(rows)
 
     @property
     def chance_loss(self) -> float:
