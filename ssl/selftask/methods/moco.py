@@ -12,16 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.momentum_contrast import MomentumContrast
 from selftask.models.feature_queue import FeatureQueue
-from selftask.models.losses.contrast import info_nce, unshuffle_bn
-from selftask.models.precision import to_float32
+from selftask.models.losses.contrast import info_nce
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -52,20 +49,14 @@ class MoCo(MomentumContrast, EMATeacher):
         self.num_queries = 2 if config.symmetric else 1  # V
         self.queue = FeatureQueue(config.queue_size, self.num_queries, config.out_dim)
 
-    def queues(self) -> tuple[FeatureQueue, ...]:
-        return (self.queue,)
-
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Use view v as query v; its key is the other view."""
         batch.input = batch.all_views[: self.num_queries]
 
-    @torch.no_grad()
     def on_forward(self, task: Task) -> None:
         """Compute the keys of the batch, which are enqueued after the step."""
         batch = task.last_batch
-        keys = self.shuffled_teacher(batch.all_views[::-1][: self.num_queries])  # (V, B, D)
-        keys = torch.stack([unshuffle_bn(F.normalize(to_float32(key), dim=1)) for key in keys])
-        batch["keys"] = keys
+        batch["keys"] = keys = self.unit_keys(batch.all_views[::-1][: self.num_queries])
         if task.train:
             self.pending.append((keys.transpose(0, 1),))  # (B, V, D)
 

@@ -40,7 +40,27 @@ class FeatureQueue(nn.Module):
         Only for entries of one dimension. Call it before the queries are enqueued, or each query
         finds itself.
         """
-        return self.rows[(queries.to(self.rows.dtype) @ self.rows.T).argmax(dim=-1)]
+        return self.nearest_few(queries, 1).squeeze(-2)
+
+    @torch.no_grad()
+    def nearest_few(self, queries: Tensor, count: int, *, after: Tensor | None = None) -> Tensor:
+        """Return the ``count`` entries of largest cosine, ``(..., count, dim)``, nearest first.
+
+        Args:
+            queries: ``(..., dim)``.
+            count: Number of entries.
+            after: Rows ``(B, dim)``: the entries are then those that the queue will have after
+                ``update(after)``. Every rank must call it.
+        """
+        similar = queries.to(self.rows.dtype) @ self.rows.T  # (..., K)
+        if after is None:
+            return self.rows[similar.topk(count, dim=-1).indices]
+        rows, replaced = self._enqueued(after)
+        similar = similar.index_fill(-1, replaced, -torch.inf)
+        similar = torch.cat([similar, queries.to(rows.dtype) @ rows.T], dim=-1)
+        index = similar.topk(count, dim=-1).indices
+        older, newer = index.clamp(max=len(self) - 1), (index - len(self)).clamp(min=0)
+        return torch.where((index < len(self))[..., None], self.rows[older], rows[newer])
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
@@ -49,7 +69,11 @@ class FeatureQueue(nn.Module):
         Rows are enqueued in the order of the global batch. If there are more than K, the last K are
         kept.
         """
-        rows = all_gather_cat(rows)[-len(self) :]  # (W * B, *shape)
-        indices = (torch.arange(len(rows), device=rows.device) + self.oldest) % len(self)
-        self.rows.index_copy_(0, indices, rows.to(self.rows.dtype))
+        rows, indices = self._enqueued(rows)
+        self.rows.index_copy_(0, indices, rows)
         self.oldest.add_(len(rows)).remainder_(len(self))
+
+    def _enqueued(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of all ranks that enter, and the indices of those that they replace."""
+        rows = all_gather_cat(rows)[-len(self) :].to(self.rows.dtype)  # (W * B, *shape)
+        return rows, (torch.arange(len(rows), device=rows.device) + self.oldest) % len(self)

@@ -9,6 +9,7 @@ from torch import nn
 
 from selftask.config.fields import setting
 from selftask.methods.base import Method
+from selftask.models.network import Network
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
 
@@ -59,3 +60,16 @@ class EMATeacher(Method):
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
         return super().export_backbone(self.teacher.network if self.exports_teacher else network)
+
+
+class ProjectorTeacher(EMATeacher):
+    """Method whose head is a ``ProjectorPredictor``, and whose teacher has no predictor.
+
+    The teacher returns projections (V, B, D); the network (V, B, 2, D), projection and prediction.
+    """
+
+    per_view = True
+
+    def averaged(self, network: Any) -> nn.Module:
+        """Return backbone and projector."""
+        return Network(network.backbone, network.head.projector, per_view=self.per_view)

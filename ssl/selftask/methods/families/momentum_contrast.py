@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.methods.base import Method
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import mlp
-from selftask.models.losses.contrast import shuffle_bn
+from selftask.models.losses.contrast import shuffle_bn, unshuffle_bn
+from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
 from selftask.random.keyed import LAYER_DRAWS
 
@@ -25,14 +27,9 @@ if TYPE_CHECKING:
     from selftask.task import Task
 
 
-class MomentumContrast(Method):
-    """Method with queues of keys; with ``EMATeacher``, which computes the keys.
+class MomentumKeys(Method):
+    """Method with MoCo's head and keys of a teacher, which is that of ``EMATeacher``."""
 
-    ``on_forward`` appends the keys of a batch to ``pending``, as a tuple of rows for each of
-    ``queues()``; they are enqueued after the step.
-    """
-
-    loss_reduction = "samples"  # negatives come from the queue
     views = 2
     teacher: Teacher
 
@@ -42,27 +39,12 @@ class MomentumContrast(Method):
         """Width of the head's output, D."""
         hidden_dim: int | None = setting(None, min=1, tiny=32)
         """Width of the head's hidden layer; null: that of the backbone."""
-        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)
-        """Length of a queue, in keys; K."""
         temperature: float = setting(0.2, above=0)
         """Temperature of the similarities, tau; 0.07 in MoCo v1."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            train = config["train"]
-            keys = train["batch_size"] * train["accumulate"]
-            if self.queue_size < keys:
-                yield (
-                    f"queue_size: {self.queue_size} is less than the {keys} keys of one step "
-                    "(train.batch_size * train.accumulate)"
-                )
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the two-layer head of MoCo v2, without BatchNorm."""
         return mlp(embed_dim, self.config.hidden_dim or embed_dim, self.config.out_dim, norm=False)
-
-    def queues(self) -> tuple[FeatureQueue, ...]:
-        """Return the queues, in the order of the rows in ``pending``."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def shuffled_teacher(self, views: list[Tensor]) -> Any:
@@ -74,12 +56,51 @@ class MomentumContrast(Method):
         with LAYER_DRAWS.exchanged(shuffle_bn):
             return self.teacher(exchanged)
 
+    @torch.no_grad()
+    def unit_keys(self, views: list[Tensor]) -> Tensor:
+        """Return the teacher's outputs for views, (V, B, D), of unit length."""
+        keys = self.shuffled_teacher(views)
+        return torch.stack([unshuffle_bn(F.normalize(to_float32(key), dim=1)) for key in keys])
+
+
+class MomentumContrast(MomentumKeys):
+    """Method with queues of keys.
+
+    ``on_forward`` appends the keys of a batch to ``pending``, as a tuple of rows for each of
+    ``queues()``; they are enqueued after the step.
+    """
+
+    loss_reduction = "samples"  # negatives come from the queue
+    queue: FeatureQueue
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MomentumKeys.Config):
+        queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)
+        """Length of a queue, in keys; K."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            train = config["train"]
+            keys = train["batch_size"] * train["accumulate"]
+            if self.queue_size < keys:
+                yield (
+                    f"queue_size: {self.queue_size} is less than the {keys} keys of one step "
+                    "(train.batch_size * train.accumulate)"
+                )
+
+    def queues(self) -> tuple[FeatureQueue, ...]:
+        """Return the queues, in the order of the rows in ``pending``: ``self.queue`` by default."""
+        return (self.queue,)
+
     def on_update(self, task: Task) -> None:
         """Update the teacher, then replace the oldest keys by those of this step."""
         super().on_update(task)
-        for keys in self.take_pending():
-            for queue, rows in zip(self.queues(), keys, strict=True):
-                queue.update(rows)
+        for item in self.take_pending():
+            self.enqueue(*item)
+
+    def enqueue(self, *keys: Tensor) -> None:
+        """Take an item of ``pending``: the rows of each of the queues, by default."""
+        for queue, rows in zip(self.queues(), keys, strict=True):
+            queue.update(rows)
 
     @property
     def chance_loss(self) -> float:

@@ -53,6 +53,21 @@ def gathered_cross_entropy(query: Tensor, key: Tensor, *, scale: float | Tensor)
     return F.cross_entropy(logits, matches)
 
 
+@in_full_precision
+def recognition_loss(query: Tensor, candidates: Tensor, *, temperature: float) -> Tensor:
+    """Return the cross-entropy of each query with its key among all candidates.
+
+    Args:
+        query: (B, D), not necessarily normalized.
+        candidates: Unit vectors (WB + K, D): the keys of all ranks, then others.
+        temperature: tau.
+    """
+    logits = F.normalize(query, dim=1) @ candidates.T / temperature
+    return F.cross_entropy(
+        logits, torch.arange(len(query), device=logits.device) + rank() * len(query)
+    )
+
+
 def view_cosines(views: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the cosines of this rank's views with the views of all ranks; differentiable.
 

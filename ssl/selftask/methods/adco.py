@@ -1,0 +1,146 @@
+"""AdCo: contrast with negatives that are trained against the network.
+
+V: queries per image (1, or 2 if symmetric), B: images per rank, W: ranks, D: width of the head,
+K: negatives.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import all_gather_cat, all_reduce_mean
+from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
+from selftask.methods.families.momentum_contrast import MomentumKeys
+from selftask.models.losses.contrast import recognition_loss
+from selftask.models.precision import to_float32
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("adco")
+class AdCo(MomentumKeys, EMATeacher):
+    """AdCo (arXiv:2011.08435): MoCo whose negatives are trained to be hard, in place of a queue.
+
+    Differs from the authors' code:
+
+    * First negatives have random directions; there they are outputs of the first network.
+    * BatchNorm is shuffled as in ``moco``.
+    """
+
+    paper = (
+        "Hu et al., AdCo: Adversarial Contrast for Efficient Learning of Unsupervised "
+        "Representations from Self-Trained Negative Adversaries, CVPR 2021"
+    )
+    loss_reduction = "gathered"  # the keys of all ranks are candidates
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MomentumKeys.Config, EMATeacher.Config):
+        momentum: Schedule = teacher_momentum(0.999)
+        """Momentum of the teacher."""
+        temperature: float = setting(0.12, above=0)
+        """Temperature of the similarities, tau."""
+        symmetric: bool = False
+        """Whether both views are queries."""
+        num_negatives: int = setting(65_536, min=1, tiny=24)
+        """Number of trained negatives, K."""
+        negative_temperature: float = setting(0.02, above=0)
+        """Temperature of the loss that the negatives increase."""
+        negative_lr: float = setting(3.0, min=0)
+        """Learning rate of the negatives."""
+        negative_sgd_momentum: float = setting(0.9, min=0, below=1)
+        """Momentum of the SGD of the negatives."""
+        negative_weight_decay: float = setting(1e-4, min=0)
+        """Weight decay of the negatives."""
+
+    negatives: Tensor
+    """Trained negatives, (K, D); their directions are used."""
+    velocity: Tensor
+    """Momentum buffer of their SGD, (K, D)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.num_queries = 2 if config.symmetric else 1  # V
+        shape = config.num_negatives, config.out_dim
+        self.register_buffer("negatives", F.normalize(torch.randn(shape), dim=1))
+        self.register_buffer("velocity", torch.zeros(shape))
+
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        self.batch_size = task.length.batch_size
+
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        """Use view v as query v; its key is the other view."""
+        batch.input = batch.all_views[: self.num_queries]
+
+    def on_forward(self, task: Task) -> None:
+        """Compute the keys of the batch; keep queries and keys for the step of the negatives."""
+        batch = task.last_batch
+        batch["keys"] = keys = self.unit_keys(batch.all_views[::-1][: self.num_queries])
+        if task.train:
+            self.pending.append((to_float32(batch.output.detach()), keys))
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return eq. 2 averaged over queries; ``output`` (V, B, D)."""
+        config = self.config
+        return adversarial_loss(
+            output, batch["keys"], self.negatives, temperature=config.temperature
+        )
+
+    def on_update(self, task: Task) -> None:
+        """Update the teacher, then move the negatives so that the loss of this step increases."""
+        super().on_update(task)
+        if taken := self.take_pending():
+            self.step_negatives(taken)
+
+    def step_negatives(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Take a step of SGD *up* the loss of some queries and keys, (V, B, D) each (eq. 5)."""
+        config = self.config
+        with torch.enable_grad():
+            negatives = self.negatives.detach().requires_grad_()
+            losses = [
+                adversarial_loss(queries, keys, negatives, temperature=config.negative_temperature)
+                for queries, keys in batches
+            ]
+            (gradient,) = torch.autograd.grad(torch.stack(losses).mean(), negatives)
+        with torch.no_grad():
+            gradient = all_reduce_mean(gradient) - config.negative_weight_decay * self.negatives
+            self.velocity.mul_(config.negative_sgd_momentum).sub_(gradient)
+            self.negatives.sub_(self.velocity, alpha=config.negative_lr)
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of equal similarities: ln(batch + ``num_negatives``)."""
+        return math.log(self.batch_size + self.config.num_negatives)
+
+
+def adversarial_loss(
+    queries: Tensor, keys: Tensor, negatives: Tensor, *, temperature: float
+) -> Tensor:
+    """Return the cross-entropy of queries with their keys, among keys of all ranks and negatives.
+
+    Args:
+        queries: (V, B, D), not necessarily normalized.
+        keys: Unit vectors (V, B, D).
+        negatives: (K, D), not necessarily normalized.
+        temperature: tau.
+    """
+    directions = F.normalize(negatives, dim=1)
+    losses = [
+        recognition_loss(
+            query,
+            torch.cat([all_gather_cat(key).to(directions.dtype), directions]),
+            temperature=temperature,
+        )
+        for query, key in zip(queries, keys, strict=True)
+    ]
+    return torch.stack(losses).mean()
