@@ -138,7 +138,9 @@ def paper_link(card: Card) -> str:
 
 def family(method: str) -> str:
     """Return what the family of a method has in common: the first sentence about it."""
-    modules = [kind.__module__ for kind in METHODS[method].__mro__ if ".families." in kind.__module__]
+    modules = [
+        kind.__module__ for kind in METHODS[method].__mro__ if ".families." in kind.__module__
+    ]
     if not modules:
         return ALONE
     sentence, _, _ = (sys.modules[modules[0]].__doc__ or "").partition(".")

@@ -53,7 +53,7 @@ def test_uniformity_as_a_loop_over_pairs() -> None:
 
 def test_too_few_images_are_refused() -> None:
     few = Features(draw(0, 3, 8).float(), torch.zeros(3).long(), torch.arange(3))
-    with pytest.raises(UserError, match="3 images of 8 features .* give more images"):
+    with pytest.raises(UserError, match="3 images of 8 features"):
         Spectrum()(few, few)
 
 
