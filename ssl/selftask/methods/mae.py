@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ class MAE(MaskedPatches):
     """MAE (arXiv:2111.06377): reconstructs an image from a quarter of its patches."""
 
     paper = "He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022"
-    requires = ("subset",)
+    requires: ClassVar[tuple[str, ...]] = ("subset",)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

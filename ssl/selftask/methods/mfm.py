@@ -76,7 +76,8 @@ class MFM(Method):
         (images,) = batch.all_views
         key = batch.key.to(images.device, non_blocking=True)
         is_low = uniform(task.config.train.seed, key, 1)[:, 0] < self.config.low_share
-        disc = low_frequencies(images.shape[-2:], self.config.radius, images.device)
+        height, width = images.shape[-2:]
+        disc = low_frequencies((height, width), self.config.radius, images.device)
         batch["removed"] = disc ^ is_low[:, None, None]  # (B, H, W)
         filtered = remove(images * self.std + self.mean, batch["removed"])
         batch.input = (filtered - self.mean) / self.std

@@ -9,7 +9,7 @@ width of the student.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -174,7 +174,9 @@ class UNIC(Method):
         batch = task.last_batch
         grid = batch.output.grid
         features = [
-            rows for teacher in self.teachers for rows in teacher.on_grid(batch.input, grid)
+            rows
+            for teacher in self.teachers
+            for rows in teacher.on_grid(batch.input, grid)  # type: ignore[operator]
         ]  # (B, D) and (B, N, D)
         moments = self.moments.moments
         if task.train:
@@ -250,7 +252,8 @@ class StudentNetwork(Network):
             }
         else:  # any network
             grid, inputs = None, {"pooled": [self.pooled([images])]}
-        outputs = [head(*inputs[kind]) for head, kind in zip(self.head, cycle(self.kinds))]
+        heads: Iterable[nn.Module] = self.head  # type: ignore[assignment]
+        outputs = [head(*inputs[kind]) for head, kind in zip(heads, cycle(self.kinds))]
         return Predictions(outputs, grid)
 
 

@@ -83,7 +83,9 @@ def iter_problems(
     if component.name not in registry:  # of Classy Vision, or torch.optim
         return
     config = executed(registry.config(component.name))
-    made = config_object(config, component.args) if hasattr(config, "problems") else None
+    made = None
+    if config is not None and hasattr(config, "problems"):
+        made = config_object(config, component.args)
     for nested, its_registry, place in _inner(config, component, key):
         yield from iter_problems(nested, its_registry, place, whole)
     for message in made.problems(whole) if made else ():

@@ -24,15 +24,15 @@ def optimizer_problems(config: Config) -> Iterator[tuple[Key, str]]:
                 text = "has no effect: optimizer.lr is a complete schedule; set this there"
                 yield ("optimizer", name), f"optimizer.{name} {text}"
     else:
-        key = ("optimizer", "schedule")
+        key: Key = ("optimizer", "schedule")
         keys = optimizer.schedule if isinstance(optimizer.schedule, dict) else {}
         for name in keys.keys() & _BY_LR.keys():
             text = f"optimizer.schedule.{name}: set by optimizer.{_BY_LR[name]}; give it there"
             yield (*key, name), text
-        name = optimizer.lr_section(batch=1)["name"]
-        if name not in SCHEDULES:
-            text = f"optimizer.schedule={name!r}: Classy Vision's schedules give the values"
-            yield key, f"{text} themselves; write optimizer.lr={{name: {name}, ...}}"
+        schedule = optimizer.lr_section(batch=1)["name"]
+        if schedule not in SCHEDULES:
+            text = f"optimizer.schedule={schedule!r}: Classy Vision's schedules give the values"
+            yield key, f"{text} themselves; write optimizer.lr={{name: {schedule}, ...}}"
     for index, rule in enumerate(optimizer.groups):
         key = ("optimizer", "groups", str(index))
         if rule.match is None and rule.type is None:

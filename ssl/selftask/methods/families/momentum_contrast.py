@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.config.fields import setting
-from selftask.methods.base import Method
+from selftask.methods.base import Method, NumViews
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import mlp
 from selftask.models.losses.contrast import shuffle_bn, unshuffle_bn
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class MomentumKeys(Method):
     """Method with MoCo's head and keys of a teacher, which is that of ``EMATeacher``."""
 
-    views = 2
+    views: ClassVar[NumViews | dict[str, NumViews]] = 2
     teacher: Teacher
 
     @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,8 @@ class MomentumContrast(MomentumKeys):
     ``queues()``; they are enqueued after the step.
     """
 
-    loss_reduction = "samples"  # negatives come from the queue
+    # negatives come from the queue
+    loss_reduction: ClassVar[Literal["samples", "gathered", "statistics"]] = "samples"
     queue: FeatureQueue
 
     @dataclass(frozen=True, kw_only=True)
