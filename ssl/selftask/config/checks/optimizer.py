@@ -43,8 +43,8 @@ def optimizer_problems(config: Config) -> Iterator[tuple[Key, str]]:
             yield key, f"{dotted(key)}: {wanted}"
     for key, section in optimizer.schedules().items():
         theirs = section["name"] not in SCHEDULES and key != ("optimizer", "schedule")
-        if theirs and (text := _refusal(section, config.train.epochs)):
-            yield key, f"{dotted(key)}: {text}"
+        if theirs and (refusal := _refusal(section, config.train.epochs)):
+            yield key, f"{dotted(key)}: {refusal}"
 
 
 def _refusal(section: dict[str, Any], epochs: float | None) -> str | None:
