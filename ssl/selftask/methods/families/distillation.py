@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
-from selftask.methods.base import Method
+from selftask.methods.base import Method, NumViews
 from selftask.models.build import embed_dim
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.network import Network
@@ -36,7 +36,7 @@ class Distillation(Method):
     """Method with ``self.teacher``, a trained network, and a student with as many outputs."""
 
     loss_reduction = "samples"
-    views = (1, None)
+    views: ClassVar[NumViews | dict[str, NumViews]] = (1, None)
     learns_scores: ClassVar[bool] = True
     """Whether the teacher must have a head that scores classes or prototypes."""
 
