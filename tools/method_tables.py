@@ -37,8 +37,9 @@ IN_A_LINE = 4  # links of README.md
 ALONE = "Methods of no family"
 NUM_CLASSES = {"digits": 10, "images": 10, "imagenet": 1000}
 NUM_DIGITS = 1347  # training images of the digits
-TEACHERS = {  # numbers of prototypes or classes
+TEACHERS = {  # numbers of prototypes or tokens
     "beit/digits": {"num_tokens": 1000},  # timm:test_vit
+    "beit/images": {"num_tokens": 1024},  # vqkd/images
     "distill_prototypes/digits": {"out_dim": 1000},  # timm:test_vit
     "distill_prototypes/images": {"out_dim": 4096, "patch_dim": 4096},  # dinov2/images
 }

@@ -12,7 +12,7 @@ import tiny
 from figures import draw
 from selftask.errors import UserError
 from selftask.methods.vqkd import vqkd_terms
-from selftask.models.vector_quantizer import VectorQuantizer, code_sums
+from selftask.models.distillation.vector_quantizer import VectorQuantizer, code_sums
 
 # microsoft/unilm beit2 for seeds 0 and 500, two steps each: commitment loss, gradient of the
 # vectors, sum of the codes, norms of the change of the codebook and of the cluster sizes

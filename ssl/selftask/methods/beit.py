@@ -28,11 +28,11 @@ from selftask.methods.families.masked_patches import (
     mean_of_hidden,
 )
 from selftask.models.build import embed_dim
+from selftask.models.distillation.patch_decoder import transformer_blocks
 from selftask.models.distillation.patch_targets import PatchTokenizer, TokenTargets
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import gather_tokens
 from selftask.models.network import PatchOutput
-from selftask.models.patch_decoder import transformer_blocks
 from selftask.models.precision import to_float32
 from selftask.registry import register_method
 

@@ -173,10 +173,9 @@ class UNIC(Method):
         """Compute ``batch["targets"]``: standardized features, in the order of the heads."""
         batch = task.last_batch
         grid = batch.output.grid
+        teachers: Any = self.teachers
         features = [
-            rows
-            for teacher in self.teachers
-            for rows in teacher.on_grid(batch.input, grid)  # type: ignore[operator]
+            rows for teacher in teachers for rows in teacher.on_grid(batch.input, grid)
         ]  # (B, D) and (B, N, D)
         moments = self.moments.moments
         if task.train:
@@ -234,8 +233,15 @@ class StudentNetwork(Network):
         ladder: Numbers of the hidden layers that the heads get beside the last.
     """
 
+    head: nn.ModuleList
+
     def __init__(
-        self, backbone: nn.Module, heads: nn.Module, *, kinds: Sequence[str], ladder: Sequence[int]
+        self,
+        backbone: nn.Module,
+        heads: nn.ModuleList,
+        *,
+        kinds: Sequence[str],
+        ladder: Sequence[int],
     ) -> None:
         super().__init__(backbone, heads)
         self.kinds = kinds

@@ -24,12 +24,12 @@ from selftask.errors import UserError
 from selftask.methods.base import Method
 from selftask.models.build import embed_dim
 from selftask.models.clustering import spherical_kmeans
+from selftask.models.distillation.patch_decoder import PatchDecoder
 from selftask.models.distillation.patch_targets import PatchTeacher
+from selftask.models.distillation.vector_quantizer import VectorQuantizer, code_sums
 from selftask.models.features.extract import adapter_of
 from selftask.models.network import Network, PatchOutput
-from selftask.models.patch_decoder import PatchDecoder
 from selftask.models.precision import in_full_precision, to_float32
-from selftask.models.vector_quantizer import VectorQuantizer, code_sums
 from selftask.models.weights.load import load_part
 from selftask.models.weights.trained import Scores
 from selftask.random.splitmix import hash_words

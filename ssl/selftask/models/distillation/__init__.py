@@ -1,1 +1,1 @@
-"""Distillation of scores: a network that also scores patches, and targets of a teacher."""
+"""Frozen teachers and tokenizers: targets of scores and patches, codes, and networks of patches."""
