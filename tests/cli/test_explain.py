@@ -27,7 +27,7 @@ HOOKS = ("timing", "gradient_norms", "activations", "clip_gradients", "csv")
         ("base_lr", r"optimizer\.lr: a number or a schedule, at least 0, required\n"),
         (
             "queue_size",
-            r"method\.queue_size \(densecl, moco\): a whole number, at least 1, default 6",
+            r"method\.queue_size \(all4one, nnclr\): a whole number, at least 1, default 9",
         ),
         ("train.keep_best", r"train\.keep_best\.mode: auto or max or min, default auto\n"),
         ("lars", r"lars: optimizer \[.*lars\.py:\d+\]\n.*\n.*optimizer\.sgd_momentum"),

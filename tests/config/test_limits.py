@@ -22,6 +22,7 @@ from selftask.registry import REGISTRIES
 
 SIGNED = {
     "bands.value_range",
+    "beit.branch_layer",
     "contrast_noise.offset",
     "early_stopping.target",
     "normalize.mean",

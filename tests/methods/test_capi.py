@@ -99,7 +99,7 @@ def test_prediction_is_that_of_the_authors_code(seed: int) -> None:
     layer.weight.data.copy_(draw(seed + 4, 10, 8))
     features = draw(seed + 3, 48, 8).requires_grad_()
     scores = layer(UnitLength()(features)).view(12, 4, 10)
-    loss = _terms(method, scores, draw(seed, 4, 12, 8).transpose(0, 1))["prediction"]
+    loss = _terms(method, scores, draw(seed, 4, 12, 8).transpose(0, 1))["cluster_prediction"]
     gradients = torch.autograd.grad(loss, [features, layer.length])
     figures = loss, *(x.norm() for x in gradients)
     assert [x.item() for x in figures] == pytest.approx(PREDICTION[seed], rel=1e-6)
@@ -126,7 +126,7 @@ def test_loss_is_that_of_the_paper() -> None:
                 cross = sum(p * (s / 0.12 - log_sum) for p, s in zip(q[image], row, strict=True))
                 expected[term] -= cross / images / positions
     terms = _terms(method, predictions, patches)
-    actual = [terms[name].item() for name in ("clustering", "prediction")]
+    actual = [terms[name].item() for name in ("clustering", "cluster_prediction")]
     assert actual == pytest.approx(expected, rel=1e-6)
 
 
@@ -156,7 +156,7 @@ def test_clusters_learn_from_one_term_and_the_network_from_the_other() -> None:
     batch = task.forward(torch.arange(8))
     terms = task.loss(batch.output, batch)
     parts = [*task.loss.clusters.parameters()], [*task.base_model.head.parameters()]
-    for name, part in zip(("prediction", "clustering"), parts, strict=True):
+    for name, part in zip(("cluster_prediction", "clustering"), parts, strict=True):
         gradients = torch.autograd.grad(terms[name], part, retain_graph=True, allow_unused=True)
         assert all(gradient is None for gradient in gradients)
     (rule,) = task.loss.group_rules()

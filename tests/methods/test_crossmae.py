@@ -13,7 +13,7 @@ from selftask.batch import Batch
 from selftask.errors import UserError
 from selftask.methods.crossmae import CrossMAE
 from selftask.methods.mae import MAE, normalize, patchify
-from selftask.models.cross_predictor import CrossBlock, CrossPredictor
+from selftask.models.predictors.memory_predictor import CrossBlock, CrossPredictor
 from selftask.models.features.tokens import gather_tokens
 
 SMALL = {"decoder_dim": 8, "decoder_depth": 2, "decoder_heads": 2, "predicted_ratio": 0.25}

@@ -18,7 +18,7 @@ from selftask.config.config_class import config_class
 from selftask.config.run_length import RunLength
 from selftask.errors import UserError
 from selftask.methods.data2vec2 import Data2Vec2, Predictions, contextual_targets, is_hidden
-from selftask.models.patch_predictor import sincos_positions
+from selftask.models.predictors.patch_predictor import sincos_positions
 from selftask.models.predictors.conv_decoder import ConvDecoder
 from selftask.optim.schedules import build_schedule
 from selftask.registry import METHODS
@@ -79,12 +79,12 @@ def test_targets_and_loss_are_those_of_the_authors_code(seed: int) -> None:
     method = Data2Vec2(Data2Vec2.Config(image_weight=0.03))  # 0.01 times a sum over 3 images
     keep = torch.empty(14, 1, 0, dtype=torch.int64)
     patches = _terms(method, predictions[None, :, None], tokens[None, :1], flat[:, None], keep)
-    (gradient,) = torch.autograd.grad(patches["patches"], predictions)
-    figures = patches["patches"].item(), gradient.norm().item()
+    (gradient,) = torch.autograd.grad(patches["hidden_patches"], predictions)
+    figures = patches["hidden_patches"].item(), gradient.norm().item()
     assert figures == pytest.approx(PATCHES[seed], rel=1e-6)
     tokens.requires_grad_()
     none = torch.empty(3, 1, 0, dtype=torch.int64)
-    image = _terms(method, targets[None], tokens[None], targets, none)["image"]
+    image = _terms(method, targets[None], tokens[None], targets, none)["class_token"]
     (gradient,) = torch.autograd.grad(image, tokens)
     assert (image.item(), gradient.norm().item()) == pytest.approx(IMAGES[seed], rel=1e-6)
 
@@ -106,7 +106,7 @@ def test_loss_is_that_of_the_paper() -> None:
             far = tokens[mask, image] - sum(targets[image]) / 16
             expected[1] += 0.5 * float(far @ far) / math.sqrt(12) / (3 * 4)
     terms = task.loss(batch.output, batch)
-    actual = [terms[name].item() for name in ("patches", "image")]
+    actual = [terms[name].item() for name in ("hidden_patches", "class_token")]
     assert actual == pytest.approx(expected, rel=1e-12)
 
 
@@ -223,7 +223,7 @@ def test_without_a_class_token_there_is_one_term() -> None:
     bare = {"class_token": False, "global_pool": "avg"}
     task = _task(lambda: _vit(**bare), image_weight=0.0)
     batch = task.forward(torch.arange(4))
-    assert [*task.loss(batch.output, batch)] == ["patches"]
+    assert [*task.loss(batch.output, batch)] == ["hidden_patches"]
 
 
 def test_impossible_configs_are_refused() -> None:

@@ -18,7 +18,7 @@ from selftask.config.config_class import config_class
 from selftask.errors import UserError
 from selftask.methods.families.masked_patches import Kept
 from selftask.methods.ijepa import IJEPA
-from selftask.models.patch_predictor import sincos_positions
+from selftask.models.predictors.patch_predictor import sincos_positions
 from selftask.registry import METHODS
 
 SMALL: dict[str, Any] = {"predictor_dim": 8, "predictor_depth": 2, "predictor_heads": 2}

@@ -16,7 +16,7 @@ from selftask.batch import Batch
 from selftask.config.config_class import config_class
 from selftask.errors import UserError
 from selftask.methods.mae import MAE, normalize, patchify
-from selftask.models.patch_predictor import sincos_positions
+from selftask.models.predictors.patch_predictor import sincos_positions
 from selftask.registry import METHODS
 
 SMALL: dict[str, Any] = {"decoder_dim": 8, "decoder_depth": 1, "decoder_heads": 2}

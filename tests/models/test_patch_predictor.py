@@ -9,7 +9,7 @@ import torch
 from timm.models import VisionTransformer
 from torch import nn
 
-from selftask.models.patch_predictor import (
+from selftask.models.predictors.patch_predictor import (
     PatchPredictor,
     fix_sincos_positions,
     sincos_positions,

@@ -59,7 +59,7 @@ class Spectrum:
             "rankme": rankme(features),
             "alpha": alpha(variances, self.first, self.last),
             "nesum": float(variances.sum() / variances[0]),
-            "uniformity": uniformity(features),
+            "feature_uniformity": uniformity(features),
         }
 
 

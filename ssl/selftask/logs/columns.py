@@ -118,7 +118,9 @@ _GENERAL = (
     Column("rankme", "1 to width", "RankMe of the features: entropy of singular values.", _EVAL),
     Column("alpha", "", "Decay of the eigenvalues of the features, alpha-ReQ; best near 1.", _EVAL),
     Column("nesum", "1 to width", "Sum of these eigenvalues over the largest.", _EVAL),
-    Column("uniformity", "below 0", "Uniformity of the features; lower is more uniform.", _EVAL),
+    Column(
+        "feature_uniformity", "below 0", "Uniformity of the features; lower is more uniform.", _EVAL
+    ),
     Column("eval_s", "s", "Time of the evaluation.", _EVAL),
     Column("eval_images_per_s", "images/s", "Images whose features were computed.", _EVAL),
     Column("val_loss", "", "The method's loss on `data.val`.", "`eval.loss`"),

@@ -57,7 +57,7 @@ class AdCo(MomentumKeys, EMATeacher):
         """Temperature of the loss that the negatives increase."""
         negative_lr: float = setting(3.0, min=0)
         """Learning rate of the negatives."""
-        negative_sgd_momentum: float = setting(0.9, min=0, below=1)
+        negative_sgd_momentum: float = setting(0.9, min=0, max=1)
         """Momentum of the SGD of the negatives."""
         negative_weight_decay: float = setting(1e-4, min=0)
         """Weight decay of the negatives."""

@@ -58,7 +58,7 @@ class CAPI(MaskedPatches, EMATeacher):
     )
     columns = {
         "clustering": "Term of the loss: the teacher's patches fit the clusters.",
-        "prediction": "Term of the loss: clusters of hidden patches are predicted.",
+        "cluster_prediction": "Term of the loss: clusters of hidden patches are predicted.",
     }
     loss_reduction = "statistics"  # sizes of the clusters
     min_batch_size = 2
@@ -179,7 +179,7 @@ class CAPI(MaskedPatches, EMATeacher):
         temperature = self.config.temperature
         return {
             "clustering": soft_cross_entropy(scores, assigned, temperature),
-            "prediction": soft_cross_entropy(output.prediction, asked, temperature),
+            "cluster_prediction": soft_cross_entropy(output.prediction, asked, temperature),
         }
 
     def assign(self, scores: Tensor) -> Tensor:

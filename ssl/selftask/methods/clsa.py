@@ -43,7 +43,7 @@ class CLSA(MomentumContrast, EMATeacher):
 
     paper = "Wang and Qi, Contrastive Learning with Stronger Augmentations, 2021"
     columns = {
-        "contrast": "Term of the loss: the weak view recognizes its key.",
+        "weak": "Term of the loss: the weak view recognizes its key.",
         "strong": "Term of the loss: strong views have the similarities of the weak one.",
     }
     loss_reduction = "gathered"  # the keys of all ranks are candidates
@@ -91,7 +91,7 @@ class CLSA(MomentumContrast, EMATeacher):
             target_temperature=config.strong_temperature,
         )
         return {
-            "contrast": recognition_loss(output[0], candidates, temperature=config.temperature),
+            "weak": recognition_loss(output[0], candidates, temperature=config.temperature),
             "strong": config.strong_weight * (len(output) - 1) * strong,
         }
 

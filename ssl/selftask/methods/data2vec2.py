@@ -25,7 +25,7 @@ from selftask.models.features.mlp_outputs import MLPOutputs
 from selftask.models.features.tokens import Grid
 from selftask.models.masks import hide_patches, padded_indices, scattered_squares
 from selftask.models.network import Network, PatchOutput
-from selftask.models.patch_predictor import fix_sincos_positions
+from selftask.models.predictors.patch_predictor import fix_sincos_positions
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.predictors.conv_decoder import ConvDecoder
 from selftask.random.keyed import uniform
@@ -74,8 +74,8 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         "Representations for Vision, Speech and Language, ICML 2023"
     )
     columns = {
-        "patches": "Term of the loss: hidden patches.",
-        "image": "Term of the loss: the class token and the mean of the teacher's patches.",
+        "hidden_patches": "Term of the loss: hidden patches.",
+        "class_token": "Term of the loss: the class token and the mean of the teacher's patches.",
     }
     sample_dim = None
     requires = ("subset",)
@@ -195,10 +195,10 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         targets, predicted = batch["targets"], output.prediction
         distance = scaled_distance(predicted.patches, targets)  # (M, B, N)
         hidden = is_hidden(batch["mask"], targets.shape[1]).transpose(0, 1)
-        terms = {"patches": (distance * hidden).sum() / hidden.sum()}
+        terms = {"hidden_patches": (distance * hidden).sum() / hidden.sum()}
         if weight := self.config.image_weight:
             image = scaled_distance(predicted.images, targets.mean(dim=1))  # (M, B)
-            terms["image"] = weight * image.mean()
+            terms["class_token"] = weight * image.mean()
         return terms
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ class DistillPrototypes(Distillation):
     paper = "Oquab et al., DINOv2: Learning Robust Visual Features without Supervision, TMLR 2024"
     columns = {
         "images": "Term of the loss: prototypes of whole images.",
-        "patches": "Term of the loss: prototypes of patches.",
+        "patches": "Term of the loss: patches.",
     }
 
     @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ class UNIC(Method):
     )
     columns = {
         "pooled": "Term of the loss: features of images.",
-        "patches": "Term of the loss: features of patches.",
+        "patches": "Term of the loss: patches.",
     }
     loss_reduction = "statistics"  # moments of the teachers, and the number of dropped terms
     views = 1

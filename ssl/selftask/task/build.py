@@ -246,9 +246,7 @@ def gradient_reduction(task: Task, wrappers: Iterable[Any]) -> Callable[[], None
         for work in works:
             work()
 
-    works: list[Callable[[], None]] = []  # without those that would do nothing in every step
-    if type(task.reduction).reduce is not Reduction.reduce:
-        works.append(task.reduction.reduce)
+    works: list[Callable[[], None]] = [lambda: task.reduction.reduce()]
     if task.activations.is_open:
         works.append(task.activations.finalize)
     if task.frozen.until:

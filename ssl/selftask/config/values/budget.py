@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from selftask.errors import nearest
+
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGT]i?B)?\s*")
 WORDS = ("none", "blocks")  # in place of a budget: keep all activations, or inputs of blocks
 
@@ -52,9 +54,11 @@ def parse_budget(text: float | str) -> Budget:
     """
     match = _PATTERN.fullmatch(str(text))
     if match is None:
+        hint = nearest(str(text), WORDS)
         raise ValueError(
             f"not a budget: write {', '.join(WORDS)}, a size such as '8 GB', or the share of "
             "activations that may be kept, from 0 to 1"
+            + (f"; {hint}" if hint.startswith("did") else "")
         )
     value, unit = float(match[1]), match[2]
     if unit is None:

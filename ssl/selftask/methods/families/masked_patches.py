@@ -26,7 +26,7 @@ from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.masks import hide_patches, padded_indices
 from selftask.models.network import Network, PatchOutput
-from selftask.models.patch_predictor import PatchPredictor, fix_sincos_positions
+from selftask.models.predictors.patch_predictor import PatchPredictor, fix_sincos_positions
 
 if TYPE_CHECKING:
     from selftask.task import Task

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from selftask.models.features.tokens import Grid
-from selftask.models.patch_predictor import sincos_positions
+from selftask.models.predictors.patch_predictor import sincos_positions
 
 
 def transformer_blocks(dim: int, depth: int, num_heads: int) -> nn.Sequential:

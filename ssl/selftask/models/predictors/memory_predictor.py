@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.models.features.tokens import Grid
-from selftask.models.patch_predictor import sincos_positions
+from selftask.models.predictors.patch_predictor import sincos_positions
 
 _norm: Any = partial(nn.LayerNorm, eps=1e-6)
 
