@@ -27,6 +27,7 @@ SIGNED = {
     "early_stopping.target",
     "normalize.mean",
     "siglip.bias",
+    "unic.ladder",
 }
 OF_VALUE = ("start", "end", "warmup_start", "first")  # limits are those of what is scheduled
 

@@ -13,8 +13,8 @@ from selftask.batch import Batch
 from selftask.errors import UserError
 from selftask.methods.crossmae import CrossMAE
 from selftask.methods.mae import MAE, normalize, patchify
-from selftask.models.predictors.memory_predictor import CrossBlock, CrossPredictor
 from selftask.models.features.tokens import gather_tokens
+from selftask.models.predictors.memory_predictor import CrossBlock, CrossPredictor
 
 SMALL = {"decoder_dim": 8, "decoder_depth": 2, "decoder_heads": 2, "predicted_ratio": 0.25}
 # seeds 0 and 500: loss, norm of its gradient, norm of the targets

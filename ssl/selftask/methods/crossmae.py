@@ -16,10 +16,10 @@ from selftask.errors import UserError
 from selftask.methods.families.masked_patches import Kept
 from selftask.methods.mae import MAE, initialize
 from selftask.models.build import embed_dim
-from selftask.models.predictors.memory_predictor import CrossPredictor
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid
 from selftask.models.network import Network, PatchOutput
+from selftask.models.predictors.memory_predictor import CrossPredictor
 from selftask.models.predictors.patch_predictor import fix_sincos_positions
 from selftask.registry import register_method
 

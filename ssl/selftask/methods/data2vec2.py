@@ -25,9 +25,9 @@ from selftask.models.features.mlp_outputs import MLPOutputs
 from selftask.models.features.tokens import Grid
 from selftask.models.masks import hide_patches, padded_indices, scattered_squares
 from selftask.models.network import Network, PatchOutput
-from selftask.models.predictors.patch_predictor import fix_sincos_positions
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.predictors.conv_decoder import ConvDecoder
+from selftask.models.predictors.patch_predictor import fix_sincos_positions
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
 

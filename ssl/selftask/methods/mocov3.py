@@ -18,8 +18,8 @@ from selftask.config.schema.optimizer import GroupRule
 from selftask.methods.families.ema_teacher import ProjectorTeacher, Schedule, teacher_momentum
 from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.losses.contrast import gathered_cross_entropy
-from selftask.models.predictors.patch_predictor import fix_sincos_positions
 from selftask.models.precision import in_full_precision
+from selftask.models.predictors.patch_predictor import fix_sincos_positions
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
