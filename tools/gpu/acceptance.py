@@ -19,7 +19,7 @@ Checks, each in its own time; an exception is a failure, shown in the table:
 * ``resume``: stopped at step 7 and resumed, with ``train.deterministic=true``: the same bits.
 * ``races``: the losses of all methods in a process with ``CUDA_LAUNCH_BLOCKING=1``: the same bits.
   A kernel that reads what another stream has not yet written would differ.
-* ``optimizers``: three updates on a CPU and on the GPU: 1e-5.
+* ``optimizers``: three updates on a CPU and on the GPU: 1e-5; Muon in bfloat16: 1e-3.
 * ``batch_norm``: synchronized BatchNorm by torch's kernels, beside float64 on a CPU: 1e-5.
 * ``speed``: images a second of one GPU whose images are there already (nothing is expected of it
   yet), and the peak of torch's allocator beside the estimate of ``selftask plan``: 0.8 to 1.25.

@@ -192,7 +192,8 @@ def check_optimizers(setting: Setting) -> Iterator[Result]:
     for name in OPTIMIZERS.names():
         values = [_updated(name, device) for device in ("cpu", setting.device)]
         error = float((values[0] - values[1]).abs().max() / values[0].abs().max())
-        yield Result("optimizers", name, f"{error:.1e}", "at most 1e-05", error <= 1e-5)
+        most = 1e-3 if name == "muon" else 1e-5  # torch's Muon iterates in bfloat16
+        yield Result("optimizers", name, f"{error:.1e}", f"at most {most:.0e}", error <= most)
 
 
 def _updated(name: str, device: str) -> torch.Tensor:
