@@ -21,6 +21,8 @@ from selftask.registry import EVALUATIONS
 
 COMMANDS = {
     "retrieval": ("selftask.cli.model.retrieval", "find images of the same object"),
+    "segmentation": ("selftask.cli.model.dense.segmentation", "classes of pixels"),
+    "correspondence": ("selftask.cli.model.dense.correspondence", "find places again, no labels"),
     "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
@@ -28,6 +30,8 @@ COMMANDS = {
 USAGE = f"""\
 usage: selftask eval knn|linear|svm|spectrum RUN_OR_MODEL [key=value ...]
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
+       selftask eval segmentation RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
+       selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]
 
@@ -38,7 +42,7 @@ data.val=DIR  those to test on; without it, k-NN leaves each image out of its ow
               spectrum needs no labels
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last.
-`selftask eval retrieval --help` says more of that one, likewise of suite and predictions.
+`selftask eval retrieval --help` says more of that one, likewise of those below it.
 {VERBOSITY}"""
 
 

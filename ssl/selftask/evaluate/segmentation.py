@@ -1,0 +1,240 @@
+"""Semantic segmentation with frozen patch features: nearest neighbors, and a linear head.
+
+Images of S x S pixels, patches in a grid of h x w, M patches in memory, E features, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.config.schema import Config
+from selftask.distributed.accelerator import forked_rng
+from selftask.errors import UserError, join_some
+from selftask.evaluate.dense.confusion import Confusion, upsampled_classes
+from selftask.evaluate.dense.linear_heads import fit_linear_heads
+from selftask.evaluate.dense.masks import TABLE, Classes, MaskFolder
+from selftask.evaluate.dense.memory import PatchMemory, class_shares, vote
+from selftask.evaluate.dense.patches import PatchFeatures, PatchOptions, square_batches
+from selftask.evaluate.knn import Bank
+from selftask.logs import get_logger
+from selftask.models.eval_mode import in_eval_mode
+
+Scores = Callable[[Tensor], Tensor]
+"""Patch features (Q, E) -> scores of classes (Q, C)."""
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentationOptions(PatchOptions):
+    """Options of segmentation."""
+
+    heads: list[Literal["knn", "linear"]] = setting(["knn", "linear"])
+    """``knn``: votes of the nearest patches; ``linear``: a linear classifier of patches."""
+    memory: int = setting(102_400, min=1)
+    """Largest number of training patches that are kept, in a sample from all images."""
+    k: int = setting(30, min=1)
+    """Number of nearest patches that vote."""
+    temperature: float = setting(0.02, above=0)
+    """Temperature of the votes; with a large one all neighbors count alike."""
+    lr: list[float] = setting([0.0001, 0.001, 0.01, 0.1], above=0)
+    """Learning rates of the linear heads, which are trained at once; the best one is chosen on
+    held-out training images.
+    """
+    steps: int = setting(1000, min=1)
+    """Number of steps of the linear heads."""
+    weight_decay: float = setting(0.0001, min=0)
+    """Decoupled weight decay of the linear heads."""
+    held_out: float = setting(0.2, above=0, below=1)
+    """Share of the training images that is held out to choose the learning rate."""
+    ignore: list[int] = setting([255], min=0, max=65535)
+    """Indices of pixels that do not count."""
+    seed: int = setting(0, min=0)
+    """Seed of the sample of patches and of their order."""
+
+    def problems(self) -> Iterator[str]:
+        if not self.heads:
+            yield "heads: []; expected knn, linear or both"
+        if not self.lr:
+            yield "lr: []; one or more learning rates are expected"
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """Confusion of the test pixels by head, and what led to it."""
+
+    classes: Classes
+    confusions: dict[str, Confusion]
+    facts: dict[str, float]
+
+    def row(self) -> dict[str, float]:
+        """Return ``segmentation_knn_miou`` and others, without classes that have no pixel."""
+        row: dict[str, float] = {}
+        for head, confusion in self.confusions.items():
+            row |= {f"segmentation_{head}_{k}": v for k, v in confusion.metrics().items()}
+        return row | self.facts
+
+    def by_class(self) -> dict[str, float]:
+        """Return ``segmentation_knn_iou/CLASS`` of the classes with pixels."""
+        return {
+            f"segmentation_{head}_iou/{name}": value
+            for head, confusion in self.confusions.items()
+            for name, value in zip(self.classes.names, confusion.iou().tolist(), strict=True)
+            if value == value
+        }
+
+
+def evaluate_segmentation(
+    backbone: nn.Module,
+    config: Config,
+    train: MaskFolder,
+    test: MaskFolder,
+    classes: Classes,
+    options: SegmentationOptions,
+    *,
+    device: torch.device,
+    tell: Callable[[str], None] = log.info,
+) -> Segmented:
+    """Segment test images by the labelled patches of training images.
+
+    Images and masks are resized to S x S. Scores of patches are interpolated to S x S, and compared
+    pixel by pixel.
+
+    Args:
+        backbone: A backbone with patches, see ``models.features``.
+        config: Config with the normalization of images and the handling of unreadable ones.
+        train: Training images and masks.
+        test: Test images and masks.
+        classes: Classes of both.
+        options: Image size, heads and their options.
+        device: Device to compute on.
+        tell: Called with lines about images, classes and memory.
+
+    Raises:
+        UserError: If the backbone has no patches of this size, features are not finite, or there
+            are too few images or patches.
+    """
+    size = options.size_of(config)
+    patches = PatchFeatures(backbone.to(device), size, options.layer)
+    if "linear" in options.heads and len(options.lr) > 1:
+        _check_choice(len(train.masks))
+    for line in _warnings(classes, train, test):
+        tell(f"warning: {line}")
+    with in_eval_mode(backbone), forked_rng(), torch.no_grad():
+        memory = PatchMemory(options.memory, len(train.masks), options.seed)
+        for batch in square_batches(train.open(size, classes), config, device, train.key):
+            maps = patches(batch.all_views[0])
+            grid = (maps.shape[2], maps.shape[3])
+            shares = class_shares(batch.extras["mask"].to(device), grid, len(classes))
+            memory.add(maps, shares, batch.index)
+        features, shares, images = memory.finish()
+        heads, facts = _fit(options, features, shares, images)
+        tell(
+            f"{len(train.masks)} training and {len(test.masks)} test images of {size}x{size} "
+            f"pixels, {len(classes)} classes; memory: {len(features):,} patches of "
+            f"{features.shape[1]} features, {features.nbytes / 1e6:,.1f} MB"
+        )
+        del features
+        confusions = {name: Confusion(len(classes), device) for name in heads}
+        for batch in square_batches(test.open(size, classes), config, device, test.key):
+            masks = batch.extras["mask"].to(device)
+            for dense, mask in zip(patches(batch.all_views[0]), masks, strict=True):
+                queries = dense.flatten(1).T  # (h * w, E)
+                for name, score in heads.items():
+                    scores = score(queries).T.unflatten(1, dense.shape[1:])  # (C, h, w)
+                    confusions[name].add(mask, upsampled_classes(scores, size))
+    facts |= {"train_images": len(train.masks), "test_images": len(test.masks)}
+    facts |= {"classes": len(classes), "patches": len(shares), "size": size}
+    return Segmented(classes, confusions, facts)
+
+
+def _fit(
+    options: SegmentationOptions, features: Tensor, shares: Tensor, images: Tensor
+) -> tuple[dict[str, Scores], dict[str, float]]:
+    """Return the heads by name, and the chosen learning rate.
+
+    Args:
+        options: Options of the heads.
+        features: Patches in memory (M, E).
+        shares: Shares of their classes (M, C).
+        images: Their image numbers (M,).
+    """
+    heads: dict[str, Scores] = {}
+    facts: dict[str, float] = {}
+    if "knn" in options.heads:
+        if options.k > len(features):
+            raise UserError(
+                f"k: {options.k} neighbors are asked for, and there are {len(features)} labelled "
+                f"patches; use at most {len(features)}"
+            )
+        bank = Bank(features)
+        heads["knn"] = lambda rows: vote(bank, shares, rows, options.k, options.temperature)
+    if "linear" in options.heads:
+        rate = _best_rate(options, features, shares, images)
+        linear = fit_linear_heads(
+            features,
+            shares,
+            [rate],
+            steps=options.steps,
+            weight_decay=options.weight_decay,
+            seed=options.seed,
+        )
+        heads["linear"] = lambda rows: linear.scores(rows)[0]
+        facts["segmentation_linear_lr"] = rate
+    return heads, facts
+
+
+def _best_rate(
+    options: SegmentationOptions, features: Tensor, shares: Tensor, images: Tensor
+) -> float:
+    """Return the learning rate with the most pixels of held-out images in the predicted class."""
+    if len(options.lr) == 1:
+        return options.lr[0]
+    numbers = torch.unique(images)
+    _check_choice(len(numbers))
+    order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(options.seed))
+    count = min(len(numbers) - 1, max(1, round(options.held_out * len(numbers))))  # held out
+    held = torch.isin(images, numbers[order[:count].to(numbers.device)])
+    heads = fit_linear_heads(
+        features[~held],
+        shares[~held],
+        options.lr,
+        steps=options.steps,
+        weight_decay=options.weight_decay,
+        seed=options.seed,
+    )
+    predicted = heads.scores(features[held]).argmax(dim=2)  # (G, m)
+    hits = [float(shares[held].gather(1, row[:, None]).sum()) for row in predicted]
+    return options.lr[max(range(len(hits)), key=hits.__getitem__)]
+
+
+def _check_choice(num_images: int) -> None:
+    """Raise UserError unless there are images to train on, and others to choose a rate on."""
+    if num_images < 2:
+        raise UserError(
+            "lr: 1 training image with labels leaves none to choose a learning rate on; give one, "
+            "lr=[0.001], or heads=[knn]"
+        )
+
+
+def _warnings(classes: Classes, train: MaskFolder, test: MaskFolder) -> Iterator[str]:
+    """Yield a line about classes without pixels, and one about those of one set only."""
+    named = list(zip(classes.indices, classes.names, strict=True))
+    empty = [n for i, n in named if not (train.pixels[i] or test.pixels[i])]
+    untrained = [n for i, n in named if test.pixels[i] and not train.pixels[i]]
+    untested = [n for i, n in named if train.pixels[i] and not test.pixels[i]]
+    for names, text in (
+        (empty, f"of {TABLE} without a pixel in any mask, left out of the means"),
+        (untrained, f"only in {test.key}, not in {train.key}: never predicted, their IoU is 0"),
+        (untested, f"only in {train.key}, not in {test.key}: IoU 0 if predicted anywhere"),
+    ):
+        if names:
+            yield f"{len(names)} {'class' if len(names) == 1 else 'classes'} {text}: " + (
+                join_some(names)
+            )
