@@ -206,7 +206,7 @@ def read_mask(path: str) -> np.ndarray:
         with Image.open(io.BytesIO(read_bytes(path))) as image:
             if image.mode not in _MODES:
                 raise UserError(
-                    f"{path}: a {image.mode} image; a mask has one channel, the index of the class "
+                    f"{path}: has mode {image.mode}; a mask has one channel, the index of the class "
                     "of each pixel (PNG of 8 or 16 bits)"
                 )
             mask = np.asarray(image)
