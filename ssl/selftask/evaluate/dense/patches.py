@@ -22,6 +22,7 @@ from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.source import Source, Wrapped, channels_of
+from selftask.data.subset import Part, Subset
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.data.transforms.resampling import resize
 from selftask.errors import UserError
@@ -123,6 +124,13 @@ class Squared(Wrapped):
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         image, _ = self.source[index]
         return resize(image, self.size, self.size, "bilinear"), NO_LABEL
+
+
+def limited(source: Source, images: int | None, seed: int) -> Source:
+    """Return a random choice of at most ``images`` images, in their order; None for all."""
+    if images is None or images >= len(source):
+        return source
+    return Subset(source, Part(count=images, seed=seed))
 
 
 def square_batches(

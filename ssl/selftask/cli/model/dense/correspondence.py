@@ -8,7 +8,7 @@ from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import UserError
-from selftask.logs import announce, json_row
+from selftask.logs import json_row
 
 USAGE = f"""\
 usage: selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
@@ -33,21 +33,12 @@ def main(argv: list[str]) -> int:
     if not argv or "=" in argv[0]:
         raise UserError(f"eval correspondence needs a run or model before any key=value\n{USAGE}")
     address, overrides = argv[0], argv[1:]
-    from selftask.evaluate.correspondence import CorrespondenceOptions, evaluate_correspondence
+    from selftask.evaluate.correspondence import Correspondence
 
-    options, words = take_fields(overrides, CorrespondenceOptions)
-    check_words("correspondence", words, CorrespondenceOptions.__dataclass_fields__)
+    options, words = take_fields(overrides, Correspondence)
+    check_words("correspondence", words, Correspondence.__dataclass_fields__)
     frozen = open_frozen(address, words)
-    train, val = frozen.sources.train, frozen.sources.val
-    row = evaluate_correspondence(
-        frozen.backbone,
-        frozen.config,
-        train if val is None else val,
-        options,
-        device=frozen.device,
-        key="data" if val is None else "data.val",
-        tell=announce,
-    )
+    row = options(frozen.backbone, frozen.config, frozen.sources, frozen.device)
     print(json_row(row))
     keep(address, "correspondence", overrides, frozen.facts.get("step"), row)
     return 0

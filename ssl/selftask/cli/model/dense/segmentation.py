@@ -31,7 +31,7 @@ memory=102400        largest number of training patches that are kept
 k=30 temperature=0.02                            of the votes
 lr=[0.0001,0.001,0.01,0.1] steps=1000 weight_decay=0.0001 held_out=0.2   of the classifier
 ignore=[255]         indices of pixels that do not count
-seed=0               of the sample of patches
+images=200 seed=0    a random choice of images of each set; default: all
 {WEIGHTS}
 {VERBOSITY}"""
 
@@ -41,8 +41,12 @@ def main(argv: list[str]) -> int:
     if not argv or "=" in argv[0]:
         raise UserError(f"eval segmentation needs a run or model before any key=value\n{USAGE}")
     address, overrides = argv[0], argv[1:]
-    from selftask.evaluate.dense.masks import MaskFolder, classes_of, images_in, read_table
-    from selftask.evaluate.segmentation import SegmentationOptions, evaluate_segmentation
+    from selftask.evaluate.dense.masks import folder_problem, images_in, read_table
+    from selftask.evaluate.segmentation import (
+        SegmentationOptions,
+        evaluate_segmentation,
+        open_folders,
+    )
 
     options, words = take_fields(overrides, SegmentationOptions)
     check_words("segmentation", words, SegmentationOptions.__dataclass_fields__)
@@ -51,22 +55,21 @@ def main(argv: list[str]) -> int:
         root, words = take(key, words)
         if root is None:
             raise UserError(f"{key} is missing: give a folder with images and masks, {key}=DIR")
+        if problem := folder_problem(root):
+            raise UserError(f"{key}: {problem}")
         roots[key] = root
-        words += [f"{key}.name=folder", f"{key}.path={images_in(root, key)}", f"{key}.labels=false"]
+        words += [f"{key}.name=folder", f"{key}.path={images_in(root)}", f"{key}.labels=false"]
     table = read_table(roots["data"])
     frozen = open_frozen(address, words)
     assert frozen.sources.val is not None
     sources = (frozen.sources.train, frozen.sources.val)
-    train, test = (
-        MaskFolder(root, source, key, ignore=options.ignore, table=table)
-        for (key, root), source in zip(roots.items(), sources, strict=True)
-    )
+    train, test, classes = open_folders(roots, sources, options, table)
     result = evaluate_segmentation(
         frozen.backbone,
         frozen.config,
         train,
         test,
-        classes_of(table, options.ignore, train.pixels, test.pixels),
+        classes,
         options,
         device=frozen.device,
         tell=announce,
