@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from selftask.config.fields import setting
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
-from selftask.data.source import Source
 from selftask.distributed.accelerator import forked_rng
 from selftask.evaluate.dense.patches import (
     PatchFeatures,
@@ -68,25 +67,17 @@ class Correspondence(PatchOptions):
         self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
     ) -> dict[str, float]:
         """Return the metrics of the images of ``data.val``, or without it of ``data``."""
-        is_val = sources.val is not None
-        return evaluate_correspondence(
-            backbone,
-            config,
-            sources.val if sources.val is not None else sources.train,
-            self,
-            device=device,
-            key="data.val" if is_val else "data",
-        )
+        row = evaluate_correspondence(backbone, config, sources, self, device=device)
+        return {name: row[name] for name in row if name.startswith("correspondence_")}
 
 
 def evaluate_correspondence(
     backbone: nn.Module,
     config: Config,
-    source: Source,
+    sources: Sources,
     options: Correspondence,
     *,
     device: torch.device,
-    key: str = "data",
     tell: Callable[[str], None] = log.info,
 ) -> dict[str, float]:
     """Match the patches of a warped view of each image to those of the whole image.
@@ -97,10 +88,9 @@ def evaluate_correspondence(
     Args:
         backbone: A backbone with patches, see ``models.features``.
         config: Config with the normalization of images and the handling of unreadable ones.
-        source: The images.
+        sources: The images: those of ``val``, or without it of ``train``.
         options: Image size, warps and thresholds.
         device: Device to compute on.
-        key: Config key of the images, for messages.
         tell: Called with a line about images and patches.
 
     Returns:
@@ -113,6 +103,7 @@ def evaluate_correspondence(
     """
     size = options.size_of(config)
     patches = PatchFeatures(backbone.to(device), size, options.layer)
+    source, key = (sources.train, "data") if sources.val is None else (sources.val, "data.val")
     chosen = limited(source, options.images, options.seed)
     results = []
     with in_eval_mode(backbone), forked_rng(), torch.no_grad():

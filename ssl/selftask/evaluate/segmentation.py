@@ -107,7 +107,7 @@ class Segmentation(SegmentationOptions):
     def __call__(
         self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
     ) -> dict[str, float]:
-        """Return the metrics of the images in ``val``, without those of single classes."""
+        """Return the metrics of the images in ``val``."""
         assert self.data is not None and self.val is not None
         opened = [Folder(Folder.Config(path=images_in(root))) for root in (self.data, self.val)]
         train, test, classes = open_folders(
@@ -154,11 +154,11 @@ class Segmented:
     facts: dict[str, float]
 
     def row(self) -> dict[str, float]:
-        """Return ``segmentation_knn_miou`` and others, without classes that have no pixel."""
+        """Return ``segmentation_knn_miou`` and others."""
         row: dict[str, float] = {}
         for head, confusion in self.confusions.items():
             row |= {f"segmentation_{head}_{k}": v for k, v in confusion.metrics().items()}
-        return row | self.facts
+        return row
 
     def by_class(self) -> dict[str, float]:
         """Return ``segmentation_knn_iou/CLASS`` of the classes with pixels."""

@@ -8,7 +8,7 @@ from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import UserError
-from selftask.logs import json_row
+from selftask.logs import announce, json_row
 
 USAGE = f"""\
 usage: selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
@@ -33,12 +33,19 @@ def main(argv: list[str]) -> int:
     if not argv or "=" in argv[0]:
         raise UserError(f"eval correspondence needs a run or model before any key=value\n{USAGE}")
     address, overrides = argv[0], argv[1:]
-    from selftask.evaluate.correspondence import Correspondence
+    from selftask.evaluate.correspondence import Correspondence, evaluate_correspondence
 
     options, words = take_fields(overrides, Correspondence)
     check_words("correspondence", words, Correspondence.__dataclass_fields__)
     frozen = open_frozen(address, words)
-    row = options(frozen.backbone, frozen.config, frozen.sources, frozen.device)
+    row = evaluate_correspondence(
+        frozen.backbone,
+        frozen.config,
+        frozen.sources,
+        options,
+        device=frozen.device,
+        tell=announce,
+    )
     print(json_row(row))
     keep(address, "correspondence", overrides, frozen.facts.get("step"), row)
     return 0

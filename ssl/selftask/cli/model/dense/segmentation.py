@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         device=frozen.device,
         tell=announce,
     )
-    row = {**result.row(), **result.by_class()}
+    row = {**result.row(), **result.facts, **result.by_class()}
     announce(_table(result))
     print(json_row(row))
     keep(address, "segmentation", overrides, frozen.facts.get("step"), row)
