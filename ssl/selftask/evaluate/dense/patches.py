@@ -41,7 +41,7 @@ class PatchOptions:
     """Height and width in pixels to which images are resized, whatever their aspect ratio; null:
     the size of ``eval.transforms``.
     """
-    layer: int | None = None
+    layer: int | None = setting(None, min=-1000, max=1000)
     """Number of a hidden layer, -1 for the last; null: the output, after the final norm."""
 
     def size_of(self, config: Config) -> int:
