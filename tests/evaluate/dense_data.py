@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -35,3 +36,8 @@ def write_scenes(folder: Path, count: int, first: int = 0, classes: int = 4) -> 
     for number in range(first, first + count):
         save_scene(folder, f"part_{number % 2}/{number}", *scene(number, classes))
     return folder
+
+
+def shape_of(line: str) -> str:
+    """Return a printed line with # for numbers, and single spaces."""
+    return " ".join(re.sub(r"\d[\d,]*(\.\d+)?%?", "#", line).split())

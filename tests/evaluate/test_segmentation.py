@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dense_data import save_scene, scene, write_scenes
+from dense_data import save_scene, scene, shape_of, write_scenes
 from PIL import Image
 from scipy.ndimage import map_coordinates
 from sklearn.metrics import accuracy_score, jaccard_score, recall_score
@@ -341,11 +341,6 @@ def test_one_image_is_enough_for_neighbors(
     assert row["segmentation_knn_miou"] > 0.95, "the same image"
 
 
-def shape_of(line: str) -> str:
-    """Return a printed line with # for numbers, and single spaces."""
-    return " ".join(re.sub(r"\d[\d,]*(\.\d+)?%?", "#", line).split())
-
-
 def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_scenes(tmp_path / "train", 24)
     write_scenes(tmp_path / "val", 8, first=24)
@@ -383,8 +378,8 @@ def edit_mask(root: Path, change: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words", "message"),
     [
-        ("missing", [], "data: 1 of 3 images have no mask, such as"),
-        ("size", [], "a mask of 56x55 pixels, and"),
+        ("missing", [], "data: 1 of 3 images have no file in 'masks', such as"),
+        ("size", [], "1.png: has 56x55 pixels, and"),
         ("colors", [], "1.png: has mode RGB; a mask has one channel"),
         ("damaged", [], "1.png: the mask cannot be read: "),
         ("unknown", [], "index 3 is not in classes.csv, which has 0, 1, 2; add it"),

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from selftask.config.fields import setting
 from selftask.config.schema import Config
@@ -18,9 +18,9 @@ from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source
 from selftask.data.sources.files import Folder
 from selftask.distributed.accelerator import forked_rng
-from selftask.errors import UserError, join_some
+from selftask.errors import join_some
 from selftask.evaluate.dense.confusion import Confusion, upsampled_classes
-from selftask.evaluate.dense.linear_heads import fit_linear_heads
+from selftask.evaluate.dense.heads import HeadOptions, check_choice, fit_heads, remember
 from selftask.evaluate.dense.masks import (
     TABLE,
     Classes,
@@ -30,58 +30,24 @@ from selftask.evaluate.dense.masks import (
     images_in,
     read_table,
 )
-from selftask.evaluate.dense.memory import PatchMemory, class_shares, vote
 from selftask.evaluate.dense.patches import (
     PatchFeatures,
-    PatchOptions,
     limited,
     square_batches,
 )
-from selftask.evaluate.knn import Bank
 from selftask.logs import get_logger
 from selftask.models.eval_mode import in_eval_mode
 from selftask.registry import register_evaluation
-
-Scores = Callable[[Tensor], Tensor]
-"""Patch features (Q, E) -> scores of classes (Q, C)."""
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentationOptions(PatchOptions):
+class SegmentationOptions(HeadOptions):
     """Options of segmentation."""
 
-    heads: list[Literal["knn", "linear"]] = setting(["knn", "linear"])
-    """``knn``: votes of the nearest patches; ``linear``: a linear classifier of patches."""
-    memory: int = setting(102_400, min=1)
-    """Largest number of training patches that are kept, in a sample from all images."""
-    k: int = setting(30, min=1)
-    """Number of nearest patches that vote."""
-    temperature: float = setting(0.02, above=0)
-    """Temperature of the votes; with a large one all neighbors count alike."""
-    lr: list[float] = setting([0.0001, 0.001, 0.01, 0.1], above=0)
-    """Learning rates of the linear heads, which are trained at once; the best one is chosen on
-    held-out training images.
-    """
-    steps: int = setting(1000, min=1)
-    """Number of steps of the linear heads."""
-    weight_decay: float = setting(0.0001, min=0)
-    """Decoupled weight decay of the linear heads."""
-    held_out: float = setting(0.2, above=0, below=1)
-    """Share of the training images that is held out to choose the learning rate."""
     ignore: list[int] = setting([255], min=0, max=65535)
     """Indices of pixels that do not count."""
-    images: int | None = setting(None, min=1)
-    """Largest number of images of each set, in a random choice; null: all."""
-    seed: int = setting(0, min=0)
-    """Seed of the choice of images and patches, and of their order."""
-
-    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
-        if not self.heads:
-            yield "heads: []; expected knn, linear or both"
-        if not self.lr:
-            yield "lr: []; one or more learning rates are expected"
 
 
 @register_evaluation("segmentation")
@@ -203,18 +169,20 @@ def evaluate_segmentation(
     size = options.size_of(config)
     patches = PatchFeatures(backbone.to(device), size, options.layer)
     if "linear" in options.heads and len(options.lr) > 1:
-        _check_choice(len(train.masks))
+        check_choice(len(train.masks))
     for line in _warnings(classes, train, test):
         tell(f"warning: {line}")
     with in_eval_mode(backbone), forked_rng(), torch.no_grad():
-        memory = PatchMemory(options.memory, len(train.masks), options.seed)
-        for batch in square_batches(train.open(size, classes), config, device, train.key):
-            maps = patches(batch.all_views[0])
-            grid = (maps.shape[2], maps.shape[3])
-            shares = class_shares(batch.extras["mask"].to(device), grid, len(classes))
-            memory.add(maps, shares, batch.index)
-        features, shares, images = memory.finish()
-        heads, facts = _fit(options, features, shares, images)
+        features, shares, images = remember(
+            patches,
+            square_batches(train.open(size, classes), config, device, train.key),
+            options,
+            len(train.masks),
+            lambda batch: batch.extras["mask"],
+            len(classes),
+        )
+        heads, facts = fit_heads(options, features, shares, images)
+        facts = {f"segmentation_{name}": value for name, value in facts.items()}
         tell(
             f"{len(train.masks)} training and {len(test.masks)} test images of {size}x{size} "
             f"pixels, {len(classes)} classes; memory: {len(features):,} patches of "
@@ -232,75 +200,6 @@ def evaluate_segmentation(
     facts |= {"train_images": len(train.masks), "test_images": len(test.masks)}
     facts |= {"classes": len(classes), "patches": len(shares), "size": size}
     return Segmented(classes, confusions, facts)
-
-
-def _fit(
-    options: SegmentationOptions, features: Tensor, shares: Tensor, images: Tensor
-) -> tuple[dict[str, Scores], dict[str, float]]:
-    """Return the heads by name, and the chosen learning rate.
-
-    Args:
-        options: Options of the heads.
-        features: Patches in memory (M, E).
-        shares: Shares of their classes (M, C).
-        images: Their image numbers (M,).
-    """
-    heads: dict[str, Scores] = {}
-    facts: dict[str, float] = {}
-    if "knn" in options.heads:
-        if options.k > len(features):
-            raise UserError(
-                f"k: {options.k} neighbors are asked for, and there are {len(features)} labelled "
-                f"patches; use at most {len(features)}"
-            )
-        bank = Bank(features)
-        heads["knn"] = lambda rows: vote(bank, shares, rows, options.k, options.temperature)
-    if "linear" in options.heads:
-        rate = _best_rate(options, features, shares, images)
-        linear = fit_linear_heads(
-            features,
-            shares,
-            [rate],
-            steps=options.steps,
-            weight_decay=options.weight_decay,
-            seed=options.seed,
-        )
-        heads["linear"] = lambda rows: linear.scores(rows)[0]
-        facts["segmentation_linear_lr"] = rate
-    return heads, facts
-
-
-def _best_rate(
-    options: SegmentationOptions, features: Tensor, shares: Tensor, images: Tensor
-) -> float:
-    """Return the learning rate with the most pixels of held-out images in the predicted class."""
-    if len(options.lr) == 1:
-        return options.lr[0]
-    numbers = torch.unique(images)
-    _check_choice(len(numbers))
-    order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(options.seed))
-    count = min(len(numbers) - 1, max(1, round(options.held_out * len(numbers))))  # held out
-    held = torch.isin(images, numbers[order[:count].to(numbers.device)])
-    heads = fit_linear_heads(
-        features[~held],
-        shares[~held],
-        options.lr,
-        steps=options.steps,
-        weight_decay=options.weight_decay,
-        seed=options.seed,
-    )
-    predicted = heads.scores(features[held]).argmax(dim=2)  # (G, m)
-    hits = [float(shares[held].gather(1, row[:, None]).sum()) for row in predicted]
-    return options.lr[max(range(len(hits)), key=hits.__getitem__)]
-
-
-def _check_choice(num_images: int) -> None:
-    """Raise UserError unless there are images to train on, and others to choose a rate on."""
-    if num_images < 2:
-        raise UserError(
-            "lr: 1 training image with labels leaves none to choose a learning rate on; give one, "
-            "lr=[0.001], or heads=[knn]"
-        )
 
 
 def _warnings(classes: Classes, train: MaskFolder, test: MaskFolder) -> Iterator[str]:

@@ -121,9 +121,7 @@ _GENERAL = (
     Column(
         "feature_uniformity", "below 0", "Uniformity of the features; lower is more uniform.", _EVAL
     ),
-    Column(
-        "segmentation_linear_lr", "", "Learning rate chosen for the linear head.", _EVAL
-    ),
+    Column("segmentation_linear_lr", "", "Learning rate chosen for the linear head.", _EVAL),
     Column("segmentation_HEAD_miou", "0 to 1", "Mean IoU of segmentation by a head.", _EVAL),
     Column("segmentation_HEAD_accuracy", "0 to 1", "Share of correct pixels.", _EVAL),
     Column("segmentation_HEAD_class_accuracy", "0 to 1", "Its mean over classes.", _EVAL),

@@ -22,6 +22,7 @@ from selftask.registry import EVALUATIONS
 COMMANDS = {
     "retrieval": ("selftask.cli.model.retrieval", "find images of the same object"),
     "segmentation": ("selftask.cli.model.dense.segmentation", "classes of pixels"),
+    "depth": ("selftask.cli.model.dense.depth", "depth of pixels"),
     "correspondence": ("selftask.cli.model.dense.correspondence", "find places again, no labels"),
     "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
@@ -30,7 +31,7 @@ COMMANDS = {
 USAGE = f"""\
 usage: selftask eval knn|linear|svm|spectrum RUN_OR_MODEL [key=value ...]
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
-       selftask eval segmentation RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
+       selftask eval segmentation|depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
        selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]

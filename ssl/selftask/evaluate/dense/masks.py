@@ -102,15 +102,7 @@ class MaskFolder:
         table: Mapping[int, str] | None,
     ) -> None:
         self.source, self.key = source, key
-        names = (os.path.relpath(source.path(i), images_in(root)) for i in range(len(source)))
-        folder = os.path.join(os.path.expanduser(root), MASKS)
-        self.masks = [os.path.join(folder, f"{os.path.splitext(name)[0]}.png") for name in names]
-        missing = [path for path in self.masks if not exists(path)]
-        if missing:
-            raise UserError(
-                f"{key}: {len(missing)} of {len(self.masks)} images have no mask, such as "
-                f"{missing[0]}; {nearest_path(missing[0])}"
-            )
+        self.masks = companions(root, source, key, MASKS, (".png",))
         self.pixels = self._count(ignore, table)
         if not self.pixels:
             raise UserError(
@@ -123,7 +115,7 @@ class MaskFolder:
 
         def count(index: int) -> Counter[int]:
             mask = read_mask(self.masks[index])
-            _check_size(mask, self.masks[index], self.source.path(index))
+            check_size(mask, self.masks[index], self.source.path(index))
             counts = np.bincount(mask.ravel())
             found = Counter({int(i): int(counts[i]) for i in np.flatnonzero(counts)})
             if known is not None and (unknown := sorted(found.keys() - known)):
@@ -148,15 +140,52 @@ class MaskFolder:
         return MaskedImages(self.source, size, self.masks, classes)
 
 
-def folder_problem(root: str) -> str | None:
-    """Return what is missing in a folder of images with masks, or None."""
+def companions(
+    root: str, source: Source, key: str, folder: str, suffixes: Sequence[str]
+) -> list[str]:
+    """Return the path of the file in ``root/folder`` with the name of each image.
+
+    Args:
+        root: Folder with ``images`` and ``folder``.
+        source: Source of the images below ``root/images``.
+        key: Config key of the folder, for messages.
+        folder: Name of the folder, a plural.
+        suffixes: Possible extensions of the files.
+
+    Raises:
+        UserError: If there is no such file for an image.
+    """
+    found: list[str] = []
+    missing: list[str] = []
+    for index in range(len(source)):
+        name = os.path.splitext(os.path.relpath(source.path(index), images_in(root)))[0]
+        stem = os.path.join(os.path.expanduser(root), folder, name)
+        paths = [stem + suffix for suffix in suffixes]
+        path = next(filter(exists, paths), None)
+        (missing if path is None else found).append(path or paths[0])
+    if missing:
+        raise UserError(
+            f"{key}: {len(missing)} of {len(source)} images have no file in {folder!r}, such as "
+            f"{missing[0]}; {nearest_path(missing[0])}"
+        )
+    return found
+
+
+def folder_problem(root: str, second: str = MASKS, example: str = "NAME.png") -> str | None:
+    """Return what is missing in a folder of images with masks, or None.
+
+    Args:
+        root: The folder.
+        second: Name of the folder beside that of the images.
+        example: Name of a file in it.
+    """
     if is_remote(root):
         return f"{root} is an address; a local folder is expected"
-    for name in (IMAGES, MASKS):
+    for name in (IMAGES, second):
         folder = Path(root).expanduser() / name
         if not is_folder(folder):
             return (
-                f"there is no folder {name!r} in {root}; {IMAGES}/NAME.jpg and {MASKS}/NAME.png "
+                f"there is no folder {name!r} in {root}; {IMAGES}/NAME.jpg and {second}/{example} "
                 f"are expected; {nearest_path(folder)}"
             )
     return None
@@ -225,8 +254,8 @@ def read_mask(path: str) -> np.ndarray:
     return mask.astype(np.uint16)
 
 
-def _check_size(mask: np.ndarray, path: str, image_path: str) -> None:
-    """Raise UserError if the size of a mask is not that of its image, as its header has it."""
+def check_size(mask: np.ndarray, path: str, image_path: str) -> None:
+    """Raise UserError if the size (H, W) of a mask is not that of its image by its header."""
     if is_remote(image_path):
         return
     try:
@@ -236,6 +265,6 @@ def _check_size(mask: np.ndarray, path: str, image_path: str) -> None:
         return  # left out when it is read
     if mask.shape != (height, width):
         raise UserError(
-            f"{path}: a mask of {mask.shape[1]}x{mask.shape[0]} pixels, and {image_path} has "
+            f"{path}: has {mask.shape[1]}x{mask.shape[0]} pixels, and {image_path} has "
             f"{width}x{height}; both must have the same size"
         )

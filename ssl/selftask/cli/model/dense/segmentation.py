@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from selftask.cli.model.dense.folders import take_folders
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.fields import take_fields
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen, take
+from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import UserError
 from selftask.logs import announce, json_row
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
     if not argv or "=" in argv[0]:
         raise UserError(f"eval segmentation needs a run or model before any key=value\n{USAGE}")
     address, overrides = argv[0], argv[1:]
-    from selftask.evaluate.dense.masks import folder_problem, images_in, read_table
+    from selftask.evaluate.dense.masks import MASKS, read_table
     from selftask.evaluate.segmentation import (
         SegmentationOptions,
         evaluate_segmentation,
@@ -50,15 +51,7 @@ def main(argv: list[str]) -> int:
 
     options, words = take_fields(overrides, SegmentationOptions)
     check_words("segmentation", words, SegmentationOptions.__dataclass_fields__)
-    roots: dict[str, str] = {}
-    for key in ("data", "data.val"):
-        root, words = take(key, words)
-        if root is None:
-            raise UserError(f"{key} is missing: give a folder with images and masks, {key}=DIR")
-        if problem := folder_problem(root):
-            raise UserError(f"{key}: {problem}")
-        roots[key] = root
-        words += [f"{key}.name=folder", f"{key}.path={images_in(root)}", f"{key}.labels=false"]
+    roots, words = take_folders(words, MASKS, "NAME.png")
     table = read_table(roots["data"])
     frozen = open_frozen(address, words)
     assert frozen.sources.val is not None
