@@ -54,6 +54,13 @@ def test_a_run_measures_and_is_not_changed(
     assert measured.keys() == plain.keys()
     assert all(torch.equal(measured[name], plain[name]) for name in plain)
     capsys.readouterr()
+    options = ["size=32", "layer=0", "steps=20", "images=2"]
+    data = [f"data={scenes}/train", f"data.val={scenes}/val"]
+    assert main(["eval", "segmentation", f"{tmp_path}/run@10", *data, *options]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for head in ("knn", "linear"):
+        name = f"segmentation_{head}_miou"
+        assert again[name] == pytest.approx(rows[-1][name], rel=1e-6)
     assert main(["eval", "suite", str(tmp_path / "run"), "checkpoints=last"]) == 0
     table = capsys.readouterr().out
     assert "segmentation_knn_miou" in table and f"{rows[-1]['segmentation_knn_miou']:.4f}" in table

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 from dataclasses import fields, replace
 
-from selftask.checkpoint.kept import named_checkpoint
-from selftask.cli.model.checkpoint_model import open_checkpoint
+from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
+from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.options import asks_for_help, refuse_ranks
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
@@ -64,12 +63,7 @@ def main(argv: list[str]) -> int:
     name, address, overrides = argv[0], argv[1], argv[2:]
     _check_name(name)
     asked = [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
-    checkpoint = named_checkpoint(address)
-    if checkpoint is None:
-        frozen = open_frozen(address, asked)
-    else:
-        frozen = open_checkpoint(checkpoint, asked)
-        address = str(checkpoint.parent.parent)
+    frozen, address = open_named(address, asked)
     config = _only(frozen.config, name)
 
     from selftask.evaluate.offline import evaluate_backbone

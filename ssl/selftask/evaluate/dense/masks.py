@@ -24,6 +24,7 @@ from selftask.data.reading.files import BadImage, open_regular, read_bytes
 from selftask.data.reading.image import orientation
 from selftask.data.source import ExtraKind, Source
 from selftask.data.transforms.resampling import resize
+from selftask.distributed.heartbeat import track
 from selftask.errors import UserError, join_some, nearest_path
 from selftask.evaluate.dense.patches import Squared
 from selftask.files.addresses import is_remote
@@ -129,7 +130,7 @@ class MaskFolder:
         total: Counter[int] = Counter()
         with ThreadPoolExecutor(max_workers=_THREADS) as pool:
             counts = pool.map(count, range(len(self.masks)))
-            for counted in staged("masks", counts, len(self.masks)):
+            for counted in track("masks", staged("masks", counts, len(self.masks))):
                 total += counted
         for index in ignore:
             total.pop(index, None)

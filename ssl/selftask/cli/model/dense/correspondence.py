@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.fields import take_fields
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
+from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import UserError
 from selftask.logs import announce, json_row
@@ -16,7 +17,8 @@ usage: selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
 Shows each image twice, whole and after a random crop, rotation and flip, matches each patch of the
 second view to the most similar one of the first, and prints the share of matches within a distance
 (PCK), as one JSON line last. Needs no labels.
-{MODEL}
+{MODEL},
+              or RUN@STEP or RUN@best: a checkpoint of a run
 data=DIR      any images; default: the validation images of the run, or its training images
 size=448      height and width to which images are resized
 layer=-1      a hidden layer instead of the output
@@ -37,7 +39,7 @@ def main(argv: list[str]) -> int:
 
     options, words = take_fields(overrides, Correspondence)
     check_words("correspondence", words, Correspondence.__dataclass_fields__)
-    frozen = open_frozen(address, words)
+    frozen, address = open_named(address, words)
     row = evaluate_correspondence(
         frozen.backbone,
         frozen.config,

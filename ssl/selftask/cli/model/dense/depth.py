@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.dense.folders import take_folders
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.fields import take_fields
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
+from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import UserError
 from selftask.logs import announce, json_row
@@ -16,7 +17,8 @@ usage: selftask eval depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
 
 Predicts the depth of the images of data.val from the patches of data, and prints root mean square
 error, mean relative error and the share within a factor of 1.25, as one JSON line last.
-{MODEL}
+{MODEL},
+              or RUN@STEP or RUN@best: a checkpoint of a run
 data=DIR      training images and depth maps: DIR/images/NAME.jpg with DIR/depths/NAME.npy (depths)
               or NAME.png (16 bits); depths that are 0 or not finite are unknown
 data.val=DIR  test images and depth maps, likewise
@@ -41,7 +43,7 @@ def main(argv: list[str]) -> int:
     options, words = take_fields(overrides, DepthOptions)
     check_words("depth", words, DepthOptions.__dataclass_fields__)
     roots, words = take_folders(words, DEPTHS, "NAME.npy")
-    frozen = open_frozen(address, words)
+    frozen, address = open_named(address, words)
     row = evaluate_depth(
         frozen.backbone,
         frozen.config,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.dense.folders import take_folders
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.fields import take_fields
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
+from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import UserError
 from selftask.logs import announce, json_row
@@ -21,7 +22,8 @@ usage: selftask eval segmentation RUN_OR_MODEL data=DIR data.val=DIR [key=value 
 
 Segments the images of data.val by the labelled patches of data, and prints mean IoU and accuracy
 of pixels, as one JSON line last.
-{MODEL}
+{MODEL},
+              or RUN@STEP or RUN@best: a checkpoint of a run
 data=DIR      training images and masks: DIR/images/NAME.jpg with DIR/masks/NAME.png, the index of
               the class of each pixel; DIR/classes.csv (index,name) may name the classes
 data.val=DIR  test images and masks, likewise
@@ -53,7 +55,7 @@ def main(argv: list[str]) -> int:
     check_words("segmentation", words, SegmentationOptions.__dataclass_fields__)
     roots, words = take_folders(words, MASKS, "NAME.png")
     table = read_table(roots["data"])
-    frozen = open_frozen(address, words)
+    frozen, address = open_named(address, words)
     assert frozen.sources.val is not None
     sources = (frozen.sources.train, frozen.sources.val)
     train, test, classes = open_folders(roots, sources, options, table)
