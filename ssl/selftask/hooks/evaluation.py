@@ -106,4 +106,8 @@ def _with_labels(task: Task) -> list[str]:
 def _has_evaluations(task: Task) -> bool:
     data, components = task.data_module, task.config.eval.evaluations
     free = len(components) > len(_with_labels(task))
-    return bool(components and data.labelled_sets) or bool(free and data.val_sources)
+    itself = any(
+        EVALUATIONS.declared(component.name, "takes_backbone", False)
+        for component in components.values()
+    )
+    return itself or bool(components and data.labelled_sets) or bool(free and data.val_sources)

@@ -121,6 +121,18 @@ _GENERAL = (
     Column(
         "feature_uniformity", "below 0", "Uniformity of the features; lower is more uniform.", _EVAL
     ),
+    Column("segmentation_linear_lr", "", "Learning rate chosen for the linear head.", _EVAL),
+    Column("segmentation_HEAD_miou", "0 to 1", "Mean IoU of segmentation by a head.", _EVAL),
+    Column("segmentation_HEAD_accuracy", "0 to 1", "Share of correct pixels.", _EVAL),
+    Column("segmentation_HEAD_class_accuracy", "0 to 1", "Its mean over classes.", _EVAL),
+    Column(
+        "correspondence_pck_DISTANCE",
+        "0 to 1",
+        "Share of patches of a warped view whose match in the image is within a distance.",
+        _EVAL,
+    ),
+    Column("correspondence_chance_DISTANCE", "0 to 1", "The same of random matches.", _EVAL),
+    Column("correspondence_distance", "sides", "Mean distance of a match from its place.", _EVAL),
     Column("eval_s", "s", "Time of the evaluation.", _EVAL),
     Column("eval_images_per_s", "images/s", "Images whose features were computed.", _EVAL),
     Column("val_loss", "", "The method's loss on `data.val`.", "`eval.loss`"),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 from dataclasses import fields, replace
 
-from selftask.checkpoint.kept import named_checkpoint
-from selftask.cli.model.checkpoint_model import open_checkpoint
+from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
+from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.options import asks_for_help, refuse_ranks
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
@@ -21,6 +20,9 @@ from selftask.registry import EVALUATIONS
 
 COMMANDS = {
     "retrieval": ("selftask.cli.model.retrieval", "find images of the same object"),
+    "segmentation": ("selftask.cli.model.dense.segmentation", "classes of pixels"),
+    "depth": ("selftask.cli.model.dense.depth", "depth of pixels"),
+    "correspondence": ("selftask.cli.model.dense.correspondence", "find places again, no labels"),
     "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
@@ -28,6 +30,8 @@ COMMANDS = {
 USAGE = f"""\
 usage: selftask eval knn|linear|svm|spectrum RUN_OR_MODEL [key=value ...]
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
+       selftask eval segmentation|depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
+       selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]
 
@@ -38,7 +42,7 @@ data.val=DIR  those to test on; without it, k-NN leaves each image out of its ow
               spectrum needs no labels
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last.
-`selftask eval retrieval --help` says more of that one, likewise of suite and predictions.
+`selftask eval retrieval --help` says more of that one, likewise of those below it.
 {VERBOSITY}"""
 
 
@@ -59,12 +63,7 @@ def main(argv: list[str]) -> int:
     name, address, overrides = argv[0], argv[1], argv[2:]
     _check_name(name)
     asked = [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
-    checkpoint = named_checkpoint(address)
-    if checkpoint is None:
-        frozen = open_frozen(address, asked)
-    else:
-        frozen = open_checkpoint(checkpoint, asked)
-        address = str(checkpoint.parent.parent)
+    frozen, address = open_named(address, asked)
     config = _only(frozen.config, name)
 
     from selftask.evaluate.offline import evaluate_backbone
