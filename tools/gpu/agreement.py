@@ -176,7 +176,14 @@ def check_batch_norm(setting: Setting) -> Iterator[Result]:
         x = images.to(device, dtype).to(memory_format=torch.channels_last).requires_grad_()
         y = norm(x)
         (y * weights.to(device, dtype)).sum().backward()
-        values: Any = (y, x.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var)
+        values: Any = (
+            y,
+            x.grad,
+            norm.weight.grad,
+            norm.bias.grad,
+            norm.running_mean,
+            norm.running_var,
+        )
         results.append([value.detach().cpu().double() for value in values])
     for case, a, b in zip(("y", "dx", "dw", "db", "mean", "var"), *results, strict=True):
         error = float((a - b).abs().max() / a.abs().max())
