@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -238,13 +237,10 @@ class Sleeping(FakeTask):
         self.train_step_function = lambda task: time.sleep(0.05)
 
 
-def test_measure_times_the_steps_of_one_rank(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measure_times_the_steps_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_SECONDS", 0.8)
     monkeypatch.setattr(measure, "FakeTask", Sleeping)
-    words = ["plan", "simclr/digits", "launch.processes=2", "train.batch_size=64", "--measure"]
-    assert main([*words, "--json"]) == 0
-    printed = capsys.readouterr().out
-    (rate,) = [float(text) for text in re.findall(r'"images_per_s": ([\d.]+)', printed)]
+    config = load_config("simclr/digits", ["launch.processes=2", "train.batch_size=64"])
+    rate = make_plan(config, Assumptions(), measured=True).given.images_per_s
+    assert rate is not None
     assert 0.5 * 64 / 0.05 < rate <= 64 / 0.05, "both ranks, with 32 images a step each"
