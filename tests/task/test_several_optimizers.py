@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -132,19 +133,24 @@ def test_a_checkpoint_without_one_does_not_fit(tmp_path: Path, forget_names: Non
     task.close()
 
 
-def weights(rank: int, folder: Path) -> dict[str, Tensor]:
+def weights(rank: int, folder: Path, ranks: int) -> dict[str, Tensor]:
     """Of a run on as many ranks as there are."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": 0}
+    if ranks > 1:  # the process group is there
+        os.environ.update({name: str(number) for name, number in names.items()})
+        os.environ["MASTER_ADDR"] = "localhost"
     task = train(folder, "train.max_steps=4")
+    assert len(task.last_batch.index) == 16 // ranks
     return {**task.base_model.state_dict(), **task.loss.state_dict()}
 
 
 def test_two_ranks_are_one(tmp_path: Path, forget_names: None) -> None:
     tiny.digits_file(tmp_path)
     write_files("method-examples", tmp_path)
-    first, second = run_ranks(weights, 2, tmp_path)
+    first, second = run_ranks(weights, 2, tmp_path, 2)
     assert tiny.differences(first, second) == []
     (tmp_path / "alone").mkdir()
-    alone = weights(0, tmp_path / "alone")
+    alone = weights(0, tmp_path / "alone", 1)
     for name, value in alone.items():
         torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
 
