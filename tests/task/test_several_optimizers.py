@@ -139,7 +139,7 @@ def weights(rank: int, folder: Path, ranks: int) -> dict[str, Tensor]:
     if ranks > 1:  # the process group is there
         os.environ.update({name: str(number) for name, number in names.items()})
         os.environ["MASTER_ADDR"] = "localhost"
-    task = train(folder, "train.max_steps=4")
+    task = train(folder, "train.max_steps=4", "parallel.sync_batch_norm=all")
     assert len(task.last_batch.index) == 16 // ranks
     return {**task.base_model.state_dict(), **task.loss.state_dict()}
 
@@ -152,7 +152,7 @@ def test_two_ranks_are_one(tmp_path: Path, forget_names: None) -> None:
     (tmp_path / "alone").mkdir()
     alone = weights(0, tmp_path / "alone", 1)
     for name, value in alone.items():
-        torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(first[name], value, rtol=1e-3, atol=1e-4)
 
 
 def test_an_overflow_of_either_abandons_the_step(tmp_path: Path, forget_names: None) -> None:
