@@ -27,7 +27,7 @@ Checks, each in its own time; an exception is a failure, shown in the table:
   at least 0.9, or the loader starves the GPU.
 * ``bare_loop``: supervised steps beside forward, backward and SGD alone: at least 0.95.
 * ``precision``: float32, TF32, bfloat16, float16; none may be slower than float32.
-* ``compile``: losses of a compiled network, with CUDA graphs, too: 2e-2.
+* ``compile``: losses in float32 of a compiled network, with CUDA graphs, too: 2e-2.
 * ``commands``: evaluations of one run on a CPU and on the GPU: 0.03; features, fine-tuning, export
   and report end without an error.
 * ``ranks``: with several GPUs, each kind of reduction with synchronized BatchNorm beside one GPU,
