@@ -36,7 +36,12 @@ _GENERAL = (
     Column("loss", "", "Mean loss of the steps since the row before, over all ranks."),
     Column("loss_median", "", "Median loss of these steps."),
     Column("lr", "", "Learning rate of the first parameter group, at this step."),
-    Column("lr/GROUP", "", "Learning rate of a parameter group.", "groups whose rates differ"),
+    Column(
+        "lr/GROUP",
+        "",
+        "Learning rate of a parameter group, or of a further optimizer.",
+        "groups whose rates differ, `optimizers`",
+    ),
     Column("weight_decay", "", "Largest weight decay of all groups.", "runs with weight decay"),
     Column("images_per_s", "images/s", "Images of all ranks per second, evaluations included."),
     Column(
