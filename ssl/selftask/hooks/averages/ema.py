@@ -21,9 +21,9 @@ _DECAYS = ("decay", "half_life", "alpha")
 class ExponentialAverage(WeightAverage):
     """Exponential average of the weights: average <- d * average + (1 - d) * weights.
 
-    See arXiv:1806.05594. d is ``decay``, or follows from ``half_life`` or ``alpha``. With ``warmup`` d is at
-    most (1 + t) / (10 + t) after t steps, so that the initial weights are forgotten. Until
-    ``start`` the average is a copy of the network, and t counts the steps after it.
+    See arXiv:1806.05594. d is ``decay``, or follows from ``half_life`` or ``alpha``. With
+    ``warmup`` d is at most (1 + t) / (10 + t) after t steps, so that the initial weights are
+    forgotten. Until ``start`` the average is a copy of the network, and t counts the steps after it.
     """
 
     name: ClassVar[str] = "ema"
