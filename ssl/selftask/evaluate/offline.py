@@ -23,7 +23,7 @@ from selftask.errors import UserError
 from selftask.evaluate.features import Features, collect
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
 from selftask.evaluate.on_ranks import connected, iterate_in_order, take_share
-from selftask.evaluate.online import evaluate_features, label_free, of_set, with_layers
+from selftask.evaluate.online import evaluate_features, evaluated_model, label_free, of_set
 from selftask.logs import get_logger
 from selftask.logs.stages import stage
 
@@ -76,7 +76,7 @@ def evaluate_backbone(
     for counts in counts_of.values():
         if counts is not None and learning:
             check_label_counts(evaluations, counts)
-    backbone = with_layers(backbone, config.eval).to(device)
+    backbone = evaluated_model(backbone, config.eval).to(device)
     world = world or World()
     needs_train = bool(learning) or None in tests.values()
     read = {"data": sources.train} if needs_train else {}

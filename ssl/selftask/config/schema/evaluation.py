@@ -40,6 +40,12 @@ class EvalConfig(Section):
     """Features from the tokens of a hidden layer: mean of the patch tokens, prefix tokens (class
     token, registers), or both.
     """
+    flip: bool = setting(False, also=["tta"])
+    """Whether features are means over each image and its mirror image."""
+    scales: list[float] = setting([1.0], above=0)
+    """Image sizes whose features are averaged, relative to those of ``transforms``, such as
+    ``[0.75, 1, 1.25]``.
+    """
 
     def phases_to_test(self, length: RunLength) -> int:
         """Return the number of train phases before the first test phase."""

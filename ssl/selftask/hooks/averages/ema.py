@@ -23,7 +23,8 @@ class ExponentialAverage(WeightAverage):
 
     See arXiv:1806.05594. d is ``decay``, or follows from ``half_life`` or ``alpha``. With
     ``warmup`` d is at most (1 + t) / (10 + t) after t steps, so that the initial weights are
-    forgotten. Until ``start`` the average is a copy of the network, and t counts the steps after it.
+    forgotten. Until ``start`` the average is a copy of the network, and t counts the steps after
+    it.
     """
 
     name: ClassVar[str] = "ema"
