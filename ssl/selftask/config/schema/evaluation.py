@@ -22,8 +22,10 @@ class EvalConfig(Section):
     """Transforms of evaluated images, without random ones."""
     evaluations: dict[str, Component] = setting({}, of="evaluations")
     """Evaluations by name, such as ``{knn: {k: [20]}}``."""
-    every: int | str | None = setting(None, duration=True, min=1)
-    """Time between evaluations; null: at step 0 and at the end only."""
+    every: int | str | dict[str, int | str] | None = setting(None, duration=True, min=1)
+    """Time between evaluations, which may change: ``{0: 10 epochs, 80%: 1 epoch}``; null: at step 0
+    and at the end only.
+    """
     start: int | str = setting(0, duration=True, also=["val_begin"])
     """Time before which there are no evaluations, at step 0 neither, and no test phases."""
     loss: bool = setting(False, also=["val_loss", "validation_loss"])
