@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from selftask.logs import limited, time_counter
+from selftask.logs import limited, pace
 from selftask.logs.limited import every_n, every_n_seconds, first_n
-from selftask.logs.time_counter import TimeCounter
+from selftask.logs.pace import TimeCounter
 
 
 def test_calls_are_counted_by_line_of_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,8 +41,8 @@ def test_seconds_pass_by_line_of_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mean_time_without_the_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     now, waited = [0.0], []
-    monkeypatch.setattr(time_counter.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(time_counter, "wait_for", waited.append)
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(pace, "wait_for", waited.append)
     counter = TimeCounter(skip=2, device=torch.device("cpu"))
 
     @counter
