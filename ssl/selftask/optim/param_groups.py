@@ -86,7 +86,7 @@ def freeze_for_good(
     for key, rule in (*_keyed("optimizer.groups", rules), *_keyed("group_rules", of_method)):
         mine = [parameter for parameter in parameters if parameter.matches(rule)]
         if rule.freeze is True or key.startswith("group_rules"):
-            _check_matches(rule, key, mine, parameters)
+            check_matches(rule, key, mine, parameters)
         if rule.freeze is True:
             for parameter in mine:
                 parameter.value.requires_grad_(False)
@@ -133,7 +133,7 @@ def assign_settings(
     parameters = [p for p in named_parameters(modules) if p.value.requires_grad]
     for key, rule in _keyed("optimizer.groups", config.groups):
         if rule.freeze is not True:
-            _check_matches(rule, key, [p for p in parameters if p.matches(rule)], parameters)
+            check_matches(rule, key, [p for p in parameters if p.matches(rule)], parameters)
     rules = [*config.groups, *of_method]
     settings = [_settings_of(p, config, rules, length, depths) for p in parameters]
     # A stable sort. The first group, whose rate is logged as `lr`, is one with the plain
@@ -174,7 +174,7 @@ def _keyed(key: str, rules: Sequence[GroupRule]) -> list[tuple[str, GroupRule]]:
     return [(f"{key}.{index}", rule) for index, rule in enumerate(rules)]
 
 
-def _check_matches(
+def check_matches(
     rule: GroupRule, key: str, matched: Sequence[Parameter], parameters: Sequence[Parameter]
 ) -> None:
     """Raise UserError with the nearest names if a rule matches nothing."""
