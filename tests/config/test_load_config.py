@@ -82,7 +82,11 @@ def test_the_command_prints_a_difference(project: Path, capsys: pytest.CaptureFi
         ["epochs:", "3", "#", "30"],
     ]
     assert lines[3:] == [["hooks:"], ["progress:", "null", "#", "{}"]]
+    assert cli(["config", "--against=byol/digits", "byol/digits"]) == 0
+    assert capsys.readouterr().out == "defaults: [/byol/digits, _self_]\n"
     assert cli(["config", "byol/digits", "--against", "bio/digits"]) == 2
+    assert cli(["config", "byol/digits", "--against"]) == 2
+    assert "--against needs a value" in capsys.readouterr().err
 
 
 def test_defaults_list_inherits_shipped_and_own_files(project: Path) -> None:
