@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import check_library
+from selftask.models.weights.model_source import open_model
 
 
 def error_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -75,6 +78,28 @@ def test_of_a_vissl_file_for_timm(tmp_path: Path, capsys: pytest.CaptureFixture[
     ours.load_state_dict(torch.load(tmp_path / "out" / "backbone.pt"), strict=True)
     images = torch.randn(2, 3, 64, 64)
     torch.testing.assert_close(ours.eval()(images), theirs.eval()(images))
+
+
+def test_a_name_gets_the_hash_that_torch_hub_checks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", "timm:resnet10t", "weights=none", "--out", str(tmp_path / "out")]
+    assert main([*words, "--name", "mine"]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    digits = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    assert {file.name for file in path.parent.iterdir()} == {
+        f"mine-{digits}.{kind}" for kind in ("pt", "safetensors", "json")
+    }
+    load = partial(torch.hub.load_state_dict_from_url, model_dir=str(tmp_path), check_hash=True)
+    state = load(path.as_uri())
+    backbone, _ = open_model(str(path))
+    backbone.load_state_dict(state, strict=True)
+    wrong = path.rename(path.with_name("mine-12345678.pt"))
+    with pytest.raises(RuntimeError, match="invalid hash value"):
+        load(wrong.as_uri())
+    for more in (["--name", "a/b"], ["--name", "mine", "--to", "onnx"]):
+        assert main([*words, *more]) == 2
+        assert error_line(capsys).endswith("is for backbone.pt, and a name without folders")
 
 
 def test_only_a_run_has_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

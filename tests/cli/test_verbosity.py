@@ -6,6 +6,7 @@ import logging
 import os
 import pty
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,24 @@ def test_on_a_terminal(folder: Path) -> None:
     assert "\x1b[2K" in text, "lines are erased"
     assert "\x1b[3" not in text, "no colors"
     assert "pretrain" in text and "/4" in text
+
+
+@pytest.mark.parametrize(("term", "no_color"), [("xterm", ""), ("dumb", ""), ("xterm", "1")])
+def test_warnings_have_a_color_on_a_terminal(tmp_path: Path, term: str, no_color: str) -> None:
+    code = (
+        "import logging, sys, pathlib\n"
+        "from selftask.logs import LOGGER, start_log\n"
+        "start_log(pathlib.Path('.'), rank=0)\n"
+        "LOGGER.info('an info'); LOGGER.warning('a warning'); LOGGER.error('an error')\n"
+    )
+    words = [sys.executable, "-c", code]
+    shown = on_a_terminal(words, tmp_path, TERM=term, NO_COLOR=no_color).splitlines()
+    plain = ["an info", "a warning", "an error"]
+    has_color = term == "xterm" and not no_color
+    colored = ["an info", "\x1b[33ma warning\x1b[0m", "\x1b[31man error\x1b[0m"]
+    assert shown == (colored if has_color else plain)
+    assert [line[20:] for line in (tmp_path / "log.txt").read_text().splitlines()] == plain
+    assert tiny.run(words, tmp_path, TERM=term).stdout.splitlines() == plain  # a pipe
 
 
 @pytest.mark.slow

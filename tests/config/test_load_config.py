@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from selftask.cli.main import main as cli
 from selftask.config.compose import recipes
 from selftask.config.config_class import config_class
+from selftask.config.difference import difference
 from selftask.config.explain import explain
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import DEFAULT_HOOKS, Config, DataConfig, OptimizerConfig
@@ -54,6 +56,37 @@ def test_config_command_prints_a_recipe(project: Path) -> None:
     assert by_key["max_steps"].endswith("# command line: train.max_steps=5")
     assert by_key["width"].endswith("# my.yaml:9")
     assert "default of toy_adam (toy.py:" in by_key["betas"]
+
+
+@pytest.mark.parametrize("recipe", ["my.yaml", "simclr/digits", "dino/vit_small_imagenet"])
+def test_a_difference_is_a_recipe_of_the_other_config(project: Path, recipe: str) -> None:
+    Path("FOLDER").mkdir()
+    words = ["hooks={ema: {decay: 0.9}, checkpoint: null}", "train.epochs=2", "data=FOLDER"]
+    config, other = load_config(recipe, words), load_config("byol/digits", [])
+    text = difference(config, other, "byol/digits")
+    Path("child.yaml").write_text(text)
+    child = load_config("child.yaml", [])
+    assert dataclasses.replace(child, recipe=config.recipe, out=config.out) == config
+    assert "seed" not in text  # equal in both
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
+    assert lines["epochs"].split() == ["epochs:", "2", "#", "30"]
+
+
+def test_the_command_prints_a_difference(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["config", "byol/digits", "train.epochs=3", "hooks.progress=null"]
+    assert cli([*words, "--against", "byol/digits"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == [
+        ["defaults:", "[/byol/digits,", "_self_]"],
+        ["train:"],
+        ["epochs:", "3", "#", "30"],
+    ]
+    assert lines[3:] == [["hooks:"], ["progress:", "null", "#", "{}"]]
+    assert cli(["config", "--against=byol/digits", "byol/digits"]) == 0
+    assert capsys.readouterr().out == "defaults: [/byol/digits, _self_]\n"
+    assert cli(["config", "byol/digits", "--against", "bio/digits"]) == 2
+    assert cli(["config", "byol/digits", "--against"]) == 2
+    assert "--against needs a value" in capsys.readouterr().err
 
 
 def test_defaults_list_inherits_shipped_and_own_files(project: Path) -> None:

@@ -14,14 +14,16 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
 from selftask.batch import Batch
-from selftask.config.schema import Component
+from selftask.config.schema import Component, EvalConfig
 from selftask.errors import UserError
 from selftask.evaluate import chunks, knn
 from selftask.evaluate import features as features_module
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.knn import KNN
-from selftask.evaluate.online import flat_scores, run_evaluations
+from selftask.evaluate.online import evaluated_model, flat_scores, run_evaluations
 from selftask.logs import DETAIL
+from selftask.models.build import build_backbone
+from selftask.models.features.extract import pooled
 from selftask.registry import EVALUATIONS
 
 
@@ -45,6 +47,35 @@ def _batches(num: int) -> list[Batch]:
         )
         for i in range(num)
     ]
+
+
+@pytest.mark.parametrize("layers", [[], [-1]])
+def test_features_are_means_over_mirrored_and_resized_images(layers: list[int]) -> None:
+    backbone = build_backbone(Component(name="small_resnet", args={"width": 4})).eval()
+    images = torch.randn(2, 3, 32, 32)
+    batch = _batch(images, torch.tensor([0, 1]), torch.tensor([0, 1]))
+    small = F.interpolate(images, size=(24, 24), mode="bilinear", antialias=True)
+    views = [images, images.flip(3), small, small.flip(3)]
+    with torch.no_grad():  # the last layer's mean is the output of this network
+        expected = sum(backbone(view) for view in views) / 4
+    config = EvalConfig(flip=True, scales=[1.0, 0.75], layers=layers)
+    got = extract_features(evaluated_model(backbone, config), [batch], device="cpu")
+    torch.testing.assert_close(got.features, expected)
+    assert evaluated_model(backbone, EvalConfig()) is backbone
+
+
+def test_a_transformer_sees_sizes_that_divide_into_patches() -> None:
+    args = {"img_size": 32, "patch_size": 8, "depth": 1}
+    backbone = build_backbone(Component(name="vit_tiny", args=args))
+    images, index = torch.randn(2, 3, 32, 32), torch.tensor([0, 1])
+    model = evaluated_model(backbone, EvalConfig(scales=[1.0, 0.7]))  # 22.4 pixels: 24
+    features = extract_features(model, [_batch(images, index, index)], device="cpu").features
+    small = F.interpolate(images, size=(24, 24), mode="bilinear", antialias=True)
+    with torch.no_grad():
+        expected = (backbone.eval()(images) + pooled(backbone, small)) / 2
+    torch.testing.assert_close(features, expected)
+    with pytest.raises(UserError, match=r"eval.transforms gives images of 24x24 pixels"):
+        extract_features(model, [_batch(small, index, index)], device="cpu")
 
 
 def test_extraction_leaves_nothing_behind() -> None:

@@ -106,6 +106,26 @@ def test_counts_chance_step_and_date_stand_beside_the_figures(
     assert json.loads(row).items() <= kept.items()
 
 
+def test_several_models_have_a_line_each(
+    images: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(exported.parent, tmp_path / "other")
+    torch.manual_seed(3)
+    state = {
+        name: torch.rand_like(w.float()).to(w.dtype) for name, w in torch.load(exported).items()
+    }
+    torch.save(state, other / exported.name)
+    sets = [f"data={images / 'train'}", f"data.val={images / 'val'}", "train.device=cpu", "k=[1]"]
+    models = [str(exported), str(other / exported.name)]
+    alone = []
+    for model in models:
+        assert main(["eval", "knn", model, *sets]) == 0
+        alone.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert main(["eval", "knn", *models, *sets]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
+    assert rows == [{"model": m, **row} for m, row in zip(models, alone, strict=True)]
+
+
 def test_images_that_are_in_both_sets_are_told(
     images: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

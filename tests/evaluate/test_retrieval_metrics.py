@@ -187,6 +187,11 @@ def test_scales_are_averaged_after_normalisation() -> None:
     parts = [gem(x[0], 3.0) for x in (image, half)]
     mean = sum(part / part.norm() for part in parts)
     assert torch.allclose(got, mean / mean.norm(), atol=1e-6)
+    mirrored = Descriptors(Map(), DescriptorOptions(pool="rmac", flip=True), torch.device("cpu"))
+    regions = [rmac(x[0], 3) for x in (image, image.flip(3))]
+    sums = [(rows / rows.norm(dim=1, keepdim=True)).sum(dim=0) for rows in regions]
+    mean = sum(part / part.norm() for part in sums)
+    assert torch.allclose(mirrored.combine(mirrored.vectors(image)), mean / mean.norm(), atol=1e-6)
     pooled = Descriptors(Map(), DescriptorOptions(), torch.device("cpu"))
     expected = image.mean(dim=(2, 3))[0]
     assert torch.allclose(pooled.combine(pooled.vectors(image)), expected / expected.norm())

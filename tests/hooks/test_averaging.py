@@ -113,6 +113,14 @@ def test_half_life_counts_images_and_start_lies_in_the_run(folder: Path) -> None
         train(folder, "late", *late)
 
 
+def test_alpha_gives_the_decay_of_pycls(folder: Path) -> None:
+    """Theirs: 0.9967232 for 1e-5, 1024 images, 100 epochs and an update every 32 steps."""
+    alpha = 1e-5 * (1024 * 32 / 100) / (16 * 2 / 0.4)  # for 2 of the 5 steps of an epoch
+    ema = f"hooks.ema={{alpha: {alpha}, every: 2}}"
+    task = train(folder, "alpha", ema, "train.max_steps=2")
+    assert task.averages["ema"].decay_of_step ** 2 == pytest.approx(0.9967232, abs=1e-9)
+
+
 @pytest.mark.parametrize("method", ["byol", "dino"])  # dino exports its teacher
 def test_evaluated_and_exported_beside_the_weights(
     method: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -186,8 +194,10 @@ def test_mean_of_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_contradictions_are_told_before_training(folder: Path) -> None:
-    wrong = ("hooks.ema={decay: 0.9, half_life: 100, export: true}", "hooks.swa={export: true}")
+    ema = "hooks.ema={decay: 0.9, half_life: 100, alpha: 1e-5, export: true}"
+    wrong = (ema, "hooks.swa={export: true}")
     with pytest.raises(ConfigError) as raised:
         tiny.config("byol", folder, "wrong", *wrong)
     assert "hooks.ema.half_life: decay is given too" in str(raised.value)
+    assert "hooks.ema.alpha: decay is given too" in str(raised.value)
     assert "hooks.ema.export: only one average can be exported" in str(raised.value)

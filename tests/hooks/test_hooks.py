@@ -138,6 +138,39 @@ def test_evaluations_have_points(last: int, expected: tuple[int, ...], tmp_path:
     assert [value for name, _, value in seen if name == "after_evaluation"] == pytest.approx(shown)
 
 
+def test_evaluations_come_more_often_near_the_end(tmp_path: Path) -> None:
+    """Ten steps: every 4, from the seventh on all; from 2 epochs on, which are ten steps, none."""
+    seen: list[int] = []
+    every = "every: {70%: 1, 0: 4, 2 epochs: 3}"
+    words = [
+        f"eval={{evaluations: {{knn: {{k: [5]}}}}, {every}}}",
+        f"data.val={tiny.digits_file(tmp_path, 'val.npz', 400, 430)}",
+        "train.max_steps=10",
+    ]
+    task = tiny.task("simclr", tmp_path, "run", *words)
+    task.add_hook(function_hook(before_evaluation=lambda task: seen.append(task.steps_done)))
+    Trainer().train(task)
+    assert seen == [0, 4, 7, 8, 9, 10]
+
+
+def test_predicates_of_the_clock(tmp_path: Path) -> None:
+    """Against a count by hand: twelve steps, five in an epoch."""
+    seen: list[tuple[bool, ...]] = []
+
+    def look(task: Task) -> None:
+        clock = task.clock
+        ends = clock.ends_epoch, clock.in_last_epoch, clock.done
+        seen.append((clock.every(3), clock.every("1 epoch", start=2), *ends))
+
+    task = tiny.task("simclr", tmp_path, "run", "train.max_steps=12")
+    task.add_hook(function_hook(on_step=look))
+    Trainer().train(task)
+    columns = [
+        [n for n, flag in enumerate(column, 1) if flag] for column in zip(*seen, strict=True)
+    ]
+    assert columns == [[3, 6, 9, 12], [7, 12], [5, 10, 12], [11, 12], [12]]
+
+
 def test_hooks_that_come_or_go_at_a_resume_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -70,7 +70,7 @@ def test_each_section_gets_its_time(
 ) -> None:
     """By the host's clock on a CPU, by events of an accelerator; in one row, and in one a step."""
     step = "accumulate" if accumulate > 1 else "standard"
-    more = ("hooks.timing={}", f"train.step={step}", f"train.accumulate={accumulate}")
+    more = ("hooks.timing.skip=0", f"train.step={step}", f"train.accumulate={accumulate}")
     every = f"train.log_every={2 // accumulate}"
     task = tiny.task("simclr", tmp_path, "run", *more, "train.max_steps=2", every)
     task.prepare()
@@ -100,6 +100,35 @@ def test_each_section_gets_its_time(
     parts = re.findall(r"(\w+) ([\d.]+) \((\d+)%\)", message)
     assert {f"ms_{section}": float(ms) for section, ms, _ in parts} == expected
     assert abs(sum(int(share) for *_, share in parts) - 100) <= len(parts)
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_the_summary_leaves_out_the_first_steps(
+    tmp_path: Path, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = ("hooks.timing={}", "train.max_steps=5", f"train.log_every={every}")
+    task = tiny.task("simclr", tmp_path, "run", *more)
+    task.prepare()
+    slow, extra = Slow(task), [0, 0, 20, 50, 100]
+    taken = [SECONDS["hooks"] + seconds for seconds in reversed(extra)]
+
+    def dawdle(task: Task) -> None:
+        slow.now += extra.pop()
+
+    task.calls["on_forward"].append(dawdle)
+    task.on_start()
+    task.named_hooks["timing"].clock = lambda: slow.now
+    task.on_phase_start()
+    for _ in taken:
+        task.step()
+    with caplog.at_level("INFO", "selftask"):
+        task.on_end()
+    task.close()
+    rows = read_metrics(task.out / "metrics.jsonl")
+    means = [sum(taken[i : i + every]) / every for i in range(0, 5 - every + 1, every)]
+    assert [row["ms_hooks"] for row in rows][: len(means)] == [1e3 * mean for mean in means]
+    (line,) = (text for text in caplog.messages if text.startswith("milliseconds a step: "))
+    assert f"hooks {1e3 * SECONDS['hooks']:.1f} " in line
 
 
 def test_test_phases_are_left_out(tmp_path: Path) -> None:

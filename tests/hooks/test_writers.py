@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
 import os
 import struct
@@ -16,8 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import tiny
+from page_blocks import write_files
 from selftask.api.trainer import Trainer
 from selftask.config.load import load_config, to_yaml
 from selftask.errors import ConfigError
@@ -352,6 +355,26 @@ def test_views_are_shown_once_an_epoch(tmp_path: Path) -> None:
     height, width = task.last_batch.views["main"][0].shape[2:]
     assert (images[0].width, images[0].height) == (3 * width, 2 * height)
     assert read.Histograms("activations/stem.0")[-1].step == 8
+
+
+def test_a_hook_of_the_page_draws_on_an_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``drawn.py`` of docs/logs.md: a red box, and a blue mask where it computes one."""
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert write_files("logs", tmp_path) == ["drawn.py"]
+    words = ["import=[drawn]", "hooks.drawn={}", "hooks.tensorboard={}", "train.max_steps=1"]
+    tiny.train("simclr", tmp_path, "run", *words, "train.log_every=1")
+    read = accumulators.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    (event,) = read.Images("drawn")
+    pixels = np.asarray(Image.open(io.BytesIO(event.encoded_image_string))).astype(int)
+    boxed, masked = pixels[2:34, 2:34], pixels[2:34, 36:68]  # of two images of 32 x 32 in a grid
+    assert (boxed[4:29, 4] == (255, 0, 0)).all() and (boxed[28, 4:21] == (255, 0, 0)).all()
+    blue = masked[..., 2] > masked[..., 0] + 50
+    assert 0.1 < blue.mean() < 0.9
 
 
 def test_mosaic_by_hand() -> None:

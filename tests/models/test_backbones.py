@@ -11,10 +11,13 @@ import pytest
 import torch
 import torchvision
 from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
 
 from selftask.config.schema import Component
 from selftask.errors import UserError
+from selftask.models.backbones.norms import GhostBatchNorm2d
 from selftask.models.build import build_backbone, embed_dim
+from selftask.models.weights.load import load_weights
 from selftask.registry import (
     BACKBONES,
     HEAD_BLOCKS,
@@ -257,3 +260,43 @@ def test_your_own_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_cannot_be_built_is_told(name: str, args: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         _build(name, **args)
+
+
+@pytest.mark.parametrize(("name", "args"), [("small_resnet", {"width": 8}), ("resnet18", {})])
+@pytest.mark.parametrize("norm", ["group", "ghost", "frozen"])
+def test_every_norm_of_a_resnet_is_the_named_one(name: str, args: dict, norm: str) -> None:
+    kinds = {"group": nn.GroupNorm, "ghost": GhostBatchNorm2d, "frozen": FrozenBatchNorm2d}
+    backbone = _build(name, **args, norm=norm, norm_size=3)
+    usual = [n for n, m in _build(name, **args).named_modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {type(backbone.get_submodule(path)) for path in usual} == {kinds[norm]}
+    assert not any(type(module) is nn.BatchNorm2d for module in backbone.modules())
+    if norm == "group":  # 3 does not divide 8 channels
+        assert backbone.get_submodule(usual[0]).num_groups == 1
+    assert backbone(torch.randn(6, 3, 32, 32)).isfinite().all()
+
+
+def test_ghost_statistics_are_those_of_a_part_of_the_batch() -> None:
+    layer, plain = GhostBatchNorm2d(4, 3), nn.BatchNorm2d(4)
+    x = torch.randn(7, 4, 5, 5, dtype=torch.float64)  # parts of 4 and 3
+    layer.double(), plain.double()
+    means = [part.mean((0, 2, 3), keepdim=True) for part in (x[:4], x[4:])]
+    variances = [part.var((0, 2, 3), keepdim=True, correction=0) for part in (x[:4], x[4:])]
+    parts = zip((x[:4], x[4:]), means, variances, strict=True)
+    expected = torch.cat([(part - mean) / (var + 1e-5).sqrt() for part, mean, var in parts])
+    torch.testing.assert_close(layer(x), expected)
+    running = 0.9 * (0.1 * means[0]) + 0.1 * means[1]
+    torch.testing.assert_close(layer.running_mean, running.flatten())
+    plain.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer.eval()(x), plain.eval()(x))
+
+
+def test_frozen_norm_keeps_the_statistics_of_loaded_weights() -> None:
+    trained, x = _build("small_resnet", width=8), torch.randn(8, 3, 32, 32)
+    trained(x)
+    frozen = _build("small_resnet", width=8, norm="frozen")
+    load_weights(frozen, trained.state_dict())
+    assert sum("bn" in name for name, _ in frozen.named_parameters()) == 0
+    torch.testing.assert_close(frozen.train()(x), trained.eval()(x))
+    torch.testing.assert_close(
+        frozen.stages[0].bn1.running_mean, trained.stages[0].bn1.running_mean
+    )

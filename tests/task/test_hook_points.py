@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from spy import CALLS, labeled, points
 
 import tiny
@@ -146,6 +147,22 @@ def test_what_is_logged_in_a_separate_pass_is_in_no_row_of_training(tmp_path: Pa
         task.log("inside", 2.0)
         task.log("before", 3.0)
     assert task.pop_scalars() == {"before": 1.0}
+
+
+def test_names_in_a_scope_have_its_prefix(tmp_path: Path) -> None:
+    task = tiny.task("simclr", tmp_path)
+    task.media = {}
+    with task.name_scope("teacher"):
+        task.log("norm", 1.0)
+        with task.name_scope("head"):
+            task.log("norm", 2.0)
+            task.log_image("map", torch.zeros(1, 2, 2))
+        task.log_histogram("weights", torch.zeros(3))
+    with pytest.raises(ZeroDivisionError), task.name_scope("lost"):
+        task.log("x", 1 / 0)
+    task.log("norm", 3.0)
+    assert list(task.media) == ["teacher/head/map", "teacher/weights"]
+    assert task.pop_scalars() == {"teacher/norm": 1.0, "teacher/head/norm": 2.0, "norm": 3.0}
 
 
 def test_the_public_attributes_of_a_task_exist(tmp_path: Path) -> None:

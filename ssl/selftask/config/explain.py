@@ -47,17 +47,17 @@ def _lines(value: dict[str, Any], key: Key, *, indent: int) -> Iterator[tuple[st
     for name, item in value.items():
         inner = (*key, str(name))
         if isinstance(item, dict) and item:
-            yield f"{pad}{_text(name)}:", None
+            yield f"{pad}{as_yaml(name)}:", None
             yield from _lines(item, inner, indent=indent + 2)
         elif isinstance(item, list) and item and all(isinstance(i, dict) for i in item):
-            yield f"{pad}{_text(name)}:", None
+            yield f"{pad}{as_yaml(name)}:", None
             for index, entry in enumerate(item):
                 lines = _lines(entry, (*inner, str(index)), indent=indent + 4)
                 first, first_key = next(lines)
                 yield f"{pad}  - {first.lstrip()}", first_key
                 yield from lines
         else:
-            yield f"{pad}{_text(name)}: {_text(item)}", inner
+            yield f"{pad}{as_yaml(name)}: {as_yaml(item)}", inner
 
 
 def _origin(config: Config, key: Key | None) -> str | None:
@@ -66,9 +66,9 @@ def _origin(config: Config, key: Key | None) -> str | None:
     return " ".join(config.place(".".join(key)).split())
 
 
-def _text(value: Any) -> str:
-    """Format a value as one line of yaml."""
+def as_yaml(value: Any) -> str:
+    """Return a value as one line of yaml."""
     text: str = yaml.safe_dump(
-        value, default_flow_style=True, width=float("inf"), allow_unicode=True
+        value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
     )
     return text.removesuffix("\n").removesuffix("\n...")

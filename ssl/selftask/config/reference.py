@@ -169,7 +169,11 @@ def _type(field: dataclasses.Field[Any], kind: Any) -> str:
         return f"name of {article} {noun}, or a section with it{optional}"
     if field.metadata.get("duration"):
         forms = "a duration (500 steps, 10 epochs, 5%)"
-        return f"{forms}{', or true' if bool in typing.get_args(kind) else ''}{optional}"
+        options = typing.get_args(kind)
+        forms += ", or true" if bool in options else ""
+        by_time = any(typing.get_origin(option) is dict for option in options)
+        forms += ", or durations by time" if by_time else ""
+        return f"{forms}{optional}"
     return describe(kind, _show)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from selftask.config.values.duration import steps_in
 from selftask.errors import UserError, plural
 
 if TYPE_CHECKING:
@@ -131,6 +132,26 @@ class Clock:
     def batches_left(self) -> int:
         """Number of remaining batches of the train phase, even if the run ends before."""
         return self.length.first_batch(self.length.phases_before(self.batch) + 1) - self.batch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True in ``on_step`` if the step was the last of its epoch."""
+        return self.batch_in_epoch == 0 or self.batch >= self.length.total_batches
+
+    @property
+    def in_last_epoch(self) -> bool:
+        """True in ``on_step`` if the step belongs to the last epoch."""
+        return (self.batch - 1) // self.length.batches_per_epoch == self.length.num_epochs - 1
+
+    def every(self, period: int | str, start: int | str = 0) -> bool:
+        """Return True in ``on_step`` if the step is the last of a period.
+
+        Args:
+            period: Length of a period, such as ``10 epochs``, ``5%`` or a number of steps.
+            start: When the first period starts.
+        """
+        steps = self.steps_done - steps_in(start, self.length)
+        return steps > 0 and steps % max(1, steps_in(period, self.length)) == 0
 
     def test_is_due(self, every: int, first: int = 1) -> bool:
         """Return whether a test phase is next: after ``every`` train phases, and at the end.

@@ -25,11 +25,11 @@ from selftask.evaluate.label_counts import LabelCounts, check_label_counts, coun
 from selftask.evaluate.on_ranks import connected, iterate_in_order, take_share
 from selftask.evaluate.online import (
     evaluate_features,
+    evaluated_model,
     label_free,
     of_set,
     run_on_backbone,
     takes_backbone,
-    with_layers,
 )
 from selftask.logs import get_logger
 from selftask.logs.stages import stage
@@ -87,7 +87,7 @@ def evaluate_backbone(
         if counts is not None and learning:
             check_label_counts(evaluations, counts)
     frozen = backbone
-    backbone = with_layers(frozen, config.eval).to(device)
+    backbone = evaluated_model(frozen, config.eval).to(device)
     world = world or World()
     needs_train = bool(learning) or None in tests.values()
     read = {"data": sources.train} if needs_train else {}

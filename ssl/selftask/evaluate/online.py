@@ -16,6 +16,7 @@ from selftask.errors import UserError
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts
 from selftask.evaluate.validation import validation_loss
+from selftask.models.features.averaged_views import AveragedViews
 from selftask.models.features.pooled_layers import PooledLayers
 from selftask.registry import EVALUATIONS
 
@@ -46,7 +47,7 @@ def evaluate_task(task: Task) -> dict[str, float]:
     losses |= run_on_backbone(on_maps, exported, task.config, sources, task.device)
     if not of_sets:
         return losses
-    backbone = with_layers(exported, task.config.eval)
+    backbone = evaluated_model(exported, task.config.eval)
     started = time.perf_counter()
     learns = any(len(label_free(chosen)) < len(chosen) for chosen in of_sets.values())
     read = [data.labelled_samples()] if learns else []
@@ -146,15 +147,25 @@ def check_evaluations(config: Config, sources: Sources) -> str | None:
     return f"{', '.join(evaluations)}: {'; '.join(descriptions)}"
 
 
-def with_layers(backbone: nn.Module, config: EvalConfig) -> nn.Module:
-    """Return the backbone, or a module that outputs ``eval.layers`` if set."""
-    return PooledLayers(backbone, config.layers, config.pool) if config.layers else backbone
+def evaluated_model(backbone: nn.Module, config: EvalConfig) -> nn.Module:
+    """Return the backbone, or a module that outputs ``eval.layers`` or averages over views."""
+    layers, flip, scales = config.layers, config.flip, config.scales
+    model = PooledLayers(backbone, layers, config.pool) if layers else backbone
+    if not flip and set(scales) <= {1.0}:
+        return model
+    return AveragedViews(model, backbone, flip=flip, scales=scales or [1.0])
+
+
+def pooled_layers(model: nn.Module) -> PooledLayers | None:
+    """Return the layers of a module made by ``evaluated_model``, or None."""
+    inner = model.model if isinstance(model, AveragedViews) else model
+    return inner if isinstance(inner, PooledLayers) else None
 
 
 def evaluate_features(
     backbone: nn.Module, components: dict[str, Component], train: Features, test: Features
 ) -> dict[str, float]:
-    """Run every evaluation on the features of a backbone made by ``with_layers``.
+    """Run every evaluation on the features of a backbone made by ``evaluated_model``.
 
     Args:
         backbone: The backbone.
@@ -165,11 +176,12 @@ def evaluate_features(
     Returns:
         Metrics by name: ``knn_top1``, or ``knn_top1_layer3`` and so on for hidden layers.
     """
-    if not isinstance(backbone, PooledLayers):
+    layers = pooled_layers(backbone)
+    if layers is None:
         return run_evaluations(components, train, test)
     row: dict[str, float] = {}
-    columns = zip(train.split(backbone.widths), test.split(backbone.widths), strict=True)
-    for number, (of_train, of_test) in zip(backbone.numbers, columns, strict=True):
+    columns = zip(train.split(layers.widths), test.split(layers.widths), strict=True)
+    for number, (of_train, of_test) in zip(layers.numbers, columns, strict=True):
         same = test is train  # k-NN excludes each image from its own neighbors
         scores = run_evaluations(components, of_train, of_train if same else of_test)
         row |= {f"{name}_layer{number}": value for name, value in scores.items()}

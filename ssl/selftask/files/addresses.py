@@ -6,9 +6,10 @@ PathManager, where a plug-in (``import: [mine]``) puts its own::
     from iopath.common.file_io import PathManagerFactory
     PathManagerFactory.get().register_handler(MyHandler())
 
-Addresses without such a handler go to fsspec. A handler needs ``_open``, ``_exists``, ``_isfile``,
-``_isdir``, ``_ls``, ``_mkdirs``, ``_rm``, ``_copy_from_local`` and ``_get_local_path``. Operations
-that an object store lacks are not used: no rename, append, lock or fsync.
+``package://NAME/path`` is a file of an installed package. Other addresses without a handler go to
+fsspec. A handler needs ``_open``, ``_exists``, ``_isfile``, ``_isdir``, ``_ls``, ``_mkdirs``,
+``_rm``, ``_copy_from_local`` and ``_get_local_path``. Operations that an object store lacks are not
+used: no rename, append, lock or fsync.
 
 iopath is imported at the first address, so local paths do not need it.
 """
@@ -53,8 +54,10 @@ def manager(address: str) -> PathManager:
     path_manager.set_logging(False)
     if not any(address.startswith(prefix) for prefix in path_manager._path_handlers):
         from selftask.files.fsspec_handler import FsspecHandler
+        from selftask.files.package_handler import PREFIX, PackageHandler
 
-        path_manager.register_handler(FsspecHandler.of(address))
+        is_package = address.startswith(PREFIX)
+        path_manager.register_handler(PackageHandler() if is_package else FsspecHandler.of(address))
     return path_manager
 
 

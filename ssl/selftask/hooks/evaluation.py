@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from selftask.config.values.duration import steps_in
+from selftask.config.values.duration import interval_at, intervals_in, steps_in
 from selftask.hooks.base import Hook
 from selftask.logs import get_logger
 from selftask.logs.rows import is_measured
@@ -34,11 +34,8 @@ class EvaluateBackbone(Hook):
     priority: ClassVar[int] = 65
 
     def on_start(self, task: Task) -> None:
-        every = task.config.eval.every
-        self.every = 0  # steps; 0: only at the start and the end
+        self.intervals = intervals_in(task.config.eval.every, task.length)
         self.ran_at = -1  # step of the last evaluation
-        if every is not None:
-            self.every = max(1, steps_in(every, task.length))
         self.first = steps_in(task.config.eval.start, task.length)
         self._warn_of_missing_labels(task)
         if task.steps_done == self.first == 0:
@@ -55,9 +52,10 @@ class EvaluateBackbone(Hook):
             log.warning("meters (%s) measure nothing: data.val has no labelled images", meters)
 
     def on_step(self, task: Task) -> None:
-        if not self.every or not task.train or task.clock.done or task.steps_done < self.first:
+        if not task.train or task.clock.done or task.steps_done < self.first:
             return
-        if task.steps_done % self.every == 0:
+        every = interval_at(task.steps_done, self.intervals)
+        if every and task.steps_done % every == 0:
             self._run(task)
 
     def on_end(self, task: Task) -> None:

@@ -189,22 +189,35 @@ class _Console(logging.Handler):
         return shown and bool(super().filter(record))
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = printable(self.format(record))
+        line, color = printable(self.format(record)), _color(record.levelno)
         if _Console.live is not None:
-            _Console.live.print(line, markup=False, highlight=False, soft_wrap=True)
+            _Console.live.print(line, style=color, markup=False, highlight=False, soft_wrap=True)
         else:
-            self.print(line)
+            self.print(line, color)
 
-    def print(self, line: str) -> None:
+    def print(self, line: str, color: str | None) -> None:
         """Print a line when there are no live lines."""
-        print(line, file=sys.stdout, flush=True)
+        print(_colored(line, color, sys.stdout), file=sys.stdout, flush=True)
 
 
 class _Stderr(_Console):
     """Logging handler that prints to stderr."""
 
-    def print(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+    def print(self, line: str, color: str | None) -> None:
+        print(_colored(line, color, sys.stderr), file=sys.stderr, flush=True)
+
+
+def _color(level: int) -> str | None:
+    """Return the color of a line: red for errors, yellow for warnings, else None."""
+    return "red" if level >= logging.ERROR else "yellow" if level >= logging.WARNING else None
+
+
+def _colored(line: str, color: str | None, stream: Any) -> str:
+    """Return the line in its color if the stream is a terminal with colors."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+    if color is None or plain or not stream.isatty():
+        return line
+    return f"\033[{31 if color == 'red' else 33}m{line}\033[0m"
 
 
 def draw_over(console: Any) -> None:

@@ -11,6 +11,7 @@ RUN_FILES = {
     "events.jsonl": "What happened: starts, resumes, checkpoints, warnings, failures.",
     "status.json": "The state now: running, finished, interrupted, requeued or failed.",
     "groups.txt": "The parameter groups with their learning rates and decay.",
+    "initial.txt": "What initialized each parameter, with `init.rules`.",
     "checkpoints/step_N/": "States to resume from, each with a checksum.",
     "export/backbone.pt": "The backbone's tensors under the names of torchvision or timm; also as "
     "`.safetensors`.",

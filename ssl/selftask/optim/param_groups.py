@@ -89,7 +89,7 @@ def divide(
     parts: dict[str | None, set[nn.Parameter]] = {None: set(), **{name: set() for name in rules}}
     for name, rule in rules.items():
         mine = [parameter for parameter in parameters if parameter.matches(rule)]
-        _check_matches(rule, f"optimizers.{name}", mine, parameters)
+        check_matches(rule, f"optimizers.{name}", mine, parameters)
     for parameter in parameters:
         owners = [name for name, rule in rules.items() if parameter.matches(rule)]
         if len(owners) > 1:
@@ -123,7 +123,7 @@ def freeze_for_good(
     for name, rule in (*_keyed(f"{key}.groups", rules), *_keyed("group_rules", of_method)):
         mine = [parameter for parameter in parameters if parameter.matches(rule)]
         if rule.freeze is True or name.startswith("group_rules"):
-            _check_matches(rule, name, mine, parameters)
+            check_matches(rule, name, mine, parameters)
         if rule.freeze is True:
             for parameter in mine:
                 parameter.value.requires_grad_(False)
@@ -179,7 +179,7 @@ def assign_settings(
     ]
     for name, rule in _keyed(f"{key}.groups", config.groups):
         if rule.freeze is not True:
-            _check_matches(rule, name, [p for p in parameters if p.matches(rule)], parameters)
+            check_matches(rule, name, [p for p in parameters if p.matches(rule)], parameters)
     rules = [*config.groups, *of_method]
     settings = [_settings_of(p, config, rules, length, depths) for p in parameters]
     # A stable sort. The first group, whose rate is logged as `lr`, is one with the plain
@@ -220,7 +220,7 @@ def _keyed(key: str, rules: Sequence[GroupRule]) -> list[tuple[str, GroupRule]]:
     return [(f"{key}.{index}", rule) for index, rule in enumerate(rules)]
 
 
-def _check_matches(
+def check_matches(
     rule: GroupRule, key: str, matched: Sequence[Parameter], parameters: Sequence[Parameter]
 ) -> None:
     """Raise UserError with the nearest names if a rule matches nothing."""

@@ -38,6 +38,7 @@ from selftask.parallel.initial_weights import InitialWeights
 from selftask.parallel.reduction import Reduction
 from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
 from selftask.task.compile_report import CompileReport, RecordedGraphs
+from selftask.task.initial_rules import initialize
 from selftask.task.unreadable_images import UnreadableImages
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def network(task: Task, initial: InitialWeights) -> tuple[Any, nn.Module]:
         loss = method(method.Config(**config.method.args))
         built: nn.Module = loss.build_network(backbone, task)
         load_head(built, config)
+        initialize(built, config.init.rules, task.out)
     return loss, initial.to_device(built)
 
 

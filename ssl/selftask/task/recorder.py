@@ -32,12 +32,22 @@ class Recorder:
     def __init__(self) -> None:
         super().__init__()
         self.scalars: dict[str, Any] = {}  # values for the next row
+        self.scope = ""  # prefix of names
         self.last_row: dict[str, Any] = {}  # the last row of metrics.jsonl
         self.history = History()
 
     def log(self, name: str, value: Any) -> None:
         """Add ``value``, a number or scalar tensor, to the next row; does not synchronize."""
-        self.scalars[name] = value
+        self.scalars[self.scope + name] = value
+
+    @contextmanager
+    def name_scope(self, name: str) -> Iterator[None]:
+        """Context in which names of logged values, images and histograms begin with ``name/``."""
+        before, self.scope = self.scope, f"{self.scope}{name}/"
+        try:
+            yield
+        finally:
+            self.scope = before
 
     @contextmanager
     def separate_scalars(self) -> Iterator[None]:
@@ -69,12 +79,12 @@ class Recorder:
         if image.ndim not in (3, 4) or image.shape[-3] not in (1, 3):
             shape = tuple(image.shape)
             raise ValueError(f"log_image({name!r}): (C, H, W) with 1 or 3 channels, not {shape}")
-        self.media[name] = "image", image.detach()
+        self.media[self.scope + name] = "image", image.detach()
 
     def log_histogram(self, name: str, values: Tensor) -> None:
         """Add the distribution of ``values``, of any shape, to the next row; see ``log_image``."""
         if self.media is not None:
-            self.media[name] = "histogram", values.detach()
+            self.media[self.scope + name] = "histogram", values.detach()
 
     @property
     def takes_media(self) -> bool:

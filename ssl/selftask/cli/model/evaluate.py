@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import fields, replace
+from itertools import takewhile
 
 from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import check_words
@@ -28,7 +29,7 @@ COMMANDS = {
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
 
 USAGE = f"""\
-usage: selftask eval knn|linear|svm|spectrum RUN_OR_MODEL [key=value ...]
+usage: selftask eval knn|linear|svm|spectrum RUN_OR_MODEL [RUN_OR_MODEL ...] [key=value ...]
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
        selftask eval segmentation|depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
        selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
@@ -41,7 +42,8 @@ data=DIR      the labeled images to learn from; default: those of the run
 data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbors;
               spectrum needs no labels
 {WEIGHTS}
-Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last.
+Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last;
+with several models, one after each, which names the model.
 `selftask eval retrieval --help` says more of that one, likewise of those below it.
 {VERBOSITY}"""
 
@@ -58,10 +60,19 @@ def main(argv: list[str]) -> int:
     if not argv or asks_for_help(argv):
         print(USAGE)
         return 0
-    if len(argv) < 2 or "=" in argv[1]:
+    name, models = argv[0], list(takewhile(lambda word: "=" not in word, argv[1:]))
+    if not models:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
-    name, address, overrides = argv[0], argv[1], argv[2:]
     _check_name(name)
+    for address in models:
+        row = _evaluate(name, address, argv[1 + len(models) :])
+        if read_world().rank == 0:  # which has the results
+            print(json_row({"model": address, **row} if len(models) > 1 else row), flush=True)
+    return 0
+
+
+def _evaluate(name: str, address: str, overrides: list[str]) -> dict[str, float]:
+    """Return the metrics of a model, which ranks other than 0 lack; keep those of a run."""
     asked = [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
     frozen, address = open_named(address, asked)
     config = _only(frozen.config, name)
@@ -72,11 +83,9 @@ def main(argv: list[str]) -> int:
     row = evaluate_backbone(
         frozen.backbone, config, frozen.sources, device=frozen.device, world=world, tell=announce
     )
-    if world.rank:  # rank 0 has the results
-        return 0
-    print(json_row(row))
-    keep(address, name, overrides, frozen.facts.get("step"), row)
-    return 0
+    if world.rank == 0:
+        keep(address, name, overrides, frozen.facts.get("step"), row)
+    return row
 
 
 def _check_name(name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 USAGE = f"""\
 usage: selftask export RUN_OR_MODEL [--out DIR]
                        [--to torchvision|timm|safetensors|checkpoint|onnx|detectron2|vissl]
-                       [--weights ema|swa | --average N]
+                       [--weights ema|swa | --average N] [--name NAME]
 
 {MODEL}
 Writes backbone.pt, backbone.safetensors and backbone.json, of a run from its newest checkpoint
@@ -44,13 +46,15 @@ checkpoint would have been without train.sharded_checkpoints.
 --weights ema (swa) exports the average that hooks.ema (hooks.swa) keeps; --average 5 the mean of
 the 5 newest checkpoints. hooks.precise_bn, if the run has it, then recomputes BatchNorm's
 statistics from the images of the run.
+--name NAME calls the files NAME-1a2b3c4d.pt, .safetensors and .json, with the first digits of the
+SHA-256 of the .pt file, which torch.hub.load_state_dict_from_url(..., check_hash=True) compares.
 weights=FILE  for timm: and torchvision: the weights of a file, of VISSL for one, or `none`
 prefix=NAME.  the tensors under this prefix, of a file with several networks
 import=[MODULE]  a plug-in, such as one with a handler for an address
 {TRUST}
 {VERBOSITY}"""
 
-OPTIONS = {"--to": str, "--out": str, "--weights": str, "--average": int}
+OPTIONS = {"--to": str, "--out": str, "--weights": str, "--average": int, "--name": str}
 LIBRARIES = ("torchvision", "timm")
 FOREIGN = ("detectron2", "vissl")
 FORMATS = (*LIBRARIES, *FOREIGN, "safetensors", "checkpoint", "onnx")
@@ -69,6 +73,9 @@ def main(argv: list[str]) -> int:
     if to not in FORMATS:
         raise UserError(f"export: --to {to}; {nearest(to, FORMATS)}")
     import_plugins([f"import={imports}"] if imports else [])
+    name = options.get("--name")
+    if name is not None and (to not in ("safetensors", *LIBRARIES) or "/" in name):
+        raise UserError(f"export: --name {name}: is for backbone.pt, and a name without folders")
     checkpoint, out = named_checkpoint(words[0]), options.get("--out")
     if checkpoint is not None:
         words = [str(checkpoint.parent.parent)]
@@ -83,11 +90,13 @@ def main(argv: list[str]) -> int:
                 path = export_run(
                     run, folder, to=to, trust=trust, average=average, checkpoint=checkpoint
                 )
+                path = path if name is None else rename_by_hash(path, name)
             print(f"{out}/{path.name}" if is_remote(out) else path)
         elif average != Average():
             raise UserError(f"export: --weights and --average: {words[0]} is no run, and has none")
         else:
-            print(export_model(words[0], out, weights=weights, to=to, trust=trust, prefix=prefix))
+            kwargs: Any = {"weights": weights, "to": to, "trust": trust, "prefix": prefix}
+            print(export_model(words[0], out, name=name, **kwargs))
     except OSError as error:
         raise UserError(f"export: {error}; --out DIR writes to another folder") from error
     return 0
@@ -101,6 +110,7 @@ def export_model(
     to: str,
     trust: bool = False,
     prefix: str | None = None,
+    name: str | None = None,
 ) -> str:
     """Write the backbone of a file or library; return the path of the written file.
 
@@ -112,6 +122,7 @@ def export_model(
         to: A format of ``FORMATS``.
         trust: Allow an architecture in the user's own code.
         prefix: Prefix of the tensors to take from a file with several networks.
+        name: Name of the files, see ``rename_by_hash``; None: ``backbone``.
 
     Raises:
         UserError: As ``export_run``, or if ``out`` is None.
@@ -133,6 +144,7 @@ def export_model(
         )
     with output_folder(out) as folder:
         path = write(backbone, folder, facts, to)
+        path = path if name is None else rename_by_hash(path, name)
     return f"{out}/{path.name}" if is_remote(out) else str(path)
 
 
@@ -245,6 +257,19 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
     if to == "onnx":
         return save_onnx(backbone, folder, facts)
     return save_foreign(backbone, folder, to) if to in FOREIGN else path
+
+
+def rename_by_hash(weights: Path, name: str) -> Path:
+    """Rename an exported file and those beside it to ``NAME-HASH``; return its new path.
+
+    The hash is the first 8 hexadecimal digits of the SHA-256 of ``weights``, as in torch.hub.
+    """
+    from selftask.models.weights.export import META, SAFETENSORS
+
+    stem = f"{name}-{hashlib.sha256(weights.read_bytes()).hexdigest()[:8]}"
+    for kind in (SAFETENSORS, META):
+        os.replace(weights.with_name(kind), weights.with_name(stem + Path(kind).suffix))
+    return weights.replace(weights.with_name(stem + weights.suffix))
 
 
 def _newest(run: Path, number: int) -> list[Path]:

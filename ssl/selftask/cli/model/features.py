@@ -31,6 +31,7 @@ out=DIR       a folder for features.npy (images, features), float32; images.csv,
               names of the classes (label 0 first), if the images have them
 data=DIR      the images, with or without labels; default: those the run was trained on
 layers=[3,-1] hidden layers instead, each in features_layerN.npy; pool=mean|prefix|both
+flip=true     means over each image and its mirror image; scales=[0.75,1]: over image sizes
 clusters=K    also clusters.csv: path and cluster of each image by spherical k-means, which
               `selftask train supervised data=DIR/clusters.csv` can be trained on (ClusterFit)
 rank=true     also ranking.csv: path of each image and its cosine to the nearest other one, the
@@ -87,7 +88,7 @@ def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
     clusters, overrides = take("clusters", overrides)
     if clusters is not None and not (clusters.isdecimal() and int(clusters) > 0):
         raise UserError(f"clusters={clusters}: expected the number of clusters, such as 1000")
-    evaluated = ("layers", "pool")
+    evaluated = ("layers", "pool", "flip", "scales")
     overrides = [f"eval.{t}" if t.partition("=")[0] in evaluated else t for t in overrides]
     return out, int(clusters or 0), overrides
 
@@ -103,10 +104,10 @@ def _compute_share(frozen: Frozen, world: World) -> None:
 def _compute(frozen: Frozen, world: World) -> tuple[nn.Module, Iterator[Features]]:
     """Return the backbone on its device, and an iterator that computes its features."""
     from selftask.evaluate.offline import iterate_source
-    from selftask.evaluate.online import with_layers
+    from selftask.evaluate.online import evaluated_model
 
     config, device = frozen.config, frozen.device
-    backbone = with_layers(frozen.backbone, config.eval).to(device)
+    backbone = evaluated_model(frozen.backbone, config.eval).to(device)
     source = frozen.sources.train
     parts = iterate_source(backbone, config, source, device=device, world=world, tell=announce)
     return backbone, parts
@@ -118,14 +119,15 @@ def _write(folder: Path, frozen: Frozen, world: World, facts: dict[str, Any]) ->
 
     from selftask.evaluate.feature_files import write_features
     from selftask.evaluate.on_ranks import connected
-    from selftask.models.features.pooled_layers import PooledLayers
+    from selftask.evaluate.online import pooled_layers
 
     source = frozen.sources.train
     with connected(world):
         backbone, parts = _compute(frozen, world)
-        if isinstance(backbone, PooledLayers):
-            blocks = ((part, part.split(backbone.widths)) for part in parts)
-            last = write_features(folder, blocks, source, facts, layers=backbone.numbers)
+        layers = pooled_layers(backbone)
+        if layers is not None:
+            blocks = ((part, part.split(layers.widths)) for part in parts)
+            last = write_features(folder, blocks, source, facts, layers=layers.numbers)
         else:
             last = write_features(folder, ((part, [part]) for part in parts), source, facts)
     mapped: np.ndarray = np.load(last, mmap_mode="r")

@@ -19,7 +19,7 @@ from selftask.config.schema.evaluation import EvalConfig
 from selftask.config.schema.frozen import FrozenModule
 from selftask.config.schema.launch import LaunchConfig, ParallelConfig
 from selftask.config.schema.optimizer import NamedOptimizerConfig, OptimizerConfig
-from selftask.config.schema.resume import InitConfig, ResumeConfig
+from selftask.config.schema.resume import InitConfig, InitRule, ResumeConfig
 from selftask.config.schema.train import CompileConfig, GradScalerConfig, TrainConfig
 from selftask.config.schema.views import ViewConfig, num_views, total_views
 
@@ -36,6 +36,7 @@ __all__ = [
     "GradScalerConfig",
     "HookComponent",
     "InitConfig",
+    "InitRule",
     "LaunchConfig",
     "LoRAConfig",
     "NamedOptimizerConfig",

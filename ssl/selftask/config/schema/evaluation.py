@@ -22,8 +22,10 @@ class EvalConfig(Section):
     """Transforms of evaluated images, without random ones."""
     evaluations: dict[str, Component] = setting({}, of="evaluations")
     """Evaluations by name, such as ``{knn: {k: [20]}}``."""
-    every: int | str | None = setting(None, duration=True, min=1)
-    """Time between evaluations; null: at step 0 and at the end only."""
+    every: int | str | dict[str, int | str] | None = setting(None, duration=True, min=1)
+    """Time between evaluations, which may change: ``{0: 10 epochs, 80%: 1 epoch}``; null: at step 0
+    and at the end only.
+    """
     start: int | str = setting(0, duration=True, also=["val_begin"])
     """Time before which there are no evaluations, at step 0 neither, and no test phases."""
     loss: bool = setting(False, also=["val_loss", "validation_loss"])
@@ -39,6 +41,12 @@ class EvalConfig(Section):
     pool: Literal["mean", "prefix", "both"] = "mean"
     """Features from the tokens of a hidden layer: mean of the patch tokens, prefix tokens (class
     token, registers), or both.
+    """
+    flip: bool = setting(False, also=["tta"])
+    """Whether features are means over each image and its mirror image."""
+    scales: list[float] = setting([1.0], above=0)
+    """Image sizes whose features are averaged, relative to those of ``transforms``, such as
+    ``[0.75, 1, 1.25]``.
     """
 
     def phases_to_test(self, length: RunLength) -> int:

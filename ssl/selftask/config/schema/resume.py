@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from selftask.config.fields import setting
 from selftask.config.schema.component import Section
+
+_Fixed = Literal["constant", "zeros", "ones", "eye", "dirac"]
+_Drawn = Literal["normal", "trunc_normal", "uniform", "orthogonal", "sparse"]
+_Scaled = Literal["xavier_normal", "xavier_uniform", "kaiming_normal", "kaiming_uniform"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitRule:
+    """Initial values of some parameters of the network."""
+
+    match: str | list[str] | None = None
+    """Names of modules, or patterns with ``*``, as in ``optimizer.groups``."""
+    type: str | list[str] | None = None
+    """Class names of modules, such as ``Linear``."""
+    parameter: str = "weight"
+    """Name of the parameter in the module."""
+    by: _Fixed | _Drawn | _Scaled = setting(
+        missing="give a function of torch.nn.init, such as trunc_normal"
+    )
+    """Function of ``torch.nn.init``."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function, such as ``{std: 0.02}``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +56,10 @@ class InitConfig(Section):
     """
     head: bool = False
     """Whether to load the head as well, from a checkpoint of the run."""
+    rules: list[InitRule] = setting([], also=["init_cfg"])
+    """Rules for initial values, such as ``[{type: Linear, by: trunc_normal, args: {std: 0.02}}]``,
+    applied in order after the weights are loaded.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

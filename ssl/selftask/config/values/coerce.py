@@ -90,6 +90,11 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
         if metadata.get("rising") and list(value) != sorted(value):
             raise ValueError("the first number must not be above the second")
         return
+    if isinstance(value, dict) and metadata.get("duration"):  # time -> interval from then on
+        for time, interval in value.items():
+            parse_duration(time)
+            check_limits(interval, metadata)
+        return
     if value is None or isinstance(value, bool):
         return
     if isinstance(value, int | float) and not metadata.get("duration"):

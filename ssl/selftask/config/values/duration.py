@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -45,6 +46,24 @@ def parse_duration(text: str | int) -> Duration:
     if unit == "step" and value != int(value):
         raise ValueError(f"steps are whole: {value:g} is not")
     return Duration(value, unit)
+
+
+def intervals_in(
+    every: int | str | Mapping[str, int | str] | None, length: RunLength
+) -> list[tuple[int, int]]:
+    """Return pairs (first step, interval in steps), in order; an interval, or intervals by time.
+
+    Use ``interval_at`` to read them.
+    """
+    if every is None:
+        return []
+    by_time = every if isinstance(every, Mapping) else {"0": every}
+    return sorted((steps_in(t, length), max(1, steps_in(n, length))) for t, n in by_time.items())
+
+
+def interval_at(step: int, intervals: Sequence[tuple[int, int]]) -> int:
+    """Return the interval that applies at a step, or 0 before the first one."""
+    return next((interval for first, interval in reversed(intervals) if first <= step), 0)
 
 
 def steps_in(text: str | int, length: RunLength) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from selftask.config.fields import setting
 from selftask.errors import UserError
 from selftask.evaluate.retrieval.whitening import Whitening
+from selftask.models.features.averaged_views import multiple_of, resized_views
 from selftask.models.features.extract import adapter_of, extract, fixed_size, interpolates, pooled
 
 _OVERLAP = 0.4  # target overlap of neighboring regions on the first level
@@ -38,6 +39,8 @@ class DescriptorOptions:
     """Image sizes relative to ``side``, whose descriptors are averaged, such as ``[1, 0.7071,
     0.5]``.
     """
+    flip: bool = False
+    """Whether the descriptors of the mirror images are averaged as well."""
 
     def problems(self) -> Iterator[str]:
         if not self.scales:
@@ -61,12 +64,9 @@ class Descriptors:
     ) -> None:
         self.backbone, self.options, self.device = backbone, options, device
         self.whitening: Whitening | None = None
-        self.multiple = (1, 1)  # multiples of height and width in pixels
+        self.multiple = multiple_of(backbone)
         only = fixed_size(backbone)
-        if interpolates(backbone):
-            rows, columns = adapter_of(backbone).patch_size
-            self.multiple = max(1, rows), max(1, columns)
-        elif only is not None:
+        if not interpolates(backbone) and only is not None:
             raise UserError(
                 f"retrieval: a {type(backbone).__name__} takes images of {only[0]}x{only[1]} "
                 "pixels only, and these have any size; use a network that takes others, such as a "
@@ -77,11 +77,13 @@ class Descriptors:
 
     @torch.no_grad()
     def vectors(self, images: Tensor) -> list[Tensor]:
-        """Return the vectors (R, E) of an image (1, C, H, W) at each scale, of length 1.
+        """Return the vectors (R, E) of an image (1, C, H, W) in each view, of length 1.
 
         R is 1, or with ``rmac`` the number of regions.
         """
-        return [self._at(images, scale) for scale in self.options.scales]
+        options = self.options
+        views = resized_views(images, options.scales, self.multiple, flip=options.flip)
+        return [self._of_view(view) for view in views]
 
     def combine(self, vectors: Sequence[Tensor]) -> Tensor:
         """Combine the result of ``vectors`` into a descriptor (E,), or (D,) if whitened.
@@ -101,15 +103,7 @@ class Descriptors:
             return torch.cat(list(vectors))
         return unit(torch.cat(list(vectors)).mean(dim=0, keepdim=True))
 
-    def _at(self, images: Tensor, scale: float) -> Tensor:
-        height, width = (
-            max(1, round(side * scale / by)) * by
-            for side, by in zip(images.shape[-2:], self.multiple, strict=True)
-        )
-        if (height, width) != tuple(images.shape[-2:]):
-            images = F.interpolate(
-                images, (height, width), mode="bilinear", align_corners=False, antialias=True
-            )
+    def _of_view(self, images: Tensor) -> Tensor:
         if self.options.pool == "pooled":
             rows = pooled(self.backbone, images).float()
         else:

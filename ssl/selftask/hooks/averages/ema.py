@@ -13,15 +13,18 @@ from selftask.registry import register_hook
 if TYPE_CHECKING:
     from selftask.task import Task
 
+_DECAYS = ("decay", "half_life", "alpha")
+
 
 @register_hook("ema")
 @dataclass(eq=False, kw_only=True)
 class ExponentialAverage(WeightAverage):
     """Exponential average of the weights: average <- d * average + (1 - d) * weights.
 
-    See arXiv:1806.05594. d is ``decay``, or follows from ``half_life``. With ``warmup`` d is at
-    most (1 + t) / (10 + t) after t steps, so that the initial weights are forgotten. Until
-    ``start`` the average is a copy of the network, and t counts the steps after it.
+    See arXiv:1806.05594. d is ``decay``, or follows from ``half_life`` or ``alpha``. With
+    ``warmup`` d is at most (1 + t) / (10 + t) after t steps, so that the initial weights are
+    forgotten. Until ``start`` the average is a copy of the network, and t counts the steps after
+    it.
     """
 
     name: ClassVar[str] = "ema"
@@ -32,6 +35,10 @@ class ExponentialAverage(WeightAverage):
     """Number of images after which the contribution of old weights has halved. An alternative to
     ``decay`` that is independent of the batch size.
     """
+    alpha: float | None = setting(None, above=0)
+    """Rule of pycls: each update has the decay 1 - alpha * samples in a step * ``every`` / epochs,
+    such as 1e-5. An alternative to ``decay`` that also follows the length of the run.
+    """
     warmup: bool = True
     """Whether the decay is smaller in the first steps, so that initial weights are forgotten."""
     every: int = setting(1, min=1)
@@ -41,8 +48,9 @@ class ExponentialAverage(WeightAverage):
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         yield from super().problems(config)
-        if self.decay is not None and self.half_life is not None:
-            yield "half_life: decay is given too, and only one can count; take one of them out"
+        given = [name for name in _DECAYS if getattr(self, name) is not None]
+        for name in given[1:]:
+            yield f"{name}: {given[0]} is given too, and only one can count; take one of them out"
 
     def on_start(self, task: Task) -> None:
         super().on_start(task)
@@ -50,9 +58,14 @@ class ExponentialAverage(WeightAverage):
         if not self.weights:
             self._begin(task)
         self.decay_of_step = 0.9999 if self.decay is None else self.decay
+        length = task.length
+        samples = length.batch_size * length.accumulate
         if self.half_life is not None:
-            samples = task.length.batch_size * task.length.accumulate
             self.decay_of_step = 0.5 ** (samples / self.half_life)
+        elif self.alpha is not None:
+            epochs = length.total_steps / length.steps_per_epoch
+            decay = max(0.0, 1.0 - self.alpha * samples * self.every / epochs)
+            self.decay_of_step = decay ** (1 / self.every)
 
     def on_update(self, task: Task) -> None:
         step = task.steps_done + 1 - self.first

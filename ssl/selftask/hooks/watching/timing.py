@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from selftask.config.fields import setting
 from selftask.distributed.accelerator import is_accelerator, record_event
 from selftask.errors import UserError
 from selftask.hooks.base import Hook
@@ -46,6 +47,10 @@ class Timing(Hook):
     """
 
     priority: ClassVar[int] = 100
+    skip: int = setting(3, min=0, also=["warmup_iter"])
+    """Number of first steps that the summary at the end leaves out: kernels are chosen or compiled
+    in them.
+    """
     nvtx: bool = False
     """Whether sections are also NVTX ranges, for Nsight Systems."""
 
@@ -54,7 +59,8 @@ class Timing(Hook):
         self.listening = False  # False in test phases
         self.marks: list[tuple[str | None, Any]] = []  # section and start time
         self.range: ExitStack | None = None  # current profiler range
-        self.steps = self.all_steps = 0
+        self.seen = self.steps = self.all_steps = 0  # in this process, the row, the summary
+        self.row: defaultdict[str, float] = defaultdict(float)  # ms per section
         self.total: defaultdict[str, float] = defaultdict(float)  # ms per section
 
     def on_start(self, task: Task) -> None:
@@ -77,13 +83,18 @@ class Timing(Hook):
         self._begin("backward")
 
     def on_update(self, task: Task) -> None:
-        self.steps += 1
+        self.steps, self.seen = self.steps + 1, self.seen + 1
+        if not (task.should_log or self.seen == self.skip):
+            return
+        taken = self._take()
+        self.all_steps = max(0, self.seen - self.skip)
+        for section in SECTIONS:
+            self.row[section] += taken[section]
+            self.total[section] += taken[section] if self.all_steps else 0.0
         if task.should_log:
-            taken = self._take()
             for section in SECTIONS:
-                task.log(f"ms_{section}", taken[section] / self.steps)
-                self.total[section] += taken[section]
-            self.all_steps += self.steps
+                task.log(f"ms_{section}", self.row[section] / self.steps)
+            self.row.clear()
             self.steps = 0
 
     def on_phase_end(self, task: Task) -> None:

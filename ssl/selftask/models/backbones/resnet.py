@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from selftask.config.fields import setting
+from selftask.models.backbones.norms import WithNorm
 from selftask.registry import register_backbone
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ResNet:
+class _ResNet(WithNorm):
     """Options common to all depths."""
 
     offers = ("dense", "hidden", "sparse")
@@ -39,7 +40,10 @@ class _ResNet:
         from torch import nn
 
         model: Any = torchvision.models.get_model(
-            self.architecture, weights=None, zero_init_residual=self.zero_init_residual
+            self.architecture,
+            weights=None,
+            zero_init_residual=self.zero_init_residual,
+            norm_layer=self.norm_layer,
         )
         model.embed_dim = model.fc.in_features
         model.fc = nn.Identity()

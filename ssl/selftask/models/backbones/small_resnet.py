@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.config.fields import setting
+from selftask.models.backbones.norms import WithNorm
 from selftask.models.features.sparse import VISIBLE
 from selftask.models.features.tokens import Features, from_map
 from selftask.registry import register_backbone
@@ -16,7 +18,7 @@ from selftask.registry import register_backbone
 
 @register_backbone("small_resnet")
 @dataclass(frozen=True, kw_only=True)
-class SmallResNetConfig:
+class SmallResNetConfig(WithNorm):
     """Small residual network for 32 x 32 images: a 3 x 3 stem and three stages."""
 
     offers = ("dense", "hidden", "sparse")
@@ -33,7 +35,11 @@ class SmallResNetConfig:
 
     def build(self, channels: int = 3) -> nn.Module:
         return SmallResNet(
-            self.width, blocks=self.blocks, stem_stride=self.stem_stride, channels=channels
+            self.width,
+            blocks=self.blocks,
+            stem_stride=self.stem_stride,
+            channels=channels,
+            norm=self.norm_layer,
         )
 
 
@@ -47,18 +53,27 @@ class SmallResNet(nn.Module):
 
     offers = ("dense", "hidden", "sparse")
 
-    def __init__(self, width: int, *, blocks: int, stem_stride: int, channels: int = 3) -> None:
+    def __init__(
+        self,
+        width: int,
+        *,
+        blocks: int,
+        stem_stride: int,
+        channels: int = 3,
+        norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+    ) -> None:
         super().__init__()
         self.embed_dim = 4 * width
         self.stem = nn.Sequential(
             nn.Conv2d(channels, width, 3, stride=stem_stride, padding=1, bias=False),
-            nn.BatchNorm2d(width),
+            norm(width),
             nn.ReLU(inplace=True),
         )
         stages, channels = [], width
         for stage_width in (width, 2 * width, 4 * width):
             for block in range(blocks):
-                stages.append(_Residual(channels, stage_width, stride=2 if block == 0 else 1))
+                stride = 2 if block == 0 else 1
+                stages.append(_Residual(channels, stage_width, stride=stride, norm=norm))
                 channels = stage_width
         self.stages = nn.Sequential(*stages)
         self.num_layers = 1 + len(stages)
@@ -88,16 +103,18 @@ class SmallResNet(nn.Module):
 class _Residual(nn.Module):
     """Two 3 x 3 convolutions with a shortcut, which has a 1 x 1 convolution if shapes differ."""
 
-    def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
+    def __init__(
+        self, num_in: int, num_out: int, *, stride: int, norm: Callable[[int], nn.Module]
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(num_in, num_out, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(num_out)
+        self.bn1 = norm(num_out)
         self.conv2 = nn.Conv2d(num_out, num_out, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(num_out)
+        self.bn2 = norm(num_out)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or num_in != num_out:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(num_in, num_out, 1, stride=stride, bias=False), nn.BatchNorm2d(num_out)
+                nn.Conv2d(num_in, num_out, 1, stride=stride, bias=False), norm(num_out)
             )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from selftask.models.features.tokens import Grid
 _POSITIONWISE = {
     *("ResNet", "BasicBlock", "Bottleneck", "Sequential"),
     *("ConvNeXt", "ConvNeXtStage", "ConvNeXtBlock", "Mlp", "GlobalResponseNormMlp"),
-    *("NormMlpClassifierHead", "SelectAdaptivePool2d", "Flatten", "Identity"),
+    *("NormMlpClassifierHead", "SelectAdaptivePool2d", "Flatten", "Identity", "FrozenBatchNorm2d"),
     *("LayerNorm", "LayerNorm2d", "SimpleNorm", "SimpleNorm2d", "RmsNorm", "RmsNorm2d"),
     *("Dropout", "DropPath", "ReLU", "ReLU6", "LeakyReLU", "GELU", "GELUTanh", "SiLU", "Tanh"),
 }

@@ -39,7 +39,7 @@ _HEADS = (
 """Parts beyond a backbone that a file may contain."""
 
 _COUNTER = "num_batches_tracked"
-"""A BatchNorm counter that is missing in files from before 2018 and in some recent ones."""
+"""A BatchNorm counter; missing in files from before 2018, some recent ones and frozen layers."""
 
 
 def load_part(module: nn.Module, checkpoint: Mapping[str, Any], path: str) -> None:
@@ -228,7 +228,8 @@ def _match(module: nn.Module, state: State, what: str, skipped: Set[str]) -> _Ma
             shapes = tuple(value.shape), tuple(fitting.shape)
             log.info("%s: %s is interpolated from %s to %s", what, key, *shapes)
         fitting_tensors[key] = fitting
-    beyond = [key for key in placed.inner if key not in wanted and key not in skipped]
+    counters = {key.replace("running_mean", _COUNTER) for key in named if "running_mean" in key}
+    beyond = [key for key in placed.inner if key not in {*wanted, *skipped, *counters}]
     heads = [placed.prefix + key for key in beyond if key.startswith(_HEADS)]
     return _Match(
         wanted=[key for key in wanted if key in placed.inner or not key.endswith(_COUNTER)],

@@ -1,0 +1,92 @@
+"""Difference between two configs, as a recipe that inherits one and gives the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+from operator import eq
+from typing import Any, NamedTuple
+
+from selftask.config.compose.recipes import available, locate
+from selftask.config.explain import COLUMN, as_yaml
+from selftask.config.keys import NAMED_ENTRIES, Key
+from selftask.config.schema import SHARED, Config
+from selftask.errors import shorten
+
+_NAMES_OF_THE_RUN = ("recipe", "out")  # follow from the name of a recipe
+_ABSENT = object()
+
+
+class _Change(NamedTuple):
+    key: Key
+    value: Any
+    before: Any  # the value in the base, or _ABSENT
+
+
+def difference(config: Config, base: Config, recipe: str) -> str:
+    """Return the yaml of a recipe that inherits ``recipe`` and gives ``config``.
+
+    Each value is followed by the one that it replaces; the names of recipe and run folder are
+    left out.
+
+    Args:
+        config: The config to describe.
+        base: The config of ``recipe``.
+        recipe: Name or path of the base recipe.
+    """
+    values, replaced = config.to_dict(), base.to_dict()
+    for name in _NAMES_OF_THE_RUN:
+        del values[name], replaced[name]
+    lines = [f"defaults: [{_entry(recipe, base)}, _self_]"]
+    around: Key = ()
+    for key, value, before in _changes(values, replaced, ()):
+        shared = len(list(takewhile(bool, map(eq, around, key[:-1]))))
+        lines += [f"{'  ' * n}{as_yaml(key[n])}:" for n in range(shared, len(key) - 1)]
+        lines += ("  " * (len(key) - 1) + line for line in _lines(key[-1], value, before))
+        around = key[:-1]
+    return "\n".join(lines)
+
+
+def _lines(name: str, value: Any, before: Any) -> Iterator[str]:
+    """Yield ``name: value`` with the value before; a list of components has a line for each."""
+    if not (isinstance(value, list) and value and all(isinstance(item, dict) for item in value)):
+        yield _commented(f"{as_yaml(name)}: {as_yaml(value)}", before)
+        return
+    old = before if isinstance(before, list) else []
+    yield _commented(f"{as_yaml(name)}:", f"{len(old)} entries")
+    for index, item in enumerate(value):
+        replaced = old[index] if index < len(old) else _ABSENT
+        if isinstance(replaced, dict) and replaced.get("name") == item.get("name"):
+            replaced = {key: v for key, v in replaced.items() if item.get(key, _ABSENT) != v}
+        text = f"  - {as_yaml(item)}"
+        yield text if replaced == {} else _commented(text, replaced)
+
+
+def _commented(text: str, before: Any) -> str:
+    comment = "not set" if before is _ABSENT else shorten(as_yaml(before))
+    return f"{text:<{COLUMN - 2}}  # {comment}"
+
+
+def _entry(recipe: str, base: Config) -> str:
+    """Return the entry of ``defaults:`` for a recipe: its name, or the whole path of a file."""
+    path = locate(recipe, base.data.source.name)
+    names = [name for name, shipped in available().items() if shipped.path == path]
+    return f"/{names[0]}" if names else str(path)
+
+
+def _changes(values: dict[str, Any], base: dict[str, Any], key: Key) -> Iterator[_Change]:
+    """Yield what differs; sections are compared key by key, lists as a whole.
+
+    A component of another name starts from its own defaults, so all its values are given.
+    """
+    renamed = values.get("name") != base.get("name")
+    for name, value in values.items():
+        before, inner = base.get(name, _ABSENT), (*key, name)
+        is_new = before is None or before is _ABSENT
+        if isinstance(value, dict) and (isinstance(before, dict) or (value and is_new)):
+            yield from _changes(value, {} if is_new else before, inner)
+        elif value != before or (renamed and name not in SHARED.get(key, ())):
+            yield _Change(inner, value, before)
+    if key in NAMED_ENTRIES or key == ("views",):
+        for name in base.keys() - values.keys():
+            yield _Change((*key, name), None, base[name])

@@ -1,0 +1,65 @@
+"""Initial weights by the rules of ``init.rules``, and the report ``initial.txt``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from selftask.config.schema import InitRule
+from selftask.config.schema.optimizer import GroupRule
+from selftask.distributed.collectives import is_primary
+from selftask.errors import UserError
+from selftask.logs import get_logger
+from selftask.models.weights.load import is_on_meta
+from selftask.optim.param_groups import Parameter, check_matches, named_parameters
+
+log = get_logger(__name__)
+
+
+def initialize(network: nn.Module, rules: Sequence[InitRule], out: Path) -> None:
+    """Draw the parameters of rules anew, in place, and write ``initial.txt`` into the run folder.
+
+    Args:
+        network: The network, with the weights of ``init.backbone``.
+        rules: Rules in order; of those that match a parameter, the last one counts.
+        out: The run folder.
+
+    Raises:
+        UserError: If a rule matches no parameter, or its function refuses one.
+    """
+    if not rules:
+        return
+    parameters = named_parameters([("network", network)])
+    origins: dict[str, str] = {}
+    for number, rule in enumerate(rules):
+        key = f"init.rules.{number}"
+        group = GroupRule(match=rule.match, type=rule.type)
+        named = [p for p in parameters if p.name.endswith(f".{rule.parameter}")]
+        matches = [p for p in named if p.matches(group)]
+        check_matches(group, key, matches, named or parameters)
+        for parameter in matches:
+            _draw(parameter, rule, key)
+            origins[parameter.name] = f"{key}: {rule.by}"
+    log.info("initial weights: %d of %d tensors by init.rules", len(origins), len(parameters))
+    if is_primary() and not is_on_meta(network):
+        lines = [_line(p, origins.get(p.name, "built or loaded")) for p in parameters]
+        (out / "initial.txt").write_text("".join(lines), encoding="utf-8")
+
+
+@torch.no_grad()
+def _draw(parameter: Parameter, rule: InitRule, key: str) -> None:
+    try:
+        getattr(nn.init, f"{rule.by}_")(parameter.value, **rule.args)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shape = "x".join(map(str, parameter.value.shape))
+        raise UserError(f"{key}.by={rule.by}: of {parameter.name} ({shape}): {error}") from error
+
+
+def _line(parameter: Parameter, origin: str) -> str:
+    value = parameter.value.detach().float()
+    shape = "x".join(map(str, value.shape))
+    mean, std = value.mean().item(), value.std(correction=0).item()
+    return f"{parameter.name:<60}  {shape:<14}  mean {mean:9.3g}  std {std:8.3g}  {origin}\n"
