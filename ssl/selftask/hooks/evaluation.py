@@ -68,11 +68,13 @@ class EvaluateBackbone(Hook):
         self.ran_at = task.steps_done
         if task.evaluate is None:
             return
-        if _has_evaluations(task):
-            task.run_hooks("before_evaluation")
         started = time.perf_counter()
+        with task.separate_scalars():
+            if _has_evaluations(task):
+                task.run_hooks("before_evaluation")
+            of_hooks = task.pop_scalars()
         with stage("evaluate", at_once=True):
-            row = self._evaluate(task, task.evaluate)
+            row = {**of_hooks, **self._evaluate(task, task.evaluate)}
         if row:
             row["eval_s"] = time.perf_counter() - started
             task.write_row(row)
@@ -106,4 +108,6 @@ def _with_labels(task: Task) -> list[str]:
 def _has_evaluations(task: Task) -> bool:
     data, components = task.data_module, task.config.eval.evaluations
     free = len(components) > len(_with_labels(task))
-    return bool(components and data.labelled_sets) or bool(free and data.val_sources)
+    probes = any(getattr(hook, "evaluates", False) for hook in task.hooks)
+    with_labels = (components or probes) and data.labelled_sets
+    return bool(with_labels) or bool(free and data.val_sources)
