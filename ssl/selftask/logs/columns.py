@@ -27,6 +27,7 @@ class Column(NamedTuple):
 
 
 _HEALTH, _EVAL = "hook `health`, a default", "`eval.evaluations`, at step 0, `eval.every`, the end"
+_PROBE = "hook `online_probe`"
 _DEVICE = "runs on CUDA and XPU devices"
 _DEVICES = "runs on CUDA, XPU and MPS devices"
 
@@ -121,6 +122,16 @@ _GENERAL = (
     Column(
         "feature_uniformity", "below 0", "Uniformity of the features; lower is more uniform.", _EVAL
     ),
+    Column(
+        "train_probe_top1",
+        "0 to 1",
+        "Accuracy of a linear classifier trained beside the network, on the training images since "
+        "the row before, each predicted before the update with it.",
+        _PROBE,
+    ),
+    Column("probe_top1", "0 to 1", "Accuracy of this classifier on `data.val`.", _PROBE),
+    Column("probe_lr", "", "Learning rate of the classifier that these columns show.", _PROBE),
+    Column("ms_probe", "ms", "Time of a step that the hook takes.", _PROBE),
     Column("eval_s", "s", "Time of the evaluation.", _EVAL),
     Column("eval_images_per_s", "images/s", "Images whose features were computed.", _EVAL),
     Column("val_loss", "", "The method's loss on `data.val`.", "`eval.loss`"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.cli.model.checkpoint_model import open_checkpoint
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS, open_frozen
+from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen, open_frozen
 from selftask.cli.options import asks_for_help, refuse_ranks
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
@@ -58,26 +59,61 @@ def main(argv: list[str]) -> int:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
     name, address, overrides = argv[0], argv[1], argv[2:]
     _check_name(name)
-    asked = [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
-    checkpoint = named_checkpoint(address)
-    if checkpoint is None:
-        frozen = open_frozen(address, asked)
-    else:
-        frozen = open_checkpoint(checkpoint, asked)
-        address = str(checkpoint.parent.parent)
-    config = _only(frozen.config, name)
+    frozen = open_asked(name, address, overrides)
+    row = evaluate_frozen(name, frozen, tell=announce)
+    if row:  # rank 0 has the results
+        print(json_row(row))
+        keep_results(address, name, overrides, frozen, row)
+    return 0
 
+
+def open_asked(name: str, address: str, overrides: list[str]) -> Frozen:
+    """Return a model and its images for an evaluation; see ``open_frozen``.
+
+    Args:
+        name: Name of the evaluation.
+        address: As for ``open_frozen``, or a checkpoint of a run, ``RUN@STEP`` or ``RUN@best``.
+        overrides: ``key=value`` words, which may be fields of the evaluation.
+    """
+    asked = asked_words(name, overrides)
+    checkpoint = named_checkpoint(address)
+    return open_frozen(address, asked) if checkpoint is None else open_checkpoint(checkpoint, asked)
+
+
+def evaluate_frozen(
+    name: str, frozen: Frozen, *, tell: Callable[[str], None] | None = None
+) -> dict[str, float]:
+    """Return the metrics of one evaluation; empty on ranks other than 0.
+
+    Args:
+        name: Name of the evaluation.
+        frozen: The model and its images.
+        tell: Called with lines about images and classes; None logs them.
+    """
     from selftask.evaluate.offline import evaluate_backbone
 
-    world = read_world()
-    row = evaluate_backbone(
-        frozen.backbone, config, frozen.sources, device=frozen.device, world=world, tell=announce
+    return evaluate_backbone(
+        frozen.backbone,
+        _only(frozen.config, name),
+        frozen.sources,
+        device=frozen.device,
+        world=read_world(),
+        **({} if tell is None else {"tell": tell}),
     )
-    if world.rank:  # rank 0 has the results
-        return 0
-    print(json_row(row))
-    keep(address, name, overrides, frozen.facts.get("step"), row)
-    return 0
+
+
+def keep_results(
+    address: str, name: str, overrides: list[str], frozen: Frozen, row: dict[str, float]
+) -> None:
+    """Append metrics to the ``evaluations.jsonl`` of a run; see ``keep``."""
+    checkpoint = named_checkpoint(address)
+    run = address if checkpoint is None else str(checkpoint.parent.parent)
+    keep(run, name, overrides, frozen.facts.get("step"), row)
+
+
+def asked_words(name: str, overrides: list[str]) -> list[str]:
+    """Return the words that select an evaluation and set its fields, and the other words."""
+    return [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
 
 
 def _check_name(name: str) -> None:
