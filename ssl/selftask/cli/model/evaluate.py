@@ -27,7 +27,7 @@ COMMANDS = {
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
 
 USAGE = f"""\
-usage: selftask eval knn|linear|svm|spectrum RUN_OR_MODEL [key=value ...]
+usage: selftask eval knn|linear|svm|clusters|spectrum RUN_OR_MODEL [key=value ...]
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]
