@@ -144,14 +144,21 @@ def check_precision(setting: Setting) -> Iterator[Result]:
 
 
 def check_compile(setting: Setting) -> Iterator[Result]:
-    """Losses of a compiled network beside those of the same network."""
-    losses = []
-    for way in ("false", "model"):
-        backend = f"train.compile_options.backend={setting.sizes.compiler}"
-        words = (f"train.compile={way}", *((backend,) if way == "model" else ()))
-        quiet = ("hooks.progress=null", "train.max_steps=5", setting.on_device)
-        tiny.train("simclr", setting.folder, f"compile-{way}", *quiet, *words)
-        rows = tiny.rows(setting.folder / f"compile-{way}")
-        losses.append([row["loss"] for row in rows if "loss" in row])
-    error = max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True))
-    yield Result("compile", "simclr", f"{error:.1e}", f"at most {COMPILED:.0e}", error <= COMPILED)
+    """Losses of compiled networks beside those of the same networks."""
+    for method in ("simclr", "dino"):
+        expected = _losses(setting, method, "train.compile=false")
+        for mode in setting.sizes.modes:
+            options = f"{{backend: {setting.sizes.compiler}, mode: {mode}}}"
+            words = ("train.compile=model", f"train.compile_options={options}")
+            losses = _losses(setting, method, *words)
+            error = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+            case, most = f"{method}, mode {mode}", f"at most {COMPILED:.0e}"
+            yield Result("compile", case, f"{error:.1e}", most, error <= COMPILED)
+
+
+def _losses(setting: Setting, method: str, *words: str) -> list[float]:
+    """Return the losses of five steps."""
+    quiet = ("hooks.progress=null", "train.max_steps=5", setting.on_device)
+    out = f"compile-{method}-{abs(hash(words))}"
+    tiny.train(method, setting.folder, out, *quiet, *words)
+    return [row["loss"] for row in tiny.rows(setting.folder / out) if "loss" in row]
