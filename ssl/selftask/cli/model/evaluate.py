@@ -22,6 +22,7 @@ from selftask.registry import EVALUATIONS
 
 COMMANDS = {
     "retrieval": ("selftask.cli.model.retrieval", "find images of the same object"),
+    "views": ("selftask.cli.model.views", "label-free measures of views of each image"),
     "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
@@ -29,6 +30,7 @@ COMMANDS = {
 USAGE = f"""\
 usage: selftask eval knn|linear|svm|clusters|spectrum RUN_OR_MODEL [key=value ...]
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
+       selftask eval views RUN [images=1000] [views=10] [key=value ...]
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]
 
@@ -39,7 +41,7 @@ data.val=DIR  those to test on; without it, k-NN leaves each image out of its ow
               spectrum needs no labels
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last.
-`selftask eval retrieval --help` says more of that one, likewise of suite and predictions.
+`selftask eval retrieval --help` says more of that one, likewise of views, suite and predictions.
 {VERBOSITY}"""
 
 
