@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,14 +41,23 @@ _RECIPE = "base/evaluate.yaml"  # of the images to search
 _BATCH_SIZE = 64  # affects memory only
 
 
+class Neighbor(NamedTuple):
+    """A similar image."""
+
+    path: str
+    """Its path, or its name in the data set."""
+    cosine: float
+    """Cosine similarity of the features."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What a ``Predictor`` returns of one image."""
 
     features: np.ndarray
     """(E,) float32."""
-    neighbors: list[tuple[str, float]] = field(default_factory=list)
-    """Paths of the most similar images and their cosine similarity, most similar first."""
+    neighbors: list[Neighbor] = field(default_factory=list)
+    """The most similar images, most similar first."""
     label: str | int | None = None
     """Class with the highest score: its name, or its number if classes have no names."""
     score: float | None = None
@@ -145,13 +154,13 @@ class Predictor:
             raise UserError("neighbors: no image can be read")
         self._bank = Bank(torch.cat(parts))
 
-    def _neighbors(self, features: Tensor) -> list[list[tuple[str, float]]]:
+    def _neighbors(self, features: Tensor) -> list[list[Neighbor]]:
         if not self._paths:
             return [[] for _ in features]
         none = torch.full((len(features),), -1)
         cosine, row = self._bank.nearest(F.normalize(features, dim=1), self.k, none)
         return [
-            [(self._paths[index], value) for index, value in zip(*pair, strict=True)]
+            [Neighbor(self._paths[index], value) for index, value in zip(*pair, strict=True)]
             for pair in zip(row.tolist(), cosine.tolist(), strict=True)
         ]
 
