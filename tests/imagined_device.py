@@ -62,6 +62,7 @@ _READS_VALUES = {
     aten.unique_consecutive,
     aten.unique_dim,
 }
+_FILLS = {aten.index_fill, aten.index_fill_}  # a value of the device is read: trace's backward pass
 _INDEXES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 # raise an error on CUDA under torch.use_deterministic_algorithms, as its documentation lists
 _NOT_DETERMINISTIC = {
@@ -239,7 +240,10 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
     def wrapped(value: Any) -> Any:
         is_new = type(value) is Tensor and id(value) not in same
-        return OnDevice(value) if is_new else same.get(id(value), value)
+        made = OnDevice(value) if is_new else same.get(id(value), value)
+        if op is aten.scalar_tensor:
+            _numbers.add(made)
+        return made
 
     return tree_map(wrapped, out)
 
@@ -257,6 +261,14 @@ def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
 
 
 _pinned: Any = weakref.WeakValueDictionary()  # tensors in page-locked memory, by their storage
+
+
+_numbers: weakref.WeakSet[Any] = weakref.WeakSet()  # made of numbers of Python by an assignment
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Return whether an assignment made the tensor of a number of Python."""
+    return any(tensor is number for number in _numbers)
 
 
 def _to_cpu(value: Any) -> Any:
@@ -287,7 +299,11 @@ def _makes_host_wait(op: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> 
         if sent and not waits and target is None and not isinstance(tensors[0], OnDevice):
             waits = tensors[0].nbytes > _STAGED and not _is_pinned(tensors[0])
         return sent and waits
+    if op in _FILLS:
+        return isinstance(args[3], OnDevice) and not is_number(args[3])
     if op in _INDEXES:
+        if op is not aten.index and is_number(args[2]):  # CUDA gets it from the CPU
+            return True
         return any(
             not isinstance(x, OnDevice) or x.dtype in (torch.bool, torch.uint8)
             for x in _indices(args)

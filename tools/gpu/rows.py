@@ -100,7 +100,7 @@ class Sizes:
         "mae/vit_base_imagenet",
     )
     batch_size: int = 128
-    images: int = 4096
+    images: int = 12_800  # no epoch ends in a run
     height: int = 256
     steps: int = 40
     more: tuple[str, ...] = ()

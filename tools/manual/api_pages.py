@@ -40,7 +40,12 @@ PARTS = {
             *("models.features.extract", "models.features.tokens", "models.features.adapter"),
             *("models.heads", "models.teacher", "models.feature_queue", "models.memory_bank"),
             *("models.weights.frozen",),
-            *("models.clustering", "models.masks", "models.block_mask", "models.predictors.patch_predictor"),
+            *(
+                "models.clustering",
+                "models.masks",
+                "models.block_mask",
+                "models.predictors.patch_predictor",
+            ),
             *("models.losses.contrast", "models.losses.koleo", "models.losses.variance_covariance"),
             *("models.precision", "models.network", "models.weights.trained"),
         ),

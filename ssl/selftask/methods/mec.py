@@ -119,12 +119,13 @@ def mec_loss(
 def _log_trace(others: Tensor, rows: Tensor, scale: float, order: int) -> Tensor:
     """Return the trace of the series of log(I + others @ rows.T / scale).
 
-    It equals that of the (D, D) product, which is used if it is smaller.
+    It equals that of the (D, D) product, which is used if it is smaller. A sum of the diagonal,
+    since the backward pass of ``torch.trace`` waits for the GPU.
     """
     small = rows.shape[0] <= rows.shape[1]
     matrix = (others @ rows.T if small else rows.T @ others) / scale
-    power, total = matrix, matrix.trace()
+    power, total = matrix, matrix.diagonal().sum()
     for k in range(2, order + 1):
         power = power @ matrix
-        total = total + (-1) ** (k + 1) * power.trace() / k
+        total = total + (-1) ** (k + 1) * power.diagonal().sum() / k
     return total

@@ -108,7 +108,9 @@ class UNIC(Method):
         super().__init__(config)
         self.kinds = ("pooled", "patches") if config.patch_weight else ("pooled",)
         weights = {"pooled": 1 - config.patch_weight, "patches": config.patch_weight}
-        self.weights = [weights[kind] for kind in self.kinds]
+        self.weights: Tensor  # (kinds,)
+        values = torch.tensor([weights[kind] for kind in self.kinds])
+        self.register_buffer("weights", values, persistent=False)
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the teachers, and build the student with heads for each of them.
@@ -161,12 +163,14 @@ class UNIC(Method):
         super().setup(task)
         self.moments_share_at = build_schedule(self.config.moments_share, task.length)
 
+    def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
+        """Draw which teachers are dropped for an image, bool (B, T)."""
+        draws = uniform(seed, key, len(self.config.teachers))
+        return self.config.drop_probability > draws
+
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw a number for each image and teacher, which drops the teacher."""
         (batch.input,) = batch.all_views
-        key = batch.key.to(batch.input.device, non_blocking=True)
-        draws = uniform(task.config.train.seed, key, len(self.config.teachers))
-        batch["dropped"] = self.config.drop_probability > draws.T  # (T, B)
+        batch["dropped"] = self.drawn(batch, task).T  # (T, B)
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
@@ -205,7 +209,7 @@ class UNIC(Method):
             for pair in zip(predictions, targets, strict=True)
         ]
         by_teacher = torch.stack(losses).unflatten(0, (-1, num_kinds))  # (T, kinds, B)
-        return by_teacher * by_teacher.new_tensor(self.weights)[:, None]
+        return by_teacher * self.weights[:, None]
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:

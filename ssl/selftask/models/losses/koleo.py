@@ -30,8 +30,7 @@ def koleo(features: Tensor) -> Tensor:
     everyone = gather_cat_with_grad(features)  # (W * B, D)
     with torch.no_grad():
         similarity = features @ everyone.T  # (B, W * B)
-        rows = torch.arange(len(features), device=features.device)
-        similarity[rows, rows + rank() * len(features)] = -1.0
+        similarity.diagonal(rank() * len(features)).fill_(-1.0)  # each row and itself
         nearest = similarity.argmax(dim=1)
     distance = F.pairwise_distance(features, everyone[nearest], eps=_EPS)
     return -torch.log(distance + _EPS).mean()
