@@ -142,6 +142,7 @@ def without_probe(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("mae", ()),
         ("simclr", ("train.step=accumulate", "train.accumulate=2")),
         ("simclr", ("train.step=sam",)),
+        ("simclr", ("hooks.mixup={}",)),
     ],
 )
 def test_the_run_is_the_same_with_and_without(
