@@ -22,7 +22,7 @@ from selftask.registry import EVALUATIONS
 
 COMMANDS = {
     "retrieval": ("selftask.cli.model.retrieval", "find images of the same object"),
-    "views": ("selftask.cli.model.views", "label-free measures of views of each image"),
+    "views": ("selftask.cli.model.evaluations.views", "label-free measures of views of each image"),
     "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
