@@ -63,6 +63,12 @@ COMMANDS_ON_PATHS = {
         *("eval", "retrieval", "torchvision:resnet18", "weights=none", "data=digits"),
         "truth=CLOSED/x.csv",
     ],
+    "eval segmentation": [
+        *("eval", "segmentation", "torchvision:resnet18", "weights=none", "data=CLOSED/x"),
+        "data.val=CLOSED/x",
+    ],
+    "eval correspondence": ["eval", "correspondence", "CLOSED/x", "data=digits"],
+    "eval depth": ["eval", "depth", "torchvision:resnet18", "weights=none", "data=CLOSED/x"],
     "eval suite": ["eval", "suite", "CLOSED/x", "knn"],
     "eval predictions": ["eval", "predictions", "CLOSED/x.csv"],
     "features": ["features", "CLOSED/x", "data=digits", "out=somewhere"],

@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("selftask tra", ["train"]),
         ("selftask train simclr/dig", ["simclr/digits"]),
         ("selftask train min", ["mine.yaml"]),
-        ("selftask train simclr opti", ["optimizer=", "optimizer."]),
+        ("selftask train simclr opti", ["optimizer=", "optimizer.", "optimizers="]),
         ("selftask train simclr optimizer=sg", ["optimizer=sgd"]),
         ("selftask train simclr optimizer.lr", ["optimizer.lr=", "optimizer.lr."]),
         ("selftask train simclr optimizer=sgd optimizer.nest", ["optimizer.nesterov="]),

@@ -17,6 +17,7 @@ from selftask.data.loading.dataset import ViewDataset
 from selftask.data.loading.loader import Batches
 from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
+from selftask.data.sources.dataset_objects import DatasetSource
 from selftask.data.views import Views
 from selftask.errors import UserError
 
@@ -177,3 +178,23 @@ def test_odd_images_lists_exactly_the_undecodable(tmp_path: Path) -> None:
         match=r"of 80 images \(.*%\) cannot be read, more than the default of data\.max_unreadable",
     ):
         read(Batches(data, batch_size=16, seed=0, bad_files=BadFiles(None, 80)), 5)
+
+
+class Sometimes:
+    """A user's data set that skips an item by returning None, as Classy Vision's loaders allow."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int] | None:
+        return None if index in (3, 44) else (np.full((4, 4, 3), index, np.uint8), index)
+
+
+def test_samples_that_are_none_are_replaced(tmp_path: Path) -> None:
+    listed = tmp_path / "bad_files.txt"
+    bad_files = BadFiles(listed, 60, max_unreadable=0.05)
+    data = dataset(DatasetSource(Sometimes(), "mine"))
+    samples = read(Batches(data, batch_size=20, seed=0, bad_files=bad_files), 3)
+    shown = torch.cat([sample.index for sample in samples])
+    assert len(shown) == 60 and not {3, 44} & set(shown.tolist())
+    assert listed.read_text().splitlines()[0].partition("\t")[2] == "the data set returned None"

@@ -165,6 +165,27 @@ def test_elastic_draws_like_torchvision() -> None:
     assert (np.abs(a.mean(0) - b.mean(0)) < 5 * error).all()
 
 
+def test_lighting_is_that_of_fb_resnet_torch() -> None:
+    """``rgb = eigvec:cmul(alpha):cmul(eigval):sum(2)``, alpha from N(0, std); values in [0, 1]."""
+    vectors = np.array(
+        [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
+    )
+    values = np.array([0.2175, 0.0188, 0.0045])
+    image = PICTURES["waves"]
+    transform, alpha = build("lighting", std=0.5), 0.5 * rng().standard_normal(3)
+    shift = (vectors * alpha[None] * values[None]).sum(1)
+    expected = np.clip(np.rint((image / 255 + shift) * 255), 0, 255)
+    ours = transform(image, rng())
+    assert np.abs(ours - expected).max() <= 1 and (ours != image).any()
+    draws = rng(1)
+    shifts = np.array([transform.draw(draws, 4, 4) for _ in range(20_000)]) / 255
+    covariance = vectors @ np.diag((0.5 * values) ** 2) @ vectors.T
+    assert np.allclose(np.cov(shifts.T), covariance, atol=1e-4)
+    assert tuple(transform.numbers(None)) == (0.0, 0.0, 0.0)
+    (problem,) = transform.channel_problems(1)
+    assert "leave lighting out" in problem
+
+
 WITH_P = {
     "posterize": {},
     "equalize": {},

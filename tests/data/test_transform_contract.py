@@ -88,7 +88,7 @@ def test_is_random_is_true(name: str) -> None:
 @pytest.mark.parametrize("name", CHANGING)
 def test_gray_pictures_stay_gray_but_for_what_has_to_do_with_colours(name: str) -> None:
     """A image of equal channels keeps them equal unless the transform treats them apart."""
-    apart = {"lab", "channel_drop", "gaussian_noise"}
+    apart = {"lab", "channel_drop", "gaussian_noise", "lighting"}
     gray = np.random.default_rng(0).integers(0, 256, (16, 20, 1), dtype=np.uint8)
     image = np.repeat(gray, 3, axis=2)
     transform = build(name)

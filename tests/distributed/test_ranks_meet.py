@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
@@ -13,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 import tiny
 from ranks import run_ranks
 from selftask.data.fingerprint import check_same_on_all_ranks
 from selftask.data.source import Source
 from selftask.distributed import process_group
-from selftask.distributed.world import World
+from selftask.distributed.collectives import gather_objects
+from selftask.distributed.world import World, read_world
 from selftask.errors import UserError
 from selftask.logs import write_json
 from selftask.run import early_errors
@@ -91,8 +94,26 @@ def test_how_the_process_group_is_made(
         assert options["timeout"].total_seconds() == 7
         assert options["device_id"] == (None if device == "cpu" else torch.device(device))
         made.clear()
+    monkeypatch.setenv("SELFTASK_INIT_FILE", "/shared/a file")
+    process_group.join_world(World(3, 4, 1, 2), torch.device(device))
+    assert made.pop()[1]["init_method"] == "file:///shared/a file"
     process_group.join_world(World(), torch.device(device))
     assert made == [], "one process needs none"
+
+
+def _by_file(rank: int, folder: Path) -> None:
+    """In a process that knows its rank, and a file in place of an address."""
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ.update({**own, "SELFTASK_INIT_FILE": str(folder / "new file")})
+    world = read_world()
+    process_group.join_world(world, torch.device("cpu"), timeout_s=30)
+    (folder / str(rank)).write_text(str(gather_objects(world.rank)))
+    process_group.leave_world()
+
+
+def test_ranks_meet_by_a_file(tmp_path: Path) -> None:
+    mp.start_processes(_by_file, (tmp_path,), nprocs=2, start_method="spawn")
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0, 1]"] * 2
 
 
 def test_an_early_error_is_left_for_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -249,10 +251,9 @@ def task_of_batches(out: Path, **settings: Any) -> selftask.Task:
     more = {"train.epochs": 2, "train.threads": 1, "train.device": "cpu", "hooks.export": None}
     return selftask.create_task(
         "moco",
-        batches=batches(),
         out=out,
         optimizer={"name": "sgd", "lr": 0.1},
-        **{**more, "backbone": Flat(), "method.queue_size": 16, **settings},
+        **{"batches": batches(), **more, "backbone": Flat(), "method.queue_size": 16, **settings},
     )
 
 
@@ -282,6 +283,100 @@ def test_task_of_batches_resumes_bit_for_bit(tmp_path: Path, forget_names: None)
     selftask.Trainer().train(task_of_batches(tmp_path / "parts"))
     whole, parts = (tiny.last_state(tmp_path / out) for out in ("whole", "parts"))
     assert tiny.differences(whole, parts) == []
+
+
+READ: list[int] = []  # by the data set, in this process
+STARTED: list[int] = []  # workers
+
+
+class Noisy(torch.utils.data.Dataset[int]):
+    """Numbers of images, which are drawn when they are read."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        READ.append(index)
+        return index
+
+
+def noisy_views(indices: list[int]) -> list[torch.Tensor]:
+    """The user's ``collate_fn``: two views, drawn by three global generators."""
+    shift = random.random() + float(np.random.rand())
+    means = torch.tensor(indices).view(-1, 1, 1, 1) / 40 + shift
+    return [means + torch.randn(len(indices), 3, 8, 8) for _ in range(2)]
+
+
+class Blocks(torch.utils.data.Sampler[list[int]]):
+    """The user's ``batch_sampler``: blocks of eight in an order of the epoch; it can seek."""
+
+    def __init__(self) -> None:
+        self.epoch = self.start = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def seek(self, start: int) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(5, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        yield from ([*range(8 * n, 8 * n + 8)] for n in order[self.start :])
+
+
+def plain_views(indices: list[int]) -> list[torch.Tensor]:
+    """Two views that are functions of the image."""
+    rows = [torch.Generator().manual_seed(index) for index in indices]
+    views = torch.stack([torch.randn(2, 3, 8, 8, generator=row) for row in rows], dim=1)
+    return list(views)
+
+
+def start_worker(number: int) -> None:
+    Path(os.environ["STARTED"]).joinpath(str(number)).touch()
+
+
+def loader_of(kind: str) -> Any:
+    if kind == "blocks":
+        return torch.utils.data.DataLoader(Noisy(), batch_sampler=Blocks(), collate_fn=plain_views)
+    workers: Any = {"num_workers": 2, "worker_init_fn": start_worker} if kind == "workers" else {}
+    return torch.utils.data.DataLoader(
+        Noisy(), batch_size=8, shuffle=True, collate_fn=noisy_views, **workers
+    )
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "workers", "blocks"])
+def test_a_loader_of_ones_own_resumes_bit_for_bit(
+    kind: str,
+    tmp_path: Path,
+    forget_names: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the middle of the second epoch, although the stopped process drew other numbers."""
+    monkeypatch.setenv("STARTED", str(tmp_path))
+
+    def run(out: str, **more: Any) -> None:
+        every = {"train.log_every": 1, **more}
+        task = task_of_batches(tmp_path / out, batches=loader_of(kind), **every)
+        selftask.Trainer().train(task)
+
+    run("whole")
+    with pytest.raises(Interrupted):
+        run("parts", **{"train.stop_at": 7})
+    READ.clear()
+    run("parts")
+    whole, parts = (tiny.last_state(tmp_path / out) for out in ("whole", "parts"))
+    assert tiny.differences(whole, parts) == []
+    log = (tmp_path / "parts" / "log.txt").read_text()
+    assert ("the first 2 of epoch 1 are read again" in log) is (kind != "blocks")
+    if kind == "workers":
+        assert [(tmp_path / name).exists() for name in "012"] == [True, True, False]
+    else:  # besides those that shape and number of views are taken from
+        assert len(READ) == 16 + 8 * (3 if kind == "blocks" else 5)
+    losses = {row["loss"] for row in tiny.rows(tmp_path / "whole") if "loss" in row}
+    assert len(losses) == 10 or kind == "blocks"
 
 
 def test_learner_is_the_task(tmp_path: Path, forget_names: None) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.io
 import torch
 from PIL import Image
 
 from selftask.cli.main import main
 from selftask.config.schema import Component
 from selftask.errors import UserError
-from selftask.evaluate.retrieval.buildings import read_truth
+from selftask.evaluate.retrieval.buildings import read_instre, read_truth
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import save_backbone
 
@@ -210,6 +211,43 @@ def test_copydays(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert row["retrieval_strong_map"] == 1.0
     assert row["retrieval_jpegqual_3_map"] <= 0.25, "rank 2 at best, by trapezoids"
     assert (row["queries"], row["database"]) == (10, 10)
+
+
+def instre_file(path: Path, queries: list[str], images: list[str], positives: Any) -> Path:
+    """As MATLAB writes it: cells of names, and a struct with positives from 1."""
+    gnd = np.zeros((1, len(positives)), dtype=[("ok", object)])
+    for number, found in enumerate(positives):
+        gnd[0, number]["ok"] = np.array([found], dtype=np.uint16)
+    cells = {
+        name: np.array([[*map(str, names)]], dtype=object)
+        for name, names in (("qimlist", queries), ("imlist", images))
+    }
+    scipy.io.savemat(path, {**cells, "gnd": gnd})
+    return path
+
+
+def test_instre(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Query 0 finds its two copies; query 1 its copy at rank 2, by trapezoids (0 + 1 / 2) / 2."""
+    images = [f"INSTRE-S1/{number:02}a/{number:03}.png" for number in range(6)]
+    shown = (0, 0, 1, 2, 3, 4)
+    for name, seed in zip(images, shown, strict=True):
+        save(tmp_path / "images" / name, picture(seed))
+    for number, seed in enumerate((0, 1)):
+        save(tmp_path / "images" / "INSTRE-M" / f"q{number}.png", picture(seed))
+    queries = ["INSTRE-M/q0.png", "INSTRE-M/q1.png"]
+    words = [f"data={tmp_path / 'images'}", "k=[1]"]
+    truth = instre_file(tmp_path / "gnd_instre.mat", queries, images, [[1, 2], [3]])
+    row = printed_row(capsys, model, *words, f"truth={truth}")
+    assert (row["retrieval_map"], row["retrieval_precision_at_1"]) == (1.0, 1.0)
+    assert (row["queries"], row["database"]) == (2, 6)
+    truth = instre_file(tmp_path / "other.mat", queries, images, [[1, 2], [4]])
+    assert printed_row(capsys, model, *words, f"truth={truth}")["retrieval_map"] <= 0.625
+    truth = instre_file(tmp_path / "wrong.mat", queries, images, [[1, 2], [7]])
+    with pytest.raises(UserError, match=r"no ground truth of INSTRE .*no positions in imlist"):
+        read_instre(truth)
+    truth.write_bytes(b"no file of MATLAB" * 20)
+    with pytest.raises(UserError, match="no ground truth of INSTRE"):
+        read_instre(truth)
 
 
 def test_a_table(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,11 +66,11 @@ def run(method: str, folder: Path, *words: str, **options: Any) -> dict[str, Any
     Generators are those just after building: later ones are seeded for each rank.
     """
     seen: dict[str, Any] = {}
-    make_optimizer, shard = build.optimizer, FSDPReduction.shard
+    make_optimizers, shard = build.optimizers, FSDPReduction.shard
 
-    def optimizer(task: Task) -> Any:
+    def optimizers(task: Task) -> Any:
         seen["generators"] = process_state.rng_state()
-        return make_optimizer(task)
+        return make_optimizers(task)
 
     def watched(self: FSDPReduction, networks: Any, initial: InitialWeights) -> None:
         networks = list(networks)
@@ -78,7 +78,7 @@ def run(method: str, folder: Path, *words: str, **options: Any) -> dict[str, Any
         shard(self, networks, initial)
 
     with (
-        mock.patch.object(build, "optimizer", optimizer),
+        mock.patch.object(build, "optimizers", optimizers),
         mock.patch.object(FSDPReduction, "shard", watched),
     ):
         task = prepared(small_config(method, folder, *words), **options)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +28,10 @@ from selftask.distributed.simulated import SIMULATED
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.dropout import draw_per_sample
+from selftask.plan import measure
 from selftask.plan.assumptions import Assumptions, take_assumptions
 from selftask.plan.checkpoints import daly, lost_share
+from selftask.plan.fake_task import FakeTask
 from selftask.plan.plan import Plan, make_plan
 from selftask.plan.step_tracker import StepTracker
 from selftask.plan.table import duration, lines
@@ -223,3 +227,20 @@ def test_a_backward_pass_costs_two_forward_passes_with_groups_too(groups: int) -
         convolution(images).sum().backward()
     once = 2 * 2 * 8 * (8 // groups) * 9 * 36
     assert tracker.flops == {"forward": once, "backward": 2 * once}
+
+
+class Sleeping(FakeTask):
+    """A task whose steps take a known time."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.train_step_function = lambda task: time.sleep(0.05)
+
+
+def test_measure_times_the_steps_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_SECONDS", 0.8)
+    monkeypatch.setattr(measure, "FakeTask", Sleeping)
+    config = load_config("simclr/digits", ["launch.processes=2", "train.batch_size=64"])
+    rate = make_plan(config, Assumptions(), measured=True).given.images_per_s
+    assert rate is not None
+    assert 0.5 * 64 / 0.05 < rate <= 64 / 0.05, "both ranks, with 32 images a step each"

@@ -19,6 +19,7 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths
 from submitit.slurm.slurm import SlurmJob
 
 import tiny
+from run_folders import write_run
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import LaunchConfig
@@ -132,8 +133,8 @@ def controller(state: str, reason: str = "None", restarts: int = 1, requeue: str
 @pytest.mark.parametrize(
     ("answer", "state", "code", "outlook"),
     [
-        (controller("RUNNING"), "requeued", 0, "job 12 is back in the queue; 1 of 3 requeues left"),
-        (controller("COMPLETING", "TimeLimit"), "requeued", 0, "1 of 3 requeues left"),
+        (controller("RUNNING"), "requeued", 0, "job 12 is back in the queue; 2 of 3 requeues left"),
+        (controller("COMPLETING", "TimeLimit"), "requeued", 0, "2 of 3 requeues left"),
         (controller("COMPLETING", restarts=2), "requeued", 0, "SLURM has put job 12 back"),
         (controller("COMPLETING"), "interrupted", 140, "job 12 was cancelled"),
         (
@@ -146,23 +147,33 @@ def controller(state: str, reason: str = "None", restarts: int = 1, requeue: str
     ],
 )
 def test_departure(
-    fake: Fake, in_job: None, answer: str, state: str, code: int, outlook: str
+    tmp_path: Path, fake: Fake, in_job: None, answer: str, state: str, code: int, outlook: str
 ) -> None:
+    """In the second attempt, after a preemption: none of the three requeues is used up."""
     fake("scontrol", answer)
-    leaving = slurm_job.depart("SIGUSR2", LaunchConfig(max_requeues=3), first=True)
+    leaving = slurm_job.depart("SIGUSR2", LaunchConfig(max_requeues=3), tmp_path, first=True)
     assert (leaving.state, leaving.code) == (state, code)
     assert outlook in leaving.outlook
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # SLURM sends it with a requeue
 
 
-def test_departure_without_requeues_left(fake: Fake, in_job: None) -> None:
+def test_departure_without_requeues_left(tmp_path: Path, fake: Fake, in_job: None) -> None:
+    launch = LaunchConfig(max_requeues=1)
     fake("scontrol", controller("RUNNING", requeue="exit 1"))
-    leaving = slurm_job.depart("SIGTERM", LaunchConfig(max_requeues=1), first=True)
+    assert slurm_job.depart("SIGTERM", launch, tmp_path, first=True).state == "interrupted"
+    fake("scontrol", controller("RUNNING"))
+    assert "0 of 1 requeues" in slurm_job.depart("SIGTERM", launch, tmp_path, first=True).outlook
+    fake("scontrol", controller("COMPLETING", restarts=2))  # preempted: SLURM has requeued it
+    assert slurm_job.depart("SIGTERM", launch, tmp_path, first=True).state == "requeued"
+    fake("scontrol", controller("RUNNING"))
+    leaving = slurm_job.depart("SIGTERM", launch, tmp_path, first=True)
     assert (leaving.state, leaving.code) == ("interrupted", 143)
     assert "max_requeues=1 is used up" in leaving.outlook
 
 
-def test_departure_of_a_local_job(in_job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_departure_of_a_local_job(
+    tmp_path: Path, in_job: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "12")
     for most, done, state, outlook in (
         (2, 0, "requeued", "1 of 2 requeues left"),
@@ -171,21 +182,23 @@ def test_departure_of_a_local_job(in_job: None, monkeypatch: pytest.MonkeyPatch)
         (100, 5, "interrupted", "the limit of 5 requeues is used up"),
     ):
         monkeypatch.setenv(slurm_job.LOCAL_REQUEUES, str(done))
-        leaving = slurm_job.depart("SIGUSR2", LaunchConfig(max_requeues=most), first=False)
+        leaving = slurm_job.depart(
+            "SIGUSR2", LaunchConfig(max_requeues=most), tmp_path, first=False
+        )
         assert (leaving.state, leaving.code) == (state, 140 if state == "interrupted" else 0)
         assert outlook in leaving.outlook
 
 
 def test_departure_of_others_and_of_runs_outside(
-    fake: Fake, in_job: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake: Fake, in_job: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake("scontrol", "echo asked >&2; exit 1")
     launch = LaunchConfig()
-    assert slurm_job.depart("SIGUSR2", launch, first=False).code == 0
-    assert slurm_job.depart("SIGINT", launch, first=True).code == 130
-    assert slurm_job.depart("train.stop_at=3", launch, first=True).code == 75
+    assert slurm_job.depart("SIGUSR2", launch, tmp_path, first=False).code == 0
+    assert slurm_job.depart("SIGINT", launch, tmp_path, first=True).code == 130
+    assert slurm_job.depart("train.stop_at=3", launch, tmp_path, first=True).code == 75
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert slurm_job.depart("SIGTERM", launch, first=True).code == 143
+    assert slurm_job.depart("SIGTERM", launch, tmp_path, first=True).code == 143
 
 
 @pytest.fixture
@@ -276,7 +289,7 @@ def test_a_lost_rank_costs_a_requeue_and_a_failure_a_restart(
     assert after(137, folder, job()) == (0 if lost else 137)
     state, log = state_and_log(folder)
     assert state == ("requeued" if lost else "failed")
-    assert ("1 of 3 requeues left" in log) is lost
+    assert ("2 of 3 requeues left" in log) is lost
 
 
 def test_an_error_before_the_ranks_met_is_the_cause(folder: Path, fake: Fake) -> None:
@@ -395,3 +408,32 @@ def test_cancel_by_folder_and_by_id(
     fake("scancel", "echo 'Invalid job id' >&2; exit 1")
     assert main(["cancel", "31"]) == 2
     assert "Invalid job id" in capsys.readouterr().err
+
+
+def test_waiting_prints_each_job_once_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`jobs --wait`: a job that is requeued is waited for; one that failed is the exit code."""
+    runs = {tmp_path / "s" / name: job for name, job in (("a", "7_0"), ("b", "7_1"))}
+    for run in runs:
+        write_run(run, "running")
+    queue.note(tmp_path / "s", runs)
+    looks = iter([("RUNNING", "RUNNING"), ("REQUEUED", "COMPLETED"), ("FAILED", "COMPLETED")])
+    now: dict[str, str] = {}
+    monkeypatch.setattr(queue, "queue", lambda ids: {job: now[job] for job in ids if job in now})
+    slept: list[float] = []
+
+    def look(seconds: float = 30.0) -> None:
+        slept.append(seconds)
+        now.update(zip(runs.values(), next(looks), strict=True))
+        for run, job in runs.items():
+            if now[job] in ("COMPLETED", "FAILED"):
+                state = {"COMPLETED": "finished", "FAILED": "failed"}[now[job]]
+                write_run(run, state)
+
+    look()
+    monkeypatch.setattr(queue.time, "sleep", look)
+    assert main(["jobs", str(tmp_path / "s"), "--wait"]) == 1
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(words[0], words[2]) for words in printed] == [("7_1", "finished"), ("7_0", "failed")]
+    assert slept == [30.0] * 3

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import tiny
+from gpu.agreement import EXACT
 from gpu.rows import Result, Setting
 from selftask.config.load import load_config
 from selftask.config.schema import Config
@@ -159,6 +160,7 @@ def check_compile(setting: Setting) -> Iterator[Result]:
 def _losses(setting: Setting, method: str, *words: str) -> list[float]:
     """Return the losses of five steps."""
     quiet = ("hooks.progress=null", "train.max_steps=5", setting.on_device)
+    quiet += ("train.precision=float32", *EXACT)
     out = f"compile-{method}-{abs(hash(words))}"
     tiny.train(method, setting.folder, out, *quiet, *words)
     return [row["loss"] for row in tiny.rows(setting.folder / out) if "loss" in row]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +20,12 @@ from selftask.data.source import Source
 from selftask.distributed.collectives import rank, world_size
 from selftask.distributed.world import read_world
 from selftask.errors import UserError
+from selftask.logs import get_logger
 from selftask.task import Task
+
+log = get_logger(__name__)
+
+_END = object()
 
 
 def describe(batches: Any) -> dict[str, Any]:
@@ -100,9 +108,77 @@ class TaskOfBatches(Task):
     def _train_batches(self, first: int) -> Iterator[Batch]:
         number, per_epoch = first, self.length.batches_per_epoch
         while True:
-            for item in islice(self.given, number % per_epoch, None):
+            epoch, start = divmod(number, per_epoch)
+            for item in read_epoch(self.given, epoch, start, self.config.train.seed):
                 yield _moved(as_batch(item, number, per_epoch), self.device)
                 number += 1
+
+
+def read_epoch(batches: Any, epoch: int, start: int, seed: int) -> Iterator[Any]:
+    """Yield the user's batches of an epoch from number ``start`` on.
+
+    ``set_epoch(epoch)`` of the object, its ``batch_sampler`` or its ``sampler`` is called first. If
+    the object or its ``batch_sampler`` has ``seek(start)``, the batches before are not read.
+    Otherwise they are read again. What draws from the global generators of Python, NumPy and torch
+    while it is read, such as a DataLoader with ``shuffle=True``, draws the same again.
+
+    Args:
+        batches: The user's iterable.
+        epoch: Number of the epoch.
+        start: Number of the first batch to yield.
+        seed: Seed of the run.
+    """
+    parts = [getattr(batches, name, None) for name in ("batch_sampler", "sampler")]
+    for part in (batches, *parts):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+    can_seek = next((part for part in (batches, parts[0]) if hasattr(part, "seek")), None)
+    if can_seek is not None:
+        can_seek.seek(start)
+    elif start:
+        log.info(
+            "batches: the first %d of epoch %d are read again; a method seek(start) of the object "
+            "or its batch_sampler avoids that",
+            *(start, epoch),
+        )
+    generators = _Generators(seed + epoch * 1_000_003 + rank())
+    with generators.in_use():
+        iterator = iter(batches)
+    for place in count(start if can_seek is not None else 0):
+        with generators.in_use():
+            item = next(iterator, _END)
+        if item is _END:
+            return
+        if place >= start:
+            yield item
+
+
+class _Generators:
+    """States of the global generators for reading, apart from those for training."""
+
+    def __init__(self, seed: int) -> None:
+        torch_generator = torch.Generator().manual_seed(seed)
+        self.states: tuple[Any, ...] = (
+            random.Random(seed).getstate(),
+            np.random.RandomState(seed % 2**32).get_state(),
+            torch_generator.get_state(),
+        )
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Context in which the global generators have these states."""
+        before = self._swap(self.states)
+        try:
+            yield
+        finally:
+            self.states = self._swap(before)
+
+    def _swap(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
+        before = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        return before
 
 
 def _channels(batches: Any) -> int:

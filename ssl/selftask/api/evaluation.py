@@ -8,8 +8,10 @@ from typing import Any
 from selftask.api.model import Model
 from selftask.api.objects import overrides
 from selftask.api.training import Run
-from selftask.cli.model.evaluate import asked_words, evaluate_frozen, keep_results, open_asked
+from selftask.cli.model.checkpoint_model import open_named
+from selftask.cli.model.evaluate import asked_words, evaluate_frozen
 from selftask.cli.model.evaluate_words import OTHERS
+from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import open_frozen
 from selftask.errors import UserError, nearest
 from selftask.registry import EVALUATIONS
@@ -63,8 +65,8 @@ def evaluate(
         loaded = model.backbone, model.facts
         return evaluate_frozen(name, open_frozen(address, asked_words(name, words), loaded=loaded))
     address = str(model.out if isinstance(model, Run) else model)
-    frozen = open_asked(name, address, words)
+    frozen, run = open_named(address, asked_words(name, words))
     row = evaluate_frozen(name, frozen)
     if row:
-        keep_results(address, name, words, frozen, row)
+        keep(run, name, words, frozen.facts.get("step"), row)
     return row

@@ -101,8 +101,8 @@ def create_task(
         recipe: As for ``train``. With ``batches`` it must be a method, and no recipe is read.
         batches: Batches of an epoch instead of ``data``, such as a DataLoader. Each is a tensor, a
             list of views, (views, labels) or a ``Batch``; views are float (B, C, H, W). The object
-            needs a length and is iterated in each epoch; after a resume, the first epoch starts at
-            the checkpoint's position.
+            needs a length and is iterated in each epoch. ``set_epoch(epoch)`` and ``seek(start)``
+            of the object, its ``batch_sampler`` or ``sampler`` are called if they exist.
         hooks: As for ``train``.
         **settings: As for ``train``: ``data``, ``backbone``, ``out``, ``optimizer``, ...
     """

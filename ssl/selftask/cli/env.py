@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from selftask import __version__
+from selftask.cli.options import take_options
 from selftask.config.values.auto_values import cores
 from selftask.data import kernel
 from selftask.errors import UserError
 
-USAGE = """usage: selftask env
+USAGE = """usage: selftask env [--collectives]
 
-Prints versions, devices and supported features; include it in reports of faults."""
+Prints versions, devices and supported features; include it in reports of faults.
+--collectives   also exchanges tensors between all GPUs (NCCL), or two processes (gloo); fails if a
+                result is wrong or an exchange hangs"""
 
 REQUIRED = ["torch", "torchvision", "classy-vision", "fvcore", "iopath", "hydra-core", "omegaconf"]
 OPTIONAL = {
@@ -33,10 +36,15 @@ OPTIONAL = {
 
 def main(argv: list[str]) -> int:
     """Print the report."""
-    if argv:
-        raise UserError(f"env takes no arguments, got {' '.join(argv)!r}\n{USAGE}")
+    words, options = take_options(argv, {"--collectives": bool})
+    if words:
+        raise UserError(f"env takes no arguments, got {' '.join(words)!r}\n{USAGE}")
     for topic, value in report():
         print(f"{topic:<16} {value}")
+    if options.get("--collectives"):
+        from selftask.equivalence.self_test import check_collectives
+
+        print(f"{'self-test':<16} {check_collectives()}")
     return 0
 
 

@@ -34,7 +34,7 @@ COMMANDS = {
     "cancel": ("selftask.cli.cluster.cancel", "OUT|JOBID [...]", "cancel jobs"),
     "eval": (
         "selftask.cli.model.evaluate",
-        "knn|linear|svm|retrieval|suite|predictions RUN_OR_MODEL data=...",
+        "knn|linear|svm|segmentation|retrieval|suite|predictions RUN_OR_MODEL data=...",
         "evaluate features",
     ),
     "test": ("selftask.cli.model.score", "RUN [data=DIR]", "score a trained classifier"),

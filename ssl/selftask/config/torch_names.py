@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from selftask.config.keys import Key
+from selftask.config.keys import Key, dotted
 from selftask.config.schema import OptimizerConfig
 from selftask.errors import UserError, nearest
 
@@ -57,41 +57,42 @@ def _class(name: str) -> Any:
     return kinds[bare]
 
 
-def torch_problems(config: OptimizerConfig, reduce: str) -> Iterator[tuple[Key, str]]:
+def torch_problems(config: OptimizerConfig, key: Key, reduce: str) -> Iterator[tuple[Key, str]]:
     """Yield problems of an optimizer of torch.optim and its arguments.
 
     Args:
-        config: The section ``optimizer``.
+        config: The section of the optimizer.
+        key: Key of the section, ``optimizer`` or ``optimizers.NAME``.
         reduce: The value of ``parallel.reduce``.
     """
     try:
         arguments = inspect.signature(_class(config.name)).parameters
     except UserError as error:
-        yield ("optimizer", "name"), str(error)
+        yield (*key, "name"), str(error)
         return
     owner = f"torch.optim.{config.name.removeprefix(PREFIX)}"
     if reduce == "fsdp" and owner.rpartition(".")[2] in _NOT_SHARDED:
         text = f"parallel.reduce='fsdp': {owner} needs whole tensors; use 'ddp' or 'manual'"
         yield ("parallel", "reduce"), text
     if config.weight_decay and "weight_decay" not in arguments:
-        text = f"optimizer.weight_decay={config.weight_decay}: {owner} has no weight decay"
-        yield ("optimizer", "weight_decay"), f"{text}; set it to 0"
+        text = f"{dotted(key)}.weight_decay={config.weight_decay}: {owner} has no weight decay"
+        yield (*key, "weight_decay"), f"{text}; set it to 0"
     names = [word for word in arguments if word not in _OURS]
     for word, value in config.args.items():
         if word not in names:
-            text = f"unknown key 'optimizer.{word}': {owner} has no such argument"
-            yield ("optimizer", word), f"{text}; {nearest(word, names)}"
+            text = f"unknown key {dotted((*key, word))!r}: {owner} has no such argument"
+            yield (*key, word), f"{text}; {nearest(word, names)}"
         elif isinstance(arguments[word].default, bool) and not isinstance(value, bool):
-            yield ("optimizer", word), f"optimizer.{word}={value!r}: expected true or false"
+            yield (*key, word), f"{dotted((*key, word))}={value!r}: expected true or false"
     if set(config.args) <= set(names):
-        yield from _refused_values(config, owner)
+        yield from _refused_values(config, key, owner)
 
 
-def _refused_values(config: OptimizerConfig, owner: str) -> Iterator[tuple[Key, str]]:
+def _refused_values(config: OptimizerConfig, key: Key, owner: str) -> Iterator[tuple[Key, str]]:
     """Yield the errors that torch itself raises for the values, by building the optimizer."""
     import torch
 
     try:
         torch_optimizer(config.name, config.args, [torch.zeros(1, requires_grad=True)])
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        yield ("optimizer",), f"{owner} refuses {config.args}: {error}"
+        yield key, f"{owner} refuses {config.args}: {error}"

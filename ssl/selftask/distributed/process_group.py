@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from selftask.distributed.world import World
+from selftask.distributed.world import INIT_FILE, World
 from selftask.errors import UserError
 
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
@@ -29,6 +30,8 @@ def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) 
         return
     backend = _BACKENDS.get(device.type, "gloo")
     meeting = "env://" if world.master is None else "tcp://{}:{}".format(*world.master)
+    if world.master is None and INIT_FILE in os.environ:
+        meeting = f"file://{Path(os.environ[INIT_FILE]).absolute()}"
     try:
         dist.init_process_group(
             backend,
@@ -39,16 +42,19 @@ def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) 
             device_id=device if device.type in _BACKENDS else None,
         )
     except dist.DistError as error:
-        host, port = meeting_point(world)
         raise UserError(
             f"rank {world.rank} of {world.size} ({world.launcher}) cannot join the others at "
-            f"{host}:{port}: {str(error).splitlines()[0]}; if the port is taken, set MASTER_PORT"
+            f"{_place(world)}: {str(error).splitlines()[0]}; if the port is taken, set "
+            f"MASTER_PORT, or another {INIT_FILE}"
         ) from error
 
 
-def meeting_point(world: World) -> tuple[str, int]:
-    """Return the host and port of rank 0."""
-    return world.master or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+def _place(world: World) -> str:
+    """Return where ranks meet: the file, or host and port of rank 0."""
+    if world.master is None and INIT_FILE in os.environ:
+        return os.environ[INIT_FILE]
+    host, port = world.master or (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    return f"{host}:{port}"
 
 
 def leave_world() -> None:

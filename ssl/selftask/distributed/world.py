@@ -14,6 +14,7 @@ from selftask.errors import UserError
 
 # Signals that request a stop. A closed terminal sends SIGHUP.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
+INIT_FILE = "SELFTASK_INIT_FILE"  # a new file that all ranks see, in place of MASTER_ADDR
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _MPI_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below Linux's ephemeral ports
@@ -78,12 +79,18 @@ def _from_variables() -> World:
             f"process as SLURM_PROCID={os.environ.get('SLURM_PROCID')} of {steps}: "
             "unset RANK, WORLD_SIZE and LOCAL_RANK, or start one task a node with torchrun in it"
         )
-    if size > 1:
+    if size > 1 and INIT_FILE not in os.environ:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise UserError(f"the environment sets WORLD_SIZE={size} but not {name}")
     local_size = _number("LOCAL_WORLD_SIZE", size)
-    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    names = (
+        INIT_FILE,
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+    )
     attempt = ":".join(os.environ.get(name, "") for name in names)
     return World(rank, size, local_rank, local_size, started or "torchrun", attempt=attempt)
 

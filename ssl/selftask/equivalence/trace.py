@@ -152,13 +152,14 @@ class RecordedTask(Task):
     def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names such as ``network.head.0.weight.exp_avg`` with their tensors."""
         names = {id(parameter): name for name, parameter in self.trained_parameters.items()}
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state = self.optimizer.get_classy_state().get("optim", {}).get("state", {})
-        for number, entries in state.items():
-            for key, value in entries.items():
-                if isinstance(value, Tensor | float | int):
-                    whole = _whole(torch.as_tensor(value))
-                    yield f"{names.get(id(params[number]), number)}.{key}", whole
+        for optimizer in self.all_optimizers:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            state = optimizer.get_classy_state().get("optim", {}).get("state", {})
+            for number, entries in state.items():
+                for key, value in entries.items():
+                    if isinstance(value, Tensor | float | int):
+                        whole = _whole(torch.as_tensor(value))
+                        yield f"{names.get(id(params[number]), number)}.{key}", whole
 
     def _count_exchanges(self) -> None:
         """Count the collectives called during the forward pass of the loss."""

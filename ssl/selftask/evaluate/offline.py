@@ -23,7 +23,14 @@ from selftask.errors import UserError
 from selftask.evaluate.features import Features, collect
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
 from selftask.evaluate.on_ranks import connected, iterate_in_order, take_share
-from selftask.evaluate.online import evaluate_features, label_free, of_set, with_layers
+from selftask.evaluate.online import (
+    evaluate_features,
+    label_free,
+    of_set,
+    run_on_backbone,
+    takes_backbone,
+    with_layers,
+)
 from selftask.logs import get_logger
 from selftask.logs.stages import stage
 
@@ -64,7 +71,10 @@ def evaluate_backbone(
         UserError: If labels are missing or do not allow the evaluation. Known labels are checked
             before features are computed.
     """
-    evaluations = config.eval.evaluations
+    on_maps = takes_backbone(config.eval.evaluations)
+    evaluations = {k: c for k, c in config.eval.evaluations.items() if k not in on_maps}
+    if not evaluations:
+        return run_on_backbone(on_maps, backbone, config, sources, device)
     main = {} if sources.val is None and sources.val_sets else {"": sources.val}
     tests: dict[str, Source | None] = {**main, **sources.val_sets}  # None: the training images
     learning = evaluations.keys() - label_free(evaluations).keys()
@@ -76,7 +86,8 @@ def evaluate_backbone(
     for counts in counts_of.values():
         if counts is not None and learning:
             check_label_counts(evaluations, counts)
-    backbone = with_layers(backbone, config.eval).to(device)
+    frozen = backbone
+    backbone = with_layers(frozen, config.eval).to(device)
     world = world or World()
     needs_train = bool(learning) or None in tests.values()
     read = {"data": sources.train} if needs_train else {}
@@ -113,7 +124,7 @@ def evaluate_backbone(
         )
         tell(f"{name}: {counts.describe()}" if name else counts.describe())
         row |= of_set(name, {**figures, **counts.facts()})
-    return row
+    return row | run_on_backbone(on_maps, frozen, config, sources, device)
 
 
 def iterate_source(

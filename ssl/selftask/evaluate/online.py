@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from selftask.data.labels import is_labelled
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 def evaluate_task(task: Task) -> dict[str, float]:
     """Return the metrics of ``eval.evaluations`` and of ``eval.loss``.
 
-    Without labels, evaluations that need some are left out.
+    Without labels, evaluations that need some are left out. Those with ``takes_backbone = True``
+    choose their images themselves; every rank computes all of them.
 
     Metrics of the sets of ``data.val_sets`` are called ``NAME/knn_top1``. The state of the run does
     not change.
@@ -36,9 +38,15 @@ def evaluate_task(task: Task) -> dict[str, float]:
     for name in data.val_sources if task.config.eval.loss else ():
         losses |= of_set(name, validation_loss(task, name))
     of_sets = evaluations_of_sets(task)
+    on_maps = takes_backbone(task.config.eval.evaluations)
+    if not of_sets and not on_maps:
+        return losses
+    exported = task.export_backbone()
+    sources = Sources(data.train_source, data.val_source)
+    losses |= run_on_backbone(on_maps, exported, task.config, sources, task.device)
     if not of_sets:
         return losses
-    backbone = with_layers(task.export_backbone(), task.config.eval)
+    backbone = with_layers(exported, task.config.eval)
     started = time.perf_counter()
     learns = any(len(label_free(chosen)) < len(chosen) for chosen in of_sets.values())
     read = [data.labelled_samples()] if learns else []
@@ -60,7 +68,8 @@ def evaluations_of_sets(task: Task) -> dict[str, dict[str, Component]]:
 
     Sets without evaluations are left out.
     """
-    data, components = task.data_module, task.config.eval.evaluations
+    data, every = task.data_module, task.config.eval.evaluations
+    components = {key: c for key, c in every.items() if key not in takes_backbone(every)}
     free = label_free(components)
     chosen = {n: components if n in data.labelled_sets else free for n in data.val_sources}
     return {name: evaluations for name, evaluations in chosen.items() if evaluations}
@@ -73,6 +82,39 @@ def label_free(components: Mapping[str, Component]) -> dict[str, Component]:
         for key, component in components.items()
         if not EVALUATIONS.declared(component.name, "needs_labels", True)
     }
+
+
+def takes_backbone(components: Mapping[str, Component]) -> dict[str, Component]:
+    """Return the evaluations of a backbone itself: those with ``takes_backbone = True``."""
+    return {
+        key: component
+        for key, component in components.items()
+        if EVALUATIONS.declared(component.name, "takes_backbone", False)
+    }
+
+
+def run_on_backbone(
+    components: Mapping[str, Component],
+    backbone: nn.Module,
+    config: Config,
+    sources: Sources,
+    device: torch.device,
+) -> dict[str, float]:
+    """Run evaluations with ``takes_backbone = True``, and merge their results.
+
+    Args:
+        components: Evaluations by name.
+        backbone: The backbone.
+        config: Config with ``eval.transforms``.
+        sources: The images of the run, for evaluations without images of their own.
+        device: Device to compute on.
+    """
+    row: dict[str, float] = {}
+    for key, component in components.items():
+        evaluation = EVALUATIONS[component.name](**component.args)
+        scores = evaluation(backbone, config, sources, device)
+        row |= flat_scores(scores, f"eval.evaluations.{key}")
+    return row
 
 
 def of_set(name: str, row: dict[str, float]) -> dict[str, float]:

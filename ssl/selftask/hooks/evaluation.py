@@ -109,5 +109,9 @@ def _has_evaluations(task: Task) -> bool:
     data, components = task.data_module, task.config.eval.evaluations
     free = len(components) > len(_with_labels(task))
     probes = any(getattr(hook, "evaluates", False) for hook in task.hooks)
+    itself = any(
+        EVALUATIONS.declared(component.name, "takes_backbone", False)
+        for component in components.values()
+    )
     with_labels = (components or probes) and data.labelled_sets
-    return bool(with_labels) or bool(free and data.val_sources)
+    return itself or bool(with_labels) or bool(free and data.val_sources)

@@ -102,6 +102,7 @@ class Metrics(Hook):
             "eta_s": self.pace.mean_s * remaining,
             "eta_recent_s": slowest["step_s"] * remaining,
             **settings_of_groups(task.optimizer.param_groups),
+            **{f"lr/{name}": one.param_groups[0]["lr"] for name, one in task.optimizers.items()},
             **terms,
             **task.pop_scalars(),
         }

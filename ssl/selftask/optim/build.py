@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,6 +125,8 @@ def build_optimizer(
     depths: Mapping[str, int] | None = None,
     of_method: Sequence[GroupRule] = (),
     regroup: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
+    only: Container[nn.Parameter] | None = None,
+    key: str = "optimizer",
 ) -> Any:
     """Build the optimizer of named modules: a registered one, ``torch:NAME`` or ``classy:NAME``.
 
@@ -136,12 +138,14 @@ def build_optimizer(
         depths: Layer indices of the backbone's parameters by name, for ``layer_decay``.
         of_method: Rules of the method, which apply after those of ``optimizer.groups``.
         regroup: Function applied to the final groups of parameters; see ``Reduction.regroup``.
+        only: Parameters of this optimizer; None: all.
+        key: Key of the section, for messages.
 
     Returns:
         A Classy optimizer with ``step(where=...)``; ``settings`` lists the settings of each
             parameter.
     """
-    settings = assign_settings(modules, config, length, depths or {}, of_method)
+    settings = assign_settings(modules, config, length, depths or {}, of_method, only=only, key=key)
     groups = _groups(settings, config, length, batch)
     layerwise = False
     if config.name in OPTIMIZERS:

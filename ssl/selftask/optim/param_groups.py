@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -69,8 +69,44 @@ def named_parameters(modules: Named) -> list[Parameter]:
     return list(parameters.values())
 
 
+def divide(
+    modules: Named, matches: Mapping[str, str | list[str]]
+) -> dict[str | None, set[nn.Parameter]]:
+    """Return the trained parameters of each optimizer of ``optimizers``, and of ``optimizer``.
+
+    Args:
+        modules: Named modules.
+        matches: ``optimizers.NAME.match`` by name.
+
+    Returns:
+        Parameters by name; None is the name of ``optimizer``.
+
+    Raises:
+        UserError: If an optimizer would have no parameter, or a parameter two optimizers.
+    """
+    parameters = [p for p in named_parameters(modules) if p.value.requires_grad]
+    rules = {name: GroupRule(match=match) for name, match in matches.items()}
+    parts: dict[str | None, set[nn.Parameter]] = {None: set(), **{name: set() for name in rules}}
+    for name, rule in rules.items():
+        mine = [parameter for parameter in parameters if parameter.matches(rule)]
+        _check_matches(rule, f"optimizers.{name}", mine, parameters)
+    for parameter in parameters:
+        owners = [name for name, rule in rules.items() if parameter.matches(rule)]
+        if len(owners) > 1:
+            both = " and ".join(f"optimizers.{name}.match" for name in owners)
+            raise UserError(f"{both} match {parameter.name!r}; a parameter has one optimizer")
+        parts[owners[0] if owners else None].add(parameter.value)
+    if rules and not parts[None]:
+        raise UserError("optimizers: every parameter is matched; leave some to `optimizer`")
+    return parts
+
+
 def freeze_for_good(
-    modules: Named, rules: Sequence[GroupRule], of_method: Sequence[GroupRule] = ()
+    modules: Named,
+    rules: Sequence[GroupRule],
+    of_method: Sequence[GroupRule] = (),
+    *,
+    key: str = "optimizer",
 ) -> None:
     """Freeze the parameters of rules with ``freeze: true``: they get no gradient and no group.
 
@@ -78,15 +114,16 @@ def freeze_for_good(
         modules: Named modules.
         rules: Rules of ``optimizer.groups``.
         of_method: Rules of the method, ``Method.group_rules``.
+        key: Key of the section with the rules, for messages.
 
     Raises:
         UserError: If such a rule, or any rule of the method, matches nothing.
     """
     parameters = named_parameters(modules)
-    for key, rule in (*_keyed("optimizer.groups", rules), *_keyed("group_rules", of_method)):
+    for name, rule in (*_keyed(f"{key}.groups", rules), *_keyed("group_rules", of_method)):
         mine = [parameter for parameter in parameters if parameter.matches(rule)]
-        if rule.freeze is True or key.startswith("group_rules"):
-            _check_matches(rule, key, mine, parameters)
+        if rule.freeze is True or name.startswith("group_rules"):
+            _check_matches(rule, name, mine, parameters)
         if rule.freeze is True:
             for parameter in mine:
                 parameter.value.requires_grad_(False)
@@ -115,6 +152,9 @@ def assign_settings(
     length: RunLength,
     depths: Mapping[str, int],
     of_method: Sequence[GroupRule] = (),
+    *,
+    only: Container[nn.Parameter] | None = None,
+    key: str = "optimizer",
 ) -> list[Settings]:
     """Return the settings of every trained parameter, in the order of the optimizer's groups.
 
@@ -126,14 +166,20 @@ def assign_settings(
         length: Length of the run, for rules that freeze parameters temporarily.
         depths: Layer indices of the backbone's parameters, from 0; all others are above.
         of_method: Rules of the method, which apply after those of the config.
+        only: Parameters of this optimizer; None: all.
+        key: Key of the section, for messages.
 
     Raises:
         UserError: If a rule of the config matches no parameter.
     """
-    parameters = [p for p in named_parameters(modules) if p.value.requires_grad]
-    for key, rule in _keyed("optimizer.groups", config.groups):
+    parameters = [
+        p
+        for p in named_parameters(modules)
+        if p.value.requires_grad and (only is None or p.value in only)
+    ]
+    for name, rule in _keyed(f"{key}.groups", config.groups):
         if rule.freeze is not True:
-            _check_matches(rule, key, [p for p in parameters if p.matches(rule)], parameters)
+            _check_matches(rule, name, [p for p in parameters if p.matches(rule)], parameters)
     rules = [*config.groups, *of_method]
     settings = [_settings_of(p, config, rules, length, depths) for p in parameters]
     # A stable sort. The first group, whose rate is logged as `lr`, is one with the plain

@@ -18,12 +18,15 @@ from selftask.parallel.sync_batch_norm import form_groups, synchronize_batch_nor
 NO_BUDGET = Budget(1.0, "share")
 
 
-def build_reduction(config: ParallelConfig, low_precision: torch.dtype | None) -> Reduction:
+def build_reduction(
+    config: ParallelConfig, low_precision: torch.dtype | None, *, overlap: bool = True
+) -> Reduction:
     """Build the configured gradient reduction, or one that does nothing for a single process.
 
     Args:
         config: The ``parallel`` section.
         low_precision: Dtype of the forward pass; None for float32.
+        overlap: See ``ManualReduction``.
     """
     if world_size() == 1:
         return Reduction()
@@ -47,7 +50,9 @@ def build_reduction(config: ParallelConfig, low_precision: torch.dtype | None) -
         )
     from selftask.parallel.manual import ManualReduction
 
-    return ManualReduction(bucket_mb=config.bucket_mb, compression=config.grad_compression)
+    return ManualReduction(
+        bucket_mb=config.bucket_mb, compression=config.grad_compression, overlap=overlap
+    )
 
 
 def synchronize(config: ParallelConfig, modules: list[nn.Module]) -> None:

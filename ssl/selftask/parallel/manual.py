@@ -91,11 +91,16 @@ class ManualReduction(Reduction):
             for each addition; fp16 loses values below 6e-8. Check the results of methods with small
             gradients (LARS, late training). Compression helps on slow networks only: on one
             machine, gloo takes 50 % longer with it.
+        overlap: Whether buckets are sent during the backward pass. Else any number of backward
+            passes may come before ``reduce``.
     """
 
-    def __init__(self, *, bucket_mb: float = 25.0, compression: str = "none") -> None:
+    def __init__(
+        self, *, bucket_mb: float = 25.0, compression: str = "none", overlap: bool = True
+    ) -> None:
         self._bytes = bucket_mb * 2**20
         self._wire = _WIRE[compression]
+        self._overlap = overlap
         self._listens = False  # hooks launch buckets; False in the first step and under no_sync
         self._idle: Named = []  # without a gradient on any rank in the first step
         self._next = 0  # index of the first bucket that is not launched yet
@@ -157,7 +162,7 @@ class ManualReduction(Reduction):
         self._buckets = [Bucket(part, self._wire) for part in parts]
         self._place = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in order]
-        self._listens = True
+        self._listens = self._overlap
 
     def stop(self) -> None:
         """Remove the hooks, since another reduction takes over these parameters."""

@@ -14,6 +14,7 @@ from selftask.batch import Batch
 from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import Component, Config, GradScalerConfig, InitConfig
 from selftask.distributed.world import World
+from selftask.hooks.gradients.trained import parameters_of_optimizers, state_of_optimizers
 from selftask.models.build import build_backbone
 from selftask.models.teacher import Teacher
 from selftask.models.weights.frozen import Frozen
@@ -59,7 +60,8 @@ class FakeTask(Task):
         with self.device:
             self.build_model()
         self.device = device
-        self.reduction = Reduction()  # reduces nothing; the plan computes the traffic of gradients
+        # reduce nothing; the plan computes the traffic of gradients
+        self.reductions = dict.fromkeys(self.reductions, Reduction())
         if mode:
             for module in (self.base_model, self.loss):
                 module._apply(lambda tensor: FakeTensor(mode, tensor.detach(), device))
@@ -76,14 +78,13 @@ class FakeTask(Task):
 
     @property
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Parameters that the optimizer updates."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        """Parameters that optimizers update."""
+        return parameters_of_optimizers(self)
 
     @property
     def optimizer_state(self) -> list[Tensor]:
-        """Tensors of the optimizer's state."""
-        kept = self.optimizer.optimizer.state.values()
-        return [value for state in kept for value in state.values() if isinstance(value, Tensor)]
+        """Tensors of the state of optimizers."""
+        return state_of_optimizers(self)
 
     def read(self, size: int) -> list[Batch]:
         """Prepare the batches of the next step, with ``size`` samples each, and return them.

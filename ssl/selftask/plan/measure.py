@@ -14,6 +14,7 @@ from selftask.distributed.simulated import SIMULATED
 from selftask.distributed.world import World
 from selftask.plan.fake_data import FakeData
 from selftask.plan.fake_task import FakeTask
+from selftask.task.numerics import numerics
 
 _STEPS, _SECONDS = 3, 20.0  # number of steps to time; seconds after which no further step begins
 
@@ -33,7 +34,7 @@ def measure(config: Config, data: FakeData) -> tuple[float, torch.device]:
     )
     times: list[float] = []
     images = 0
-    with SIMULATED.of(1):
+    with SIMULATED.of(1), numerics(alone.train, device):
         task = FakeTask(alone, replace(data, config=alone), None, device)
         begun = time.perf_counter()
         while len(times) <= _STEPS or time.perf_counter() - begun < _SECONDS / 4:

@@ -92,7 +92,8 @@ def _begin(task: FakeTask) -> None:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
         if not task.optimizer_state:
-            task.optimizer.step(where=task.where)
+            for optimizer in task.all_optimizers:
+                optimizer.step(where=task.where)
 
 
 def _watch(task: FakeTask, tracker: StepTracker) -> list[RemovableHandle]:

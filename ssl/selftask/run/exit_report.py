@@ -80,7 +80,7 @@ class Ending:
     def _interrupted(self, by: str, how: str) -> int:
         if self.status.failed_by_another():
             return 1  # another rank failed; the signal only ends the remaining ranks
-        leaving = slurm_job.depart(by, self.task.config.launch, first=self.first)
+        leaving = slurm_job.depart(by, self.task.config.launch, self.task.out, first=self.first)
         if self.first:
             self._write_status(leaving.state, by=leaving.by)
         line = f"RUN interrupted by {leaving.by} at step {self.step}; {how}; {leaving.outlook}"

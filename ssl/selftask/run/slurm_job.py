@@ -11,9 +11,12 @@ import re
 import signal
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from selftask.config.schema import LaunchConfig
+from selftask.logs import read_json, write_json
 
+REQUEUES = Path("errors", "requeues.json")  # in the run folder: requeues by job id
 TRY_AGAIN = 75  # EX_TEMPFAIL
 LOCAL_REQUEUES = "SELFTASK_LOCAL_REQUEUES"  # requeues of a local job until now
 _MOST_LOCAL = 5  # requeues by submitit's local executor, which starts a job six times
@@ -83,7 +86,7 @@ def in_local_job() -> bool:
     return "SUBMITIT_LOCAL_JOB_ID" in os.environ
 
 
-def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
+def depart(by: str, launch: LaunchConfig, out: Path, *, first: bool) -> ExitDecision:
     """Requeue the job of an interrupted run if possible, and return how the run exits.
 
     Every rank must call this function. From then on SIGTERM and SIGUSR2 are ignored, since SLURM
@@ -91,7 +94,9 @@ def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
 
     Args:
         by: Stop reason, such as the name of a signal.
-        launch: Limits the number of requeues.
+        launch: Limits the number of requeues. Those by SLURM itself, such as after a preemption,
+            do not count.
+        out: The run folder, where requeues are counted.
         first: True on rank 0, which requeues the job unless it is already requeued or cancelled.
     """
     code = _exit_code(by)
@@ -112,7 +117,7 @@ def depart(by: str, launch: LaunchConfig, *, first: bool) -> ExitDecision:
     if job.cancelled:
         outlook = f"job {job.id} was cancelled: the same command resumes it"
         return ExitDecision("interrupted", "scancel", outlook, code)
-    return _requeued(job, by, launch, alone)
+    return _requeued(job, by, launch, out, alone)
 
 
 def _local_requeue(by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDecision:
@@ -127,14 +132,16 @@ def _local_requeue(by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDe
     return ExitDecision("interrupted", by, outlook, alone.code)
 
 
-def _requeued(job: Job, by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDecision:
-    remaining = launch.max_requeues - job.attempt
+def _requeued(
+    job: Job, by: str, launch: LaunchConfig, out: Path, alone: ExitDecision
+) -> ExitDecision:
+    remaining = launch.max_requeues - requeues(job, out)
     if remaining <= 0:
         outlook = (
             f"launch.max_requeues={launch.max_requeues} is used up: the same command resumes it"
         )
         return ExitDecision("interrupted", by, outlook, alone.code)
-    problem = requeue(job)
+    problem = requeue(job, out)
     if problem:
         outlook = f"job {job.id} could not be requeued ({problem}): the same command resumes it"
         return ExitDecision("interrupted", by, outlook, alone.code)
@@ -144,10 +151,22 @@ def _requeued(job: Job, by: str, launch: LaunchConfig, alone: ExitDecision) -> E
     return ExitDecision("requeued", by, outlook, 0)
 
 
-def requeue(job: Job) -> str:
-    """Requeue the job under the same id; return an error message, or an empty string."""
+def requeue(job: Job, out: Path) -> str:
+    """Requeue the job under the same id and count it; return an error message, or nothing."""
     done = command("scontrol", "requeue", job.id)
-    return (done.stderr or done.stdout).strip() if done.returncode != 0 else ""
+    if done.returncode != 0:
+        code = f"scontrol ended with code {done.returncode}"
+        return (done.stderr or done.stdout).strip() or code
+    path = out / REQUEUES
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {**read_json(path), job.id: requeues(job, out) + 1})
+    return ""
+
+
+def requeues(job: Job, out: Path) -> int:
+    """Return how often selftask has requeued the job of a run; those by SLURM do not count."""
+    count = read_json(out / REQUEUES).get(job.id, 0)
+    return count if isinstance(count, int) else 0
 
 
 def _exit_code(by: str) -> int:

@@ -25,7 +25,7 @@ from selftask.logs import add_line, write_json
 from selftask.logs.events import add_event
 from selftask.run.early_errors import find_early_error
 from selftask.run.run_folder import is_held
-from selftask.run.slurm_job import Job, current_job, job_name, requeue
+from selftask.run.slurm_job import Job, current_job, job_name, requeue, requeues
 
 MARK = "selftask: attempt "  # the batch script writes it to the log before each srun
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
@@ -64,7 +64,7 @@ def after(code: int, folder: Path, job: Job | None) -> int:
         return code
     cause, lost = _cause(code, paths.stderr, record)
     again = _next_attempt(code, lost, job, launch, record, paths)
-    problem = requeue(job) if again and job is not None else ""
+    problem = requeue(job, record.out) if again and job is not None else ""
     if again and not problem:
         text = f"job {name} is back in the queue; {again}"
         record.write("requeued", f"RUN interrupted: {cause}; {text}", by=cause)
@@ -92,7 +92,10 @@ def _next_attempt(
     if not early and _is_the_users_to_mend(paths):
         return ""
     if lost or early:
-        remaining, of = launch.max_requeues - job.attempt, f"{launch.max_requeues} requeues"
+        remaining, of = (
+            launch.max_requeues - requeues(job, record.out),
+            f"{launch.max_requeues} requeues",
+        )
     else:
         remaining = launch.max_restarts - record.failures(job.id)
         of = f"{launch.max_restarts} restarts"

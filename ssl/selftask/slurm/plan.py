@@ -75,7 +75,7 @@ class Plan:
             "time": f"{show_minutes(limit)} a job{default}",
             "queue": f"partition {slurm.get('partition', '(the default)')}",
             "requeue": (
-                f"on time-out and preemption, {launch.max_requeues} times; after a failure, "
+                f"on preemption; on time-out, {launch.max_requeues} times; after a failure, "
                 f"{launch.max_restarts} times; warned "
                 f"{slurm.get('signal_delay_s', signal_delay_s(limit))} s before the limit"
             ),

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +150,25 @@ def stand(outs: list[Path]) -> list[RunLine]:
     lines = [with_job(read_line(run), job, states.get(job, "")) for run, job in runs.items()]
     lines += [_line_of_suite(run, job, states.get(job, "")) for job, run in suites.items()]
     return [*lines, *unread]
+
+
+def as_completed(outs: list[Path], *, poll_s: float = 30.0) -> Iterator[RunLine]:
+    """Yield the line of each job of ``stand`` once it has ended and is not queued again.
+
+    Args:
+        outs: Folders of submitted runs and sweeps.
+        poll_s: Seconds between two looks at the queue.
+    """
+    ended: set[str] = set()
+    while True:
+        states = queue([line.job for line in stand(outs)])
+        lines = stand(outs)  # later than the states, so that the line of an ended job is its last
+        waiting = {job for job, state in states.items() if state.partition(" ")[0] in WAITING}
+        yield from (line for line in lines if line.job not in waiting | ended)
+        ended |= {line.job for line in lines} - waiting
+        if not waiting:
+            return
+        time.sleep(poll_s)
 
 
 def jobs_of(outs: Iterable[Path]) -> tuple[dict[Path, str], list[RunLine]]:

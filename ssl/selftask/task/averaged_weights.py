@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from selftask.task.task import Task
@@ -15,20 +15,22 @@ if TYPE_CHECKING:
 
 def begin_phase(task: Task) -> None:
     """Set the weights for the phase: averages in a test phase."""
-    optimizer = task.optimizer.optimizer
-    if hasattr(optimizer, "eval"):
+    for optimizer in _averaging(task):
         optimizer.train() if task.train else optimizer.eval()
 
 
 @contextmanager
 def averaged_weights(task: Task) -> Iterator[bool]:
     """Context in which the network has averaged weights; yields True if the optimizer has any."""
-    optimizer = task.optimizer.optimizer
-    if not hasattr(optimizer, "eval"):
-        yield False
-        return
-    optimizer.eval()
+    averaging = _averaging(task)
+    for optimizer in averaging:
+        optimizer.eval()
     try:
-        yield True
+        yield bool(averaging)
     finally:
         begin_phase(task)
+
+
+def _averaging(task: Task) -> list[Any]:
+    """Return torch's part of all schedule-free optimizers."""
+    return [one.optimizer for one in task.all_optimizers if hasattr(one.optimizer, "eval")]

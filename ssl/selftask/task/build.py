@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from selftask import classy
-from selftask.config.schema import Component
+from selftask.config.keys import dotted
+from selftask.config.schema import Component, OptimizerConfig
 from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
 from selftask.hooks.base import defines, function_hook
@@ -28,7 +30,7 @@ from selftask.models.weights.lora import adapt
 from selftask.models.weights.model_source import load_head, load_init
 from selftask.optim.build import build_optimizer
 from selftask.optim.loss_scaler import LossScaler, NoScaler
-from selftask.optim.param_groups import freeze_for_good
+from selftask.optim.param_groups import divide, freeze_for_good
 from selftask.parallel.blocks import find_blocks
 from selftask.parallel.build import build_reduction, synchronize
 from selftask.parallel.compiled import compile_blocks, compile_calls, compile_whole
@@ -93,6 +95,8 @@ def set_up_method(task: Task, initial: InitialWeights) -> None:
     draw_per_sample(modules, config.train.seed)
     initial.broadcast(modules)
     freeze_for_good(task.trained, config.optimizer.groups, task.loss.group_rules())
+    for name, section in config.optimizers.items():
+        freeze_for_good(task.trained, section.groups, key=f"optimizers.{name}")
     if config.train.uses_compiler:
         _compile_parts(task)
 
@@ -115,13 +119,20 @@ def _compile_parts(task: Task) -> None:
         )
 
 
-def reduction(task: Task, initial: InitialWeights) -> Reduction:
-    """Build the reduction of gradients, which may shard network, teachers and frozen modules."""
-    reduction = build_reduction(task.config.parallel, task.low_precision)
+def reductions(task: Task, initial: InitialWeights) -> dict[str | None, Reduction]:
+    """Build the reduction of gradients of each optimizer, by name as in ``optimizers``.
+
+    The first may shard network, teachers and frozen modules.
+    """
+    parallel, low = task.config.parallel, task.low_precision
+    reduction = build_reduction(parallel, low)
     frozen = [part.network for part in task.loss.modules() if isinstance(part, Frozen)]
     reduction.shard([*task.networks, *frozen], initial)
     initial.materialize(task.loss)  # the method's own parameters and buffers
-    return reduction
+    by_name: dict[str | None, Reduction] = {None: reduction}
+    for name in task.config.optimizers:
+        by_name[name] = build_reduction(parallel, low, overlap=False)
+    return by_name
 
 
 def called_network(task: Task) -> Any:
@@ -133,22 +144,28 @@ def called_network(task: Task) -> Any:
     return task.reduction.wrap(called)
 
 
-def optimizer(task: Task) -> Any:
-    """Build the optimizer, and register its parameters with the reduction of gradients."""
-    train = task.config.train
-    built = build_optimizer(
-        task.config.optimizer,
-        task.trained,
-        task.length,
-        batch=train.batch_size * train.accumulate,
-        depths=_depths(task),
-        of_method=task.loss.group_rules(),
-        regroup=task.reduction.regroup,
-    )
-    trained = {p for group in built.param_groups for p in group["params"]}
-    named = chain.from_iterable(module.named_parameters(name) for name, module in task.trained)
-    task.reduction.register([(name, p) for name, p in named if p in trained])
-    return built
+def optimizers(task: Task) -> tuple[Any, dict[str, Any]]:
+    """Build ``optimizer`` and, by name, ``optimizers``; register parameters with reductions."""
+    config, modules = task.config, task.trained
+    parts = divide(modules, {name: one.match for name, one in config.optimizers.items()})
+    sections = zip(parts.items(), config.all_optimizers.items(), strict=True)
+    built: dict[Any, Any] = {}
+    for (name, parameters), (key, section) in sections:
+        reduction = task.reductions[name]
+        built[name] = build_optimizer(
+            section,
+            modules,
+            task.length,
+            batch=config.train.batch_size * config.train.accumulate,
+            depths=_depths(task, section),
+            of_method=task.loss.group_rules(),
+            regroup=reduction.regroup,
+            only=parameters,
+            key=dotted(key),
+        )
+        named = chain.from_iterable(module.named_parameters(prefix) for prefix, module in modules)
+        reduction.register([(place, p) for place, p in named if p in parameters])
+    return built.pop(None), built
 
 
 def grad_scaler(task: Task) -> NoScaler:
@@ -158,9 +175,9 @@ def grad_scaler(task: Task) -> NoScaler:
     return LossScaler(config, task.log) if scales else NoScaler()
 
 
-def _depths(task: Task) -> dict[str, int]:
-    """Return the layer index of each backbone parameter, if ``optimizer.layer_decay`` is used."""
-    if task.config.optimizer.layer_decay == 1.0:
+def _depths(task: Task, optimizer: OptimizerConfig) -> dict[str, int]:
+    """Return the layer index of each backbone parameter, if ``layer_decay`` is used."""
+    if optimizer.layer_decay == 1.0:
         return {}
     backbone = task.base_model.backbone
     depths = parameter_depths(backbone, find_blocks(backbone))
@@ -234,26 +251,32 @@ def calls(hooks: Iterable[Any], points: Iterable[str]) -> dict[str, list[Any]]:
     }
 
 
-def gradient_reduction(task: Task, wrappers: Iterable[Any]) -> Callable[[], None]:
-    """Return the function that averages gradients over ranks and drops those of frozen parameters.
+def gradient_reductions(
+    task: Task, wrappers: Iterable[Any]
+) -> dict[str | None, Callable[[], None]]:
+    """Return functions that average gradients over ranks and drop those of frozen parameters.
 
     Args:
         task: The task.
-        wrappers: ``wrap_reduction`` of the hooks that define it, in order.
+        wrappers: ``wrap_reduction`` of the hooks that define it, in order; they wrap the reduction
+            for ``optimizer``.
+
+    Returns:
+        Functions by name of the optimizer, as in ``optimizers``.
     """
 
-    def reduce() -> None:
-        for work in works:
-            work()
+    def reduce(name: str | None) -> None:
+        task.reductions[name].reduce()
+        if name is None and task.activations.is_open:
+            task.activations.finalize()
+        if task.frozen.until:
+            task.frozen.drop_gradients(task.clock.steps_done)
 
-    works: list[Callable[[], None]] = [lambda: task.reduction.reduce()]
-    if task.activations.is_open:
-        works.append(task.activations.finalize)
-    if task.frozen.until:
-        works.append(lambda: task.frozen.drop_gradients(task.clock.steps_done))
+    functions: dict[str | None, Callable[[], None]]
+    functions = {name: partial(reduce, name) for name in task.reductions}
     for wrap in wrappers:
-        reduce = wrap(task, reduce)
-    return reduce
+        functions[None] = wrap(task, functions[None])
+    return functions
 
 
 def _sync_after_training(task: Task) -> None:

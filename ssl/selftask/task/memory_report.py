@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from selftask.config.values.budget import show_bytes
 from selftask.distributed.out_of_memory import available_bytes
+from selftask.hooks.gradients.trained import parameters_of_optimizers, state_of_optimizers
 from selftask.models.summary import saved_bytes
 from selftask.random.keyed import LAYER_DRAWS
 
@@ -77,16 +78,11 @@ def _bytes_of_a_sample(task: Task) -> dict[str, int]:
 
 def fixed_bytes(task: Task) -> int:
     """Return the bytes of weights, gradients and optimizer state, at any batch size."""
-    trained = [p for group in task.optimizer.param_groups for p in group["params"]]
     weights = [p for module in (*task.networks, task.loss) for p in module.parameters()]
-    state = [
-        value
-        for kept in task.optimizer.optimizer.state.values()
-        for value in kept.values()
-        if isinstance(value, Tensor)
-    ]
     unique = {id(tensor): tensor for tensor in weights}.values()
-    return _bytes(unique) + _bytes(trained) + _bytes(state)
+    return (
+        _bytes(unique) + _bytes(parameters_of_optimizers(task)) + _bytes(state_of_optimizers(task))
+    )
 
 
 def budget_bytes(task: Task, fixed: int) -> int | None:

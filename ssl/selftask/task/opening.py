@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from selftask.config.keys import dotted
 from selftask.config.values.auto_values import cores
 from selftask.distributed.collectives import is_primary
 from selftask.errors import plural
@@ -33,9 +34,13 @@ def log_parts(task: Task) -> None:
         log.log(DETAIL, "%s", line)
     if is_primary():
         batch = task.length.batch_size * task.length.accumulate
-        table = partial(group_table, task.optimizer.settings, task.config.optimizer, batch=batch)
-        log.log(DETAIL, "parameter groups:\n  %s", "\n  ".join(table()))
-        (task.out / "groups.txt").write_text("\n".join(table(most=0)) + "\n", encoding="utf-8")
+        sections = task.config.all_optimizers.items()
+        whole = []
+        for optimizer, (key, section) in zip(task.all_optimizers, sections, strict=True):
+            table = partial(group_table, optimizer.settings, section, batch=batch)
+            log.log(DETAIL, "parameter groups of %s:\n  %s", dotted(key), "\n  ".join(table()))
+            whole += table(most=0) if key == ("optimizer",) else [dotted(key), *table(most=0)]
+        (task.out / "groups.txt").write_text("\n".join(whole) + "\n", encoding="utf-8")
 
 
 def print_opening(task: Task) -> None:
@@ -58,9 +63,11 @@ def _rows(task: Task) -> Iterator[tuple[str, str]]:
     yield "batch", words["batch"]
     yield "epoch", words["epoch"]
     yield "length", words["run"]
-    number = len(task.optimizer.param_groups)
+    number = sum(len(optimizer.param_groups) for optimizer in task.all_optimizers)
     groups = f"{number} parameter {plural('group', number)} (groups.txt)"
-    yield "optimizer", f"{config.optimizer.name}, step {config.train.step.name}, {groups}"
+    named = [f"{name}: {section.name}" for name, section in config.optimizers.items()]
+    names = ", ".join([config.optimizer.name, *named])
+    yield "optimizer", f"{names}, step {config.train.step.name}, {groups}"
     yield "lr", f"{words['lr']}; warm-up {words['warm-up']}"
     yield "device", _device(task)
     if settings := describe_numerics(config.train, task.device):

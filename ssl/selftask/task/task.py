@@ -72,10 +72,10 @@ class Task(Recorder, ClassyTaskNames):
     networks: list[nn.Module]  # the network, and teachers that follow it
     trained: list[tuple[str, nn.Module]]  # modules with trained parameters, by name
     activations: ActivationBudget
-    reduction: Reduction
+    reduction: Reduction  # of the network
     optimizer: Any
+    optimizers: dict[str, Any]  # further ones, by name
     frozen: Any  # FrozenParameters
-    update_check: Any
     grad_scaler: NoScaler  # or its subclass LossScaler
     meters: list[Any]
     named_hooks: dict[str, Any]
@@ -121,10 +121,7 @@ class Task(Recorder, ClassyTaskNames):
     # -- building -------------------------------------------------------------------------------
 
     def prepare(self, num_dataloader_workers: int = 0, dataloader_mp_context: Any = None) -> None:
-        """Build every part, then load the checkpoint to resume from, if any.
-
-        The arguments are those of Classy's interface and are ignored; see ``data.num_workers``.
-        """
+        """Build all parts, then load the checkpoint to resume from; the arguments are ignored."""
         train = self.config.train
         process_group.join_world(self.world, self.device)
         process_state.seed_all(train.seed, rank=0)  # equal initial weights on every rank
@@ -154,13 +151,15 @@ class Task(Recorder, ClassyTaskNames):
         self.activations = save_activations(parallel, self.base_model)
         teachers = [part.network for part in self.loss.modules() if isinstance(part, Teacher)]
         self.networks = [self.base_model, *teachers]
-        self.reduction = build.reduction(self, initial)
+        self.reductions = build.reductions(self, initial)
+        self.reduction = self.reductions[None]
         self.model = build.called_network(self)
 
     def build_optimizer(self) -> None:
-        """Build the optimizer and what depends on it."""
-        self.optimizer = build.optimizer(self)
-        settings = self.optimizer.settings
+        """Build the optimizers and what depends on them."""
+        self.optimizer, self.optimizers = build.optimizers(self)
+        self.all_optimizers = [self.optimizer, *self.optimizers.values()]
+        settings = [one for optimizer in self.all_optimizers for one in optimizer.settings]
         self.frozen = FrozenParameters((one.frozen_steps, one.parameter.value) for one in settings)
         self.update_check = UpdateCheck(self.optimizer, self.config.train.step.name)
         self.grad_scaler = build.grad_scaler(self)
@@ -174,7 +173,7 @@ class Task(Recorder, ClassyTaskNames):
         self.meters_in_training = not all(isinstance(hook, Hook) for hook in hooks)
         self.calls = build.calls(self.hooks, POINTS)
         self._wrappers = build.calls(self.hooks, WRAPPERS)
-        self._reduce = build.gradient_reduction(self, self._wrappers["wrap_reduction"])
+        self._reduce = build.gradient_reductions(self, self._wrappers["wrap_reduction"])
 
     # -- for train steps and hooks --------------------------------------------------------------
 
@@ -210,9 +209,9 @@ class Task(Recorder, ClassyTaskNames):
         """Return a context without gradient reduction, for all batches of a step but the last."""
         return self.reduction.no_sync()
 
-    def reduce_gradients(self) -> None:
-        """Average gradients over ranks, and remove those of parameters that are frozen now."""
-        self._reduce()
+    def reduce_gradients(self, optimizer: str | None = None) -> None:
+        """Average the gradients of an optimizer over ranks, without those of frozen parameters."""
+        self._reduce[optimizer]()
 
     def export_backbone(self) -> nn.Module:
         """Return the trained backbone, unsharded; every rank must call this method."""
@@ -229,7 +228,8 @@ class Task(Recorder, ClassyTaskNames):
 
     def skip_step(self) -> None:
         """Count an abandoned step; only BatchNorm's running statistics may have changed."""
-        self.optimizer.zero_grad()
+        for optimizer in self.all_optimizers:
+            optimizer.zero_grad()
         self.loss.pending.clear()
         self.activations.finalize()
         self.clock.skip(self.last_batch.number + 1 - self.clock.batch)
@@ -288,8 +288,8 @@ class Task(Recorder, ClassyTaskNames):
             self.sync_buffers()
         for meter in self.meters:
             meter.reset()
-        if self.train and hasattr(self.optimizer, "on_epoch"):
-            self.optimizer.on_epoch(self.clock.where_of_epoch)
+        for optimizer in self.all_optimizers if self.train else ():
+            optimizer.on_epoch(self.clock.where_of_epoch)
         self._phase_stop = min(self.clock.batch + self.batches_left, self.length.total_batches)
         self.batches = self._read_batches()  # reads nothing yet
         begin_phase(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +48,12 @@ def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
     """
     task.sync_buffers()
     optimizer = task.reduction.rearrange(task.optimizer.get_classy_state())
+    named = {name: further.get_classy_state() for name, further in task.optimizers.items()}
     tensors = {
         "model": task.base_model.state_dict(),
         "method": task.loss.state_dict(),
         "optimizer": optimizer,
+        "optimizers": named,
         "hooks": {key: hook.get_classy_state() for key, hook in task.named_hooks.items()},
     }
     return {
@@ -91,6 +94,11 @@ def restore(task: Task, state: dict[str, Any]) -> None:
     task.base_model.load_state_dict(reduction.shard_state(task.base_model, state["model"]))
     task.loss.load_state_dict(reduction.shard_state(task.loss, state["method"]))
     task.optimizer.set_classy_state(reduction.shard_state_of_optimizer(state["optimizer"]))
+    named = state.get("optimizers", {})  # missing in older runs
+    if named.keys() != task.optimizers.keys():
+        raise ValueError(f"optimizers: {[*task.optimizers]} now, {[*named]} in the checkpoint")
+    for name, further in task.optimizers.items():
+        further.set_classy_state(named[name])
     task.grad_scaler.load_state_dict(state["scaler"])
     task.clock.load_state_dict(state["clock"])
     _restore_hooks(task, state["hooks"])
@@ -298,7 +306,7 @@ def _check_space(task: Task) -> None:
         return
     states = (task.base_model.state_dict(), task.loss.state_dict())
     needed = sum(_bytes(value) for state in states for value in state.values())
-    for group in task.optimizer.param_groups:
+    for group in chain.from_iterable(one.param_groups for one in task.all_optimizers):
         copies = len(group.get("betas", ())) or bool(group.get("momentum"))
         needed += copies * sum(_bytes(parameter) for parameter in group["params"])
     free = shutil.disk_usage(task.out).free

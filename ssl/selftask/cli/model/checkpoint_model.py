@@ -5,11 +5,25 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from selftask.checkpoint.kept import named_checkpoint
 from selftask.cli.model.export import Average, export_run
 from selftask.cli.model.load_model import Frozen, open_frozen, take
 from selftask.config.compose.overrides import import_plugins
 from selftask.config.trust import take_trust
 from selftask.errors import UserError
+
+
+def open_named(address: str, overrides: list[str]) -> tuple[Frozen, str]:
+    """Return a model, which may be ``RUN@STEP`` or ``RUN@best``, and its address without that.
+
+    Args:
+        address: As for ``open_frozen``, or a checkpoint of a run.
+        overrides: As for ``open_frozen``.
+    """
+    checkpoint = named_checkpoint(address)
+    if checkpoint is None:
+        return open_frozen(address, overrides), address
+    return open_checkpoint(checkpoint, overrides), str(checkpoint.parent.parent)
 
 
 def open_checkpoint(checkpoint: Path, overrides: list[str]) -> Frozen:

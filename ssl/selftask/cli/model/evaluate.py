@@ -6,11 +6,10 @@ import importlib
 from collections.abc import Callable
 from dataclasses import fields, replace
 
-from selftask.checkpoint.kept import named_checkpoint
-from selftask.cli.model.checkpoint_model import open_checkpoint
+from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen, open_frozen
+from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen
 from selftask.cli.options import asks_for_help, refuse_ranks
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
@@ -23,6 +22,9 @@ from selftask.registry import EVALUATIONS
 COMMANDS = {
     "retrieval": ("selftask.cli.model.retrieval", "find images of the same object"),
     "views": ("selftask.cli.model.evaluations.views", "label-free measures of views of each image"),
+    "segmentation": ("selftask.cli.model.dense.segmentation", "classes of pixels"),
+    "depth": ("selftask.cli.model.dense.depth", "depth of pixels"),
+    "correspondence": ("selftask.cli.model.dense.correspondence", "find places again, no labels"),
     "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
@@ -31,6 +33,8 @@ USAGE = f"""\
 usage: selftask eval knn|linear|svm|clusters|spectrum RUN_OR_MODEL [key=value ...]
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
        selftask eval views RUN [images=1000] [views=10] [key=value ...]
+       selftask eval segmentation|depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
+       selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]
 
@@ -41,7 +45,7 @@ data.val=DIR  those to test on; without it, k-NN leaves each image out of its ow
               spectrum needs no labels
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last.
-`selftask eval retrieval --help` says more of that one, likewise of views, suite and predictions.
+`selftask eval retrieval --help` says more of that one, likewise of those below it.
 {VERBOSITY}"""
 
 
@@ -61,25 +65,12 @@ def main(argv: list[str]) -> int:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
     name, address, overrides = argv[0], argv[1], argv[2:]
     _check_name(name)
-    frozen = open_asked(name, address, overrides)
+    frozen, run = open_named(address, asked_words(name, overrides))
     row = evaluate_frozen(name, frozen, tell=announce)
     if row:  # rank 0 has the results
         print(json_row(row))
-        keep_results(address, name, overrides, frozen, row)
+        keep(run, name, overrides, frozen.facts.get("step"), row)
     return 0
-
-
-def open_asked(name: str, address: str, overrides: list[str]) -> Frozen:
-    """Return a model and its images for an evaluation; see ``open_frozen``.
-
-    Args:
-        name: Name of the evaluation.
-        address: As for ``open_frozen``, or a checkpoint of a run, ``RUN@STEP`` or ``RUN@best``.
-        overrides: ``key=value`` words, which may be fields of the evaluation.
-    """
-    asked = asked_words(name, overrides)
-    checkpoint = named_checkpoint(address)
-    return open_frozen(address, asked) if checkpoint is None else open_checkpoint(checkpoint, asked)
 
 
 def evaluate_frozen(
@@ -102,15 +93,6 @@ def evaluate_frozen(
         world=read_world(),
         **({} if tell is None else {"tell": tell}),
     )
-
-
-def keep_results(
-    address: str, name: str, overrides: list[str], frozen: Frozen, row: dict[str, float]
-) -> None:
-    """Append metrics to the ``evaluations.jsonl`` of a run; see ``keep``."""
-    checkpoint = named_checkpoint(address)
-    run = address if checkpoint is None else str(checkpoint.parent.parent)
-    keep(run, name, overrides, frozen.facts.get("step"), row)
 
 
 def asked_words(name: str, overrides: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ data=DIR      images of queries and database. What belongs together is said by
   (no truth)            class folders: each image is looked for among the others of all classes
   truth=gnd_x.pkl       Oxford or Paris; of the revisited sets easy, medium and hard
   truth=copydays        folders original, strong, jpegqual/3, ..., distractors
+  truth=gnd_instre.mat  INSTRE
   truth=FILE.csv        a row for each query: query,positives,junk,box; names separated by `;`,
                         a box is `left top right bottom` in pixels
 pool=pooled   the output of the backbone, or of its last map: mean, gem (p=3), rmac (levels=3)

@@ -8,7 +8,7 @@ from typing import Any
 
 from selftask.config.config_class import config_object, executed
 from selftask.config.keys import Key, dotted
-from selftask.config.schema import Component, Config
+from selftask.config.schema import Component, Config, OptimizerConfig
 from selftask.registry import (
     BACKBONES,
     EVALUATIONS,
@@ -41,11 +41,6 @@ def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[
         (config.backbone, BACKBONES, ("backbone",)),
         (config.method, METHODS, ("method",)),
         (config.train.step, TRAIN_STEPS, ("train", "step")),
-        (
-            Component(name=config.optimizer.name, args=config.optimizer.args),
-            OPTIMIZERS,
-            ("optimizer",),
-        ),
     ]
     if config.data.val is not None:
         named.append((config.data.val, SOURCES, ("data", "val")))
@@ -62,11 +57,23 @@ def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[
     whole = config.to_dict()
     for thing, registry, key in named:
         yield from iter_problems(thing, registry, key, whole)
-    for key, section in config.optimizer.schedules().items():
+    for key, optimizer in config.all_optimizers.items():
+        yield from _of_optimizer(optimizer, key, whole)
+
+
+def _of_optimizer(
+    optimizer: OptimizerConfig, key: Key, whole: dict[str, Any]
+) -> Iterator[tuple[Key, str]]:
+    """Yield the problems of an optimizer, which finds its section under ``optimizer``."""
+    component = Component(name=optimizer.name, args=optimizer.args)
+    as_optimizer = {**whole, "optimizer": optimizer.to_dict()}
+    for place, text in iter_problems(component, OPTIMIZERS, key, as_optimizer):
+        yield place, text.replace("optimizer.", f"{dotted(key)}.")
+    for inner, section in optimizer.schedules(key).items():
         args = {name: value for name, value in section.items() if name != "name"}
         schedule = Component(name=section["name"], args=args)
-        for place, text in iter_problems(schedule, SCHEDULES, key, whole):
-            yield place, text if text.startswith(dotted(key)) else f"{dotted(key)}: {text}"
+        for place, text in iter_problems(schedule, SCHEDULES, inner, whole):
+            yield place, text if text.startswith(dotted(inner)) else f"{dotted(inner)}: {text}"
 
 
 def iter_problems(

@@ -21,7 +21,6 @@ from selftask.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from selftask.config.torch_names import is_torch_name, torch_problems
 from selftask.errors import nearest
 from selftask.registry import TASKS
 
@@ -47,8 +46,6 @@ def contradictions(config: Config) -> Iterator[Problem]:
             yield ("expected", name), text
     if config.task not in TASKS:
         yield ("task",), f"no task named {config.task!r}; {nearest(config.task, TASKS)}"
-    if is_torch_name("optimizer", config.optimizer.name):
-        yield from torch_problems(config.optimizer, config.parallel.reduce)
     yield from optimizer_problems(config)
     for key, text in sbatch_problems(config.launch.slurm):
         yield ("launch", "slurm", key), text

@@ -23,6 +23,7 @@ from selftask.errors import shorten
 from selftask.registry import METHODS
 
 METHOD: Key = ("method",)
+OPTIMIZERS: Key = ("optimizers",)
 MAX_MESSAGE = 800  # characters
 
 
@@ -160,7 +161,7 @@ def drop_replaced(merged: DictConfig, layers: Layers) -> tuple[dict[str, Any], l
         section, renamed = _value_at(values, section_key)[1], _last_renaming(layers, section_key)
         if not renamed or not isinstance(section, dict):
             continue
-        keep = {"name", *SHARED.get(section_key, ())}
+        keep = {"name", *SHARED.get(section_key, SHARED.get(section_key[:-1], ()))}
         if section_key == METHOD:
             keep |= _fields_of_method(section.get("name"))
         for name in [name for name in section if name not in keep]:
@@ -201,7 +202,8 @@ def _last_renaming(layers: Layers, key: Key) -> int:
 
 def _named_sections(values: dict[str, Any]) -> list[Key]:
     """Return the keys of all sections that may have a ``name``, also in lists of transforms."""
-    entries = [(*key, name) for key in sorted(NAMED_ENTRIES) for name in _names_in(values, key)]
+    by_name = sorted({*NAMED_ENTRIES, OPTIMIZERS})
+    entries = [(*key, name) for key in by_name for name in _names_in(values, key)]
     lists: list[Key] = [("eval", "transforms")]
     lists += [("views", group, "transforms") for group in _names_in(values, ("views",))]
     transforms = [item for key in lists for item in _named_items(_value_at(values, key)[1], key)]

@@ -18,7 +18,7 @@ from selftask.config.schema.data import DataConfig
 from selftask.config.schema.evaluation import EvalConfig
 from selftask.config.schema.frozen import FrozenModule
 from selftask.config.schema.launch import LaunchConfig, ParallelConfig
-from selftask.config.schema.optimizer import OptimizerConfig
+from selftask.config.schema.optimizer import NamedOptimizerConfig, OptimizerConfig
 from selftask.config.schema.resume import InitConfig, ResumeConfig
 from selftask.config.schema.train import CompileConfig, GradScalerConfig, TrainConfig
 from selftask.config.schema.views import ViewConfig, num_views, total_views
@@ -38,6 +38,7 @@ __all__ = [
     "InitConfig",
     "LaunchConfig",
     "LoRAConfig",
+    "NamedOptimizerConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "ResumeConfig",

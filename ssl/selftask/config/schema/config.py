@@ -17,7 +17,7 @@ from selftask.config.schema.component import (
 from selftask.config.schema.data import DataConfig
 from selftask.config.schema.evaluation import EvalConfig
 from selftask.config.schema.launch import LaunchConfig, ParallelConfig
-from selftask.config.schema.optimizer import OptimizerConfig
+from selftask.config.schema.optimizer import NamedOptimizerConfig, OptimizerConfig
 from selftask.config.schema.resume import InitConfig, ResumeConfig
 from selftask.config.schema.train import TrainConfig
 from selftask.config.schema.views import ViewConfig
@@ -57,6 +57,8 @@ class Config(Section):
     """Length, batch size, precision and checkpoints."""
     optimizer: OptimizerConfig = setting(missing="give its name and lr")
     """Optimizer, learning rate and weight decay."""
+    optimizers: dict[str, NamedOptimizerConfig] = setting({})
+    """Further optimizers by name, for a train step that steps them; see docs/train-steps.md."""
     meters: dict[str, Component] = setting(of="meters")
     """Meters of test phases, by name."""
     hooks: dict[str, HookComponent] = setting(of="hooks")
@@ -106,12 +108,20 @@ class Config(Section):
         }
         return {**lists, ("eval", "transforms"): self.eval.transforms}
 
+    @property
+    def all_optimizers(self) -> dict[Key, OptimizerConfig]:
+        """Sections of all optimizers by key, ``optimizer`` first."""
+        sections: dict[Key, OptimizerConfig] = {("optimizer",): self.optimizer}
+        return sections | {("optimizers", name): one for name, one in self.optimizers.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the content of ``config.yaml``, which loads back to an equal Config."""
         values = super().to_dict()
         del values["places"], values["notes"]
         if self.task == "standard":
             del values["task"]
+        if not self.optimizers:
+            del values["optimizers"]
         removed = dict.fromkeys(name for name in DEFAULT_HOOKS if name not in self.hooks)
         return {
             "recipe": values.pop("recipe"),
@@ -125,5 +135,9 @@ SHARED: dict[Key, frozenset[str]] = {
     ("backbone",): frozenset({"lora"}),
     ("data",): frozenset(f.name for f in fields(DataConfig)) - {"source", "val", "val_sets"},
     ("optimizer",): frozenset(f.name for f in fields(OptimizerConfig)) - {"name", "args"},
+    ("optimizers",): frozenset(f.name for f in fields(NamedOptimizerConfig)) - {"name", "args"},
 }
-"""Fields of a component's section that are kept if a later layer names another component."""
+"""Fields of a component's section that are kept if a later layer names another component.
+
+A key may also be that of a mapping of such sections.
+"""

@@ -31,8 +31,8 @@ class LaunchConfig(Section):
     max_restarts: int = setting(0, min=0)
     """Restarts after a rank failed, and without SLURM also after a rank was killed."""
     max_requeues: int = setting(100, min=0)
-    """Requeues allowed after preemption, a time-out or the loss of a rank or node; 5 at most of a
-    local job.
+    """Requeues allowed after a time-out or the loss of a rank or node; 5 at most of a local job.
+    Those that SLURM makes itself, after a preemption, do not count.
     """
 
     @property

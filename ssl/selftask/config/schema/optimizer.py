@@ -137,17 +137,29 @@ class OptimizerConfig(Section):
             **(instead or shape),
         }
 
-    def schedules(self) -> dict[Key, dict[str, Any]]:
-        """Return the sections of all schedules by their keys, that of the learning rate first."""
-        shown = ("optimizer", "lr" if isinstance(self.lr, dict) else "schedule")
+    def schedules(self, key: Key = ("optimizer",)) -> dict[Key, dict[str, Any]]:
+        """Return the sections of all schedules by their keys, that of the learning rate first.
+
+        Args:
+            key: Key of this section.
+        """
+        shown = (*key, "lr" if isinstance(self.lr, dict) else "schedule")
         sections: dict[Key, Any] = {
             shown: self.lr_section(batch=1),
-            ("optimizer", "weight_decay"): self.weight_decay,
+            (*key, "weight_decay"): self.weight_decay,
         }
         for index, rule in enumerate(self.groups):
-            key = ("optimizer", "groups", str(index))
-            sections[(*key, "weight_decay")] = rule.weight_decay
+            of_rule = (*key, "groups", str(index))
+            sections[(*of_rule, "weight_decay")] = rule.weight_decay
             if "schedule" in rule.given:
                 section = self.lr_section(batch=1, instead=rule.given["schedule"])
-                sections[(*key, "schedule")] = section
+                sections[(*of_rule, "schedule")] = section
         return {key: section for key, section in sections.items() if isinstance(section, dict)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedOptimizerConfig(OptimizerConfig):
+    """A further optimizer, for some parameters, which ``optimizer`` then leaves out."""
+
+    match: str | list[str] = setting(missing="give the names of the modules that it trains")
+    """Names of the modules whose parameters it trains, or patterns, as in ``optimizer.groups``."""

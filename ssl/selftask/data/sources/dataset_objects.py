@@ -23,6 +23,8 @@ from selftask.registry import register_source
 class DatasetSource(Source):
     """Wraps a map-style data set whose items are an image or begin with (image, label).
 
+    An item that is None counts as an unreadable image: another one takes its place.
+
     If the data set has an attribute ``extras``, like that of ``Source``, its items are (image,
     label, extras), where ``extras`` is a dict.
     """
@@ -78,6 +80,8 @@ class DatasetSource(Source):
             raise
         except Exception as error:  # decoders may raise any error on damaged data
             raise BadImage(self.path(index), explain_failure(error)) from error
+        if item is None:
+            raise BadImage(self.path(index), "the data set returned None")
         if self.extras:
             self._last = index, item
         return item

@@ -1,9 +1,9 @@
-"""Posterize, equalize, autocontrast, invert and sharpness, like Pillow's ImageOps."""
+"""Posterize, equalize, autocontrast, invert and sharpness, like Pillow's ImageOps; PCA noise."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,11 +11,15 @@ import cv2
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.transforms.channels import by_groups
-from selftask.data.transforms.transform import Toggled, UniformTransform
+from selftask.data.transforms.channels import by_groups, needs_rgb
+from selftask.data.transforms.transform import Toggled, Transform, UniformTransform
 from selftask.registry import register_transform
 
 _VALUES = np.arange(256)
+_EIGENVALUES = np.array([0.2175, 0.0188, 0.0045])
+_COMPONENTS = np.array(  # of red, green and blue; each column is an eigenvector
+    [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
+)
 
 
 @register_transform("posterize")
@@ -74,6 +78,34 @@ class Sharpness(UniformTransform):
 
     def apply(self, image: np.ndarray, params: float) -> np.ndarray:
         return adjust_sharpness(image, params)
+
+
+@register_transform("lighting")
+@dataclass(frozen=True, kw_only=True)
+class Lighting(Transform):
+    """Shift the colors along the principal components of those of ImageNet (AlexNet's PCA noise).
+
+    Krizhevsky et al., ImageNet Classification with Deep Convolutional Neural Networks, 2012. The
+    components are those of Facebook's ResNet code, of values on the scale [0, 1].
+    """
+
+    std: float = setting(0.1, min=0, also=["alphastd"])
+    """Standard deviation of the shift along a component, in units of its eigenvalue."""
+
+    def channel_problems(self, channels: int) -> Iterator[str]:
+        yield from needs_rgb(f"std: {self.std}", channels, "leave lighting out")
+
+    def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray:
+        """Return the shifts (3,) of red, green and blue on the scale [0, 255]."""
+        shifts: np.ndarray = 255 * _COMPONENTS @ (self.std * rng.standard_normal(3) * _EIGENVALUES)
+        return shifts
+
+    def numbers(self, params: np.ndarray | None) -> Sequence[float]:
+        """Return the shifts of red, green and blue on the scale [0, 255]."""
+        return (0.0, 0.0, 0.0) if params is None else tuple(params.tolist())
+
+    def apply(self, image: np.ndarray, params: np.ndarray) -> np.ndarray:
+        return np.clip(np.rint(image + params), 0, 255).astype(np.uint8)
 
 
 def posterize(image: np.ndarray, bits: int) -> np.ndarray:

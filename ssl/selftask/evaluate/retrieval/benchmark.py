@@ -17,7 +17,7 @@ import numpy as np
 from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.source import Source
 from selftask.errors import UserError, nearest, nearest_path
-from selftask.evaluate.retrieval.buildings import Truth, read_truth
+from selftask.evaluate.retrieval.buildings import Truth, read_instre, read_truth
 from selftask.evaluate.retrieval.names import ImageNames
 from selftask.files.paths import is_file
 
@@ -54,7 +54,7 @@ def open_benchmark(source: Source, truth: str | None) -> Benchmark:
     Args:
         source: The images.
         truth: None for images of the same class; ``copydays``; a ``gnd_*.pkl`` of Oxford or Paris,
-            revisited or original; or a table with a row for each query.
+            revisited or original; ``gnd_instre.mat``; or a table with a row for each query.
 
     Raises:
         UserError: If the ground truth is missing, damaged, or names images that do not exist.
@@ -68,9 +68,14 @@ def open_benchmark(source: Source, truth: str | None) -> Benchmark:
         raise UserError(f"truth={truth}: there is no such file; {nearest_path(path)}")
     if path.suffix == ".pkl":
         return _of_buildings(source, read_truth(path), path)
+    if path.suffix == ".mat":
+        return _of_instre(source, path)
     if path.suffix in (".csv", ".tsv"):
         return _of_table(source, path)
-    raise UserError(f"truth={truth}: expected `copydays`, a .pkl of Oxford or Paris, or a .csv")
+    raise UserError(
+        f"truth={truth}: expected `copydays`, a .pkl of Oxford or Paris, the .mat of "
+        "INSTRE, or a .csv"
+    )
 
 
 def _of_classes(source: Source) -> Benchmark:
@@ -121,6 +126,23 @@ def _of_buildings(source: Source, truth: Truth, path: Path) -> Benchmark:
     if not truth.is_revisited:
         parts = {"": parts["medium"]}
     return Benchmark(queries, np.array(database), parts, trapezoidal=True)
+
+
+def _of_instre(source: Source, path: Path) -> Benchmark:
+    """Return INSTRE: objects in any place of an image, without boxes (Wang and Jiang, 2015).
+
+    The file is that of Iscen et al. (arXiv:1611.05113): names ``imlist`` and ``qimlist``, and
+    ``gnd`` with the positives of each query, counted from 1.
+    """
+    queries, images, positives = read_instre(path)
+    names = ImageNames(source)
+    database = [names.find(name, f"truth={path}: imlist") for name in images]
+    found = [Query(names.find(name, f"truth={path}: qimlist")) for name in queries]
+
+    def judge(query: int) -> tuple[Positions, Positions]:
+        return positives[query], np.empty(0, dtype=np.int64)
+
+    return Benchmark(found, np.array(database), {"": judge}, trapezoidal=True)
 
 
 def _of_copydays(source: Source) -> Benchmark:

@@ -1,4 +1,4 @@
-"""The ground truth files of Oxford and Paris, ``gnd_roxford5k.pkl`` and ``gnd_oxford5k.pkl``."""
+"""Ground truth: ``gnd_roxford5k.pkl`` and others of Oxford and Paris, and ``gnd_instre.mat``."""
 
 from __future__ import annotations
 
@@ -70,6 +70,31 @@ def read_truth(path: Path) -> Truth:
     if len(truths) != len(queries):
         raise UserError(f"truth={path}: {len(queries)} queries, and {len(truths)} entries of gnd")
     return Truth(images, queries, truths, is_revisited=all("ok" not in row for row in rows))
+
+
+def read_instre(path: Path) -> tuple[list[str], list[str], list[np.ndarray]]:
+    """Return the names of queries and images of ``gnd_instre.mat``, and positives of each query.
+
+    Raises:
+        UserError: If scipy is not installed, or the file has another content.
+    """
+    try:
+        from scipy.io import loadmat
+        from scipy.io.matlab import MatReadError
+    except ImportError as error:
+        raise UserError(f"truth={path}: reading it needs scipy: pip install scipy") from error
+    try:
+        content = loadmat(path)
+        queries, images = (
+            [str(cell.item()) for cell in content[name].ravel()] for name in ("qimlist", "imlist")
+        )
+        rows = [{"ok": np.asarray(row[0]) - 1} for row in content["gnd"].ravel()]
+        positives = [_positions(row, "ok", len(images)) for row in rows]
+    except (MatReadError, NotImplementedError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"truth={path}: is no ground truth of INSTRE ({error!r})") from error
+    if len(positives) != len(queries):
+        raise UserError(f"truth={path}: {len(queries)} queries, and {len(positives)} of gnd")
+    return queries, images, positives
 
 
 def _known(row: dict[str, Any], num_images: int) -> Known:

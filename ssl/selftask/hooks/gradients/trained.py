@@ -5,20 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from selftask.task import Task
 
 
 def updated_parameters(task: Task) -> list[nn.Parameter]:
-    """Return the parameters that the optimizer updates."""
+    """Return the parameters that ``task.optimizer`` updates."""
     return [p for group in task.optimizer.param_groups for p in group["params"]]
 
 
+def parameters_of_optimizers(task: Task) -> list[nn.Parameter]:
+    """Return the parameters that all optimizers update."""
+    groups = [group for optimizer in task.all_optimizers for group in optimizer.param_groups]
+    return [p for group in groups for p in group["params"]]
+
+
+def state_of_optimizers(task: Task) -> list[Tensor]:
+    """Return the tensors of the state of all optimizers."""
+    states = [state for one in task.all_optimizers for state in one.optimizer.state.values()]
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
 def trained_parameters(task: Task) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that the optimizer updates: ``network.backbone.conv1.weight``, ..."""
-    updated = set(updated_parameters(task))
+    """Yield the parameters that the optimizers update: ``network.backbone.conv1.weight``, ..."""
+    updated = set(parameters_of_optimizers(task))
     for prefix, module in task.trained:
         for name, parameter in module.named_parameters(prefix):
             if parameter in updated:

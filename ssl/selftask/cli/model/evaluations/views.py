@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from selftask.checkpoint.kept import named_checkpoint
-from selftask.cli.model.checkpoint_model import open_checkpoint
+from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.fields import take_fields
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import WEIGHTS, open_frozen
+from selftask.cli.model.load_model import WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import UserError
 from selftask.logs import json_row
@@ -36,15 +35,10 @@ def main(argv: list[str]) -> int:
     options, words = take_fields(overrides, ViewOptions)
     check_words("views", words, {*ViewOptions.__dataclass_fields__})
     words = ["data.val=null", "data.val_sets=null", *words]
-    checkpoint = named_checkpoint(address)
-    if checkpoint is None:
-        frozen = open_frozen(address, words)
-    else:
-        frozen = open_checkpoint(checkpoint, words)
-        address = str(checkpoint.parent.parent)
+    frozen, run = open_named(address, words)
     row = measure_views(
         frozen.backbone, frozen.config, frozen.sources.train, options, device=frozen.device
     )
     print(json_row(row))
-    keep(address, "views", overrides, frozen.facts.get("step"), row)
+    keep(run, "views", overrides, frozen.facts.get("step"), row)
     return 0

@@ -1,0 +1,1 @@
+"""Commands of ``selftask eval`` for patch features."""

@@ -1,0 +1,53 @@
+"""``selftask eval correspondence``: find the patches of an image again after a known warp."""
+
+from __future__ import annotations
+
+from selftask.cli.model.checkpoint_model import open_named
+from selftask.cli.model.evaluate_words import check_words
+from selftask.cli.model.fields import take_fields
+from selftask.cli.model.kept_results import keep
+from selftask.cli.model.load_model import MODEL, WEIGHTS
+from selftask.cli.verbosity import USAGE as VERBOSITY
+from selftask.errors import UserError
+from selftask.logs import announce, json_row
+
+USAGE = f"""\
+usage: selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
+
+Shows each image twice, whole and after a random crop, rotation and flip, matches each patch of the
+second view to the most similar one of the first, and prints the share of matches within a distance
+(PCK), as one JSON line last. Needs no labels.
+{MODEL},
+              or RUN@STEP or RUN@best: a checkpoint of a run
+data=DIR      any images; default: the validation images of the run, or its training images
+size=448      height and width to which images are resized
+layer=-1      a hidden layer instead of the output
+images=500    largest number of images
+scale=[0.5,1] degrees=30 flip=0.5    of the second view
+thresholds=[0.05,0.1,0.2]            distances, as shares of the side of the image
+seed=0        of the choice of images and of the warps
+{WEIGHTS}
+{VERBOSITY}"""
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
+    if not argv or "=" in argv[0]:
+        raise UserError(f"eval correspondence needs a run or model before any key=value\n{USAGE}")
+    address, overrides = argv[0], argv[1:]
+    from selftask.evaluate.correspondence import Correspondence, evaluate_correspondence
+
+    options, words = take_fields(overrides, Correspondence)
+    check_words("correspondence", words, Correspondence.__dataclass_fields__)
+    frozen, address = open_named(address, words)
+    row = evaluate_correspondence(
+        frozen.backbone,
+        frozen.config,
+        frozen.sources,
+        options,
+        device=frozen.device,
+        tell=announce,
+    )
+    print(json_row(row))
+    keep(address, "correspondence", overrides, frozen.facts.get("step"), row)
+    return 0

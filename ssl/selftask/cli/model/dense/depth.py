@@ -1,0 +1,58 @@
+"""``selftask eval depth``: predict depth from frozen patch features."""
+
+from __future__ import annotations
+
+from selftask.cli.model.checkpoint_model import open_named
+from selftask.cli.model.dense.folders import take_folders
+from selftask.cli.model.evaluate_words import check_words
+from selftask.cli.model.fields import take_fields
+from selftask.cli.model.kept_results import keep
+from selftask.cli.model.load_model import MODEL, WEIGHTS
+from selftask.cli.verbosity import USAGE as VERBOSITY
+from selftask.errors import UserError
+from selftask.logs import announce, json_row
+
+USAGE = f"""\
+usage: selftask eval depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
+
+Predicts the depth of the images of data.val from the patches of data, and prints root mean square
+error, mean relative error and the share within a factor of 1.25, as one JSON line last.
+{MODEL},
+              or RUN@STEP or RUN@best: a checkpoint of a run
+data=DIR      training images and depth maps: DIR/images/NAME.jpg with DIR/depths/NAME.npy (depths)
+              or NAME.png (16 bits); depths that are 0 or not finite are unknown
+data.val=DIR  test images and depth maps, likewise
+size=448      height and width to which images and depth maps are resized
+layer=-1      a hidden layer instead of the output
+min_depth=0.001 max_depth=10 bins=256   range of the depths that count, and their classes
+unit=0.001    depth of 1 in a PNG
+heads=[knn,linear] memory=102400 k=30 temperature=0.02 lr=[0.0001,0.001,0.01,0.1] steps=1000
+weight_decay=0.0001 held_out=0.2 images=200 seed=0     as in `selftask eval segmentation`
+{WEIGHTS}
+{VERBOSITY}"""
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
+    if not argv or "=" in argv[0]:
+        raise UserError(f"eval depth needs a run or model before any key=value\n{USAGE}")
+    address, overrides = argv[0], argv[1:]
+    from selftask.evaluate.dense.depth_maps import DEPTHS
+    from selftask.evaluate.depth import DepthOptions, evaluate_depth
+
+    options, words = take_fields(overrides, DepthOptions)
+    check_words("depth", words, DepthOptions.__dataclass_fields__)
+    roots, words = take_folders(words, DEPTHS, "NAME.npy")
+    frozen, address = open_named(address, words)
+    row = evaluate_depth(
+        frozen.backbone,
+        frozen.config,
+        roots,
+        frozen.sources,
+        options,
+        device=frozen.device,
+        tell=announce,
+    )
+    print(json_row(row))
+    keep(address, "depth", overrides, frozen.facts.get("step"), row)
+    return 0

@@ -1,0 +1,95 @@
+"""``selftask eval segmentation``: segment images with frozen patch features."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from selftask.cli.model.checkpoint_model import open_named
+from selftask.cli.model.dense.folders import take_folders
+from selftask.cli.model.evaluate_words import check_words
+from selftask.cli.model.fields import take_fields
+from selftask.cli.model.kept_results import keep
+from selftask.cli.model.load_model import MODEL, WEIGHTS
+from selftask.cli.verbosity import USAGE as VERBOSITY
+from selftask.errors import UserError
+from selftask.logs import announce, json_row
+
+if TYPE_CHECKING:
+    from selftask.evaluate.segmentation import Segmented
+
+USAGE = f"""\
+usage: selftask eval segmentation RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
+
+Segments the images of data.val by the labelled patches of data, and prints mean IoU and accuracy
+of pixels, as one JSON line last.
+{MODEL},
+              or RUN@STEP or RUN@best: a checkpoint of a run
+data=DIR      training images and masks: DIR/images/NAME.jpg with DIR/masks/NAME.png, the index of
+              the class of each pixel; DIR/classes.csv (index,name) may name the classes
+data.val=DIR  test images and masks, likewise
+size=448      height and width to which images and masks are resized
+layer=-1      a hidden layer instead of the output
+heads=[knn,linear]   votes of the nearest patches, a linear classifier of patches
+memory=102400        largest number of training patches that are kept
+k=30 temperature=0.02                            of the votes
+lr=[0.0001,0.001,0.01,0.1] steps=1000 weight_decay=0.0001 held_out=0.2   of the classifier
+ignore=[255]         indices of pixels that do not count
+images=200 seed=0    a random choice of images of each set; default: all
+{WEIGHTS}
+{VERBOSITY}"""
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
+    if not argv or "=" in argv[0]:
+        raise UserError(f"eval segmentation needs a run or model before any key=value\n{USAGE}")
+    address, overrides = argv[0], argv[1:]
+    from selftask.evaluate.dense.masks import MASKS, read_table
+    from selftask.evaluate.segmentation import (
+        SegmentationOptions,
+        evaluate_segmentation,
+        open_folders,
+    )
+
+    options, words = take_fields(overrides, SegmentationOptions)
+    check_words("segmentation", words, SegmentationOptions.__dataclass_fields__)
+    roots, words = take_folders(words, MASKS, "NAME.png")
+    table = read_table(roots["data"])
+    frozen, address = open_named(address, words)
+    assert frozen.sources.val is not None
+    sources = (frozen.sources.train, frozen.sources.val)
+    train, test, classes = open_folders(roots, sources, options, table)
+    result = evaluate_segmentation(
+        frozen.backbone,
+        frozen.config,
+        train,
+        test,
+        classes,
+        options,
+        device=frozen.device,
+        tell=announce,
+    )
+    row = {**result.row(), **result.facts, **result.by_class()}
+    announce(_table(result))
+    print(json_row(row))
+    keep(address, "segmentation", overrides, frozen.facts.get("step"), row)
+    return 0
+
+
+def _table(result: Segmented) -> str:
+    """Format a line for each class: share of the pixels, IoU and accuracy by head."""
+    width = max(map(len, ("class", *result.classes.names)))
+    heads = list(result.confusions)
+    title = [f"{head} {name}" for head in heads for name in ("IoU", "accuracy")]
+    lines = [" ".join([f"{'class':<{width}}", f"{'pixels':>8}", *(f"{t:>15}" for t in title)])]
+    pixels = next(iter(result.confusions.values())).counts.sum(dim=1)
+    shares = (pixels / pixels.sum()).tolist()
+    columns = [
+        values.tolist()
+        for confusion in result.confusions.values()
+        for values in (confusion.iou(), confusion.recall())
+    ]
+    for name, share, *cells in zip(result.classes.names, shares, *columns, strict=True):
+        shown = (f"{'-' if cell != cell else format(cell, '.4f'):>15}" for cell in cells)
+        lines.append(" ".join([f"{name:<{width}}", f"{share:>8.2%}", *shown]))
+    return "\n".join(lines)

@@ -1,0 +1,119 @@
+"""Run a function on several ranks of this machine, for tests of your own code.
+
+::
+
+    def mean_rank(rank):
+        return float(all_reduce_mean(torch.tensor(float(rank))))
+
+    def test_mean():
+        assert on_ranks(mean_rank, 2) == [0.5, 0.5]
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from selftask.errors import RunError
+
+_START_S = 120.0  # longest time in which processes start and import torch
+
+
+def on_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    backend: str = "gloo",
+) -> list[Any]:
+    """Return the results of ``function(rank, *args)`` on each rank of a new process group.
+
+    Args:
+        function: A function at the top of a module; ranks are new processes, which import it.
+        world_size: Number of ranks.
+        *args: Further arguments, which can be pickled.
+        timeout_s: Longest time that a rank may take, in seconds.
+        backend: Backend of ``torch.distributed``; with ``nccl`` rank r uses GPU r.
+
+    Raises:
+        RunError: If a rank raises an exception, hangs or dies; with the tracebacks.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        work = (world_size, folder, function, args, timeout_s, backend)
+        ranks = [context.Process(target=_run, args=(rank, *work)) for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        try:
+            _wait(ranks, _START_S + timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        problems = [
+            f"rank {rank} of {world_size} {problem}"
+            for rank, process in enumerate(ranks)
+            if (problem := _problem(folder / f"{rank}.txt", process.exitcode, timeout_s))
+        ]
+        if problems:
+            raise RunError("\n".join(problems))
+        paths = [folder / f"{rank}.pt" for rank in range(world_size)]
+        return [torch.load(path, weights_only=False) for path in paths]  # of our own processes
+
+
+def _wait(ranks: list[Any], limit_s: float) -> None:
+    """Wait until all ranks have ended, or one with an error; others then wait for it in vain."""
+    deadline = time.monotonic() + limit_s
+    while running := [process for process in ranks if process.is_alive()]:
+        if any(process.exitcode for process in ranks) or time.monotonic() > deadline:
+            return
+        wait([process.sentinel for process in running], timeout=1.0)
+
+
+def _problem(written: Path, code: int | None, timeout_s: float) -> str:
+    """Return what happened to a rank, or an empty string if it finished, or was ended by us."""
+    text = written.read_text(encoding="utf-8") if written.exists() else ""
+    if text.startswith("Timeout"):
+        return f"hung for {timeout_s:g} s:\n{text.partition(chr(10))[2]}"
+    if text:
+        return f"raised an exception:\n{text}"
+    return "" if code in (0, -9) else f"ended with exit code {code}"
+
+
+def _run(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout_s: float,
+    backend: str,
+) -> None:
+    """Run the function as one rank; write its result, traceback or the place where it hangs."""
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    with (folder / f"{rank}.txt").open("w", encoding="utf-8") as report:
+        faulthandler.dump_traceback_later(timeout_s, exit=True, file=report)
+        try:
+            store = f"file://{folder}/rendezvous"
+            dist.init_process_group(backend, store, rank=rank, world_size=world_size)
+            torch.save(function(rank, *args), folder / f"{rank}.pt")
+            dist.destroy_process_group()
+        except Exception:  # noqa: BLE001 - of the user's function; the parent raises it
+            report.write(traceback.format_exc())
+            report.flush()
+            raise SystemExit(1) from None
+        finally:
+            faulthandler.cancel_dump_traceback_later()

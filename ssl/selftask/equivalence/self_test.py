@@ -1,0 +1,54 @@
+"""Self-test of the collectives between the processes of this machine (``selftask env``)."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from selftask.equivalence.on_ranks import on_ranks
+from selftask.errors import RunError
+
+_MIB = 64  # of the tensor whose exchange is timed
+
+
+def check_collectives(timeout_s: float = 60.0) -> str:
+    """Exchange tensors between GPUs, or between two processes on the CPU; return what was found.
+
+    Raises:
+        RunError: If a collective fails, hangs or gives a wrong result; names the ranks.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend, ranks = ("nccl", gpus) if gpus > 1 else ("gloo", 2)
+    took = max(on_ranks(exchange, ranks, timeout_s=timeout_s, backend=backend))
+    rate = _MIB / 2**10 / took
+    return (
+        f"{backend}, {ranks} ranks: results are right; all_reduce of {_MIB} MiB: {rate:.1f} GiB/s"
+    )
+
+
+def exchange(rank: int) -> float:
+    """Compare each collective with its definition; return the seconds of an all_reduce."""
+    size = dist.get_world_size()
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    mine = torch.full((3,), float(rank + 1), device=device)
+    total, first, every = mine.clone(), mine.clone(), mine.new_empty(size * 3)
+    dist.all_reduce(total)
+    dist.broadcast(first, 0)
+    dist.all_gather_into_tensor(every, mine)
+    expected = torch.arange(1.0, size + 1, device=device)
+    for name, value, right in (
+        ("all_reduce", total, expected.sum().expand(3)),
+        ("broadcast", first, expected[:1].expand(3)),
+        ("all_gather", every, expected.repeat_interleave(3)),
+    ):
+        if not torch.equal(value, right):
+            raise RunError(f"{name} gave {value.tolist()}; {right.tolist()} is right")
+    large = torch.ones(_MIB * 2**18, device=device)
+    dist.all_reduce(large)  # the first one sets up connections
+    dist.barrier()
+    started = time.perf_counter()
+    dist.all_reduce(large)
+    float(large[0])  # waits for the device
+    return time.perf_counter() - started

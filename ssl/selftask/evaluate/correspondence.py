@@ -1,0 +1,204 @@
+"""Correspondence of patches between two views of an image under a known warp, without labels.
+
+B images of S x S pixels, N patches of each in a grid of h x w, E features. Positions are x and y
+from the upper left corner, as shares of the side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.config.schema import Config
+from selftask.data.loading.open_data import Sources
+from selftask.distributed.accelerator import forked_rng
+from selftask.evaluate.dense.patches import (
+    PatchFeatures,
+    PatchOptions,
+    Squared,
+    limited,
+    square_batches,
+)
+from selftask.logs import get_logger
+from selftask.models.eval_mode import in_eval_mode
+from selftask.models.features.tokens import Grid
+from selftask.random.views import draw_rng
+from selftask.registry import register_evaluation
+
+_DETAIL = 2  # the warped view is cut out of an image of this many times its size
+
+log = get_logger(__name__)
+
+
+@register_evaluation("correspondence")
+@dataclass(frozen=True, kw_only=True)
+class Correspondence(PatchOptions):
+    """Patches that are found again in a warped view, without labels: correspondence_pck_0.1."""
+
+    needs_labels: ClassVar[bool] = False
+    takes_backbone: ClassVar[bool] = True
+
+    images: int = setting(500, min=1)
+    """Largest number of images, in a random choice."""
+    scale: tuple[float, float] = setting((0.5, 1.0), above=0, max=1, rising=True)
+    """Range of the side of the second view, relative to the largest one at its angle."""
+    degrees: float = setting(30.0, min=0, max=180)
+    """Largest rotation of the second view in either direction, in degrees."""
+    flip: float = setting(0.5, min=0, max=1)
+    """Probability that the second view is mirrored."""
+    thresholds: list[float] = setting([0.05, 0.1, 0.2], above=0, below=1)
+    """Distances within which a match is correct, as shares of the side of the image."""
+    seed: int = setting(0, min=0)
+    """Seed of the choice of images and of the warps."""
+
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
+        if not self.thresholds:
+            yield "thresholds: []; one or more distances are expected, such as [0.1]"
+
+    def __call__(
+        self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
+    ) -> dict[str, float]:
+        """Return the metrics of the images of ``data.val``, or without it of ``data``."""
+        row = evaluate_correspondence(backbone, config, sources, self, device=device)
+        return {name: row[name] for name in row if name.startswith("correspondence_")}
+
+
+def evaluate_correspondence(
+    backbone: nn.Module,
+    config: Config,
+    sources: Sources,
+    options: Correspondence,
+    *,
+    device: torch.device,
+    tell: Callable[[str], None] = log.info,
+) -> dict[str, float]:
+    """Match the patches of a warped view of each image to those of the whole image.
+
+    The match of a patch is the patch of the whole image with the largest cosine. It is correct if
+    its center is within a threshold of the true position, or if no center is closer to that.
+
+    Args:
+        backbone: A backbone with patches, see ``models.features``.
+        config: Config with the normalization of images and the handling of unreadable ones.
+        sources: The images: those of ``val``, or without it of ``train``.
+        options: Image size, warps and thresholds.
+        device: Device to compute on.
+        tell: Called with a line about images and patches.
+
+    Returns:
+        ``correspondence_pck_0.1`` for each threshold, means over images, with the same of random
+        matches ``correspondence_chance_0.1``; ``correspondence_distance``, the mean distance of a
+        match from its true position; ``test_images``, ``size``.
+
+    Raises:
+        UserError: If the backbone has no patches of this size, or features are not finite.
+    """
+    size = options.size_of(config)
+    patches = PatchFeatures(backbone.to(device), size, options.layer)
+    source, key = (sources.train, "data") if sources.val is None else (sources.val, "data.val")
+    chosen = limited(source, options.images, options.seed)
+    results = []
+    with in_eval_mode(backbone), forked_rng(), torch.no_grad():
+        for batch in square_batches(Squared(chosen, _DETAIL * size), config, device, key):
+            images = batch.all_views[0]  # (B, C, 2 S, 2 S)
+            warps = torch.stack([draw_warp(options, n) for n in batch.index.tolist()]).to(images)
+            first = patches(resized(images, size))
+            second = patches(warped(images, warps, size))
+            for whole, view, warp in zip(first, second, warps, strict=True):
+                results.append(_judge(whole, view, warp, options.thresholds))
+    grid = first.shape[2:]
+    tell(
+        f"{len(results)} images of {size}x{size} pixels, each warped once; "
+        f"{grid[0]}x{grid[1]} patches"
+    )
+    names = [f"{n}_{t:g}" for n in ("pck", "chance") for t in options.thresholds]
+    means = torch.stack(results).mean(dim=0).tolist()
+    row = {
+        f"correspondence_{name}": value
+        for name, value in zip([*names, "distance"], means, strict=True)
+    }
+    return {**row, "test_images": len(results), "size": size}
+
+
+def draw_warp(options: Correspondence, index: int) -> Tensor:
+    """Draw the affine map (2, 3) from positions in the second view to those in the whole image.
+
+    The second view is a square inside the image, which is scaled, rotated and mirrored. The draws
+    depend on the seed and the number of the image only.
+
+    Args:
+        options: Ranges of the draws.
+        index: Number of the image among those chosen.
+    """
+    scale, angle, mirror, x, y = draw_rng(options.seed, 0, index, 0).random(5).tolist()
+    low, high = options.scale
+    reach = low + (high - low) * scale  # width and height of the rotated square
+    radians = math.radians(options.degrees * (2 * angle - 1))
+    cos, sin = math.cos(radians), math.sin(radians)
+    side = reach / (abs(cos) + abs(sin))
+    sign = -1.0 if mirror < options.flip else 1.0
+    turn = np.array([[cos * sign, -sin], [sin * sign, cos]]) * side
+    center = reach / 2 + (1 - reach) * np.array([x, y])
+    return torch.from_numpy(np.column_stack([turn, center - turn.sum(axis=1) / 2]))
+
+
+def resized(images: Tensor, size: int) -> Tensor:
+    """Return images (B, C, H, W) at S x S pixels, antialiased."""
+    return F.interpolate(images, (size, size), mode="bilinear", align_corners=False, antialias=True)
+
+
+def warped(images: Tensor, warps: Tensor, size: int) -> Tensor:
+    """Return the second views (B, C, S, S) of images (B, C, H, W), by the maps (B, 2, 3).
+
+    torch's positions are from -1 to 1, so the shift changes and the linear part does not.
+    """
+    linear, shift = warps[..., :2], warps[..., 2:]
+    shift = 2 * shift + linear.sum(dim=2, keepdim=True) - 1
+    grid = F.affine_grid(
+        torch.cat([linear, shift], dim=2), [*images.shape[:2], size, size], align_corners=False
+    )
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def centers(grid: Grid, like: Tensor) -> Tensor:
+    """Return the positions of the centers of patches (N, 2), row by row."""
+    rows, columns = (
+        (torch.arange(n, dtype=like.dtype, device=like.device) + 0.5) / n for n in grid
+    )
+    return torch.stack([columns.repeat(grid[0]), rows.repeat_interleave(grid[1])], dim=1)
+
+
+def distances(whole: Tensor, view: Tensor, warp: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distance of each patch of the image to the true position of each one of the view.
+
+    Args:
+        whole: Patch features of the whole image (E, h, w).
+        view: Patch features of the second view (E, h, w).
+        warp: Map (2, 3) from positions in the view to those in the image.
+
+    Returns:
+        Distances (N, N), and the match of each patch of the view (N,): the patch of the image with
+        the largest cosine.
+    """
+    places = centers((whole.shape[1], whole.shape[2]), warp)  # (N, 2)
+    true = places @ warp[:, :2].T + warp[:, 2]
+    units = [F.normalize(maps.flatten(1).T, dim=1) for maps in (view, whole)]  # (N, E)
+    return torch.cdist(true, places), (units[0] @ units[1].T).argmax(dim=1)
+
+
+def _judge(whole: Tensor, view: Tensor, warp: Tensor, thresholds: list[float]) -> Tensor:
+    """Return shares of correct matches, those of random ones, and the mean distance of a match."""
+    distance, match = distances(whole, view, warp)
+    nearest = distance.amin(dim=1, keepdim=True)
+    correct = [(distance <= torch.clamp(nearest + 1e-6, min=t)).float() for t in thresholds]
+    matched = [part.gather(1, match[:, None]) for part in (*correct, distance)]
+    shares = [part.mean() for part in (*matched[:-1], *correct, matched[-1])]
+    return torch.stack(shares).double().cpu()

@@ -1,0 +1,1 @@
+"""Evaluations of patch features: images and masks, patches, heads, metrics."""

@@ -1,0 +1,64 @@
+"""Confusion of pixels and the metrics of segmentation.
+
+C classes, S pixels a side.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Confusion:
+    """Number of pixels of each class and predicted class, (C, C).
+
+    Args:
+        num_classes: Number of classes, C.
+        device: Device of the counts.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
+        self.counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
+
+    def add(self, mask: Tensor, predicted: Tensor) -> None:
+        """Count pixels.
+
+        Args:
+            mask: Class numbers, integers of any shape; negative ones do not count.
+            predicted: Predicted classes of the same shape.
+        """
+        counts, size = mask >= 0, len(self.counts)
+        key = mask[counts].long() * size + predicted[counts]
+        self.counts += torch.bincount(key, minlength=size**2).view(size, size)
+
+    def iou(self) -> Tensor:
+        """Return intersection over union by class, float64 (C,); NaN without pixels in either."""
+        counts = self.counts.double()
+        hits = counts.diagonal()
+        return hits / (counts.sum(dim=0) + counts.sum(dim=1) - hits)
+
+    def recall(self) -> Tensor:
+        """Return the accuracy of the pixels of each class, float64 (C,); NaN without pixels."""
+        counts = self.counts.double()
+        return counts.diagonal() / counts.sum(dim=1)
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``miou``, ``accuracy`` of pixels and ``class_accuracy``, means over classes."""
+        counts = self.counts.double()
+        return {
+            "miou": float(self.iou().nanmean()),
+            "accuracy": float(counts.diagonal().sum() / counts.sum()),
+            "class_accuracy": float(self.recall().nanmean()),
+        }
+
+
+def upsampled_classes(scores: Tensor, size: int) -> Tensor:
+    """Return the class with the highest score of each pixel, (S, S).
+
+    Args:
+        scores: Scores (C, h, w) of patches, interpolated bilinearly.
+        size: Height and width in pixels, S.
+    """
+    dense = F.interpolate(scores[None], (size, size), mode="bilinear", align_corners=False)
+    return dense[0].argmax(dim=0)

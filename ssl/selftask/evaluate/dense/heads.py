@@ -1,0 +1,165 @@
+"""Heads on patch features: votes of nearest patches, and the best of several linear layers.
+
+M patches in memory, E features, C classes, G learning rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.errors import UserError
+from selftask.evaluate.dense.linear_heads import fit_linear_heads
+from selftask.evaluate.dense.memory import PatchMemory, class_shares, vote
+from selftask.evaluate.dense.patches import PatchFeatures, PatchOptions
+from selftask.evaluate.knn import Bank
+
+Scores = Callable[[Tensor], Tensor]
+"""Patch features (Q, E) -> probabilities of classes (Q, C), or their logits."""
+Quality = Callable[[Tensor, Tensor], Tensor]
+"""Logits (m, C) and shares of classes (m, C) of patches -> a number that is better if larger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(PatchOptions):
+    """Options of the heads and of the patches that they learn from."""
+
+    heads: list[Literal["knn", "linear"]] = setting(["knn", "linear"])
+    """``knn``: votes of the nearest patches; ``linear``: a linear classifier of patches."""
+    memory: int = setting(102_400, min=1)
+    """Largest number of training patches that are kept, in a sample from all images."""
+    k: int = setting(30, min=1)
+    """Number of nearest patches that vote."""
+    temperature: float = setting(0.02, above=0)
+    """Temperature of the votes; with a large one all neighbors count alike."""
+    lr: list[float] = setting([0.0001, 0.001, 0.01, 0.1], above=0)
+    """Learning rates of the linear heads, which are trained at once; the best one is chosen on
+    held-out training images.
+    """
+    steps: int = setting(1000, min=1)
+    """Number of steps of the linear heads."""
+    weight_decay: float = setting(0.0001, min=0)
+    """Decoupled weight decay of the linear heads."""
+    held_out: float = setting(0.2, above=0, below=1)
+    """Share of the training images that is held out to choose the learning rate."""
+    images: int | None = setting(None, min=1)
+    """Largest number of images of each set, in a random choice; null: all."""
+    seed: int = setting(0, min=0)
+    """Seed of the choice of images and patches, and of their order."""
+
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
+        if not self.heads:
+            yield "heads: []; expected knn, linear or both"
+        if not self.lr:
+            yield "lr: []; one or more learning rates are expected"
+
+
+def remember(
+    patches: PatchFeatures,
+    batches: Iterable[Batch],
+    options: HeadOptions,
+    num_images: int,
+    masks_of: Callable[[Batch], Tensor],
+    num_classes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a sample of labelled patches: features (M, E), shares (M, C), image numbers (M,).
+
+    Args:
+        patches: Patch features.
+        batches: The training images.
+        options: Size and seed of the sample.
+        num_images: Number of training images.
+        masks_of: Returns the class numbers (B, S, S) of a batch, negative for ignored pixels.
+        num_classes: Number of classes, C.
+    """
+    memory = PatchMemory(options.memory, num_images, options.seed)
+    for batch in batches:
+        maps = patches(batch.all_views[0])
+        grid = (maps.shape[2], maps.shape[3])
+        shares = class_shares(masks_of(batch).to(maps.device), grid, num_classes)
+        memory.add(maps, shares, batch.index)
+    return memory.finish()
+
+
+def hits(scores: Tensor, shares: Tensor) -> Tensor:
+    """Return the pixels in the best class of their patch, in patches."""
+    return shares.gather(1, scores.argmax(dim=1, keepdim=True)).sum()
+
+
+def fit_heads(
+    options: HeadOptions,
+    features: Tensor,
+    shares: Tensor,
+    images: Tensor,
+    quality: Quality = hits,
+) -> tuple[dict[str, Scores], dict[str, float]]:
+    """Return the heads by name, and the chosen learning rate of the linear one, ``linear_lr``.
+
+    Args:
+        options: Options of the heads.
+        features: Patches in memory (M, E).
+        shares: Shares of their classes (M, C).
+        images: Their image numbers (M,).
+        quality: How the learning rate is chosen on held-out images.
+    """
+    heads: dict[str, Scores] = {}
+    facts: dict[str, float] = {}
+    if "knn" in options.heads:
+        if options.k > len(features):
+            raise UserError(
+                f"k: {options.k} neighbors are asked for, and there are {len(features)} labelled "
+                f"patches; use at most {len(features)}"
+            )
+        bank = Bank(features)
+        heads["knn"] = lambda rows: vote(bank, shares, rows, options.k, options.temperature)
+    if "linear" in options.heads:
+        rate = _best_rate(options, features, shares, images, quality)
+        linear = fit_linear_heads(
+            features,
+            shares,
+            [rate],
+            steps=options.steps,
+            weight_decay=options.weight_decay,
+            seed=options.seed,
+        )
+        heads["linear"] = lambda rows: linear.scores(rows)[0]
+        facts["linear_lr"] = rate
+    return heads, facts
+
+
+def _best_rate(
+    options: HeadOptions, features: Tensor, shares: Tensor, images: Tensor, quality: Quality
+) -> float:
+    """Return the learning rate with the best quality on held-out images."""
+    if len(options.lr) == 1:
+        return options.lr[0]
+    numbers = torch.unique(images)
+    check_choice(len(numbers))
+    order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(options.seed))
+    count = min(len(numbers) - 1, max(1, round(options.held_out * len(numbers))))  # held out
+    held = torch.isin(images, numbers[order[:count].to(numbers.device)])
+    heads = fit_linear_heads(
+        features[~held],
+        shares[~held],
+        options.lr,
+        steps=options.steps,
+        weight_decay=options.weight_decay,
+        seed=options.seed,
+    )
+    values = [float(quality(row, shares[held])) for row in heads.scores(features[held])]
+    return options.lr[max(range(len(values)), key=values.__getitem__)]
+
+
+def check_choice(num_images: int) -> None:
+    """Raise UserError unless there are images to train on, and others to choose a rate on."""
+    if num_images < 2:
+        raise UserError(
+            "lr: 1 training image with labels leaves none to choose a learning rate on; give one, "
+            "lr=[0.001], or heads=[knn]"
+        )

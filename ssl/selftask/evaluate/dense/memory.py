@@ -1,0 +1,108 @@
+"""A sample of labelled patches, of bounded size, and votes of the nearest of them.
+
+B images of S x S pixels, N patches of each in a grid of h x w, M patches in memory, E features,
+C classes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftask.evaluate.dense.masks import IGNORED
+from selftask.evaluate.knn import Bank
+from selftask.models.features.tokens import Grid
+from selftask.random.views import draw_rng
+
+_ROWS = 512  # queries at once
+
+
+class PatchMemory:
+    """A uniform sample of the labelled patches of a sequence of images.
+
+    Each image gives at most its share of the capacity, and what earlier images have left of
+    theirs. The sample depends on the seed and the images only.
+
+    Args:
+        capacity: Largest number of patches.
+        num_images: Number of images that will be added.
+        seed: Seed of the sample.
+    """
+
+    def __init__(self, capacity: int, num_images: int, seed: int) -> None:
+        self.capacity, self.num_images, self.seed = capacity, num_images, seed
+        self._added = self._filled = 0
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, maps: Tensor, shares: Tensor, indices: Tensor) -> None:
+        """Add patches of images.
+
+        Args:
+            maps: Patch features (B, E, h, w).
+            shares: Share of each class in the patches (B, N, C), all 0 for patches without label.
+            indices: Number of each image (B,), the key of its draws.
+        """
+        patches = maps.flatten(2).transpose(1, 2)  # (B, N, E)
+        labelled = shares.sum(dim=2).gt(0).cpu().numpy()
+        for number, index in enumerate(indices.tolist()):
+            self._added += 1
+            room = self.capacity * self._added // self.num_images - self._filled
+            order = draw_rng(self.seed, 0, index, 0).permutation(np.flatnonzero(labelled[number]))
+            rows = torch.from_numpy(np.sort(order[:room])).to(maps.device)
+            images = torch.full((len(rows),), index, device=maps.device)
+            self._parts.append((patches[number, rows], shares[number, rows], images))
+            self._filled += len(rows)
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return features (M, E), shares of classes (M, C) and image numbers (M,) of the sample."""
+        features, shares, images = map(torch.cat, zip(*self._parts, strict=True))
+        self._parts.clear()
+        return features, shares, images
+
+
+def class_shares(masks: Tensor, grid: Grid, num_classes: int) -> Tensor:
+    """Return the share of each class in the pixels of each patch that count: (B, N, C) float32.
+
+    Balazevic et al., Towards In-Context Scene Understanding, arXiv:2306.01667, section 3.1. Patches
+    without such pixels have zeros.
+
+    Args:
+        masks: Class numbers (B, S, S), IGNORED for pixels that do not count.
+        grid: Rows and columns of patches.
+        num_classes: Number of classes, C.
+    """
+    count, height, width = masks.shape
+    rows, columns = (
+        torch.arange(side, device=masks.device) * cells // side
+        for side, cells in zip((height, width), grid, strict=True)
+    )
+    num_patches = grid[0] * grid[1]
+    patch = rows[:, None] * grid[1] + columns  # (S, S)
+    image = torch.arange(count, device=masks.device)[:, None, None]
+    slots = num_classes + 1  # the first one is that of IGNORED
+    key = (image * num_patches + patch) * slots + (masks.long() - IGNORED)
+    counts = torch.bincount(key.flatten(), minlength=count * num_patches * slots)
+    counts = counts.view(count, num_patches, slots)[..., 1:].float()
+    return counts / counts.sum(dim=2, keepdim=True).clamp(min=1)
+
+
+def vote(bank: Bank, shares: Tensor, queries: Tensor, k: int, temperature: float) -> Tensor:
+    """Return the mean of the classes of the k nearest patches, weighted by softmax: (Q, C).
+
+    The weights are the softmax of cosine / temperature, as in arXiv:2306.01667, section 3.1.
+
+    Args:
+        bank: Features of the M patches in memory.
+        shares: Their classes (M, C).
+        queries: Patch features (Q, E).
+        k: Number of neighbors.
+        temperature: Temperature of the weights; with a large one all neighbors count alike.
+    """
+    votes = []
+    for rows in F.normalize(queries, dim=1).split(_ROWS):
+        cosine, row = bank.nearest(rows, k, torch.full((len(rows),), -1, device=rows.device))
+        weights = (cosine / temperature).softmax(dim=1)  # (q, k)
+        votes.append((weights[:, None] @ shares[row])[:, 0])
+    return torch.cat(votes)

@@ -1,0 +1,164 @@
+"""Patch features of square images from a frozen backbone.
+
+B images of S x S pixels, patches in a grid of h x w, E features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.checks.grid import nominal_size
+from selftask.config.fields import setting
+from selftask.config.schema import Config
+from selftask.data.extras import ExtrasReader
+from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.dataset import EvalDataset
+from selftask.data.loading.loader import EvalBatches
+from selftask.data.reading.class_numbers import NO_LABEL
+from selftask.data.source import Source, Wrapped, channels_of
+from selftask.data.subset import Part, Subset
+from selftask.data.transforms.pipeline import build_pipeline
+from selftask.data.transforms.resampling import resize
+from selftask.errors import UserError
+from selftask.evaluate.chunks import InChunks
+from selftask.logs.stages import staged
+from selftask.models.features.extract import adapter_of, extract, fixed_size, interpolates
+
+_BATCH_SIZE = 16  # affects memory only
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchOptions:
+    """Image size and layer of patch features."""
+
+    size: int | None = setting(None, min=1)
+    """Height and width in pixels to which images are resized, whatever their aspect ratio; null:
+    the size of ``eval.transforms``.
+    """
+    layer: int | None = setting(None, min=-1000, max=1000)
+    """Number of a hidden layer, -1 for the last; null: the output, after the final norm."""
+
+    def size_of(self, config: Config) -> int:
+        """Return ``size`` or the size of ``eval.transforms``; raise UserError without either."""
+        size = self.size or nominal_size(config.eval.transforms)
+        if size is None:
+            raise UserError("size: eval.transforms has no crop; give the size in pixels, size=224")
+        return size
+
+
+class PatchFeatures:
+    """Patch features of a frozen backbone in eval mode.
+
+    Args:
+        backbone: A backbone with patches, see ``models.features``.
+        size: Height and width of the images in pixels.
+        layer: Number of a hidden layer; None for the output.
+
+    Raises:
+        UserError: If the backbone has no patches, no such layer, or does not accept the size.
+    """
+
+    def __init__(self, backbone: nn.Module, size: int, layer: int | None = None) -> None:
+        adapter = adapter_of(backbone)
+        name, count = type(backbone).__name__, adapter.num_layers
+        if layer is not None and not -count <= layer < count:
+            raise UserError(f"layer: {layer}; a {name} has layers 0 to {count - 1}")
+        only = fixed_size(backbone)
+        if interpolates(backbone):
+            if patch := next((side for side in adapter.patch_size if side and size % side), None):
+                low = max(1, size // patch) * patch
+                raise UserError(
+                    f"size: {size} pixels cannot be divided into the patches of {patch} pixels of "
+                    f"a {name}; use {low} or {low + patch}"
+                )
+        elif only is not None and only != (size, size):
+            raise UserError(
+                f"size: {size}; a {name} takes images of {only[0]}x{only[1]} pixels only; "
+                f"image_size={size} makes it for others"
+            )
+        self.backbone = backbone
+        self._layers = [] if layer is None else [layer % count]
+        self._run = InChunks(self._maps, "images")
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the patch features (B, E, h, w) of images (B, C, S, S), float32.
+
+        Raises:
+            UserError: If features are not finite.
+        """
+        (maps,) = self._run(images)
+        broken = int((~maps.isfinite()).flatten(1).any(dim=1).sum())
+        if broken:
+            raise UserError(
+                f"the patch features of {broken} of {len(maps)} images are not finite: the weights "
+                "are damaged or training has diverged"
+            )
+        return maps
+
+    @torch.no_grad()
+    def _maps(self, images: Tensor) -> tuple[Tensor]:
+        features = extract(self.backbone, images, layers=self._layers)
+        tokens = features.hidden[self._layers[0]] if self._layers else features.tokens
+        return (tokens.map.float(),)
+
+
+class Squared(Wrapped):
+    """Images of a source, resized to squares, without labels.
+
+    Args:
+        source: The images.
+        size: Height and width in pixels.
+    """
+
+    def __init__(self, source: Source, size: int) -> None:
+        super().__init__(source)
+        self.size = size
+        self.labels, self.extras = None, type(self).extras
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        image, _ = self.source[index]
+        return resize(image, self.size, self.size, "bilinear"), NO_LABEL
+
+
+def limited(source: Source, images: int | None, seed: int) -> Source:
+    """Return a random choice of at most ``images`` images, in their order; None for all."""
+    if images is None or images >= len(source):
+        return source
+    return Subset(source, Part(count=images, seed=seed))
+
+
+def square_batches(
+    source: Squared, config: Config, device: torch.device, key: str
+) -> Iterator[Batch]:
+    """Yield batches of the readable images, normalized as in ``eval.transforms``.
+
+    Args:
+        source: The images, whose extra arrays are read, too.
+        config: Config with ``eval.transforms``, of which only ``normalize`` is used.
+        device: Device that the batches are moved to.
+        key: Config key of the images, for messages.
+
+    Raises:
+        UserError: If no image or too few images can be read.
+    """
+    normalize = [t for t in config.eval.transforms if t.name == "normalize"]
+    pipeline = build_pipeline(normalize, "eval.transforms", channels_of(source))
+    batches = EvalBatches(
+        EvalDataset(source, pipeline, extras=ExtrasReader(source.extras)),
+        batch_size=_BATCH_SIZE,
+        num_workers=config.data.num_workers,
+        device=device,
+        bad_files=BadFiles.of(source, config.data, None, key),
+    )
+    is_empty = True
+    for batch in staged("features", batches, len(batches)):
+        is_empty = False
+        yield batch
+    if is_empty:
+        raise UserError(f"{key}: no image can be read")

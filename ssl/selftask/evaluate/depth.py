@@ -1,0 +1,173 @@
+"""Depth from frozen patch features, by classification into bins of depth.
+
+Images of S x S pixels, patches in a grid of h x w, C bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.config.schema import Config
+from selftask.data.loading.open_data import Sources
+from selftask.distributed.accelerator import forked_rng
+from selftask.errors import UserError
+from selftask.evaluate.dense.depth_maps import UNKNOWN, DepthImages
+from selftask.evaluate.dense.heads import HeadOptions, check_choice, fit_heads, remember
+from selftask.evaluate.dense.masks import IGNORED
+from selftask.evaluate.dense.patches import PatchFeatures, limited, square_batches
+from selftask.logs import get_logger
+from selftask.models.eval_mode import in_eval_mode
+
+METRICS = ("rmse", "abs_rel", "delta1")
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthOptions(HeadOptions):
+    """Options of depth."""
+
+    bins: int = setting(256, min=2, max=10_000)
+    """Number of bins of equal width."""
+    min_depth: float = setting(0.001, min=0)
+    """Smallest depth that counts."""
+    max_depth: float = setting(10.0, above=0)
+    """Largest depth that counts."""
+    unit: float = setting(0.001, above=0)
+    """Depth of 1 in a PNG of 16 bits."""
+
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
+        yield from super().problems()
+        if self.min_depth >= self.max_depth:
+            yield f"min_depth: {self.min_depth:g}; must be below max_depth={self.max_depth:g}"
+
+    def counts(self, depth: Tensor) -> Tensor:
+        """Return which depths count."""
+        return (depth > UNKNOWN) & (depth >= self.min_depth) & (depth <= self.max_depth)
+
+    def bin_of(self, depth: Tensor) -> Tensor:
+        """Return the number of the bin of each depth; IGNORED for those that do not count."""
+        share = (depth - self.min_depth) / (self.max_depth - self.min_depth)
+        number = (share * self.bins).long().clamp(0, self.bins - 1)
+        return torch.where(self.counts(depth), number, IGNORED)
+
+    def centers(self, device: torch.device) -> Tensor:
+        """Return the depths in the middle of the bins (C,)."""
+        width = (self.max_depth - self.min_depth) / self.bins
+        return self.min_depth + width * (torch.arange(self.bins, device=device) + 0.5)
+
+
+def evaluate_depth(
+    backbone: nn.Module,
+    config: Config,
+    roots: dict[str, str],
+    sources: Sources,
+    options: DepthOptions,
+    *,
+    device: torch.device,
+    tell: Callable[[str], None] = log.info,
+) -> dict[str, float]:
+    """Predict the depth of test images from patches of training images with known depth.
+
+    The depth of a patch is the mean of the centers of the bins, weighted by their probabilities, as
+    in AdaBins (arXiv:2011.14141), with bins of equal width. It is interpolated bilinearly to
+    S x S, as images and depth maps are.
+
+    Args:
+        backbone: A backbone with patches, see ``models.features``.
+        config: Config with the normalization of images and the handling of unreadable ones.
+        roots: Folders of ``data`` and ``data.val``, by key.
+        sources: Training and test images in them.
+        options: Image size, heads and bins.
+        device: Device to compute on.
+        tell: Called with a line about images and memory.
+
+    Returns:
+        ``depth_linear_rmse``, ``depth_linear_abs_rel``, ``depth_linear_delta1`` and the same of
+        ``knn``: means over the test images of those over pixels whose depth counts.
+
+    Raises:
+        UserError: If depth maps are missing or damaged, no depth counts, the backbone has no
+            patches of this size, or features are not finite.
+    """
+    assert sources.val is not None
+    size = options.size_of(config)
+    patches = PatchFeatures(backbone.to(device), size, options.layer)
+    train, test = (
+        DepthImages(root, limited(source, options.images, options.seed), key, size, options.unit)
+        for (key, root), source in zip(roots.items(), (sources.train, sources.val), strict=True)
+    )
+    if "linear" in options.heads and len(options.lr) > 1:
+        check_choice(len(train))
+    centers = options.centers(device)
+
+    def quality(logits: Tensor, shares: Tensor) -> Tensor:
+        return -(logits.softmax(dim=1) @ centers - shares @ centers).square().mean()
+
+    with in_eval_mode(backbone), forked_rng(), torch.no_grad():
+        features, shares, images = remember(
+            patches,
+            square_batches(train, config, device, train.key),
+            options,
+            len(train),
+            lambda batch: options.bin_of(batch.extras["depth"]),
+            options.bins,
+        )
+        _check_depths(train.key, len(features) > 0, options)
+        heads, facts = fit_heads(options, features, shares, images, quality)
+        tell(
+            f"{len(train)} training and {len(test)} test images of {size}x{size} pixels; memory: "
+            f"{len(features):,} patches of {features.shape[1]} features, "
+            f"{features.nbytes / 1e6:,.1f} MB"
+        )
+        results: dict[str, list[Tensor]] = {name: [] for name in heads}
+        for batch in square_batches(test, config, device, test.key):
+            depths = batch.extras["depth"].to(device)
+            for dense, depth in zip(patches(batch.all_views[0]), depths, strict=True):
+                for name, head in heads.items():
+                    scores = head(dense.flatten(1).T)  # (h * w, C)
+                    likely = scores.softmax(dim=1) if name == "linear" else scores
+                    coarse = (likely @ centers).view(1, 1, *dense.shape[1:])
+                    predicted = F.interpolate(coarse, (size, size), mode="bilinear")[0, 0]
+                    results[name].append(metrics(predicted, depth, options.counts(depth)))
+    row: dict[str, float] = {}
+    for name, rows in results.items():
+        _check_depths(test.key, any(bool(one.isfinite().all()) for one in rows), options)
+        means = torch.stack(rows).nanmean(dim=0).tolist()
+        row |= {f"depth_{name}_{m}": v for m, v in zip(METRICS, means, strict=True)}
+    row |= {f"depth_{name}": value for name, value in facts.items()}
+    row |= {"train_images": len(train), "test_images": len(test)}
+    return row | {"patches": len(shares), "size": size}
+
+
+def _check_depths(key: str, any_counts: bool, options: DepthOptions) -> None:
+    """Raise UserError if no depth of a set counts."""
+    if not any_counts:
+        raise UserError(
+            f"{key}: no depth is from min_depth={options.min_depth:g} to "
+            f"max_depth={options.max_depth:g}; unit={options.unit:g} is that of PNGs"
+        )
+
+
+def metrics(predicted: Tensor, depth: Tensor, counts: Tensor) -> Tensor:
+    """Return RMSE, mean relative error, and the share of pixels within a factor of 1.25.
+
+    Eigen et al., arXiv:1406.2283, section 4.2. NaN without a pixel that counts.
+
+    Args:
+        predicted: Depths (S, S).
+        depth: True depths (S, S).
+        counts: Which pixels count (S, S).
+    """
+    guess, true = predicted[counts].double(), depth[counts].double()
+    error = guess - true
+    close = torch.maximum(guess / true, true / guess) < 1.25
+    rows = (error.square().mean().sqrt(), (error.abs() / true).mean(), close.double().mean())
+    return torch.stack(rows)

@@ -1,0 +1,43 @@
+"""Small folders of images with masks: colored shapes on noise, whose class is their color."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+COLORS = np.array([[40, 40, 40], [220, 60, 40], [40, 200, 80], [60, 80, 220], [220, 210, 60]])
+
+
+def scene(seed: int, classes: int = 4, side: int = 48) -> tuple[np.ndarray, np.ndarray]:
+    """Return an image (H, W, 3) of colored rectangles, and its mask (H, W); 0 is background."""
+    draws = np.random.default_rng(seed)
+    height, width = side + 8 * (seed % 3), side + 8 * (seed % 2)
+    mask = np.zeros((height, width), dtype=np.uint8)
+    for label in draws.permutation(np.arange(1, classes)):
+        top, left = draws.integers(0, height - 16), draws.integers(0, width - 16)
+        mask[top : top + 20, left : left + 20] = label
+    image = COLORS[mask] + draws.normal(0, 12, (height, width, 3))
+    return image.clip(0, 255).astype(np.uint8), mask
+
+
+def save_scene(folder: Path, name: str, image: np.ndarray, mask: np.ndarray) -> None:
+    """Write ``images/NAME.jpg`` and ``masks/NAME.png``."""
+    for kind, array, suffix in (("images", image, ".jpg"), ("masks", mask, ".png")):
+        path = folder / kind / f"{name}{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(array).save(path, quality=95)
+
+
+def write_scenes(folder: Path, count: int, first: int = 0, classes: int = 4) -> Path:
+    """Write scenes number ``first`` to ``first + count - 1``; return the folder."""
+    for number in range(first, first + count):
+        save_scene(folder, f"part_{number % 2}/{number}", *scene(number, classes))
+    return folder
+
+
+def shape_of(line: str) -> str:
+    """Return a printed line with # for numbers, and single spaces."""
+    return " ".join(re.sub(r"\d[\d,]*(\.\d+)?%?", "#", line).split())
