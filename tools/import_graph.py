@@ -26,7 +26,8 @@ LEVELS = [
     {"equivalence", "report", "plan"},
     {"run"},
     {"slurm"},
-    {"cli", "api"},
+    {"cli"},
+    {"api"},
     {"__main__"},
 ]
 """Packages and modules of selftask by level; each may import those above it in this list."""

@@ -7,23 +7,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from selftask.api.evaluation import evaluate
     from selftask.api.learner import Learner
     from selftask.api.model import Model, load
+    from selftask.api.predictor import Prediction, Predictor
     from selftask.api.trainer import Trainer
     from selftask.api.training import Run, create_task, train
     from selftask.task import Task
 
 __version__ = "0.1.0"
 
-__all__ = ["Learner", "Model", "Run", "Task", "Trainer", "create_task", "load", "train"]
+__all__ = [
+    "Learner",
+    "Model",
+    "Prediction",
+    "Predictor",
+    "Run",
+    "Task",
+    "Trainer",
+    "create_task",
+    "evaluate",
+    "load",
+    "train",
+]
 
 _HOMES = {
     "Learner": "api.learner",
     "Model": "api.model",
+    "Prediction": "api.predictor",
+    "Predictor": "api.predictor",
     "Run": "api.training",
     "Task": "task",
     "Trainer": "api.trainer",
     "create_task": "api.training",
+    "evaluate": "api.evaluation",
     "load": "api.model",
     "train": "api.training",
 }

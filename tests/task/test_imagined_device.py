@@ -42,6 +42,7 @@ ALL_HOOKS = (
     "hooks.precise_bn={batches: 2, batch_size: 4}",
 )
 OF_LABELS = ("hooks.train_meters={}", "hooks.mixup={}")
+PROBE = "hooks.online_probe={layers: [-1]}"
 CLIPPING = (
     "{mode: norm, max_norm: 1.0}",
     "{mode: per_parameter}",
@@ -124,6 +125,7 @@ def test_methods(method: str, tmp_path: Path) -> None:
     clip = CLIPPING[METHODS.names().index(method) % len(CLIPPING)]
     then = ["train.precision=float16", f"hooks.clip_gradients={clip}", *ALL_HOOKS]
     then += OF_LABELS if method == "supervised" else ()
+    then += [PROBE] if method not in ("supervised", "multilabel") else []
     assert in_process(trained_twice, method, tmp_path, then) == []
 
 

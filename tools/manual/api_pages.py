@@ -12,7 +12,8 @@ PARTS = {
             "[Python API](../python.md)."
         ),
         (
-            *("api.training", "api.model", "api.trainer", "api.learner"),
+            *("api.training", "api.model", "api.evaluation", "api.predictor"),
+            *("api.trainer", "api.learner"),
             *("task.task", "task.recorder", "batch"),
         ),
     ),

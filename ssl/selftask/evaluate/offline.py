@@ -78,7 +78,7 @@ def evaluate_backbone(
     main = {} if sources.val is None and sources.val_sets else {"": sources.val}
     tests: dict[str, Source | None] = {**main, **sources.val_sets}  # None: the training images
     learning = evaluations.keys() - label_free(evaluations).keys()
-    if None in tests.values() and learning - {"knn"}:
+    if None in tests.values() and learning - {"knn", "clusters"}:
         raise UserError("data.val is missing: give the labelled images to test on, data.val=DIR")
     counts_of = {
         name: LabelCounts.of_sources(Sources(sources.train, s)) for name, s in tests.items()

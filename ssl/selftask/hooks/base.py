@@ -16,7 +16,8 @@ The order of the calls::
         on_phase_end
     on_end
     before_save / after_load        # around checkpoints
-    before_evaluation               # of the frozen backbone; called on every rank
+    before_evaluation               # of the frozen backbone; called on every rank; what is logged
+                                    # here is part of the evaluation's row
     after_evaluation                # its row is task.last_row
     on_row                          # task.last_row was written to the log; the row of an
                                     # evaluation at step 0 may come before a hook's on_start

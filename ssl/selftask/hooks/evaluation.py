@@ -66,11 +66,13 @@ class EvaluateBackbone(Hook):
         self.ran_at = task.steps_done
         if task.evaluate is None:
             return
-        if _has_evaluations(task):
-            task.run_hooks("before_evaluation")
         started = time.perf_counter()
+        with task.separate_scalars():
+            if _has_evaluations(task):
+                task.run_hooks("before_evaluation")
+            of_hooks = task.pop_scalars()
         with stage("evaluate", at_once=True):
-            row = self._evaluate(task, task.evaluate)
+            row = {**of_hooks, **self._evaluate(task, task.evaluate)}
         if row:
             row["eval_s"] = time.perf_counter() - started
             task.write_row(row)
@@ -104,8 +106,10 @@ def _with_labels(task: Task) -> list[str]:
 def _has_evaluations(task: Task) -> bool:
     data, components = task.data_module, task.config.eval.evaluations
     free = len(components) > len(_with_labels(task))
+    probes = any(getattr(hook, "evaluates", False) for hook in task.hooks)
     itself = any(
         EVALUATIONS.declared(component.name, "takes_backbone", False)
         for component in components.values()
     )
-    return itself or bool(components and data.labelled_sets) or bool(free and data.val_sources)
+    with_labels = (components or probes) and data.labelled_sets
+    return itself or bool(with_labels) or bool(free and data.val_sources)

@@ -27,6 +27,7 @@ class Column(NamedTuple):
 
 
 _HEALTH, _EVAL = "hook `health`, a default", "`eval.evaluations`, at step 0, `eval.every`, the end"
+_PROBE = "hook `online_probe`"
 _DEVICE = "runs on CUDA and XPU devices"
 _DEVICES = "runs on CUDA, XPU and MPS devices"
 
@@ -120,12 +121,41 @@ _GENERAL = (
     Column("svm_map", "0 to 1", "Mean average precision of linear SVMs.", _EVAL),
     Column("svm_N_labels_top1", "0 to 1", "Accuracy of SVMs with N labels per class.", _EVAL),
     Column("svm_N_labels_map", "0 to 1", "Mean average precision with N labels per class.", _EVAL),
+    Column(
+        "cluster_nmi",
+        "0 to 1",
+        "Normalized mutual information of the classes and k-means clusters of the features.",
+        _EVAL,
+    ),
+    Column("cluster_ari", "-0.5 to 1", "Adjusted Rand index of these clusters.", _EVAL),
+    Column(
+        "cluster_purity",
+        "0 to 1",
+        "Share of images in the most frequent class of their cluster.",
+        _EVAL,
+    ),
+    Column(
+        "cluster_accuracy",
+        "0 to 1",
+        "Share of images whose cluster is that of their class, one cluster for each class.",
+        _EVAL,
+    ),
     Column("rankme", "1 to width", "RankMe of the features: entropy of singular values.", _EVAL),
     Column("alpha", "", "Decay of the eigenvalues of the features, alpha-ReQ; best near 1.", _EVAL),
     Column("nesum", "1 to width", "Sum of these eigenvalues over the largest.", _EVAL),
     Column(
         "feature_uniformity", "below 0", "Uniformity of the features; lower is more uniform.", _EVAL
     ),
+    Column(
+        "train_probe_top1",
+        "0 to 1",
+        "Accuracy of a linear classifier trained beside the network, on the training images since "
+        "the row before, each predicted before the update with it.",
+        _PROBE,
+    ),
+    Column("probe_top1", "0 to 1", "Accuracy of this classifier on `data.val`.", _PROBE),
+    Column("probe_lr", "", "Learning rate of the classifier that these columns show.", _PROBE),
+    Column("ms_probe", "ms", "Time of a step that the hook takes.", _PROBE),
     Column("segmentation_linear_lr", "", "Learning rate chosen for the linear head.", _EVAL),
     Column("segmentation_HEAD_miou", "0 to 1", "Mean IoU of segmentation by a head.", _EVAL),
     Column("segmentation_HEAD_accuracy", "0 to 1", "Share of correct pixels.", _EVAL),

@@ -88,7 +88,11 @@ def _forward(task: Task, batch: Batch, chunks: list[slice]) -> tuple[Any, list[A
         outputs.append(_of_chunk(task, batch, rows))
         embeddings.append(getattr(task.base_model, "embedding", None))
     if all(embedding is not None for embedding in embeddings):
-        task.base_model.embedding = torch.cat(embeddings)
+        by_view = [
+            embedding.unflatten(0, (-1, rows.stop - rows.start))  # (V, chunk, E)
+            for embedding, rows in zip(embeddings, chunks, strict=True)
+        ]
+        task.base_model.embedding = torch.cat(by_view, dim=1).flatten(0, 1)
     sizes = [rows.stop - rows.start for rows in chunks]
     leaves = zip(*(tree_leaves(output) for output in outputs), strict=True)
     joined = [_join(parts, sizes, position, task) for position, parts in enumerate(leaves)]

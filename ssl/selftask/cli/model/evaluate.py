@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import takewhile
 
 from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS
+from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen
 from selftask.cli.options import asks_for_help, refuse_ranks
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
@@ -21,6 +22,7 @@ from selftask.registry import EVALUATIONS
 
 COMMANDS = {
     "retrieval": ("selftask.cli.model.retrieval", "find images of the same object"),
+    "views": ("selftask.cli.model.evaluations.views", "label-free measures of views of each image"),
     "segmentation": ("selftask.cli.model.dense.segmentation", "classes of pixels"),
     "depth": ("selftask.cli.model.dense.depth", "depth of pixels"),
     "correspondence": ("selftask.cli.model.dense.correspondence", "find places again, no labels"),
@@ -29,8 +31,9 @@ COMMANDS = {
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
 
 USAGE = f"""\
-usage: selftask eval knn|linear|svm|spectrum RUN_OR_MODEL [RUN_OR_MODEL ...] [key=value ...]
+usage: selftask eval knn|linear|svm|clusters|spectrum RUN_OR_MODEL ... [key=value ...]
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
+       selftask eval views RUN [images=1000] [views=10] [key=value ...]
        selftask eval segmentation|depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
        selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
@@ -65,27 +68,40 @@ def main(argv: list[str]) -> int:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
     _check_name(name)
     for address in models:
-        row = _evaluate(name, address, argv[1 + len(models) :])
-        if read_world().rank == 0:  # which has the results
+        overrides = argv[1 + len(models) :]
+        frozen, run = open_named(address, asked_words(name, overrides))
+        row = evaluate_frozen(name, frozen, tell=announce)
+        if row:  # rank 0 has the results
             print(json_row({"model": address, **row} if len(models) > 1 else row), flush=True)
+            keep(run, name, overrides, frozen.facts.get("step"), row)
     return 0
 
 
-def _evaluate(name: str, address: str, overrides: list[str]) -> dict[str, float]:
-    """Return the metrics of a model, which ranks other than 0 lack; keep those of a run."""
-    asked = [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
-    frozen, address = open_named(address, asked)
-    config = _only(frozen.config, name)
+def evaluate_frozen(
+    name: str, frozen: Frozen, *, tell: Callable[[str], None] | None = None
+) -> dict[str, float]:
+    """Return the metrics of one evaluation; empty on ranks other than 0.
 
+    Args:
+        name: Name of the evaluation.
+        frozen: The model and its images.
+        tell: Called with lines about images and classes; None logs them.
+    """
     from selftask.evaluate.offline import evaluate_backbone
 
-    world = read_world()
-    row = evaluate_backbone(
-        frozen.backbone, config, frozen.sources, device=frozen.device, world=world, tell=announce
+    return evaluate_backbone(
+        frozen.backbone,
+        _only(frozen.config, name),
+        frozen.sources,
+        device=frozen.device,
+        world=read_world(),
+        **({} if tell is None else {"tell": tell}),
     )
-    if world.rank == 0:
-        keep(address, name, overrides, frozen.facts.get("step"), row)
-    return row
+
+
+def asked_words(name: str, overrides: list[str]) -> list[str]:
+    """Return the words that select an evaluation and set its fields, and the other words."""
+    return [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
 
 
 def _check_name(name: str) -> None:

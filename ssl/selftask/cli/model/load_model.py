@@ -43,7 +43,12 @@ class Frozen:
     device: torch.device
 
 
-def open_frozen(address: str, overrides: list[str], export: Path | None = None) -> Frozen:
+def open_frozen(
+    address: str,
+    overrides: list[str],
+    export: Path | None = None,
+    loaded: tuple[nn.Module, dict[str, Any]] | None = None,
+) -> Frozen:
     """Return the model at ``address`` and the images of its run, or those in ``overrides``.
 
     Images are transformed as in the run's config or, without a run, as in the model's metadata.
@@ -53,6 +58,7 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
         overrides: ``key=value`` words, which take precedence over config and metadata.
             ``trust=true`` allows code that the run or file names.
         export: A ``backbone.pt`` to load in place of the run's weights.
+        loaded: A backbone and its metadata; ``address`` is then a name for messages.
 
     Raises:
         UserError: If anything is missing or does not fit. Mistakes in ``overrides`` are reported
@@ -71,10 +77,13 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
     import_plugins(overrides)  # a plug-in may register a handler for the address
     weights, overrides = take("weights", overrides)
     prefix, overrides = take("prefix", overrides)
-    check_model(address if export is None else str(export), weights)
-    address = local_run(address)
-    saved = expand_user(address) / "config.yaml"
-    recipe = str(saved if exists(saved) else recipes.folder() / SHIPPED)
+    has_config = False
+    if loaded is None:
+        check_model(address if export is None else str(export), weights)
+        address = local_run(address)
+        saved = expand_user(address) / "config.yaml"
+        has_config = exists(saved)
+    recipe = str(saved if has_config else recipes.folder() / SHIPPED)
     config = load_config(recipe, overrides, trust=trust)
     if _has_lost_labels(config):
         overrides = ["data.labels=true", *overrides]
@@ -98,10 +107,10 @@ def open_frozen(address: str, overrides: list[str], export: Path | None = None) 
         for line in explain_chosen(config, without=f"{show_path(Path(recipe))}:"):
             LOGGER.debug("config: %s", line)
         model = address if export is None else str(export)
-        backbone, facts = open_model(
+        backbone, facts = loaded or open_model(
             model, weights=chosen, trust=trust, image_size=size, prefix=prefix
         )
-    if not exists(saved) and facts.get("transforms"):
+    if not has_config and facts.get("transforms"):
         shown = yaml.safe_dump(facts["transforms"], default_flow_style=True, width=float("inf"))
         shown = f"eval.transforms={shown.strip()}"
         config = load_config(recipe, [shown, *rest], trust=trust)

@@ -158,12 +158,13 @@ class Timing(Hook):
         taken: defaultdict[str, float] = defaultdict(float)
         for (section, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
             if section is not None:
-                taken[section] += _milliseconds(start, end)
+                taken[section] += milliseconds(start, end)
         del self.marks[:-1]
         return taken
 
 
-def _milliseconds(start: Any, end: Any) -> float:
+def milliseconds(start: Any, end: Any) -> float:
+    """Return the time between two readings of a clock, or two events of a device."""
     if isinstance(end, float):
         return float(1e3 * (end - start))
     end.synchronize()

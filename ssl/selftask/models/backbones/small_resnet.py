@@ -84,15 +84,20 @@ class SmallResNet(nn.Module):
         features: Tensor = self.stages(self.stem(images))  # (B, 4 * width, h, w)
         return features.mean(dim=(2, 3))
 
+    @property
+    def layer_modules(self) -> list[nn.Module]:
+        """The stem, followed by the blocks."""
+        return [self.stem, *self.stages]
+
     def extract(self, images: Tensor, *, layers: tuple[int, ...] = ()) -> Features:
         """Return pooled features, the last map, and the maps of some layers.
 
         Args:
             images: (B, C, H, W).
-            layers: Numbers of the layers: 0 is the stem, followed by the blocks.
+            layers: Numbers of the layers, as in ``layer_modules``.
         """
         x, hidden = images, {}
-        for number, part in enumerate((self.stem, *self.stages)):
+        for number, part in enumerate(self.layer_modules):
             x = part(x)
             if number in layers:
                 hidden[number] = from_map(x)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from selftask.errors import UserError
 from selftask.models.features.tokens import Features, Grid, Request
@@ -31,6 +32,8 @@ class Adapter(ABC):
         mask_dim: Width of a mask token, equal to that of the patch embedding.
         interpolates: Whether ``extract`` interpolates positions for image sizes that the backbone's
             own forward pass rejects.
+        num_prefix: Number of prefix tokens in the output of a layer that is a sequence.
+        channels_last: Whether the output of a layer that is a map is (B, h, w, E).
     """
 
     offers: frozenset[str] = frozenset()
@@ -40,6 +43,8 @@ class Adapter(ABC):
     built_grid: Grid = (0, 0)
     mask_dim: int = 0
     interpolates: bool = False
+    num_prefix: int = 0
+    channels_last: bool = False
 
     @abstractmethod
     def extract(self, images: Tensor, request: Request) -> Features:
@@ -57,6 +62,16 @@ class Adapter(ABC):
                 f"{rows}x{columns} pixels"
             )
         return height // rows, width // columns
+
+    @abstractmethod
+    def layer(self, number: int) -> nn.Module:
+        """Return the module whose output is hidden layer ``number``."""
+
+    def mean_patch(self, output: Tensor) -> Tensor:
+        """Return the mean over the patches, (B, E) float32, of the output of ``layer``."""
+        if output.ndim == 3:
+            return output[:, self.num_prefix :].mean(dim=1, dtype=torch.float32)
+        return output.mean(dim=(1, 2) if self.channels_last else (2, 3), dtype=torch.float32)
 
     @property
     def positions(self) -> Tensor | None:

@@ -173,6 +173,15 @@ class Own(Adapter):
         features: Features = self.backbone.extract(images, **request.given())
         return features
 
+    def layer(self, number: int) -> nn.Module:
+        if not hasattr(self.backbone, "layer_modules"):
+            raise UserError(
+                f"backbone: a {type(self.backbone).__name__} does not name its layers; give it an "
+                "attribute layer_modules, the modules whose outputs are the hidden layers"
+            )
+        module: nn.Module = self.backbone.layer_modules[number]
+        return module
+
 
 class FeatureExtractor(nn.Module):
     """``extract`` as a module, so that a ``Teacher`` can copy a backbone alone."""

@@ -44,6 +44,8 @@ class TimmModel(Adapter):
         self.offers = frozenset(offers)
         parameters = inspect.signature(model.forward_intermediates).parameters
         self.gives_prefix = "return_prefix_tokens" in parameters
+        self.num_prefix = getattr(model, "num_prefix_tokens", 0)
+        self.channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
 
     @staticmethod
     def fits(backbone: Any) -> bool:
@@ -72,8 +74,11 @@ class TimmModel(Adapter):
         rows, columns = before_norm.grid or (0, 0)
         if final.ndim == 3:
             return from_sequence(final, final.shape[1] - rows * columns, before_norm.grid)
-        is_last = getattr(self.model, "output_fmt", "NCHW") == "NHWC"
-        return from_map(final.permute(0, 3, 1, 2) if is_last else final)
+        return from_map(final.permute(0, 3, 1, 2) if self.channels_last else final)
+
+    def layer(self, number: int) -> nn.Module:
+        layer: nn.Module = self.model.get_submodule(self.model.feature_info[number]["module"])
+        return layer
 
 
 def _begins_with_patches(model: Any) -> bool:

@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selftask.models.features.adapter import Adapter
 from selftask.models.features.tokens import (
@@ -42,6 +42,7 @@ class TimmViT(Adapter):
         self.stride = self.patch_size[0]
         self.built_grid = tuple(vit.patch_embed.grid_size)
         self.mask_dim = vit.embed_dim
+        self.num_prefix = vit.num_prefix_tokens
 
     @staticmethod
     def fits(backbone: Any) -> bool:
@@ -98,6 +99,9 @@ class TimmViT(Adapter):
             rows, columns = embed.dynamic_feat_size((height, width))
             return rows, columns
         return super().grid(height, width)
+
+    def layer(self, number: int) -> nn.Module:
+        return self.vit.blocks[number]
 
     @property
     def positions(self) -> Tensor | None:

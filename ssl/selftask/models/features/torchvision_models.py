@@ -24,6 +24,7 @@ class TorchvisionViT(Adapter):
 
     offers = frozenset({"dense", "hidden", "tokens"})
     interpolates = True
+    num_prefix = 1
 
     def __init__(self, vit: Any) -> None:
         self.vit = vit
@@ -54,6 +55,10 @@ class TorchvisionViT(Adapter):
         x = encoder.ln(x)
         return Features(vit.heads(x[:, 0]), from_sequence(x, 1, grid), hidden)
 
+    def layer(self, number: int) -> nn.Module:
+        layer: nn.Module = self.vit.encoder.layers[number]
+        return layer
+
     @property
     def positions(self) -> Tensor:
         embedding: Tensor = self.vit.encoder.pos_embedding
@@ -76,7 +81,7 @@ class TorchvisionStages(Adapter):
         self.model = model
         self.stages = _stages(model)
         self.num_layers = len(self.stages)
-        self.is_swin = hasattr(model, "permute")  # (B, h, w, E) before ``permute``
+        self.is_swin = self.channels_last = hasattr(model, "permute")  # until ``permute``
         offers = {"dense", "hidden"}
         if self.is_swin:
             offers.add("tokens")
@@ -117,6 +122,9 @@ class TorchvisionStages(Adapter):
                 flattens = any(isinstance(part, nn.Flatten) for part in last.children())
                 pooled = last(pooled if flattens else torch.flatten(pooled, 1))
         return Features(pooled, from_map(x), hidden)
+
+    def layer(self, number: int) -> nn.Module:
+        return self.stages[number][-1]
 
 
 def _is_torchvision(backbone: nn.Module) -> bool:

@@ -1,0 +1,72 @@
+"""Evaluate a frozen model from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from selftask.api.model import Model
+from selftask.api.objects import overrides
+from selftask.api.training import Run
+from selftask.cli.model.checkpoint_model import open_named
+from selftask.cli.model.evaluate import asked_words, evaluate_frozen
+from selftask.cli.model.evaluate_words import OTHERS
+from selftask.cli.model.kept_results import keep
+from selftask.cli.model.load_model import open_frozen
+from selftask.errors import UserError, nearest
+from selftask.registry import EVALUATIONS
+
+
+def evaluate(
+    model: str | Path | Run | Model,
+    name: str = "knn",
+    *,
+    data: Any = None,
+    data_val: Any = None,
+    **settings: Any,
+) -> dict[str, float]:
+    """Return the metrics of ``selftask eval NAME MODEL data=... data.val=...``.
+
+    ::
+
+        selftask.evaluate("runs/a", "knn", data="labelled/train", data_val="labelled/test")
+        selftask.evaluate("timm:resnet50", "linear", data=train_set, data_val=test_set)
+
+    Results of a run are also appended to its ``evaluations.jsonl``.
+
+    Args:
+        model: A run, a file, ``RUN@STEP``, ``timm:NAME`` and so on, as for the command; a ``Run``
+            or a ``Model``. A ``Model`` has its own image size and weights.
+        name: Name of the evaluation.
+        data: Training images: a value of ``data=`` or a map-style data set, as for ``train``; None
+            for those of the run.
+        data_val: Images to test on, likewise.
+        **settings: Fields of the evaluation, such as ``k=[5]``, and further settings of the
+            command, by dotted key or as nested dicts.
+
+    Returns:
+        Metrics by name, and the numbers of images and classes; empty on ranks other than 0.
+
+    Raises:
+        UserError: If there is no such evaluation, or model, images and labels do not allow it.
+    """
+    if name not in EVALUATIONS:
+        raise UserError(f"no evaluation named {name!r}; {nearest(name, EVALUATIONS.names())}")
+    named = {"data": data, "data.val": data_val}
+    plain = {key: settings.pop(key) for key in OTHERS if key in settings}
+    words = overrides({k: v for k, v in named.items() if v is not None} | settings)
+    words += [
+        f"{key}={str(value).lower() if key == 'trust' else value}" for key, value in plain.items()
+    ]
+    if isinstance(model, Model):
+        if unused := sorted({*plain, "image_size"} & {*plain, *settings}):
+            raise UserError(f"evaluate: {unused[0]} is for a model by its name; see selftask.load")
+        address = type(model.backbone).__name__
+        loaded = model.backbone, model.facts
+        return evaluate_frozen(name, open_frozen(address, asked_words(name, words), loaded=loaded))
+    address = str(model.out if isinstance(model, Run) else model)
+    frozen, run = open_named(address, asked_words(name, words))
+    row = evaluate_frozen(name, frozen)
+    if row:
+        keep(run, name, words, frozen.facts.get("step"), row)
+    return row

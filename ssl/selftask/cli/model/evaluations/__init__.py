@@ -1,0 +1,1 @@
+"""Commands of ``selftask eval`` with words of their own."""

@@ -1,0 +1,79 @@
+"""Clusters of frozen features, compared with the classes of the images.
+
+N images, K clusters, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from selftask.config.fields import setting
+from selftask.errors import UserError
+from selftask.evaluate.features import Features
+from selftask.models.clustering import spherical_kmeans
+from selftask.registry import register_evaluation
+
+
+@register_evaluation("clusters")
+@dataclass(frozen=True, kw_only=True)
+class Clusters:
+    """Spherical k-means of the test images beside their classes: cluster_nmi, cluster_ari, ..."""
+
+    k: int | None = setting(None, min=2)
+    """Number of clusters; null: the number of classes of the test images."""
+    restarts: int = setting(10, min=1)
+    """Number of runs of k-means, of which that with the largest sum of cosines counts."""
+    iterations: int = setting(100, min=1)
+    """Iterations of each run."""
+    seed: int = setting(0, min=0)
+    """Seed of the initial centers."""
+
+    def __call__(self, train: Features, test: Features) -> dict[str, float]:
+        """Return the agreement of clusters and classes; the training images are not used.
+
+        Raises:
+            UserError: If images have no labels, or there are fewer images than clusters.
+        """
+        test.check_labels("clusters")
+        classes, target = torch.unique(test.targets, return_inverse=True)
+        k = self.k or len(classes)
+        if len(test) < k:
+            raise UserError(f"clusters: {k} clusters of {len(test)} images; give more images")
+        units = F.normalize(test.features, dim=1)
+        generator = torch.Generator().manual_seed(self.seed)
+        best = -torch.inf
+        for _ in range(self.restarts):
+            centers, cluster = spherical_kmeans(
+                units, k, iterations=self.iterations, generator=generator
+            )
+            cosines = float((units * centers[cluster]).sum(dtype=torch.float64))
+            if cosines > best:
+                best, assigned = cosines, cluster
+        return agreement(assigned.cpu().numpy(), target.cpu().numpy())
+
+
+def agreement(cluster: np.ndarray, target: np.ndarray) -> dict[str, float]:
+    """Compare the clusters (N,) of images with their classes (N,).
+
+    Returns:
+        ``cluster_nmi``: mutual information over the mean of the two entropies; ``cluster_ari``:
+        adjusted Rand index; ``cluster_purity``: share of images in the most frequent class of their
+        cluster; ``cluster_accuracy``: share of images whose cluster is that of their class, with at
+        most one cluster for each class, assigned for the largest share (Hungarian method).
+    """
+    from scipy.optimize import linear_sum_assignment  # slow to import
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+    from sklearn.metrics.cluster import contingency_matrix
+
+    counts = contingency_matrix(target, cluster)  # (C, K)
+    pairs = linear_sum_assignment(counts, maximize=True)
+    return {
+        "cluster_nmi": float(normalized_mutual_info_score(target, cluster)),
+        "cluster_ari": float(adjusted_rand_score(target, cluster)),
+        "cluster_purity": float(counts.max(axis=0).sum() / len(target)),
+        "cluster_accuracy": float(counts[pairs].sum() / len(target)),
+    }

@@ -1,0 +1,217 @@
+"""Linear probes that are trained beside the network.
+
+B images of this rank, V views, E features, L learning rates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from selftask.config.fields import setting
+from selftask.data.labels import is_labelled
+from selftask.distributed.accelerator import forked_rng, is_accelerator, record_event
+from selftask.distributed.collectives import all_reduce_sum, world_size
+from selftask.errors import UserError
+from selftask.hooks.base import Hook
+from selftask.hooks.mixup import unmixed
+from selftask.hooks.watching.timing import milliseconds
+from selftask.logs import get_logger
+from selftask.models.eval_mode import in_eval_mode
+from selftask.models.features.extract import pooled
+from selftask.models.features.layer_outputs import LayerOutputs
+from selftask.models.linear_probes import LinearProbes
+from selftask.registry import register_hook
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+log = get_logger(__name__)
+
+
+@register_hook("online_probe")
+@dataclass(eq=False, kw_only=True)
+class OnlineProbe(Hook):
+    """Trains linear classifiers on the detached features of each batch, and logs their accuracy.
+
+    The features are those that the step computes of the first view. Gradients, weights and random
+    draws of the network are the same as without the hook. ``train_probe_top1`` is the accuracy on
+    the training images since the last row, each predicted before the update with it. Evaluations
+    add ``probe_top1``, the accuracy on ``data.val`` with the transforms of evaluations. Both are
+    those of the learning rate with the highest recent accuracy on training images, ``probe_lr``.
+    Columns of hidden layers end with the layer, as in ``probe_top1_layer3``. ``ms_probe`` is the
+    time of a step that the hook takes.
+    """
+
+    priority: ClassVar[int] = 60  # before the row is written
+    evaluates: ClassVar[bool] = True
+
+    lr: list[float] = setting([1.0, 3.0, 10.0], above=0)
+    """Learning rates, of which each has its own classifier; for features of unit length."""
+    layers: list[int] = setting([])
+    """Hidden layers of the backbone with classifiers of their own, beside its output: the mean of
+    the patches, as in ``eval.layers``. Negative numbers count from the last layer.
+    """
+    num_classes: int | None = setting(None, min=2)
+    """Number of classes; needed if the labels are not known before the images are read."""
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        train = config["train"]
+        if not self.lr:
+            yield "lr: []; one or more learning rates are expected"
+        step = train["step"] if isinstance(train["step"], str) else train["step"]["name"]
+        if self.layers and (train["compile"] or step == "compiled"):
+            yield "layers: a compiled model shows no hidden layers; use train.compile=false"
+        if self.layers and step == "grad_cache":
+            yield "layers: train.step=grad_cache passes parts of a batch; use train.step=standard"
+
+    def __post_init__(self) -> None:
+        self.probes: dict[str, LinearProbes] = {}  # by the end of their columns: "", "_layer3"
+        self.loaded: dict[str, Any] = {}
+        self.clock: Callable[[], Any] = time.perf_counter
+        self.times: list[tuple[Any, Any]] = []  # start and end, since the last row
+        self.steps = 0  # since the last row
+
+    def on_start(self, task: Task) -> None:
+        if not is_labelled(task.data_module.train_source):
+            raise UserError("hooks.online_probe: the images of data have no labels to learn")
+        self.classes = self.num_classes or task.data_module.num_classes
+        if not self.classes:
+            raise UserError(
+                "hooks.online_probe.num_classes is missing: the labels of these images are not "
+                "known before they are read"
+            )
+        try:
+            self.hidden = LayerOutputs(task.base_model.backbone, self.layers)
+        except UserError as error:
+            raise UserError(f"hooks.online_probe: {error}") from None
+        if is_accelerator(task.device):
+            self.clock = partial(record_event, task.device, timing=True)
+
+    # -- training -------------------------------------------------------------------------------
+
+    def before_step(self, task: Task) -> None:
+        for probe in self.probes.values():
+            probe.clear()  # a skipped step leaves sums
+        self.hidden.start()
+
+    def on_loss_and_meter(self, task: Task) -> None:
+        if not task.train:
+            return
+        with self._timed():
+            labels = task.last_batch.labels
+            if labels.ndim > 1:
+                labels = unmixed(task, labels)
+            if labels.ndim > 1:
+                raise UserError("hooks.online_probe: one label for each image is expected")
+            embedding = getattr(task.base_model, "embedding", None)  # (V * B, E), view after view
+            if embedding is None or len(embedding) % len(labels):
+                raise UserError(
+                    "hooks.online_probe: the network keeps no pooled features of each view; see "
+                    "Network.extract and Network.pooled"
+                )
+            for name, features in _by_column(embedding, self.hidden.take()).items():
+                first = features[: len(labels)].float()
+                self._probe(name, first).add(first, labels)
+
+    def on_update(self, task: Task) -> None:
+        with self._timed():
+            for probe in self.probes.values():
+                probe.update()
+        self.steps += 1
+        if task.should_log:
+            for name, probe in self.probes.items():
+                task.log(f"train_probe_top1{name}", probe.take_accuracy()[probe.best])
+                task.log(f"probe_lr{name}", probe.lr[probe.best])
+            task.log("ms_probe", sum(starmap(milliseconds, self.times)) / self.steps)
+            self.times.clear()
+            self.steps = 0
+
+    def on_step(self, task: Task) -> None:
+        self.hidden.stop()  # here, since a skipped step has no update
+
+    def on_end(self, task: Task) -> None:
+        if {"ms_probe", "step_s_median"} <= task.history.keys():
+            taken = task.history["ms_probe"].median()
+            whole = 1e3 * task.history["step_s_median"].median()
+            text = "online_probe: %.2f of the %.1f milliseconds of a step (%.1f %%)"
+            log.info(text, taken, whole, 100 * taken / whole)
+
+    def _probe(self, name: str, features: Tensor) -> LinearProbes:
+        """Return the classifiers of a layer, which are built when its width is known."""
+        if name not in self.probes:
+            probe = LinearProbes(self.lr, features.shape[1], self.classes, features.device)
+            state, sizes = self.loaded.pop(name, {}), _sizes(probe.state_dict())
+            if _sizes(state) == sizes:
+                probe.load_state_dict(state)
+            elif state:
+                log.warning("hooks.online_probe: other classes or rates; the probes start anew")
+            self.probes[name] = probe
+        return self.probes[name]
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = self.clock()
+        yield
+        self.times.append((start, self.clock()))
+
+    # -- evaluation -----------------------------------------------------------------------------
+
+    def before_evaluation(self, task: Task) -> None:
+        """Log the accuracy on the labelled validation sets, of which each rank has a part.
+
+        A network that is sharded over ranks is not evaluated.
+        """
+        if not self.probes or (task.config.parallel.reduce == "fsdp" and world_size() > 1):
+            return
+        task.sync_buffers()
+        for set_name in task.data_module.labelled_sets:
+            for name, accuracy in self._evaluate(task, set_name).items():
+                column = f"probe_top1{name}"
+                task.log(f"{set_name}/{column}" if set_name else column, accuracy)
+
+    @torch.no_grad()
+    def _evaluate(self, task: Task, set_name: str) -> dict[str, Tensor]:
+        """Return the accuracy on a validation set, by the end of the column."""
+        backbone = task.base_model.backbone
+        counts = {  # hits of each learning rate, images
+            name: torch.zeros(len(self.lr) + 1, device=task.device) for name in self.probes
+        }
+        with in_eval_mode(backbone), forked_rng():
+            self.hidden.start()
+            for batch in task.data_module.test_samples(set_name):
+                features = pooled(backbone, batch.all_views[0].to(task.device, non_blocking=True))
+                labels = batch.labels.to(task.device, non_blocking=True)
+                for name, x in _by_column(features, self.hidden.take()).items():
+                    counts[name][:-1] += self.probes[name].count_hits(x.float(), labels)
+                    counts[name][-1] += (labels >= 0).sum()
+            self.hidden.stop()
+        sums = {name: all_reduce_sum(count) for name, count in counts.items()}
+        return {
+            name: sums[name][probe.best] / sums[name][-1] for name, probe in self.probes.items()
+        }
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.loaded, **{name: dict(p.state_dict()) for name, p in self.probes.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded, self.probes = dict(state), {}  # built from it with the next batch
+
+
+def _sizes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in state.items()}
+
+
+def _by_column(output: Tensor, hidden: dict[int, Tensor]) -> dict[str, Tensor]:
+    """Return the features of the backbone's output and of layers, by the end of their columns."""
+    return {"": output, **{f"_layer{number}": x for number, x in hidden.items()}}
