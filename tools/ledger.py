@@ -57,6 +57,22 @@ PROOFS = {
             ("tests/parallel/test_matrix.py", "tests/tiny.py", "tests/ranks.py"),
             "test_two_ranks_are_one_under_every_reduction",
         ),
+        Proof(
+            "devices",
+            ("selftask.task",),
+            (
+                "tests/task/test_imagined_device.py",
+                *("tests/imagined_device.py", "tests/imagined_streams.py"),
+                *("tests/imagined_autocast.py", "tests/tiny.py"),
+            ),
+            "test_a_method_on_the_device",
+        ),
+        Proof(
+            "compiled",
+            ("selftask.task",),
+            ("tests/task/test_train_steps.py", "tests/tiny.py"),
+            "test_every_method_is_traced_whole",
+        ),
     )
 }
 

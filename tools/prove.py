@@ -11,7 +11,9 @@ slow tests that do not concern single methods, within the same budget.
 
 Proofs of a method are ``gate``: it learns on digits (tools/gates.py); ``ranks``: 2 and 4 ranks
 equal one (`selftask check`); ``kills``: ten SIGKILLs do not change the result; ``reductions``: two
-ranks equal one with every gradient reduction. The exit code is 1 if one fails.
+ranks equal one with every gradient reduction; ``devices``: steps on an imagined accelerator do not
+wait, race or launch too much; ``compiled``: the compiled step is one graph, and computes the same.
+The exit code is 1 if one fails.
 """
 
 from __future__ import annotations

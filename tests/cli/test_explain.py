@@ -14,7 +14,6 @@ from selftask.logs.columns import Column, columns, describe_column
 from selftask.logs.events import EVENTS, read_events
 from selftask.logs.rows import FILE_ONLY, MEASURED
 from selftask.logs.run_files import RUN_FILES
-from selftask.registry import METHODS
 
 HOOKS = ("timing", "gradient_norms", "activations", "clip_gradients", "csv")
 
@@ -93,10 +92,3 @@ def test_what_a_run_writes_is_described(tmp_path: Path) -> None:
     files = {path.name for path in (tmp_path / "run").iterdir() if path.name[0] != "."}
     described = {Path(name).parts[0] for name in RUN_FILES}
     assert files - described == set()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS.names())
-def test_terms_of_every_method_are_described(method: str, tmp_path: Path) -> None:
-    tiny.train(method, tmp_path, "run", "train.max_steps=1")
-    assert undescribed({name for row in tiny.rows(tmp_path / "run") for name in row}) == []

@@ -27,6 +27,7 @@ from selftask.equivalence.compare import Record, compare, merge
 from selftask.equivalence.tiny_recipe import images_for, make_tiny
 from selftask.equivalence.trace import RecordedTask, batch_norm_replaced
 from selftask.errors import ConfigError
+from selftask.logs.columns import describe_column
 from selftask.registry import METHODS
 from selftask.task import Task
 
@@ -67,6 +68,8 @@ def test_the_loss_may_be_called_again_and_changes_nothing(method: str, tmp_path:
     assert now == plain
     assert [len(item) for item in vars(task.loss).values() if isinstance(item, list)] == pending
     assert tiny.differences(added, kept) == []
+    logged = {*task.last_row, *task.scalars, *(losses[0] if isinstance(losses[0], dict) else ())}
+    assert [name for name in logged if describe_column(name) is None] == []
     trained = [p for p in task.base_model.parameters() if p.requires_grad]
     for loss in losses:
         actual = torch.autograd.grad(total(loss), trained, retain_graph=True, allow_unused=True)

@@ -116,17 +116,25 @@ def trained(
     return problems + resumed
 
 
-@pytest.mark.parametrize(
-    "method",
-    [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in METHODS.names()],
-)
+@pytest.mark.parametrize("method", QUICK)
 def test_methods(method: str, tmp_path: Path) -> None:
+    check_method(method, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.parametrize("method", METHODS.names())
+def test_a_method_on_the_device(method: str, tmp_path: Path) -> None:
+    check_method(method, tmp_path)
+
+
+def check_method(method: str, folder: Path) -> None:
     """In bfloat16 with few launches a step; then in float16 with all hooks and a clipping."""
     clip = CLIPPING[METHODS.names().index(method) % len(CLIPPING)]
     then = ["train.precision=float16", f"hooks.clip_gradients={clip}", *ALL_HOOKS]
     then += OF_LABELS if method == "supervised" else ()
     then += [PROBE] if method not in ("supervised", "multilabel") else []
-    assert in_process(trained_twice, method, tmp_path, then) == []
+    assert in_process(trained_twice, method, folder, then) == []
 
 
 def trained_twice(method: str, folder: Path, then: list[str]) -> list[str]:

@@ -285,7 +285,8 @@ def test_one_graph_or_two(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.proof
+@pytest.mark.parametrize("method", METHODS.names())
 def test_every_method_is_traced_whole(method: str, tmp_path: Path) -> None:
     torch._dynamo.reset()
     counters.clear()
