@@ -29,7 +29,7 @@ def evaluate(
 
     ::
 
-        selftask.evaluate("runs/a", "knn", data="labelled/train", data_val="labelled/test")
+        selftask.evaluate("runs/a", "knn", data="labeled/train", data_val="labeled/test")
         selftask.evaluate("timm:resnet50", "linear", data=train_set, data_val=test_set)
 
     Results of a run are also appended to its ``evaluations.jsonl``.

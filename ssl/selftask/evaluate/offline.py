@@ -79,7 +79,7 @@ def evaluate_backbone(
     tests: dict[str, Source | None] = {**main, **sources.val_sets}  # None: the training images
     learning = evaluations.keys() - label_free(evaluations).keys()
     if None in tests.values() and learning - {"knn", "clusters"}:
-        raise UserError("data.val is missing: give the labelled images to test on, data.val=DIR")
+        raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
     counts_of = {
         name: LabelCounts.of_sources(Sources(sources.train, s)) for name, s in tests.items()
     }

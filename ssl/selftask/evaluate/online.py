@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from selftask.data.labels import is_labelled
+from selftask.data.labels import is_labeled
 from selftask.data.loading.open_data import Sources
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.errors import UserError
@@ -50,7 +50,7 @@ def evaluate_task(task: Task) -> dict[str, float]:
     backbone = evaluated_model(exported, task.config.eval)
     started = time.perf_counter()
     learns = any(len(label_free(chosen)) < len(chosen) for chosen in of_sets.values())
-    read = [data.labelled_samples()] if learns else []
+    read = [data.labeled_samples()] if learns else []
     parts = [
         extract_features(backbone, samples, device=task.device)
         for samples in (*read, *map(data.test_samples, of_sets))
@@ -72,7 +72,7 @@ def evaluations_of_sets(task: Task) -> dict[str, dict[str, Component]]:
     data, every = task.data_module, task.config.eval.evaluations
     components = {key: c for key, c in every.items() if key not in takes_backbone(every)}
     free = label_free(components)
-    chosen = {n: components if n in data.labelled_sets else free for n in data.val_sources}
+    chosen = {n: components if n in data.labeled_sets else free for n in data.val_sources}
     return {name: evaluations for name, evaluations in chosen.items() if evaluations}
 
 
@@ -134,7 +134,7 @@ def check_evaluations(config: Config, sources: Sources) -> str | None:
         if source is None:
             continue
         counts = LabelCounts.of_sources(Sources(sources.train, source))
-        if counts is None and evaluations and is_labelled(sources.train) and is_labelled(source):
+        if counts is None and evaluations and is_labeled(sources.train) and is_labeled(source):
             descriptions.append(f"{name or 'labels'}: as the images are read")
         if counts is None or not (evaluations and len(counts.classes)):
             continue

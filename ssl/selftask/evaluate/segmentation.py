@@ -147,7 +147,7 @@ def evaluate_segmentation(
     device: torch.device,
     tell: Callable[[str], None] = log.info,
 ) -> Segmented:
-    """Segment test images by the labelled patches of training images.
+    """Segment test images by the labeled patches of training images.
 
     Images and masks are resized to S x S. Scores of patches are interpolated to S x S, and compared
     pixel by pixel.

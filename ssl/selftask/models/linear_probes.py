@@ -103,18 +103,18 @@ class LinearProbes(nn.Module):
         """
         gradient, moments, hits, images = self._parts(all_reduce_sum(self._sums))
         count = images.clamp(min=1)
-        labelled = (images > 0).to(count.dtype)
+        labeled = (images > 0).to(count.dtype)
         begun = (self.steps > 0).to(count.dtype)
         self.velocity.mul_(_MOMENTUM).add_(gradient.view_as(self.velocity) * (begun / count))
         self.weights.addcmul_(self.velocity, self.lr[:, None, None], value=-1)
         offset, square = moments / count
-        share = labelled * (1 - begun * (1 - _OF_STATISTICS))  # all of the first batch
+        share = labeled * (1 - begun * (1 - _OF_STATISTICS))  # all of the first batch
         self.mean += share * offset
         self.variance.lerp_((square - offset.square()).clamp(min=0), share)
-        self.recent.lerp_(hits / count, labelled * _OF_ACCURACY)
+        self.recent.lerp_(hits / count, labeled * _OF_ACCURACY)
         self.hits += hits
         self.images += images
-        self.steps += labelled
+        self.steps += labeled
         self.clear()
 
     @torch.no_grad()

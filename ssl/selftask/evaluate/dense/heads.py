@@ -68,7 +68,7 @@ def remember(
     masks_of: Callable[[Batch], Tensor],
     num_classes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a sample of labelled patches: features (M, E), shares (M, C), image numbers (M,).
+    """Return a sample of labeled patches: features (M, E), shares (M, C), image numbers (M,).
 
     Args:
         patches: Patch features.
@@ -113,7 +113,7 @@ def fit_heads(
     if "knn" in options.heads:
         if options.k > len(features):
             raise UserError(
-                f"k: {options.k} neighbors are asked for, and there are {len(features)} labelled "
+                f"k: {options.k} neighbors are asked for, and there are {len(features)} labeled "
                 f"patches; use at most {len(features)}"
             )
         bank = Bank(features)

@@ -1,4 +1,4 @@
-"""A sample of labelled patches, of bounded size, and votes of the nearest of them.
+"""A sample of labeled patches, of bounded size, and votes of the nearest of them.
 
 B images of S x S pixels, N patches of each in a grid of h x w, M patches in memory, E features,
 C classes.
@@ -20,7 +20,7 @@ _ROWS = 512  # queries at once
 
 
 class PatchMemory:
-    """A uniform sample of the labelled patches of a sequence of images.
+    """A uniform sample of the labeled patches of a sequence of images.
 
     Each image gives at most its share of the capacity, and what earlier images have left of
     theirs. The sample depends on the seed and the images only.
@@ -45,11 +45,11 @@ class PatchMemory:
             indices: Number of each image (B,), the key of its draws.
         """
         patches = maps.flatten(2).transpose(1, 2)  # (B, N, E)
-        labelled = shares.sum(dim=2).gt(0).cpu().numpy()
+        labeled = shares.sum(dim=2).gt(0).cpu().numpy()
         for number, index in enumerate(indices.tolist()):
             self._added += 1
             room = self.capacity * self._added // self.num_images - self._filled
-            order = draw_rng(self.seed, 0, index, 0).permutation(np.flatnonzero(labelled[number]))
+            order = draw_rng(self.seed, 0, index, 0).permutation(np.flatnonzero(labeled[number]))
             rows = torch.from_numpy(np.sort(order[:room])).to(maps.device)
             images = torch.full((len(rows),), index, device=maps.device)
             self._parts.append((patches[number, rows], shares[number, rows], images))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from selftask.config.fields import setting
-from selftask.data.labels import is_labelled
+from selftask.data.labels import is_labeled
 from selftask.distributed.accelerator import forked_rng, is_accelerator, record_event
 from selftask.distributed.collectives import all_reduce_sum, world_size
 from selftask.errors import UserError
@@ -81,7 +81,7 @@ class OnlineProbe(Hook):
         self.steps = 0  # since the last row
 
     def on_start(self, task: Task) -> None:
-        if not is_labelled(task.data_module.train_source):
+        if not is_labeled(task.data_module.train_source):
             raise UserError("hooks.online_probe: the images of data have no labels to learn")
         self.classes = self.num_classes or task.data_module.num_classes
         if not self.classes:
@@ -166,14 +166,14 @@ class OnlineProbe(Hook):
     # -- evaluation -----------------------------------------------------------------------------
 
     def before_evaluation(self, task: Task) -> None:
-        """Log the accuracy on the labelled validation sets, of which each rank has a part.
+        """Log the accuracy on the labeled validation sets, of which each rank has a part.
 
         A network that is sharded over ranks is not evaluated.
         """
         if not self.probes or (task.config.parallel.reduce == "fsdp" and world_size() > 1):
             return
         task.sync_buffers()
-        for set_name in task.data_module.labelled_sets:
+        for set_name in task.data_module.labeled_sets:
             for name, accuracy in self._evaluate(task, set_name).items():
                 column = f"probe_top1{name}"
                 task.log(f"{set_name}/{column}" if set_name else column, accuracy)
