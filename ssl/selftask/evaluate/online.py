@@ -209,20 +209,20 @@ def run_evaluations(
             number.
     """
     row: dict[str, float] = {}
-    whole: tuple[Features, Features] | None = None
+    gathered: tuple[Features, Features] | None = None
     for key, component in components.items():
         evaluation = EVALUATIONS[component.name](**component.args)
         features = train, test
         if not getattr(evaluation, "takes_parts", False):
-            if whole is None:
+            if gathered is None:
                 first = _of_all_ranks(train)
-                whole = first, first if test is train else _of_all_ranks(test)
-            features = whole
+                gathered = first, first if test is train else _of_all_ranks(test)
+            features = gathered
         scores = flat_scores(evaluation(*features), f"eval.evaluations.{key}")
-        if twice := sorted(scores.keys() & row.keys()):
+        if duplicates := sorted(scores.keys() & row.keys()):
             raise UserError(
-                f"eval.evaluations.{key}: {', '.join(twice)} is the result of an evaluation before "
-                "it, too; keep one of them"
+                f"eval.evaluations.{key}: {', '.join(duplicates)} is the result of an evaluation "
+                "before it, too; keep one of them"
             )
         row |= scores
     return row
@@ -234,7 +234,7 @@ def flat_scores(metrics: Any, key: str, prefix: str = "") -> dict[str, float]:
     Args:
         metrics: Name -> number, NumPy scalar or tensor of one element; mappings may be nested.
         key: Config key of the evaluation, for the error.
-        prefix: Names of the mappings around ``found``, each with a slash.
+        prefix: Names of the mappings around ``metrics``, each with a slash.
 
     Raises:
         UserError: If a value has any other type.

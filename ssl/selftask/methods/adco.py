@@ -33,7 +33,7 @@ class AdCo(MomentumKeys, EMATeacher):
 
     Differs from the authors' code:
 
-    * First negatives have random directions; there they are outputs of the first network.
+    * Initial negatives have random directions; there they are outputs of the initial network.
     * BatchNorm is shuffled as in ``moco``.
     """
 

@@ -28,12 +28,12 @@ from selftask.methods.families.masked_patches import (
     mean_of_hidden,
 )
 from selftask.models.build import embed_dim
-from selftask.models.distillation.patch_decoder import transformer_blocks
 from selftask.models.distillation.patch_targets import PatchTokenizer, TokenTargets
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import gather_tokens
 from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
+from selftask.models.predictors.patch_predictor import transformer_blocks
 from selftask.registry import register_method
 
 if TYPE_CHECKING:

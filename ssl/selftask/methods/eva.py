@@ -57,8 +57,8 @@ class EVA(BlockMaskedPatches):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the teacher, whose width the head has, and build the network."""
         trained = self.open_trained("teacher", task)
-        of_teacher: nn.Module = trained.network.backbone  # type: ignore[assignment]
-        self.teacher = PatchTeacher(of_teacher, "method.teacher")
+        teacher_backbone: nn.Module = trained.network.backbone  # type: ignore[assignment]
+        self.teacher = PatchTeacher(teacher_backbone, "method.teacher")
         self.out_dim = trained.width
         return super().build_network(backbone, task)
 

@@ -100,8 +100,8 @@ class VQKD(Method):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the teacher, and build the tokenizer with its decoder."""
         trained = self.open_trained("teacher", task)
-        of_teacher: nn.Module = trained.network.backbone  # type: ignore[assignment]
-        self.teacher = PatchTeacher(of_teacher, "method.teacher")
+        teacher_backbone: nn.Module = trained.network.backbone  # type: ignore[assignment]
+        self.teacher = PatchTeacher(teacher_backbone, "method.teacher")
         config, grid = self.config, adapter_of(backbone).built_grid
         decoder = PatchDecoder(
             config.code_dim,
@@ -177,7 +177,7 @@ class VQKD(Method):
 
 
 class Coded(NamedTuple):
-    """What the tokenizer makes of patches."""
+    """Output of the tokenizer for patches."""
 
     units: Tensor
     """(B, N, D), unit vectors of the patches."""

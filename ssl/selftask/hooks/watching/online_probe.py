@@ -140,10 +140,10 @@ class OnlineProbe(Hook):
 
     def on_end(self, task: Task) -> None:
         if {"ms_probe", "step_s_median"} <= task.history.keys():
-            taken = task.history["ms_probe"].median()
-            whole = 1e3 * task.history["step_s_median"].median()
+            probe_ms = task.history["ms_probe"].median()
+            step_ms = 1e3 * task.history["step_s_median"].median()
             text = "online_probe: %.2f of the %.1f milliseconds of a step (%.1f %%)"
-            log.info(text, taken, whole, 100 * taken / whole)
+            log.info(text, probe_ms, step_ms, 100 * probe_ms / step_ms)
 
     def _probe(self, name: str, features: Tensor) -> LinearProbes:
         """Return the classifiers of a layer, which are built when its width is known."""

@@ -14,9 +14,9 @@ USAGE = f"""\
 usage: selftask eval retrieval RUN_OR_MODEL data=DIR [truth=FILE] [key=value ...]
 
 Describes each image, ranks the others by cosine, and prints mean average precision and precision
-at K of what is found, as one JSON line last.
+at K, as one JSON line last.
 {MODEL}
-data=DIR      images of queries and database. What belongs together is said by
+data=DIR      images of queries and database, with the relevant images of each query by
   (no truth)            class folders: each image is looked for among the others of all classes
   truth=gnd_x.pkl       Oxford or Paris; of the revisited sets easy, medium and hard
   truth=copydays        folders original, strong, jpegqual/3, ..., distractors

@@ -13,7 +13,7 @@ from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.logs import announce, json_row
 
 if TYPE_CHECKING:
-    from selftask.evaluate.segmentation import Segmented
+    from selftask.evaluate.segmentation import SegmentationResult
 
 USAGE = f"""\
 usage: selftask eval segmentation RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _table(result: Segmented) -> str:
+def _table(result: SegmentationResult) -> str:
     """Format a line for each class: share of the pixels, IoU and accuracy by head."""
     width = max(map(len, ("class", *result.classes.names)))
     heads = list(result.confusions)

@@ -13,8 +13,8 @@ USAGE = f"""\
 usage: selftask eval views RUN [data=DIR] [key=value ...]
 
 Makes several views of each image with the run's transforms of training, and prints LiDAR, the
-effective rank of what tells images apart, and the alignment of views, as one JSON line. No labels
-are needed. Compare checkpoints of one method on the same images only.
+effective rank of differences between images, and the alignment of views, as one JSON line. No
+labels are needed. Compare checkpoints of one method on the same images only.
 RUN           a run's folder, RUN@STEP or RUN@best (weights=ema: its average)
 data=DIR      the images; default: those of the run
 images=1000   number of images, drawn at random if there are more
