@@ -112,7 +112,7 @@ class BEiT(BlockMaskedPatches):
             return TokenTargets(self.open_frozen("tokenizer", task).network, "method.tokenizer")
         trained = self.open_trained("tokenizer", task, scores=True)
         assert trained.scores is not None
-        backbone: nn.Module = trained.network.backbone  # type: ignore[assignment]
+        backbone = trained.network.backbone
         scores = trained.scores.patches or trained.scores
         tokenizer = PatchTokenizer(backbone, scores.head, scores.width(backbone))
         return TokenTargets(tokenizer, "method.tokenizer")
