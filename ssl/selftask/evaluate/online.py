@@ -39,12 +39,12 @@ def evaluate_task(task: Task) -> dict[str, float]:
     for name in data.val_sources if task.config.eval.loss else ():
         losses |= of_set(name, validation_loss(task, name))
     of_sets = evaluations_of_sets(task)
-    on_maps = takes_backbone(task.config.eval.evaluations)
-    if not of_sets and not on_maps:
+    on_backbone = takes_backbone(task.config.eval.evaluations)
+    if not of_sets and not on_backbone:
         return losses
     exported = task.export_backbone()
     sources = Sources(data.train_source, data.val_source)
-    losses |= run_on_backbone(on_maps, exported, task.config, sources, task.device)
+    losses |= run_on_backbone(on_backbone, exported, task.config, sources, task.device)
     if not of_sets:
         return losses
     backbone = evaluated_model(exported, task.config.eval)
