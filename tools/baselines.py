@@ -2,7 +2,7 @@
 
     python tools/baselines.py RUN [key=value ...]
 
-Shows k-NN and linear accuracy with 10 labels per class, on the labelled images of the run.
+Shows k-NN and linear accuracy with 10 labels per class, on the labeled images of the run.
 """
 
 from __future__ import annotations

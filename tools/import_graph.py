@@ -34,7 +34,7 @@ LEVELS = [
 DATA_LEVELS = [
     {"kernel", "reading", "tokenizers"},
     {"source"},
-    {"extras", "fingerprint", "labels", "relabelled", "sampling", "subset", "transforms"},
+    {"extras", "fingerprint", "labels", "relabeled", "sampling", "subset", "transforms"},
     {"open_source", "views"},
     {"draw_recorder", "sources"},
     {"staging"},

@@ -119,7 +119,7 @@ def test_code_of_a_received_model_is_refused(exported: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_few_labels_are_worth_more_after_pretraining(tmp_path: Path) -> None:
-    """100 labelled digits: a short pretraining on all images wins over random weights."""
+    """100 labeled digits: a short pretraining on all images wins over random weights."""
     one = ("train.threads=1", "data.num_workers=0")
     words = [*one, "train.epochs=25", f"out={tmp_path / 'simclr'}"]
     assert main(["train", "simclr", *words]) == 0

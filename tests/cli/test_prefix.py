@@ -23,7 +23,7 @@ ADVICE = "('left.', 'right.'); choose one by prefix, or keep one of them in a fi
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two ResNets, of which one gives zeros; and a few labelled images."""
+    """Two ResNets, of which one gives zeros; and a few labeled images."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     state = resnet18().state_dict()

@@ -186,7 +186,7 @@ CASES = {
         rf"{CLI}~hooks\.health: it is a default; hooks\.health=null takes it out",
         ["~hooks.health"],
     ),
-    "a misspelt group of views": Broken(
+    "a misspelled group of views": Broken(
         r"views\.mian\.transforms must end .*'mian' is a new group of views: did you mean 'main'",
         ["views.mian.count=2"],
     ),

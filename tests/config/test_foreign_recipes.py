@@ -78,7 +78,7 @@ def test_config_of_another_framework_is_one_line_with_its_page(name: str, tmp_pa
     assert (ROOT / page).is_file()
 
 
-def test_misspelt_recipe_is_not_taken_for_another_framework(tmp_path: Path) -> None:
+def test_misspelled_recipe_is_not_taken_for_another_framework(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("defaults: [/simclr/digits]\nepochs: 3\nbatch_size: 8\nprecision: float32\n")
     with pytest.raises(ConfigError, match=r"did you mean 'train\.epochs'"):

@@ -177,7 +177,7 @@ def test_order_on_the_command_line_does_not_matter(project: Path) -> None:
     assert one.backbone.args == {"factor": 3}
 
 
-def test_another_source_does_not_keep_the_labelled_images_of_the_old(project: Path) -> None:
+def test_another_source_does_not_keep_the_labeled_images_of_the_old(project: Path) -> None:
     text = Path("my.yaml").read_text().replace("path: here", "path: here, val: {name: digits}")
     Path("my.yaml").write_text(text)
     assert load().data.val is not None

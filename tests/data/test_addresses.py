@@ -118,6 +118,6 @@ def test_an_address_that_nothing_reads_names_its_key(key: str) -> None:
         open_data(data)
 
 
-def test_an_address_of_a_misspelt_scheme() -> None:
+def test_an_address_of_a_misspelled_scheme() -> None:
     with pytest.raises(UserError, match=r"^htps://x/y: .*; did you mean 'https'\?$"):
         addresses.exists("htps://x/y")

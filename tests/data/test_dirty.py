@@ -217,7 +217,7 @@ def test_a_dead_disk_ends_a_run_at_once_and_is_named(
     monkeypatch.setattr(files, "FIRST_PAUSE_S", 0.001)
     reason = r"last 5 reads failed.*\.jpg: input/output error \(tried 3 times\)$"
     with pytest.raises(UserError, match=reason):
-        next(feed.train_batches(0) if loop == "train" else feed.labelled_samples())
+        next(feed.train_batches(0) if loop == "train" else feed.labeled_samples())
     feed.close()
     assert len(failed) == (15 if num_workers == 0 else 0)
     assert not (out / "bad_files.txt").exists()

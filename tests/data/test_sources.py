@@ -43,7 +43,7 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-def test_folder_is_recursive_sorted_and_labelled(tree: Path) -> None:
+def test_folder_is_recursive_sorted_and_labeled(tree: Path) -> None:
     source = build("folder", path=str(tree))
     names = [str(Path(source.path(i)).relative_to(tree)) for i in range(len(source))]
     assert names == ["a/0.webp", "a/x/1.JPG", "b/1.png", "b/2.png"]

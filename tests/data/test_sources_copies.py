@@ -21,7 +21,7 @@ from selftask.config.schema import Component
 from selftask.data.loading.open_data import Sources, copy_data
 from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
-from selftask.data.relabelled import relabelled
+from selftask.data.relabeled import relabeled
 from selftask.data.source import Source
 from selftask.data.staging import copies
 from selftask.data.staging.staged_source import copied
@@ -98,7 +98,7 @@ def test_of_a_subset_only_its_files(tree: Path, tmp_path: Path) -> None:
 
 
 def test_other_labels_of_copies(tree: Path, tmp_path: Path) -> None:
-    source = relabelled(build("folder", path=str(tree), subset={"count": 3}), "index")
+    source = relabeled(build("folder", path=str(tree), subset={"count": 3}), "index")
     fast = copied(source, str(tmp_path / "fast"))
     images = contents(fast)
     shutil.rmtree(tree)

@@ -150,7 +150,7 @@ def test_unreadable_image_of_a_table_is_named(tmp_path: Path, pixels: list[np.nd
         build("table", path=str(tmp_path / "x.csv"))[1]
 
 
-def test_glob_is_sorted_and_labelled(tmp_path: Path, pixels: list[np.ndarray]) -> None:
+def test_glob_is_sorted_and_labeled(tmp_path: Path, pixels: list[np.ndarray]) -> None:
     (tmp_path / "b" / "notes.txt").write_text("no image")
     (tmp_path / "b" / "0.png").mkdir()
     order = [0, 1, 3, 2]  # b/3.png before b/x/2.png

@@ -75,12 +75,12 @@ def test_by_class(digits: Source) -> None:
     assert shares.tolist() == [round(0.2 * n) for n in np.bincount(digits.labels)]
     with pytest.raises(UserError, match=r"count=999: there are \d+ images of class 0"):
         rows(digits, {"count": 999, "per_class": True})
-    unlabelled = subset_of(digits, 50)
-    unlabelled.labels = None
+    unlabeled = subset_of(digits, 50)
+    unlabeled.labels = None
     with pytest.raises(UserError, match="needs labels, and these images have none"):
-        rows(unlabelled, {"count": 1, "per_class": True})
-    unlabelled.labels = np.array([-1] * 48 + [2, 4])  # images without a label are left out
-    assert rows(unlabelled, {"per_class": True}).tolist() == [48, 49]
+        rows(unlabeled, {"count": 1, "per_class": True})
+    unlabeled.labels = np.array([-1] * 48 + [2, 4])  # images without a label are left out
+    assert rows(unlabeled, {"per_class": True}).tolist() == [48, 49]
     assert subset_of(digits, {"count": 1}).num_classes == 10
 
 

@@ -28,7 +28,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("how_to")
     draw = np.random.default_rng(0)
     rows = []
-    for folder in ("photos", "my_images", "labelled/train", "labelled/test"):
+    for folder in ("photos", "my_images", "labeled/train", "labeled/test"):
         for label in CLASSES:
             (home / folder / label).mkdir(parents=True)
             for number in range(22):  # half of them are more than the 20 neighbors of k-NN

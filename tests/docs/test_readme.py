@@ -35,7 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the images that the README speaks of."""
     home = tmp_path_factory.mktemp("readme")
     draw = np.random.default_rng(0)
-    for folder in ("my_images", "labelled/train", "labelled/test", "cifar10/train", "cifar10/test"):
+    for folder in ("my_images", "labeled/train", "labeled/test", "cifar10/train", "cifar10/test"):
         for label in ("cat", "dog"):
             (home / folder / label).mkdir(parents=True)
             for number in range(11):  # more than the 20 neighbors of k-NN

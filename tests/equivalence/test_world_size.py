@@ -155,11 +155,11 @@ def test_a_method_without_declaration_does_not_register() -> None:
 def test_a_wrong_word_is_no_declaration() -> None:
     with pytest.raises(UserError, match=r"says 'sample' for `loss_reduction`; .*\"samples\""):
 
-        @register_method("misspelt")
-        class Misspelt:
+        @register_method("misspelled")
+        class Misspelled:
             loss_reduction = "sample"
 
-    assert "misspelt" not in METHODS
+    assert "misspelled" not in METHODS
 
 
 def test_every_shipped_method_declares() -> None:

@@ -66,7 +66,7 @@ def test_definitions_by_brute_force(clusters: int) -> None:
     assert scores["cluster_nmi"] == pytest.approx(mutual.sum() / np.mean(entropies))
 
 
-def test_too_few_and_unlabelled_images_are_refused() -> None:
+def test_too_few_and_unlabeled_images_are_refused() -> None:
     features = blobs(0.1)
     with pytest.raises(UserError, match="clusters: 61 clusters of 60 images"):
         Clusters(k=61)(features, features)

@@ -35,7 +35,7 @@ def expected(folder: Path, out: str) -> dict[str, Tensor]:
     network = build_backbone(task.config.backbone, 3).double()
     network.load_state_dict({k: v.double() for k, v in exported(folder / out).items()})
     order = epoch_order(task.config.train.seed, 0, 80).at(np.arange(64))
-    images: Tensor = torch.cat([s.input for s in task.data_module.labelled_samples()])
+    images: Tensor = torch.cat([s.input for s in task.data_module.labeled_samples()])
     entered: dict[str, list[Tensor]] = {}
     for name, module in network.named_modules():
         if isinstance(module, nn.BatchNorm2d):

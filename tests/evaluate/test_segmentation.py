@@ -213,7 +213,7 @@ def test_memory_is_bounded_and_the_same_for_any_batches() -> None:
         assert torch.equal(one, other)
     features, labels, images = results[0]
     counts = torch.bincount(images, minlength=9).tolist()
-    assert len(features) == sum(counts) == 50, "what unlabelled images leave goes to later ones"
+    assert len(features) == sum(counts) == 50, "what unlabeled images leave goes to later ones"
     assert counts[2] == 0 and counts[5] <= 3 and max(counts) <= 12
     assert (labels.sum(dim=1) > 0).all()
     patches = maps.flatten(2).transpose(1, 2)

@@ -34,7 +34,7 @@ Fake = Callable[[str, str], None]  # of conftest
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with checkpoints of steps 1 and 2, and labelled images."""
+    """A finished run with checkpoints of steps 1 and 2, and labeled images."""
     folder = tmp_path_factory.mktemp("suite")
     words = (
         f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}",
@@ -94,7 +94,7 @@ def nearest_accuracy(run: Path, step: int) -> float:
     network = task.export_backbone().eval()
     with torch.no_grad():
         sets = []
-        for batches in (task.data_module.labelled_samples(), task.data_module.test_samples("")):
+        for batches in (task.data_module.labeled_samples(), task.data_module.test_samples("")):
             parts = [(network(batch.all_views[0]), batch.labels) for batch in batches]
             sets.append([torch.cat(column) for column in zip(*parts, strict=True)])
     task.close()

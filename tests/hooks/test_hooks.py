@@ -37,7 +37,7 @@ def test_a_hook_of_functions(tmp_path: Path) -> None:
     assert batches[0] is None and batches[2] is batches[1] is not batches[3]
 
 
-def test_misspelt_functions_and_taken_names(tmp_path: Path) -> None:
+def test_misspelled_functions_and_taken_names(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no hook point 'on_stp'; did you mean 'on_step'"):
         function_hook(on_stp=print)
     task = tiny.task("simclr", tmp_path)

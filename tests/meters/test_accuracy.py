@@ -54,7 +54,7 @@ def test_value_is_that_of_sklearn_however_the_images_come() -> None:
     assert meter.value == {"top_1": 0.0, "top_3": 0.0, "top_5": 0.0}
 
 
-def test_unlabelled_images_do_not_count() -> None:
+def test_unlabeled_images_do_not_count() -> None:
     scores, target = _scores()
     known = target.clone()
     target[3:6] = -1

@@ -68,7 +68,7 @@ HYPERSPHERE = {
 # solo-learn's formula: loss, gradient
 SUPCON = {
     "all": [(7.240585153272072, 0.8950201899939917), (7.362596059289769, 0.8537083152243349)],
-    "unlabelled": [
+    "unlabeled": [
         (7.407320683056526, 1.534987074543091),
         (9.188952470684528, 1.5726719592525733),
     ],
@@ -124,7 +124,7 @@ def test_supcon_is_that_of_the_authors_code(name: str) -> None:
     for seed, figures in zip(SEEDS, SUPCON[name], strict=True):
         x = draw(seed, 12, 2, 16).requires_grad_()
         views, labels = x.transpose(0, 1), torch.arange(12) % 4
-        if name == "unlabelled":
+        if name == "unlabeled":
             labels = torch.full((12,), -1)
         if name == "alone":
             views = views[:1]

@@ -14,7 +14,7 @@ from selftask.errors import UserError
 from selftask.methods.crossmae import CrossMAE
 from selftask.methods.mae import MAE, normalize, patchify
 from selftask.models.features.tokens import gather_tokens
-from selftask.models.predictors.memory_predictor import CrossBlock, CrossPredictor
+from selftask.models.predictors.memory_predictor import MemoryBlock, MemoryPredictor
 
 SMALL = {"decoder_dim": 8, "decoder_depth": 2, "decoder_heads": 2, "predicted_ratio": 0.25}
 # seeds 0 and 500: loss, norm of its gradient, norm of the targets
@@ -67,7 +67,7 @@ def _vit() -> VisionTransformer:
 
 
 def test_a_prediction_does_not_depend_on_other_predictions() -> None:
-    predictor = CrossPredictor(12, (4, 4), 2, dim=8, depth=2, num_heads=2, num_out=5).double()
+    predictor = MemoryPredictor(12, (4, 4), 2, dim=8, depth=2, num_heads=2, num_out=5).double()
     layers = [draw(1, 3, 7, 12), draw(2, 3, 7, 12)]
     asked = torch.tensor([[3, 9, 14]] * 3)
     together = predictor(layers, asked, (4, 4))
@@ -78,7 +78,7 @@ def test_a_prediction_does_not_depend_on_other_predictions() -> None:
 
 def test_a_block_is_attention_as_written_out() -> None:
     """Softmax of scaled products for each head, in loops."""
-    block = CrossBlock(4, 6, 2).double()
+    block = MemoryBlock(4, 6, 2).double()
     x, memory = draw(3, 1, 2, 4), draw(4, 1, 3, 6)
     queries = block.query(block.norm_queries(x))[0]
     keys, values = block.key_value(block.norm_memory(memory))[0].split(4, dim=1)

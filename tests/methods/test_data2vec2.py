@@ -17,7 +17,8 @@ from selftask.batch import Batch
 from selftask.config.config_class import config_class
 from selftask.config.run_length import RunLength
 from selftask.errors import UserError
-from selftask.methods.data2vec2 import Data2Vec2, Predictions, contextual_targets, is_hidden
+from selftask.methods.data2vec2 import Data2Vec2, Predictions, contextual_targets
+from selftask.models.masks import is_hidden
 from selftask.models.predictors.conv_decoder import ConvDecoder
 from selftask.models.predictors.patch_predictor import sincos_positions
 from selftask.optim.schedules import build_schedule

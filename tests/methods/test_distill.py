@@ -88,7 +88,7 @@ def test_distances_of_features_and_logits() -> None:
         assert actual.item() == pytest.approx(float(sum(squares)) / len(squares), rel=1e-12)
 
 
-def test_labels_have_their_share_and_unlabelled_images_none() -> None:
+def test_labels_have_their_share_and_unlabeled_images_none() -> None:
     student, teacher = _random(2, 4, K), _random(2, 4, K, seed=1)
     labels = torch.tensor([3, -1, 0, -1])
     terms = [

@@ -172,7 +172,7 @@ def test_a_classifier_of_timm_from_a_file(name: str, tmp_path: Path) -> None:
         ),
         (
             "logits",
-            ["method.teacher={runs}/supervised", "method.label_weight=0.5", "data={unlabelled}"],
+            ["method.teacher={runs}/supervised", "method.label_weight=0.5", "data={unlabeled}"],
             "label_weight: needs labels, and these images have none",
         ),
     ],
@@ -180,9 +180,9 @@ def test_a_classifier_of_timm_from_a_file(name: str, tmp_path: Path) -> None:
 def test_teachers_that_do_not_match_are_refused(
     method: str, words: list[str], message: str, runs: Path, tmp_path: Path
 ) -> None:
-    unlabelled = tmp_path / "unlabelled.npz"
-    np.savez(unlabelled, images=np.zeros((40, 32, 32), dtype=np.uint8))
-    words = [word.format(runs=runs, unlabelled=unlabelled) for word in words]
+    unlabeled = tmp_path / "unlabeled.npz"
+    np.savez(unlabeled, images=np.zeros((40, 32, 32), dtype=np.uint8))
+    words = [word.format(runs=runs, unlabeled=unlabeled) for word in words]
     task = tiny.task(f"distill_{method}", tmp_path, "run", *words)
     with pytest.raises(UserError, match=message):
         task.prepare()

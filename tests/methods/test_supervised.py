@@ -18,7 +18,7 @@ from selftask.models.classifier.classifier import Classifier
 from selftask.optim.param_groups import freeze_for_good
 
 
-def _labelled(*labels: int) -> SimpleNamespace:
+def _labeled(*labels: int) -> SimpleNamespace:
     return SimpleNamespace(labels=np.array(labels), num_classes=max(labels) + 1)
 
 
@@ -36,7 +36,7 @@ def _build(
 
 
 def test_loss_is_cross_entropy_and_chance_its_value_for_equal_scores() -> None:
-    method, _ = _build(_labelled(0, 1, 2))
+    method, _ = _build(_labeled(0, 1, 2))
     scores, target = torch.randn(4, 3, dtype=torch.float64), torch.tensor([2, 0, 1, 1])
     terms = [
         math.log(sum(math.exp(s) for s in row.tolist())) - row[t].item()
@@ -52,11 +52,11 @@ def test_loss_is_cross_entropy_and_chance_its_value_for_equal_scores() -> None:
 
 def test_any_loss_of_torch_or_classy_by_name() -> None:
     scores, target = torch.randn(4, 3), torch.tensor([2, 0, 1, 1])
-    method, _ = _build(_labelled(0, 1, 2), loss="MultiMarginLoss", loss_args={"margin": 0.5})
+    method, _ = _build(_labeled(0, 1, 2), loss="MultiMarginLoss", loss_args={"margin": 0.5})
     expected = nn.MultiMarginLoss(margin=0.5)(scores, target)
     assert torch.equal(loss_of(method, scores, labels=target), expected)
     assert method.chance_loss is None
-    method, _ = _build(_labelled(0, 1, 2), loss="classy:soft_target_cross_entropy")
+    method, _ = _build(_labeled(0, 1, 2), loss="classy:soft_target_cross_entropy")
     expected = nn.functional.cross_entropy(scores, target)
     ours = loss_of(method, scores, labels=target)
     assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -65,7 +65,7 @@ def test_any_loss_of_torch_or_classy_by_name() -> None:
 def test_a_frozen_backbone_changes_nothing_but_the_classifier() -> None:
     backbone = nn.Sequential(TinyBackbone(), nn.BatchNorm1d(6), nn.Dropout(0.5))
     backbone.embed_dim = 6
-    method, probe = _build(_labelled(0, 1, 2), backbone=backbone, freeze_backbone=True)
+    method, probe = _build(_labeled(0, 1, 2), backbone=backbone, freeze_backbone=True)
     freeze_for_good([("network", probe), ("loss", method)], [], method.group_rules())
     probe.train()
     before = {name: tensor.clone() for name, tensor in probe.backbone.state_dict().items()}
@@ -93,10 +93,10 @@ def test_the_probes_classifier_starts_as_in_mocos_code() -> None:
     ("train", "val", "config", "message"),
     [
         (SimpleNamespace(labels=None), None, {}, r"method\.num_classes is missing"),
-        (_labelled(0, 1), _labelled(0, 4), {}, r"data.val: .* up to 4.*at least 5"),
-        (_labelled(0, 1, 2), None, {"num_classes": 2}, "set method.num_classes to at least 3"),
-        (_labelled(0, 1), None, {"loss": "CrosEntropyLoss"}, "did you mean 'CrossEntropyLoss'?"),
-        (_labelled(0, 1), None, {"loss_args": {"smooth": 1}}, "method.loss_args=.*'smooth'"),
+        (_labeled(0, 1), _labeled(0, 4), {}, r"data.val: .* up to 4.*at least 5"),
+        (_labeled(0, 1, 2), None, {"num_classes": 2}, "set method.num_classes to at least 3"),
+        (_labeled(0, 1), None, {"loss": "CrosEntropyLoss"}, "did you mean 'CrossEntropyLoss'?"),
+        (_labeled(0, 1), None, {"loss_args": {"smooth": 1}}, "method.loss_args=.*'smooth'"),
     ],
 )
 def test_what_cannot_be_trained_is_told(

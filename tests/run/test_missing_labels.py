@@ -37,13 +37,13 @@ def test_no_evaluations_without_validation_images() -> None:
 
 
 @pytest.mark.parametrize("has_labels", [True, False])
-def test_meters_without_labelled_images_are_told(tmp_path: Path, has_labels: bool) -> None:
+def test_meters_without_labeled_images_are_told(tmp_path: Path, has_labels: bool) -> None:
     val = [f"data.val={tiny.digits_file(tmp_path)}"] if has_labels else []
     words = ["meters.accuracy={topk: [1]}", "train.max_steps=1", *val]
     words = tiny.overrides("supervised", tmp_path, "run", *words)
     assert main(["train", "supervised/digits", *words]) == 0
     text = (tmp_path / "run/log.txt").read_text()
-    message = "meters (accuracy) measure nothing: data.val has no labelled images"
+    message = "meters (accuracy) measure nothing: data.val has no labeled images"
     assert (message in text) == (not has_labels)
     assert ("test_accuracy_top_1" in tiny.rows(tmp_path / "run")[-1]) == has_labels
 
@@ -128,7 +128,7 @@ def test_eval_of_a_run_on_other_images_tests_on_those(
         ("a.h5", "labelz", "data.labels"),
     ],
 )
-def test_a_misspelt_label_column_is_an_error_that_names_the_columns(
+def test_a_misspelled_label_column_is_an_error_that_names_the_columns(
     tmp_path: Path, name: str, content: str, key: str
 ) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "x.png")

@@ -20,13 +20,13 @@ from selftask.random import process_state
 from selftask.run.compatibility import check_same_run
 from selftask.task import Task
 
-LABELLED = ("meters.accuracy={topk: [1]}", "eval.evaluations={knn: {}}", "eval.every='1 epoch'")
+LABELED = ("meters.accuracy={topk: [1]}", "eval.evaluations={knn: {}}", "eval.every='1 epoch'")
 
 
 VAL = "data.val=val.npz"
 CASES = {
-    "supervised": [VAL, *LABELLED],
-    "simclr": [VAL, *LABELLED[1:], "hooks.clip_gradients={max_norm: 1.0}"],
+    "supervised": [VAL, *LABELED],
+    "simclr": [VAL, *LABELED[1:], "hooks.clip_gradients={max_norm: 1.0}"],
     "barlow": ["train.precision=bfloat16"],
     "moco": ["train.step={name: grad_cache, chunks: 3}"],
     "swav": ["train.step=sam", "train.epochs=1"],

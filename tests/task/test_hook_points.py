@@ -82,7 +82,7 @@ def test_priorities_and_exceptions(tmp_path: Path, spy: str) -> None:
     assert isinstance(task.exception, ZeroDivisionError)
 
 
-def test_misspelt_point_is_an_error() -> None:
+def test_misspelled_point_is_an_error() -> None:
     with pytest.raises(
         TypeError, match=r"Wrong\.on_foward is not a hook point; there are: on_start"
     ):

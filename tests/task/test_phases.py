@@ -32,7 +32,7 @@ STOP = (
     "train.epochs=2",
     "eval={every: 2 steps, evaluations: {knn: {k: [3]}}}",
 )
-LABELLED = "meters.accuracy={topk: [1]}"
+LABELED = "meters.accuracy={topk: [1]}"
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_validation_loss_is_that_of_the_formula(folder: Path) -> None:
 
 
 def test_test_phases_every_other_epoch_and_half_an_epoch(folder: Path) -> None:
-    words = (LABELLED, "eval.evaluations={}", "eval.test_every=2", "train.epochs=4.6")
+    words = (LABELED, "eval.evaluations={}", "eval.test_every=2", "train.epochs=4.6")
     words += ("train.checkpoint_every='0.5 epoch'", "train.log_every=3", "hooks.clip_gradients={}")
     whole = train("supervised", folder, "every", *words)
     assert whole.steps_done == 23  # 5 in an epoch
@@ -206,7 +206,7 @@ def test_nothing_is_evaluated_before_its_start(
     start: str, tested: list[float], evaluated: list[int], folder: Path
 ) -> None:
     """Test phases every other epoch of five steps, k-NN every four steps, 23 steps in all."""
-    words = (LABELLED, "eval={every: 4 steps, evaluations: {knn: {k: [3]}}, test_every: 2}")
+    words = (LABELED, "eval={every: 4 steps, evaluations: {knn: {k: [3]}}, test_every: 2}")
     words += ("train.epochs=4.6", f"eval.start={start}")
     name = start.replace(" ", "_")
     whole = train("supervised", folder, name, *words)
@@ -220,7 +220,7 @@ def test_nothing_is_evaluated_before_its_start(
 
 def test_phases_have_their_numbers_behind_a_late_start(folder: Path) -> None:
     """Classy's indices of train and test phases, for hooks of Classy."""
-    words = (LABELLED, "eval.evaluations={}", "train.epochs=5", "eval.start='3 epochs'")
+    words = (LABELED, "eval.evaluations={}", "train.epochs=5", "eval.start='3 epochs'")
     val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}"
     task = tiny.task("supervised", folder, "numbers", val, *words)
     seen: list[tuple[bool, int, int]] = []
@@ -256,7 +256,7 @@ def test_epochs_are_parts_of_one_stream(tmp_path: Path) -> None:
 def watched(folder: Path, out: str, *more: str) -> tuple[Task, list[str]]:
     """Train, and list the points of phases with the step at which they come."""
     calls: list[str] = []
-    words = (LABELLED, "eval.evaluations={}", "train.epochs=2.2", *more)
+    words = (LABELED, "eval.evaluations={}", "train.epochs=2.2", *more)
     val = f"data.val={tiny.digits_file(folder, 'val.npz', 400, 440)}"
     task = tiny.task("supervised", folder, out, val, *words)
 
@@ -339,7 +339,7 @@ def test_steps_of_fractional_epochs(epochs: float, steps: int) -> None:
 
 def test_a_trained_classifier_is_scored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ema = "hooks.ema={decay: 0.5}"
-    run = train("supervised", folder, "scored", LABELLED, "eval.evaluations={}", ema).out
+    run = train("supervised", folder, "scored", LABELED, "eval.evaluations={}", ema).out
     last = [row for row in tiny.rows(run) if "test_accuracy_top_1" in row][-1]
     before = sorted(path.name for path in run.rglob("*"))
 

@@ -4,7 +4,7 @@
 
 Each round runs every entry once. Shown are median and minimum of CPU seconds, the median over
 rounds of the ratio to one fit of scikit-learn with its 95 % bootstrap interval, and the accuracy on
-5,000 other images. Features are standardised for both; for scikit-learn this is not timed.
+5,000 other images. Features are standardized for both; for scikit-learn this is not timed.
 Difficulties differ in the distance of the classes.
 
     scikit-learn  LogisticRegression, lbfgs, default tolerance, unlimited iterations

@@ -55,7 +55,7 @@ def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
         number: Index of the batch, counted from the start of training.
         batches_per_epoch: Number of batches per epoch.
     """
-    epoch, place = divmod(number, batches_per_epoch)
+    epoch, position = divmod(number, batches_per_epoch)
     if isinstance(item, Batch):
         item.number, item.epoch = number, epoch
         return item
@@ -74,7 +74,7 @@ def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
             "of them, (views, labels), or a selftask.batch.Batch"
         )
     size, device = len(every[0]), every[0].device
-    start = (place * world_size() + rank()) * size
+    start = (position * world_size() + rank()) * size
     index = torch.arange(start, start + size)
     return Batch(
         views=views,
@@ -144,12 +144,12 @@ def read_epoch(batches: Any, epoch: int, start: int, seed: int) -> Iterator[Any]
     generators = _Generators(seed + epoch * 1_000_003 + rank())
     with generators.in_use():
         iterator = iter(batches)
-    for place in count(start if can_seek is not None else 0):
+    for position in count(start if can_seek is not None else 0):
         with generators.in_use():
             item = next(iterator, _END)
         if item is _END:
             return
-        if place >= start:
+        if position >= start:
             yield item
 
 

@@ -29,7 +29,7 @@ def evaluate(
 
     ::
 
-        selftask.evaluate("runs/a", "knn", data="labelled/train", data_val="labelled/test")
+        selftask.evaluate("runs/a", "knn", data="labeled/train", data_val="labeled/test")
         selftask.evaluate("timm:resnet50", "linear", data=train_set, data_val=test_set)
 
     Results of a run are also appended to its ``evaluations.jsonl``.
@@ -48,7 +48,7 @@ def evaluate(
         Metrics by name, and the numbers of images and classes; empty on ranks other than 0.
 
     Raises:
-        UserError: If there is no such evaluation, or model, images and labels do not allow it.
+        UserError: If there is no such evaluation, or the model, images or labels do not fit it.
     """
     if name not in EVALUATIONS:
         raise UserError(f"no evaluation named {name!r}; {nearest(name, EVALUATIONS.names())}")

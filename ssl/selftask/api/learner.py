@@ -177,8 +177,8 @@ def _build(method: str | Method | type[Method], options: dict[str, Any]) -> Any:
     if isinstance(method, Method):
         return method
     kind = METHODS[method] if isinstance(method, str) else method
-    known = [field.name for field in dataclasses.fields(kind.Config)]
+    names = [field.name for field in dataclasses.fields(kind.Config)]
     for name in options:
-        if name not in known:
-            raise UserError(f"{kind.__name__} has no option {name!r}; {nearest(name, known)}")
+        if name not in names:
+            raise UserError(f"{kind.__name__} has no option {name!r}; {nearest(name, names)}")
     return kind(kind.Config(**options))

@@ -52,7 +52,7 @@ class Neighbor(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a ``Predictor`` returns of one image."""
+    """Output of a ``Predictor`` for one image."""
 
     features: np.ndarray
     """(E,) float32."""
@@ -81,7 +81,7 @@ class Predictor:
         trust: Allow an architecture in the user's own code, which is then imported.
 
     Raises:
-        UserError: If something is missing or does not match.
+        UserError: If the model or the images cannot be opened, or no image can be read.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Predictor:
 
     def _open(self, module: FrozenModule) -> Model:
         """Return the backbone; set the classifier and the names of its classes, if there is one."""
-        checkpoint = _classifies(module)
+        checkpoint = _classifier_checkpoint(module)
         if checkpoint is None:
             return _as_model(open_features(module))
         network = open_scores(module)
@@ -157,8 +157,8 @@ class Predictor:
     def _neighbors(self, features: Tensor) -> list[list[Neighbor]]:
         if not self._paths:
             return [[] for _ in features]
-        none = torch.full((len(features),), -1)
-        cosine, row = self._bank.nearest(F.normalize(features, dim=1), self.k, none)
+        no_exclusion = torch.full((len(features),), -1)
+        cosine, row = self._bank.nearest(F.normalize(features, dim=1), self.k, no_exclusion)
         return [
             [Neighbor(self._paths[index], value) for index, value in zip(*pair, strict=True)]
             for pair in zip(row.tolist(), cosine.tolist(), strict=True)
@@ -174,7 +174,7 @@ class Predictor:
         return labels, score.tolist()
 
 
-def _classifies(module: FrozenModule) -> dict[str, Any] | None:
+def _classifier_checkpoint(module: FrozenModule) -> dict[str, Any] | None:
     """Return the checkpoint of a run whose method has a classifier of labels, or None."""
     if module.library or module.is_code:
         return None
@@ -184,14 +184,14 @@ def _classifies(module: FrozenModule) -> dict[str, Any] | None:
     if not exists(folder / "config.yaml"):
         return None
     if checkpoint is None and not checkpoints(folder / "checkpoints"):
-        return None  # of a run that has its export only
+        return None  # the run has only its export
     method = read_yaml(folder / "config.yaml")["method"]
     name = method if isinstance(method, str) else method["name"]
     if name not in METHODS or "labels" not in METHODS.declared(name, "requires", ()):
         return None
-    return (
-        open_checkpoint(module.model) if METHODS.declared(name, "outputs_logits", False) else None
-    )
+    if not METHODS.declared(name, "outputs_logits", False):
+        return None
+    return open_checkpoint(module.model)
 
 
 def _as_model(network: TrainedNetwork) -> Model:

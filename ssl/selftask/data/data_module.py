@@ -19,7 +19,7 @@ from selftask.data.device.engine import Engine
 from selftask.data.draw_recorder import DrawRecorder
 from selftask.data.extras import ExtraImages, ExtrasReader
 from selftask.data.fingerprint import fingerprint, sample_contents
-from selftask.data.labels import is_labelled
+from selftask.data.labels import is_labeled
 from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.dataset import EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches, in_batches, in_equal_numbers
@@ -79,13 +79,11 @@ class DataModule:
             bad_files=files(self.train_source, path=out / "bad_files.txt"),
             sampler=sampler,
         )
-        has_labels = is_labelled(self.train_source) if self.val_sources else False
-        self._labelled = {  # computed now, since it may read an image with the user's code
-            name: is_labelled(source) for name, source in self.val_sources.items()
+        has_labels = is_labeled(self.train_source) if self.val_sources else False
+        self._labeled = {  # computed now, since it may read an image with the user's code
+            name: is_labeled(source) for name, source in self.val_sources.items()
         }
-        self.labelled_sets = [
-            name for name in self._labelled if has_labels and self._labelled[name]
-        ]
+        self.labeled_sets = [name for name in self._labeled if has_labels and self._labeled[name]]
         """Names of the validation sets that evaluations can test on; "" is ``data.val``."""
         self.batches.bad_files.refuse(self.train_source.unreadable().values())
         for name, source in self.val_sources.items():
@@ -146,7 +144,7 @@ class DataModule:
         method, source = self.config.method, self.val_source
         if source is not None and "numbers" in required(method.name):
             return extras_of(source).keys() >= {*method.args["targets"]}
-        return self._labelled.get("", False)
+        return self._labeled.get("", False)
 
     @property
     def data_wait_s(self) -> float:
@@ -186,7 +184,7 @@ class DataModule:
                 decoded.images[name] = decode_once(images, data, self.batches.bad_files)
             dataset.source = decoded
 
-    def labelled_samples(self) -> Iterator[Batch]:
+    def labeled_samples(self) -> Iterator[Batch]:
         """Yield this rank's part of the training images once, with the evaluation transforms."""
         yield from self._eval_batches(self.train_source, self.batches.bad_files)
 

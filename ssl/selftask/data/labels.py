@@ -28,7 +28,7 @@ def check_labels(source: Source) -> None:
             )
 
 
-def count_unlabelled(source: Source) -> int:
+def count_unlabeled(source: Source) -> int:
     """Return the number of images without a label.
 
     If labels are only known after reading, the first readable image decides for all images.
@@ -43,9 +43,9 @@ def count_unlabelled(source: Source) -> int:
     return 0
 
 
-def is_labelled(source: Source) -> bool:
-    """Return whether images of a source have labels, as ``count_unlabelled`` counts them."""
-    return count_unlabelled(source) < len(source)
+def is_labeled(source: Source) -> bool:
+    """Return whether images of a source have labels, as ``count_unlabeled`` counts them."""
+    return count_unlabeled(source) < len(source)
 
 
 def align_classes(source: Source, model: Source, key: str) -> None:

@@ -46,7 +46,7 @@ def on_ranks(
         backend: Backend of ``torch.distributed``; with ``nccl`` rank r uses GPU r.
 
     Raises:
-        RunError: If a rank raises an exception, hangs or dies; with the tracebacks.
+        RunError: With the tracebacks, if a rank raises an exception, hangs or dies.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
@@ -73,7 +73,7 @@ def on_ranks(
 
 
 def _wait(ranks: list[Any], limit_s: float) -> None:
-    """Wait until all ranks have ended, or one with an error; others then wait for it in vain."""
+    """Wait until all ranks have ended, or one has failed, for which others would wait forever."""
     deadline = time.monotonic() + limit_s
     while running := [process for process in ranks if process.is_alive()]:
         if any(process.exitcode for process in ranks) or time.monotonic() > deadline:
@@ -82,7 +82,7 @@ def _wait(ranks: list[Any], limit_s: float) -> None:
 
 
 def _problem(written: Path, code: int | None, timeout_s: float) -> str:
-    """Return what happened to a rank, or an empty string if it finished, or was ended by us."""
+    """Return how a rank failed; an empty string if it finished or was killed by ``on_ranks``."""
     text = written.read_text(encoding="utf-8") if written.exists() else ""
     if text.startswith("Timeout"):
         return f"hung for {timeout_s:g} s:\n{text.partition(chr(10))[2]}"

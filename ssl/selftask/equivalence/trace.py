@@ -207,8 +207,8 @@ class _InDouble:
     def iterate_all(self) -> Iterator[Batch]:
         return map(_in_double, self._feed.iterate_all())
 
-    def labelled_samples(self) -> Iterator[Batch]:
-        return map(_in_double, self._feed.labelled_samples())
+    def labeled_samples(self) -> Iterator[Batch]:
+        return map(_in_double, self._feed.labeled_samples())
 
 
 def _in_double(batch: Batch) -> Batch:

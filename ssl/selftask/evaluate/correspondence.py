@@ -113,7 +113,7 @@ def evaluate_correspondence(
             first = patches(resized(images, size))
             second = patches(warped(images, warps, size))
             for whole, view, warp in zip(first, second, warps, strict=True):
-                results.append(_judge(whole, view, warp, options.thresholds))
+                results.append(_scores(whole, view, warp, options.thresholds))
     grid = first.shape[2:]
     tell(
         f"{len(results)} images of {size}x{size} pixels, each warped once; "
@@ -158,7 +158,7 @@ def resized(images: Tensor, size: int) -> Tensor:
 def warped(images: Tensor, warps: Tensor, size: int) -> Tensor:
     """Return the second views (B, C, S, S) of images (B, C, H, W), by the maps (B, 2, 3).
 
-    torch's positions are from -1 to 1, so the shift changes and the linear part does not.
+    Positions in torch range from -1 to 1: the shift is converted, the linear part stays.
     """
     linear, shift = warps[..., :2], warps[..., 2:]
     shift = 2 * shift + linear.sum(dim=2, keepdim=True) - 1
@@ -188,14 +188,17 @@ def distances(whole: Tensor, view: Tensor, warp: Tensor) -> tuple[Tensor, Tensor
         Distances (N, N), and the match of each patch of the view (N,): the patch of the image with
         the largest cosine.
     """
-    places = centers((whole.shape[1], whole.shape[2]), warp)  # (N, 2)
-    true = places @ warp[:, :2].T + warp[:, 2]
+    positions = centers((whole.shape[1], whole.shape[2]), warp)  # (N, 2)
+    true_positions = positions @ warp[:, :2].T + warp[:, 2]
     units = [F.normalize(maps.flatten(1).T, dim=1) for maps in (view, whole)]  # (N, E)
-    return torch.cdist(true, places), (units[0] @ units[1].T).argmax(dim=1)
+    return torch.cdist(true_positions, positions), (units[0] @ units[1].T).argmax(dim=1)
 
 
-def _judge(whole: Tensor, view: Tensor, warp: Tensor, thresholds: list[float]) -> Tensor:
-    """Return shares of correct matches, those of random ones, and the mean distance of a match."""
+def _scores(whole: Tensor, view: Tensor, warp: Tensor, thresholds: list[float]) -> Tensor:
+    """Return shares of correct and of random matches, and the mean distance of a match.
+
+    Each share has a value for each threshold: (2 * thresholds + 1,) in all.
+    """
     distance, match = distances(whole, view, warp)
     nearest = distance.amin(dim=1, keepdim=True)
     correct = [(distance <= torch.clamp(nearest + 1e-6, min=t)).float() for t in thresholds]

@@ -19,7 +19,7 @@ from selftask.data.loading.open_data import Sources
 from selftask.distributed.accelerator import forked_rng
 from selftask.errors import UserError
 from selftask.evaluate.dense.depth_maps import UNKNOWN, DepthImages
-from selftask.evaluate.dense.heads import HeadOptions, check_choice, fit_heads, remember
+from selftask.evaluate.dense.heads import HeadOptions, check_choice, fit_heads, sample_patches
 from selftask.evaluate.dense.masks import IGNORED
 from selftask.evaluate.dense.patches import PatchFeatures, limited, square_batches
 from selftask.logs import get_logger
@@ -49,7 +49,7 @@ class DepthOptions(HeadOptions):
             yield f"min_depth: {self.min_depth:g}; must be below max_depth={self.max_depth:g}"
 
     def counts(self, depth: Tensor) -> Tensor:
-        """Return which depths count."""
+        """Return True for the depths that count."""
         return (depth > UNKNOWN) & (depth >= self.min_depth) & (depth <= self.max_depth)
 
     def bin_of(self, depth: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def evaluate_depth(
         return -(logits.softmax(dim=1) @ centers - shares @ centers).square().mean()
 
     with in_eval_mode(backbone), forked_rng(), torch.no_grad():
-        features, shares, images = remember(
+        features, shares, images = sample_patches(
             patches,
             square_batches(train, config, device, train.key),
             options,
@@ -139,7 +139,7 @@ def evaluate_depth(
                     results[name].append(metrics(predicted, depth, options.counts(depth)))
     row: dict[str, float] = {}
     for name, rows in results.items():
-        _check_depths(test.key, any(bool(one.isfinite().all()) for one in rows), options)
+        _check_depths(test.key, any(bool(values.isfinite().all()) for values in rows), options)
         means = torch.stack(rows).nanmean(dim=0).tolist()
         row |= {f"depth_{name}_{m}": v for m, v in zip(METRICS, means, strict=True)}
     row |= {f"depth_{name}": value for name, value in facts.items()}
@@ -157,14 +157,14 @@ def _check_depths(key: str, any_counts: bool, options: DepthOptions) -> None:
 
 
 def metrics(predicted: Tensor, depth: Tensor, counts: Tensor) -> Tensor:
-    """Return RMSE, mean relative error, and the share of pixels within a factor of 1.25.
+    """Return RMSE, mean relative error, and the share of pixels within a factor of 1.25: (3,).
 
     Eigen et al., arXiv:1406.2283, section 4.2. NaN without a pixel that counts.
 
     Args:
         predicted: Depths (S, S).
         depth: True depths (S, S).
-        counts: Which pixels count (S, S).
+        counts: True for pixels that count (S, S).
     """
     guess, true = predicted[counts].double(), depth[counts].double()
     error = guess - true

@@ -83,11 +83,11 @@ def check_targets(targets: Tensor, what: str) -> None:
     """Raise UserError unless there are targets (N,) and none of them is -1."""
     if not len(targets):
         raise UserError(f"{what}: there are no images to evaluate on")
-    unlabelled = int((targets < 0).sum())
-    if unlabelled:
+    unlabeled = int((targets < 0).sum())
+    if unlabeled:
         raise UserError(
-            f"{what}: {unlabelled} of {len(targets)} images have no label; evaluations need a "
-            f"labelled set, such as a folder with one sub-folder for each class"
+            f"{what}: {unlabeled} of {len(targets)} images have no label; evaluations need a "
+            f"labeled set, such as a folder with one sub-folder for each class"
         )
 
 

@@ -65,21 +65,21 @@ def evaluate_backbone(
 
     Returns:
         Metrics by name, and ``train_images``, ``test_images``, ``classes`` and ``chance`` of each
-        set, of which there are only ``test_images`` without labels; empty on ranks other than 0.
+        set; without labels only ``test_images``. Empty on ranks other than 0.
 
     Raises:
         UserError: If labels are missing or do not allow the evaluation. Known labels are checked
             before features are computed.
     """
-    on_maps = takes_backbone(config.eval.evaluations)
-    evaluations = {k: c for k, c in config.eval.evaluations.items() if k not in on_maps}
+    on_backbone = takes_backbone(config.eval.evaluations)
+    evaluations = {k: c for k, c in config.eval.evaluations.items() if k not in on_backbone}
     if not evaluations:
-        return run_on_backbone(on_maps, backbone, config, sources, device)
+        return run_on_backbone(on_backbone, backbone, config, sources, device)
     main = {} if sources.val is None and sources.val_sets else {"": sources.val}
     tests: dict[str, Source | None] = {**main, **sources.val_sets}  # None: the training images
     learning = evaluations.keys() - label_free(evaluations).keys()
     if None in tests.values() and learning - {"knn", "clusters"}:
-        raise UserError("data.val is missing: give the labelled images to test on, data.val=DIR")
+        raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
     counts_of = {
         name: LabelCounts.of_sources(Sources(sources.train, s)) for name, s in tests.items()
     }
@@ -124,7 +124,7 @@ def evaluate_backbone(
         )
         tell(f"{name}: {counts.describe()}" if name else counts.describe())
         row |= of_set(name, {**figures, **counts.facts()})
-    return row | run_on_backbone(on_maps, frozen, config, sources, device)
+    return row | run_on_backbone(on_backbone, frozen, config, sources, device)
 
 
 def iterate_source(

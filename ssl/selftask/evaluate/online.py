@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from selftask.data.labels import is_labelled
+from selftask.data.labels import is_labeled
 from selftask.data.loading.open_data import Sources
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.errors import UserError
@@ -39,18 +39,18 @@ def evaluate_task(task: Task) -> dict[str, float]:
     for name in data.val_sources if task.config.eval.loss else ():
         losses |= of_set(name, validation_loss(task, name))
     of_sets = evaluations_of_sets(task)
-    on_maps = takes_backbone(task.config.eval.evaluations)
-    if not of_sets and not on_maps:
+    on_backbone = takes_backbone(task.config.eval.evaluations)
+    if not of_sets and not on_backbone:
         return losses
     exported = task.export_backbone()
     sources = Sources(data.train_source, data.val_source)
-    losses |= run_on_backbone(on_maps, exported, task.config, sources, task.device)
+    losses |= run_on_backbone(on_backbone, exported, task.config, sources, task.device)
     if not of_sets:
         return losses
     backbone = evaluated_model(exported, task.config.eval)
     started = time.perf_counter()
     learns = any(len(label_free(chosen)) < len(chosen) for chosen in of_sets.values())
-    read = [data.labelled_samples()] if learns else []
+    read = [data.labeled_samples()] if learns else []
     parts = [
         extract_features(backbone, samples, device=task.device)
         for samples in (*read, *map(data.test_samples, of_sets))
@@ -72,7 +72,7 @@ def evaluations_of_sets(task: Task) -> dict[str, dict[str, Component]]:
     data, every = task.data_module, task.config.eval.evaluations
     components = {key: c for key, c in every.items() if key not in takes_backbone(every)}
     free = label_free(components)
-    chosen = {n: components if n in data.labelled_sets else free for n in data.val_sources}
+    chosen = {n: components if n in data.labeled_sets else free for n in data.val_sources}
     return {name: evaluations for name, evaluations in chosen.items() if evaluations}
 
 
@@ -134,7 +134,7 @@ def check_evaluations(config: Config, sources: Sources) -> str | None:
         if source is None:
             continue
         counts = LabelCounts.of_sources(Sources(sources.train, source))
-        if counts is None and evaluations and is_labelled(sources.train) and is_labelled(source):
+        if counts is None and evaluations and is_labeled(sources.train) and is_labeled(source):
             descriptions.append(f"{name or 'labels'}: as the images are read")
         if counts is None or not (evaluations and len(counts.classes)):
             continue
@@ -209,20 +209,20 @@ def run_evaluations(
             number.
     """
     row: dict[str, float] = {}
-    whole: tuple[Features, Features] | None = None
+    gathered: tuple[Features, Features] | None = None
     for key, component in components.items():
         evaluation = EVALUATIONS[component.name](**component.args)
         features = train, test
         if not getattr(evaluation, "takes_parts", False):
-            if whole is None:
+            if gathered is None:
                 first = _of_all_ranks(train)
-                whole = first, first if test is train else _of_all_ranks(test)
-            features = whole
+                gathered = first, first if test is train else _of_all_ranks(test)
+            features = gathered
         scores = flat_scores(evaluation(*features), f"eval.evaluations.{key}")
-        if twice := sorted(scores.keys() & row.keys()):
+        if duplicates := sorted(scores.keys() & row.keys()):
             raise UserError(
-                f"eval.evaluations.{key}: {', '.join(twice)} is the result of an evaluation before "
-                "it, too; keep one of them"
+                f"eval.evaluations.{key}: {', '.join(duplicates)} is the result of an evaluation "
+                "before it, too; keep one of them"
             )
         row |= scores
     return row
@@ -234,7 +234,7 @@ def flat_scores(metrics: Any, key: str, prefix: str = "") -> dict[str, float]:
     Args:
         metrics: Name -> number, NumPy scalar or tensor of one element; mappings may be nested.
         key: Config key of the evaluation, for the error.
-        prefix: Names of the mappings around ``found``, each with a slash.
+        prefix: Names of the mappings around ``metrics``, each with a slash.
 
     Raises:
         UserError: If a value has any other type.

@@ -20,7 +20,7 @@ from selftask.data.sources.files import Folder
 from selftask.distributed.accelerator import forked_rng
 from selftask.errors import join_some
 from selftask.evaluate.dense.confusion import Confusion, upsampled_classes
-from selftask.evaluate.dense.heads import HeadOptions, check_choice, fit_heads, remember
+from selftask.evaluate.dense.heads import HeadOptions, check_choice, fit_heads, sample_patches
 from selftask.evaluate.dense.masks import (
     TABLE,
     Classes,
@@ -112,8 +112,14 @@ def open_folders(
 
 
 @dataclass(frozen=True)
-class Segmented:
-    """Confusion of the test pixels by head, and what led to it."""
+class SegmentationResult:
+    """Confusion of the test pixels by head.
+
+    Attributes:
+        classes: The classes, C.
+        confusions: By the name of the head.
+        facts: Learning rate, and numbers of images, classes and patches, by column.
+    """
 
     classes: Classes
     confusions: dict[str, Confusion]
@@ -146,8 +152,8 @@ def evaluate_segmentation(
     *,
     device: torch.device,
     tell: Callable[[str], None] = log.info,
-) -> Segmented:
-    """Segment test images by the labelled patches of training images.
+) -> SegmentationResult:
+    """Segment test images by the labeled patches of training images.
 
     Images and masks are resized to S x S. Scores of patches are interpolated to S x S, and compared
     pixel by pixel.
@@ -173,7 +179,7 @@ def evaluate_segmentation(
     for line in _warnings(classes, train, test):
         tell(f"warning: {line}")
     with in_eval_mode(backbone), forked_rng(), torch.no_grad():
-        features, shares, images = remember(
+        features, shares, images = sample_patches(
             patches,
             square_batches(train.open(size, classes), config, device, train.key),
             options,
@@ -199,7 +205,7 @@ def evaluate_segmentation(
                     confusions[name].add(mask, upsampled_classes(scores, size))
     facts |= {"train_images": len(train.masks), "test_images": len(test.masks)}
     facts |= {"classes": len(classes), "patches": len(shares), "size": size}
-    return Segmented(classes, confusions, facts)
+    return SegmentationResult(classes, confusions, facts)
 
 
 def _warnings(classes: Classes, train: MaskFolder, test: MaskFolder) -> Iterator[str]:

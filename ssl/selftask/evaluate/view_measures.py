@@ -92,8 +92,8 @@ def lidar(features: Tensor) -> float:
     """Return the effective rank of the discriminant of images, LiDAR.
 
     Thilak et al., ICLR 2024, arXiv:2312.04000, section 4: the exponential of the entropy of the
-    eigenvalues of Sw^-1/2 Sb Sw^-1/2, for the covariance Sb of the images' means and the covariance
-    Sw of views around them, plus 1e-4 on its diagonal.
+    eigenvalues of Sw^-1/2 Sb Sw^-1/2, where Sb is the covariance of the images' means,
+    and Sw that of views around them plus 1e-4 on its diagonal.
 
     Args:
         features: (N, Q, E), rows of one image are its views.
@@ -124,8 +124,6 @@ def alignment(features: Tensor) -> float:
     """
     units = F.normalize(features.double(), dim=2)
     num_views = units.shape[1]
-    squared = (
-        units.sum(dim=1).square().sum(dim=1)
-    )  # sum of all cosines, those of a view with itself
+    squared = units.sum(dim=1).square().sum(dim=1)  # sum of all cosines, also of equal views
     cosine = (squared - num_views) / (num_views * (num_views - 1))
     return float((2 - 2 * cosine).mean())

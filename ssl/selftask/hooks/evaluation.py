@@ -44,12 +44,12 @@ class EvaluateBackbone(Hook):
     def _warn_of_missing_labels(self, task: Task) -> None:
         """Warn of meters without a test set, and of missing labels in ``data.val``."""
         feed, names = task.data_module, ", ".join(_with_labels(task))
-        if feed.val_source is not None and names and not feed.labelled_sets:
+        if feed.val_source is not None and names and not feed.labeled_sets:
             which = "data" if feed.has_test else "data.val"
             log.warning("no %s while training: the images of %s have no labels", names, which)
         if task.meters and not feed.has_test:
             meters = ", ".join(task.config.meters)
-            log.warning("meters (%s) measure nothing: data.val has no labelled images", meters)
+            log.warning("meters (%s) measure nothing: data.val has no labeled images", meters)
 
     def on_step(self, task: Task) -> None:
         if not task.train or task.clock.done or task.steps_done < self.first:
@@ -111,5 +111,5 @@ def _has_evaluations(task: Task) -> bool:
         EVALUATIONS.declared(component.name, "takes_backbone", False)
         for component in components.values()
     )
-    with_labels = (components or probes) and data.labelled_sets
+    with_labels = (components or probes) and data.labeled_sets
     return itself or bool(with_labels) or bool(free and data.val_sources)

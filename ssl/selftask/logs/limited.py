@@ -1,4 +1,4 @@
-"""Conditions for log lines that would otherwise come too often, by line of code.
+"""Rate limits for log lines, by line of code.
 
 For example ``if every_n_seconds(30): log.warning(...)``. Calls are counted in each process, so they
 must not decide about anything that ranks do together.

@@ -33,7 +33,7 @@ class AdCo(MomentumKeys, EMATeacher):
 
     Differs from the authors' code:
 
-    * First negatives have random directions; there they are outputs of the first network.
+    * Initial negatives have random directions; there they are outputs of the initial network.
     * BatchNorm is shuffled as in ``moco``.
     """
 
@@ -99,8 +99,8 @@ class AdCo(MomentumKeys, EMATeacher):
     def on_update(self, task: Task) -> None:
         """Update the teacher, then move the negatives so that the loss of this step increases."""
         super().on_update(task)
-        if taken := self.take_pending():
-            self.step_negatives(taken)
+        if pending := self.take_pending():
+            self.step_negatives(pending)
 
     def step_negatives(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         """Take a step of SGD *up* the loss of some queries and keys, (V, B, D) each (eq. 5)."""

@@ -93,8 +93,8 @@ class Method(nn.Module, Hook):
 
     def take_pending(self) -> list[Any]:
         """Return ``pending`` and clear it; called in ``on_update``."""
-        taken, self.pending = self.pending, []
-        return taken
+        pending, self.pending = self.pending, []
+        return pending
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:

@@ -28,12 +28,12 @@ from selftask.methods.families.masked_patches import (
     mean_of_hidden,
 )
 from selftask.models.build import embed_dim
-from selftask.models.distillation.patch_decoder import transformer_blocks
 from selftask.models.distillation.patch_targets import PatchTokenizer, TokenTargets
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import gather_tokens
 from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
+from selftask.models.predictors.patch_predictor import transformer_blocks
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class BEiT(BlockMaskedPatches):
             return TokenTargets(self.open_frozen("tokenizer", task).network, "method.tokenizer")
         trained = self.open_trained("tokenizer", task, scores=True)
         assert trained.scores is not None
-        backbone: nn.Module = trained.network.backbone  # type: ignore[assignment]
+        backbone = trained.network.backbone
         scores = trained.scores.patches or trained.scores
         tokenizer = PatchTokenizer(backbone, scores.head, scores.width(backbone))
         return TokenTargets(tokenizer, "method.tokenizer")

@@ -29,8 +29,8 @@ class BYOL(EMATeacher):
 
     Differs from the authors' code:
 
-    * 3,120 steps of warm-up, there 3,127: an epoch leaves out the last partial batch. First weights
-      are torch's, not haiku's.
+    * 3,120 steps of warm-up, there 3,127: an epoch leaves out the last partial batch.
+      Initial weights are torch's, not haiku's.
     * The teacher starts as a copy of the network; there from random weights of its own, which makes
       no significant difference according to its authors. A copy keeps ``init.backbone`` meaningful.
     """

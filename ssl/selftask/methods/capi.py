@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ from selftask.models.clustering import sinkhorn_knopp
 from selftask.models.features.extract import FeatureExtractor, adapter_of
 from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.heads import UnitLength, WeightNormLinear
-from selftask.models.masks import hide_patches, padded_indices, rolled_rectangle
+from selftask.models.masks import hide_patches, is_hidden, padded_indices, rolled_rectangle
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision
 from selftask.models.predictors.cross_predictor import CrossPredictor
@@ -196,11 +195,8 @@ class CAPI(MaskedPatches, EMATeacher):
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the image and its visible patches."""
         images, mask = batch.input
-        hidden = torch.ones(batch["patches"].shape[:2], dtype=torch.bool, device=images.device)
-        return {
-            "image": images,
-            "visible": hide_patches(images, hidden.scatter(1, mask.keep, False)),
-        }
+        hidden = is_hidden(mask.keep, batch["patches"].shape[1])
+        return {"image": images, "visible": hide_patches(images, hidden)}
 
     @property
     def chance_loss(self) -> float:

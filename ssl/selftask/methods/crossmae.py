@@ -19,7 +19,7 @@ from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid
 from selftask.models.network import Network, PatchOutput
-from selftask.models.predictors.memory_predictor import CrossPredictor
+from selftask.models.predictors.memory_predictor import MemoryPredictor
 from selftask.models.predictors.patch_predictor import fix_sincos_positions
 from selftask.registry import register_method
 
@@ -53,7 +53,7 @@ class CrossMAE(MAE):
         grid = adapter.built_grid
         self.num_predicted(grid)
         self.patch_size = adapter.patch_size[0]
-        decoder = CrossPredictor(
+        decoder = MemoryPredictor(
             embed_dim(backbone),
             grid,
             adapter.num_layers,

@@ -23,7 +23,7 @@ from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.mlp_outputs import MLPOutputs
 from selftask.models.features.tokens import Grid
-from selftask.models.masks import hide_patches, padded_indices, scattered_squares
+from selftask.models.masks import hide_patches, is_hidden, padded_indices, scattered_squares
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.predictors.conv_decoder import ConvDecoder
@@ -247,9 +247,3 @@ def contextual_targets(layers: Sequence[Tensor]) -> Tensor:
 def scaled_distance(predicted: Tensor, targets: Tensor) -> Tensor:
     """Return the squared distance of features (..., E), divided by sqrt(E): (...)."""
     return (predicted - targets).square().sum(dim=-1) / predicted.shape[-1] ** 0.5
-
-
-def is_hidden(keep: Tensor, num_patches: int) -> Tensor:
-    """Return a mask (..., N) that is False at the indices ``keep`` (..., K)."""
-    hidden = torch.ones(*keep.shape[:-1], num_patches, dtype=torch.bool, device=keep.device)
-    return hidden.scatter(-1, keep, False)

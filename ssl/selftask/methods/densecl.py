@@ -56,7 +56,7 @@ class DenseCL(MomentumContrast, EMATeacher):
 
     Differs from the authors' code:
 
-    * First weights of the global head are torch's; there Kaiming's with fan-in, with biases of
+    * Initial weights of the global head are torch's; there Kaiming's with fan-in, with biases of
       zero. The dense head's are torch's on both sides.
     """
 

@@ -28,9 +28,7 @@ class DistillFeatures(Distillation):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Distillation.Config):
-        teacher: FrozenModule = trained_teacher(
-            "give a run, an exported backbone.pt, timm:NAME or package.module:Class"
-        )
+        teacher: FrozenModule = trained_teacher()
         """Backbone whose features are learned."""
         loss: Literal["cosine", "mse"] = "cosine"
         """Distance of the features."""

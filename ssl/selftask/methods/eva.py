@@ -46,9 +46,7 @@ class EVA(BlockMaskedPatches):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockMaskedPatches.Config):
-        teacher: FrozenModule = trained_teacher(
-            "give a run, an exported backbone.pt, timm:NAME or package.module:Class"
-        )
+        teacher: FrozenModule = trained_teacher()
         """Backbone whose features of patches are predicted, such as CLIP's vision tower."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
@@ -57,8 +55,7 @@ class EVA(BlockMaskedPatches):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the teacher, whose width the head has, and build the network."""
         trained = self.open_trained("teacher", task)
-        of_teacher: nn.Module = trained.network.backbone  # type: ignore[assignment]
-        self.teacher = PatchTeacher(of_teacher, "method.teacher")
+        self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")
         self.out_dim = trained.width
         return super().build_network(backbone, task)
 

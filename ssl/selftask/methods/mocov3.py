@@ -34,7 +34,7 @@ class MoCoV3(ProjectorTeacher):
 
     * The teacher is updated after a step, there before the next one: the same but for its
       momentum, which is that of the step before.
-    * First weights are torch's and timm's; there those of a transformer's layers are Xavier's.
+    * Initial weights are torch's and timm's; there those of a transformer's layers are Xavier's.
     """
 
     paper = "Chen et al., An Empirical Study of Training Self-Supervised Vision Transformers, 2021"

@@ -67,8 +67,8 @@ def known_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
         labels: (B, C): 1, 0, or -1 to be ignored.
     """
     scores = to_float32(scores)
-    known = (labels >= 0).to(scores.dtype)
+    is_known = (labels >= 0).to(scores.dtype)
     losses = F.binary_cross_entropy_with_logits(
-        scores, labels.clamp(min=0).to(scores.dtype), weight=known, reduction="none"
+        scores, labels.clamp(min=0).to(scores.dtype), weight=is_known, reduction="none"
     )
-    return (losses.sum(dim=1) / known.sum(dim=1).clamp(min=1)).mean()
+    return (losses.sum(dim=1) / is_known.sum(dim=1).clamp(min=1)).mean()

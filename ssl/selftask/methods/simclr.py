@@ -28,8 +28,8 @@ class SimCLR(BatchContrast):
 
     * An epoch leaves out the last partial batch and has 312 steps, so that warm-up and run have
       3,120 and 312,000 steps; there 3,127 and 312,786, counted in images.
-    * First weights of convolutions and head are torch's, not TensorFlow's. Every layer of the head
-      is followed by BatchNorm, which takes their scale out.
+    * Initial weights of convolutions and head are torch's, not TensorFlow's. Every layer of the
+      head is followed by BatchNorm, which takes their scale out.
     * The head has two layers, as in the paper. The code's default of three is SimCLR v2's.
     """
 

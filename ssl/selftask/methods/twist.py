@@ -97,11 +97,11 @@ def twist_terms(output: Tensor, *, temperature: float) -> tuple[Tensor, Tensor, 
     mean = sum_with_grad(sharp.exp().mean(dim=1)) / world_size()  # (V, K)
     spread = torch.special.entr(mean).sum(dim=1)  # (V,)
     terms = []
-    for one in range(NUM_LARGE):
-        for other in range(one + 1, len(output)):
-            gap = log_p[one] - log_p[other]  # (B, K)
-            kl = ((log_p[one].exp() - log_p[other].exp()) * gap).sum(dim=1).mean() / 2
-            means = [(values[one] + values[other]) / 2 for values in (entropy, spread)]
+    for first in range(NUM_LARGE):
+        for second in range(first + 1, len(output)):
+            gap = log_p[first] - log_p[second]  # (B, K)
+            kl = ((log_p[first].exp() - log_p[second].exp()) * gap).sum(dim=1).mean() / 2
+            means = [(values[first] + values[second]) / 2 for values in (entropy, spread)]
             terms.append(torch.stack([kl, *means]))
     divergence, sharpness, diversity = torch.stack(terms).mean(dim=0)
     return divergence, sharpness, diversity

@@ -123,9 +123,8 @@ class UNIC(Method):
         for name, module in self.config.teachers.items():
             key = f"method.teachers.{name}"
             trained = open_trained(module, key, task)
-            of_teacher: nn.Module = trained.network.backbone  # type: ignore[assignment]
             kind = PatchTeacher if "patches" in self.kinds else PooledTeacher
-            self.teachers.append(kind(of_teacher, key))
+            self.teachers.append(kind(trained.network.backbone, key))
             self.widths.append(trained.width)
         self.moments = RunningMoments(len(self.kinds) * sum(self.widths))
         config, width = self.config, embed_dim(backbone)

@@ -22,6 +22,7 @@ from selftask.config.schema import FrozenModule
 from selftask.distributed.collectives import all_gather_cat, all_reduce_sum
 from selftask.errors import UserError
 from selftask.methods.base import Method
+from selftask.methods.families.distillation import trained_teacher
 from selftask.models.build import embed_dim
 from selftask.models.clustering import spherical_kmeans
 from selftask.models.distillation.patch_decoder import PatchDecoder
@@ -67,10 +68,7 @@ class VQKD(Method):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        teacher: FrozenModule = setting(
-            missing="give a run, an exported backbone.pt, timm:NAME or package.module:Class",
-            tiny=FrozenModule(model="timm:test_vit", weights="none"),
-        )
+        teacher: FrozenModule = trained_teacher()
         """Backbone whose features of patches are reconstructed, such as CLIP's or DINO's."""
         num_codes: int = setting(8192, min=2, tiny=12)
         """Number of codes, K."""
@@ -100,8 +98,7 @@ class VQKD(Method):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the teacher, and build the tokenizer with its decoder."""
         trained = self.open_trained("teacher", task)
-        of_teacher: nn.Module = trained.network.backbone  # type: ignore[assignment]
-        self.teacher = PatchTeacher(of_teacher, "method.teacher")
+        self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")
         config, grid = self.config, adapter_of(backbone).built_grid
         decoder = PatchDecoder(
             config.code_dim,
@@ -177,7 +174,7 @@ class VQKD(Method):
 
 
 class Coded(NamedTuple):
-    """What the tokenizer makes of patches."""
+    """Output of the tokenizer for patches."""
 
     units: Tensor
     """(B, N, D), unit vectors of the patches."""

@@ -19,6 +19,8 @@ from selftask.models.losses.polar import inverse_root
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
+EPS = 1e-5  # added to variances, as by BatchNorm
+
 
 @register_method("zerocl")
 class ZeroCL(Method):
@@ -99,6 +101,3 @@ def whiten(vectors: Tensor, shrinkage: float) -> Tensor:
     covariance = fixed @ fixed.mT / (vectors.shape[-1] - 1)
     identity = torch.eye(len(covariance[0]), dtype=fixed.dtype, device=fixed.device)
     return inverse_root(covariance.lerp(identity, shrinkage)) @ vectors
-
-
-EPS = 1e-5  # added to variances, as by BatchNorm

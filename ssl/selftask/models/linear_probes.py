@@ -84,16 +84,17 @@ class LinearProbes(nn.Module):
             labels: (B,), -1 for images to leave out.
         """
         gradient, moments, hits, images = self._parts(self._sums)
-        known = (labels >= 0)[:, None]  # (B, 1)
-        rows = self._inputs(features) * known
+        is_labeled = (labels >= 0)[:, None]  # (B, 1)
+        rows = self._inputs(features) * is_labeled
         scores = self._scores(rows)  # (B, L, C)
-        wanted = labels[:, None] == torch.arange(self.num_classes, device=labels.device)  # (B, C)
-        error = scores.softmax(dim=2) - wanted[:, None].to(scores.dtype)
+        classes = torch.arange(self.num_classes, device=labels.device)
+        is_target = labels[:, None] == classes  # (B, C)
+        error = scores.softmax(dim=2) - is_target[:, None].to(scores.dtype)
         gradient.addmm_(error.flatten(1).T, rows)
-        offset = (features - self.mean) * known
+        offset = (features - self.mean) * is_labeled
         moments += torch.stack([offset.sum(dim=0), offset.square().sum(dim=0)])
-        hits += ((scores.argmax(dim=2) == labels[:, None]) & known).sum(dim=0)
-        images += known.sum()
+        hits += ((scores.argmax(dim=2) == labels[:, None]) & is_labeled).sum(dim=0)
+        images += is_labeled.sum()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -103,18 +104,19 @@ class LinearProbes(nn.Module):
         """
         gradient, moments, hits, images = self._parts(all_reduce_sum(self._sums))
         count = images.clamp(min=1)
-        labelled = (images > 0).to(count.dtype)
-        begun = (self.steps > 0).to(count.dtype)
-        self.velocity.mul_(_MOMENTUM).add_(gradient.view_as(self.velocity) * (begun / count))
+        has_labels = (images > 0).to(count.dtype)
+        has_statistics = (self.steps > 0).to(count.dtype)
+        gradient = gradient.view_as(self.velocity) * (has_statistics / count)
+        self.velocity.mul_(_MOMENTUM).add_(gradient)
         self.weights.addcmul_(self.velocity, self.lr[:, None, None], value=-1)
         offset, square = moments / count
-        share = labelled * (1 - begun * (1 - _OF_STATISTICS))  # all of the first batch
+        share = has_labels * (1 - has_statistics * (1 - _OF_STATISTICS))  # all of the first batch
         self.mean += share * offset
         self.variance.lerp_((square - offset.square()).clamp(min=0), share)
-        self.recent.lerp_(hits / count, labelled * _OF_ACCURACY)
+        self.recent.lerp_(hits / count, has_labels * _OF_ACCURACY)
         self.hits += hits
         self.images += images
-        self.steps += labelled
+        self.steps += has_labels
         self.clear()
 
     @torch.no_grad()

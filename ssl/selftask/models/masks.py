@@ -279,6 +279,12 @@ def mask_of(indices: Tensor, padding: Tensor, num_patches: int) -> Tensor:
     return mask.scatter_add_(1, indices, (~padding).int()) > 0
 
 
+def is_hidden(keep: Tensor, num_patches: int) -> Tensor:
+    """Return a mask (..., N) that is False at the indices ``keep`` (..., K)."""
+    hidden = torch.ones(*keep.shape[:-1], num_patches, dtype=torch.bool, device=keep.device)
+    return hidden.scatter(-1, keep, False)
+
+
 def hide_patches(images: Tensor, mask: Tensor) -> Tensor:
     """Return images (B, C, H, W) whose masked patches, True in ``mask`` (B, N), are 0.
 

@@ -89,7 +89,7 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
 
     @property
     def _names(self) -> list[str]:
-        return [one.parameter.name for one in self.settings]
+        return [setting.parameter.name for setting in self.settings]
 
     def zero_grad(self) -> None:
         """Set all gradients to None.
@@ -181,18 +181,18 @@ def _groups(
         return schedules.setdefault(str(section), build_schedule(section, length))
 
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for one in settings:
-        key = (one.decays, one.lr, str(one.schedule), str(one.weight_decay))
+    for setting in settings:
+        key = (setting.decays, setting.lr, str(setting.schedule), str(setting.weight_decay))
         if key not in groups:
-            lr = schedule_of(config.lr_section(batch, one.schedule))
-            decay = one.weight_decay
+            lr = schedule_of(config.lr_section(batch, setting.schedule))
+            decay = setting.weight_decay
             groups[key] = {
                 "params": [],
-                "lr": lr if one.lr == 1.0 else Scaled(lr, one.lr),
+                "lr": lr if setting.lr == 1.0 else Scaled(lr, setting.lr),
                 "weight_decay": schedule_of(decay) if isinstance(decay, dict) else decay,
-                "adapt": one.decays,
+                "adapt": setting.decays,
             }
-        groups[key]["params"].append(one.parameter.value)
+        groups[key]["params"].append(setting.parameter.value)
     return list(groups.values())
 
 

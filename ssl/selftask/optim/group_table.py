@@ -24,8 +24,8 @@ def group_table(
         most: Maximum number of name patterns to show for each group; 0 for all.
     """
     groups: dict[tuple[object, ...], list[Settings]] = {}
-    for one in settings:
-        groups.setdefault(one.key, []).append(one)
+    for setting in settings:
+        groups.setdefault(setting.key, []).append(setting)
     rows = [_HEADER, *(_row(group, config, batch, most) for group in groups.values())]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER) - 1)]
     return [
@@ -37,16 +37,16 @@ def group_table(
 def _row(
     group: Sequence[Settings], config: OptimizerConfig, batch: int, most: int
 ) -> tuple[str, ...]:
-    one = group[0]
-    section = config.lr_section(batch, one.schedule)
+    setting = group[0]
+    section = config.lr_section(batch, setting.schedule)
     peak = section.get("start")
-    decay = one.weight_decay
+    decay = setting.weight_decay
     return (
         str(len(group)),
         f"{sum(member.parameter.value.numel() for member in group):,}",
-        f"x {one.lr:.4g}" if peak is None else f"{peak * one.lr:.4g}",
+        f"x {setting.lr:.4g}" if peak is None else f"{peak * setting.lr:.4g}",
         f"{decay['name']}" if isinstance(decay, dict) else f"{decay:.4g}",
-        f"step {one.frozen_steps}" if one.frozen_steps else "-",
+        f"step {setting.frozen_steps}" if setting.frozen_steps else "-",
         section["name"],
         _names([member.parameter.name for member in group], most),
     )

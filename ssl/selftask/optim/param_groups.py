@@ -184,7 +184,7 @@ def assign_settings(
     settings = [_settings_of(p, config, rules, length, depths) for p in parameters]
     # A stable sort. The first group, whose rate is logged as `lr`, is one with the plain
     # optimizer.lr, if there is any.
-    return sorted(settings, key=lambda one: (one.lr != 1.0 or bool(one.schedule), not one.decays))
+    return sorted(settings, key=lambda s: (s.lr != 1.0 or bool(s.schedule), not s.decays))
 
 
 def _settings_of(

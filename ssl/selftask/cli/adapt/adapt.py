@@ -224,9 +224,9 @@ def _host_memory() -> int:
 
 
 def _has_labels(sources: Sources) -> bool:
-    from selftask.data.labels import is_labelled
+    from selftask.data.labels import is_labeled
 
-    return sources.val is not None and is_labelled(sources.train) and is_labelled(sources.val)
+    return sources.val is not None and is_labeled(sources.train) and is_labeled(sources.val)
 
 
 def _words(made: Iterable[Choice], keys: set[str]) -> list[str]:

@@ -20,12 +20,13 @@ from selftask.errors import UserError, nearest
 from selftask.logs import announce, json_row
 from selftask.registry import EVALUATIONS
 
+_FOLDER = "selftask.cli.model.evaluations"
 COMMANDS = {
-    "retrieval": ("selftask.cli.model.retrieval", "find images of the same object"),
-    "views": ("selftask.cli.model.evaluations.views", "label-free measures of views of each image"),
-    "segmentation": ("selftask.cli.model.dense.segmentation", "classes of pixels"),
-    "depth": ("selftask.cli.model.dense.depth", "depth of pixels"),
-    "correspondence": ("selftask.cli.model.dense.correspondence", "find places again, no labels"),
+    "retrieval": (f"{_FOLDER}.retrieval", "find images of the same object"),
+    "views": (f"{_FOLDER}.views", "label-free measures of views of each image"),
+    "segmentation": (f"{_FOLDER}.segmentation", "classes of pixels"),
+    "depth": (f"{_FOLDER}.depth", "depth of pixels"),
+    "correspondence": (f"{_FOLDER}.correspondence", "find places again, no labels"),
     "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
@@ -101,7 +102,7 @@ def evaluate_frozen(
 
 def asked_words(name: str, overrides: list[str]) -> list[str]:
     """Return the words that select an evaluation and set its fields, and the other words."""
-    return [f"eval.evaluations={{{name}: {{}}}}", *_spelt_out(name, overrides)]
+    return [f"eval.evaluations={{{name}: {{}}}}", *_with_prefix(name, overrides)]
 
 
 def _check_name(name: str) -> None:
@@ -116,7 +117,7 @@ def _only(config: Config, name: str) -> Config:
     return replace(config, eval=replace(config.eval, evaluations=chosen))
 
 
-def _spelt_out(name: str, overrides: list[str]) -> list[str]:
+def _with_prefix(name: str, overrides: list[str]) -> list[str]:
     """Expand ``k=[5]`` to ``eval.evaluations.knn.k=[5]``; raise UserError for unknown fields."""
     config = config_class(EVALUATIONS, name)
     names = {field.name for field in fields(config)} if config is not None else set()

@@ -1,13 +1,48 @@
-"""The ``key=value`` words that commands of ``selftask eval`` accept."""
+"""The words that commands of ``selftask eval`` accept: a model, then ``key=value``."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import fields
+from typing import TypeVar
 
+from selftask.cli.model.fields import take_fields
 from selftask.errors import UserError, nearest
 
 SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, seed, threads
 OTHERS = ("weights", "prefix", "trust")
+
+T = TypeVar("T")
+
+
+def take_model(name: str, argv: list[str], usage: str) -> tuple[str, list[str]]:
+    """Return the address of the model and the ``key=value`` words after it.
+
+    Raises:
+        UserError: If there is no model; with the usage of ``selftask eval NAME``.
+    """
+    if not argv or "=" in argv[0]:
+        raise UserError(f"eval {name} needs a run or model before any key=value\n{usage}")
+    return argv[0], argv[1:]
+
+
+def take_options(
+    name: str, words: list[str], kind: type[T], keys: Collection[str] = ()
+) -> tuple[T, list[str]]:
+    """Return the options of an evaluation, and the words that are no fields of it.
+
+    Args:
+        name: Name of the evaluation, for messages.
+        words: ``key=value`` words.
+        kind: Dataclass of the options.
+        keys: Further keys that the command accepts.
+
+    Raises:
+        UserError: As ``take_fields``, or for a word that has no effect.
+    """
+    options, rest = take_fields(words, kind)
+    check_words(name, rest, {*(field.name for field in fields(kind)), *keys})  # type: ignore[arg-type]
+    return options, rest
 
 
 def check_words(name: str, words: Iterable[str], keys: Collection[str]) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from selftask.config.checks.requirements import of_extras, of_labels, required
 from selftask.config.trust import refuse_addresses
-from selftask.data.labels import align_classes, count_unlabelled
+from selftask.data.labels import align_classes, count_unlabeled
 from selftask.data.open_source import open_source
 from selftask.data.reading.files import Policy, set_policy
-from selftask.data.relabelled import relabelled
+from selftask.data.relabeled import relabeled
 from selftask.data.sampling.sampler import Sampler, build_sampler, steps_per_epoch
 from selftask.data.source import Source, channels_of, extras_of
 from selftask.data.staging.staged_source import copied
@@ -41,7 +41,7 @@ def open_data(data: DataConfig) -> Sources:
     limits = data.max_bytes, data.max_scans, data.max_pixels
     set_policy(Policy(data.read_timeout_s, data.read_retries, *limits))
     train = subset_of(_open_named(data.source, "data"), data.subset)
-    train = relabelled(train, data.relabel)
+    train = relabeled(train, data.relabel)
     val = None if data.val is None else _open_val(data.val, train, "data.val")
     sets = {
         name: _open_val(component, train, f"data.val_sets.{name}")
@@ -109,7 +109,7 @@ def check_data(config: Config, source: Source) -> Sampler:
         list_problems(ts, ".".join(key), channels) for key, ts in config.pipelines.items()
     ]
     if "labels" in required(config.method.name):  # counting may read an image
-        checks.append(of_labels(config, count_unlabelled(source), len(source)))
+        checks.append(of_labels(config, count_unlabeled(source), len(source)))
     checks.append(of_extras(config, extras_of(source)))
     if problems := list(chain.from_iterable(checks)):
         raise ConfigError(problems)
@@ -135,6 +135,6 @@ def check_val(config: Config, source: Source, key: str) -> None:
         key: Its config key.
     """
     if source.labels is not None:
-        checks = of_labels(config, count_unlabelled(source), len(source), key)
+        checks = of_labels(config, count_unlabeled(source), len(source), key)
         if problems := list(checks):
             raise ConfigError(problems)

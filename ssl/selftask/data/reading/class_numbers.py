@@ -43,7 +43,7 @@ def _is_number(name: str) -> bool:
     return name.isascii() and name.isdecimal() and len(name) < 19
 
 
-def refuse_misspelt(default: str, names: Sequence[str], key: str, file: str) -> None:
+def refuse_misspelled(default: str, names: Sequence[str], key: str, file: str) -> None:
     """Raise UserError if labels that may be missing seem to be there under a misspelled name.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelt
+from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelled
 from selftask.data.reading.guards import check_memory, no_traceback
 from selftask.data.reading.image import from_array
 from selftask.data.source import ExtraKind, Source
@@ -130,7 +130,7 @@ def _load(
             )
         if key is not None and key not in loaded:
             others = [n for n in loaded.files if n not in (config.images, *config.extras)]
-            refuse_misspelt(key, others, "data.labels", path)
+            refuse_misspelled(key, others, "data.labels", path)
         with no_traceback(f"data: {path} is damaged, or does not hold numbers only"):
             has_labels = key is not None and key in loaded
             labels = _unpack(loaded, str(key), path) if has_labels else None

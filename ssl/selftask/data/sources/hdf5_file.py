@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.reading.class_numbers import number_labels, refuse_misspelt
+from selftask.data.reading.class_numbers import number_labels, refuse_misspelled
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.guards import check_memory, no_traceback
 from selftask.data.reading.handles import PerProcess
@@ -79,7 +79,7 @@ class Hdf5(Source):
             default = config.labels == _LABELS and config.labels_path is None
             if default and config.labels not in opened:
                 others = [name for name in opened if name != config.images]
-                refuse_misspelt(config.labels, others, "data.labels", file.path)
+                refuse_misspelled(config.labels, others, "data.labels", file.path)
                 return None
             values = _dataset(opened, config.labels, file.path, "labels")
             if values.size != self.shape[0]:

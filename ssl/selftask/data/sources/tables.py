@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from selftask.data.reading import index as store
-from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelt
+from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelled
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.guards import no_traceback
 from selftask.data.reading.index import Index
@@ -265,7 +265,7 @@ def _columns(config: TableSource.Config, names: list[str], file: Path) -> tuple[
     if config.label_column is not None and label is None:
         used = {column, *(name for _, name in _extra_columns(config).values())}
         others = [name for name in names if name not in used]
-        refuse_misspelt(config.label_column, others, "data.label_column", str(file))
+        refuse_misspelled(config.label_column, others, "data.label_column", str(file))
     return column, label
 
 

@@ -28,8 +28,8 @@ class Confusion:
             mask: Class numbers, integers of any shape; negative ones do not count.
             predicted: Predicted classes of the same shape.
         """
-        counts, size = mask >= 0, len(self.counts)
-        key = mask[counts].long() * size + predicted[counts]
+        is_counted, size = mask >= 0, len(self.counts)
+        key = mask[is_counted].long() * size + predicted[is_counted]
         self.counts += torch.bincount(key, minlength=size**2).view(size, size)
 
     def iou(self) -> Tensor:

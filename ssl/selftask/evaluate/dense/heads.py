@@ -60,7 +60,7 @@ class HeadOptions(PatchOptions):
             yield "lr: []; one or more learning rates are expected"
 
 
-def remember(
+def sample_patches(
     patches: PatchFeatures,
     batches: Iterable[Batch],
     options: HeadOptions,
@@ -68,7 +68,7 @@ def remember(
     masks_of: Callable[[Batch], Tensor],
     num_classes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a sample of labelled patches: features (M, E), shares (M, C), image numbers (M,).
+    """Return a sample of labeled patches: features (M, E), shares (M, C), image numbers (M,).
 
     Args:
         patches: Patch features.
@@ -88,7 +88,12 @@ def remember(
 
 
 def hits(scores: Tensor, shares: Tensor) -> Tensor:
-    """Return the pixels in the best class of their patch, in patches."""
+    """Return the number of pixels in the predicted class, counted in patches.
+
+    Args:
+        scores: Scores of patches (m, C).
+        shares: Shares of their classes (m, C).
+    """
     return shares.gather(1, scores.argmax(dim=1, keepdim=True)).sum()
 
 
@@ -106,14 +111,17 @@ def fit_heads(
         features: Patches in memory (M, E).
         shares: Shares of their classes (M, C).
         images: Their image numbers (M,).
-        quality: How the learning rate is chosen on held-out images.
+        quality: What the chosen learning rate maximizes on held-out images.
+
+    Raises:
+        UserError: If there are fewer patches than neighbors, or one image for several rates.
     """
     heads: dict[str, Scores] = {}
     facts: dict[str, float] = {}
     if "knn" in options.heads:
         if options.k > len(features):
             raise UserError(
-                f"k: {options.k} neighbors are asked for, and there are {len(features)} labelled "
+                f"k: {options.k} neighbors are asked for, and there are {len(features)} labeled "
                 f"patches; use at most {len(features)}"
             )
         bank = Bank(features)
@@ -142,17 +150,17 @@ def _best_rate(
     numbers = torch.unique(images)
     check_choice(len(numbers))
     order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(options.seed))
-    count = min(len(numbers) - 1, max(1, round(options.held_out * len(numbers))))  # held out
-    held = torch.isin(images, numbers[order[:count].to(numbers.device)])
+    num_held_out = min(len(numbers) - 1, max(1, round(options.held_out * len(numbers))))
+    held_out = torch.isin(images, numbers[order[:num_held_out].to(numbers.device)])
     heads = fit_linear_heads(
-        features[~held],
-        shares[~held],
+        features[~held_out],
+        shares[~held_out],
         options.lr,
         steps=options.steps,
         weight_decay=options.weight_decay,
         seed=options.seed,
     )
-    values = [float(quality(row, shares[held])) for row in heads.scores(features[held])]
+    values = [float(quality(row, shares[held_out])) for row in heads.scores(features[held_out])]
     return options.lr[max(range(len(values)), key=values.__getitem__)]
 
 

@@ -64,8 +64,8 @@ def fit_linear_heads(
         seed: Seed of the order of patches.
     """
     mean, deviation = features.mean(dim=0), features.std(dim=0, correction=0)
-    idle = deviation <= 1e-6 * deviation.max()
-    deviation = deviation.masked_fill(idle, 1.0)
+    is_constant = deviation <= 1e-6 * deviation.max()
+    deviation = deviation.masked_fill(is_constant, 1.0)
     size = (shares.shape[1], features.shape[1])
     weights = [features.new_zeros(size, requires_grad=True) for _ in rates]
     biases = [features.new_zeros(size[0], requires_grad=True) for _ in rates]

@@ -112,20 +112,20 @@ class MaskFolder:
             )
 
     def _count(self, ignore: Collection[int], table: Mapping[int, str] | None) -> Counter[int]:
-        known = None if table is None else {*table, *ignore}
+        allowed = None if table is None else {*table, *ignore}
 
         def count(index: int) -> Counter[int]:
             mask = read_mask(self.masks[index])
             check_size(mask, self.masks[index], self.source.path(index))
             counts = np.bincount(mask.ravel())
-            found = Counter({int(i): int(counts[i]) for i in np.flatnonzero(counts)})
-            if known is not None and (unknown := sorted(found.keys() - known)):
+            pixels = Counter({int(i): int(counts[i]) for i in np.flatnonzero(counts)})
+            if allowed is not None and (unknown := sorted(pixels.keys() - allowed)):
                 raise UserError(
                     f"{self.masks[index]}: index {unknown[0]} is not in {TABLE}, which has "
                     f"{join_some([str(i) for i in sorted(table or ())])}; add it, or leave it out "
                     f"by ignore=[{','.join(map(str, sorted({*ignore, unknown[0]})))}]"
                 )
-            return found
+            return pixels
 
         total: Counter[int] = Counter()
         with ThreadPoolExecutor(max_workers=_THREADS) as pool:
@@ -156,20 +156,20 @@ def companions(
     Raises:
         UserError: If there is no such file for an image.
     """
-    found: list[str] = []
+    files: list[str] = []
     missing: list[str] = []
     for index in range(len(source)):
         name = os.path.splitext(os.path.relpath(source.path(index), images_in(root)))[0]
         stem = os.path.join(os.path.expanduser(root), folder, name)
         paths = [stem + suffix for suffix in suffixes]
         path = next(filter(exists, paths), None)
-        (missing if path is None else found).append(path or paths[0])
+        (missing if path is None else files).append(path or paths[0])
     if missing:
         raise UserError(
             f"{key}: {len(missing)} of {len(source)} images have no file in {folder!r}, such as "
             f"{missing[0]}; {nearest_path(missing[0])}"
         )
-    return found
+    return files
 
 
 def folder_problem(root: str, second: str = MASKS, example: str = "NAME.png") -> str | None:

@@ -1,4 +1,4 @@
-"""A sample of labelled patches, of bounded size, and votes of the nearest of them.
+"""A sample of labeled patches, of bounded size, and votes of the nearest of them.
 
 B images of S x S pixels, N patches of each in a grid of h x w, M patches in memory, E features,
 C classes.
@@ -20,9 +20,9 @@ _ROWS = 512  # queries at once
 
 
 class PatchMemory:
-    """A uniform sample of the labelled patches of a sequence of images.
+    """A uniform sample of the labeled patches of a sequence of images.
 
-    Each image gives at most its share of the capacity, and what earlier images have left of
+    Each image adds at most its share of the capacity, plus what earlier images did not use of
     theirs. The sample depends on the seed and the images only.
 
     Args:
@@ -41,15 +41,15 @@ class PatchMemory:
 
         Args:
             maps: Patch features (B, E, h, w).
-            shares: Share of each class in the patches (B, N, C), all 0 for patches without label.
+            shares: Share of each class in the patches (B, N, C), all 0 for patches without a label.
             indices: Number of each image (B,), the key of its draws.
         """
         patches = maps.flatten(2).transpose(1, 2)  # (B, N, E)
-        labelled = shares.sum(dim=2).gt(0).cpu().numpy()
+        is_labeled = shares.sum(dim=2).gt(0).cpu().numpy()
         for number, index in enumerate(indices.tolist()):
             self._added += 1
             room = self.capacity * self._added // self.num_images - self._filled
-            order = draw_rng(self.seed, 0, index, 0).permutation(np.flatnonzero(labelled[number]))
+            order = draw_rng(self.seed, 0, index, 0).permutation(np.flatnonzero(is_labeled[number]))
             rows = torch.from_numpy(np.sort(order[:room])).to(maps.device)
             images = torch.full((len(rows),), index, device=maps.device)
             self._parts.append((patches[number, rows], shares[number, rows], images))

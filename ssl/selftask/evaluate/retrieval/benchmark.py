@@ -137,12 +137,12 @@ def _of_instre(source: Source, path: Path) -> Benchmark:
     queries, images, positives = read_instre(path)
     names = ImageNames(source)
     database = [names.find(name, f"truth={path}: imlist") for name in images]
-    found = [Query(names.find(name, f"truth={path}: qimlist")) for name in queries]
+    query_list = [Query(names.find(name, f"truth={path}: qimlist")) for name in queries]
 
     def judge(query: int) -> tuple[Positions, Positions]:
         return positives[query], np.empty(0, dtype=np.int64)
 
-    return Benchmark(found, np.array(database), {"": judge}, trapezoidal=True)
+    return Benchmark(query_list, np.array(database), {"": judge}, trapezoidal=True)
 
 
 def _of_copydays(source: Source) -> Benchmark:

@@ -64,15 +64,17 @@ def pack(batch: Batch) -> dict[str, Any]:
 
 def unpack(parts: list[dict[str, Any]], device: torch.device) -> Batch:
     """Return the global batch from the packed batches of all ranks, in rank order."""
-    whole = _joined(parts)
-    key = whole.pop("key")
-    draws = whole.pop("draws")
-    extras = whole.pop("extras")
+    fields = _joined(parts)
+    key = fields.pop("key")
+    draws = fields.pop("draws")
+    extras = fields.pop("extras")
     return Batch(
         key=key,
         extras=Extras(_to(extras, device)),
-        draws={name: [Draws(**_to(one, device)) for one in views] for name, views in draws.items()},
-        **_to(whole, device),
+        draws={
+            name: [Draws(**_to(view, device)) for view in views] for name, views in draws.items()
+        },
+        **_to(fields, device),
     )
 
 

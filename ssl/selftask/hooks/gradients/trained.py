@@ -24,7 +24,7 @@ def parameters_of_optimizers(task: Task) -> list[nn.Parameter]:
 
 def state_of_optimizers(task: Task) -> list[Tensor]:
     """Return the tensors of the state of all optimizers."""
-    states = [state for one in task.all_optimizers for state in one.optimizer.state.values()]
+    states = [state for built in task.all_optimizers for state in built.optimizer.state.values()]
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from selftask.config.fields import setting
-from selftask.data.labels import is_labelled
+from selftask.data.labels import is_labeled
 from selftask.distributed.accelerator import forked_rng, is_accelerator, record_event
 from selftask.distributed.collectives import all_reduce_sum, world_size
 from selftask.errors import UserError
@@ -81,7 +81,7 @@ class OnlineProbe(Hook):
         self.steps = 0  # since the last row
 
     def on_start(self, task: Task) -> None:
-        if not is_labelled(task.data_module.train_source):
+        if not is_labeled(task.data_module.train_source):
             raise UserError("hooks.online_probe: the images of data have no labels to learn")
         self.classes = self.num_classes or task.data_module.num_classes
         if not self.classes:
@@ -140,10 +140,10 @@ class OnlineProbe(Hook):
 
     def on_end(self, task: Task) -> None:
         if {"ms_probe", "step_s_median"} <= task.history.keys():
-            taken = task.history["ms_probe"].median()
-            whole = 1e3 * task.history["step_s_median"].median()
+            probe_ms = task.history["ms_probe"].median()
+            step_ms = 1e3 * task.history["step_s_median"].median()
             text = "online_probe: %.2f of the %.1f milliseconds of a step (%.1f %%)"
-            log.info(text, taken, whole, 100 * taken / whole)
+            log.info(text, probe_ms, step_ms, 100 * probe_ms / step_ms)
 
     def _probe(self, name: str, features: Tensor) -> LinearProbes:
         """Return the classifiers of a layer, which are built when its width is known."""
@@ -166,14 +166,14 @@ class OnlineProbe(Hook):
     # -- evaluation -----------------------------------------------------------------------------
 
     def before_evaluation(self, task: Task) -> None:
-        """Log the accuracy on the labelled validation sets, of which each rank has a part.
+        """Log the accuracy on the labeled validation sets, of which each rank has a part.
 
         A network that is sharded over ranks is not evaluated.
         """
         if not self.probes or (task.config.parallel.reduce == "fsdp" and world_size() > 1):
             return
         task.sync_buffers()
-        for set_name in task.data_module.labelled_sets:
+        for set_name in task.data_module.labeled_sets:
             for name, accuracy in self._evaluate(task, set_name).items():
                 column = f"probe_top1{name}"
                 task.log(f"{set_name}/{column}" if set_name else column, accuracy)

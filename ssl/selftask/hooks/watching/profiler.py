@@ -124,9 +124,9 @@ def describe_operators(profile: Any, top: int, steps: int) -> list[str]:
     on_device = any(event.self_device_time_total for event in averages)
     which = "self_device_time_total" if on_device else "self_cpu_time_total"
     spent = sorted(((getattr(e, which), e) for e in averages), key=lambda pair: -pair[0])
-    whole = sum(us for us, _ in spent) or 1
+    total = sum(us for us, _ in spent) or 1
     return [
-        f"  {event.key}: {us / 1e3 / steps:.2f} ms a step ({us / whole:.0%}), "
+        f"  {event.key}: {us / 1e3 / steps:.2f} ms a step ({us / total:.0%}), "
         f"{event.count / steps:.0f} calls"
         for us, event in spent[:top]
     ]

@@ -86,11 +86,11 @@ class Timing(Hook):
         self.steps, self.seen = self.steps + 1, self.seen + 1
         if not (task.should_log or self.seen == self.skip):
             return
-        taken = self._take()
+        spent = self._take()
         self.all_steps = max(0, self.seen - self.skip)
         for section in SECTIONS:
-            self.row[section] += taken[section]
-            self.total[section] += taken[section] if self.all_steps else 0.0
+            self.row[section] += spent[section]
+            self.total[section] += spent[section] if self.all_steps else 0.0
         if task.should_log:
             for section in SECTIONS:
                 task.log(f"ms_{section}", self.row[section] / self.steps)
@@ -101,10 +101,10 @@ class Timing(Hook):
         self._begin(None)  # evaluations are not part of a step
 
     def on_end(self, task: Task) -> None:
-        whole = sum(self.total.values())
-        if whole:
+        total = sum(self.total.values())
+        if total:
             parts = [
-                f"{section} {ms / self.all_steps:.1f} ({ms / whole:.0%})"
+                f"{section} {ms / self.all_steps:.1f} ({ms / total:.0%})"
                 for section, ms in self.total.items()
             ]
             log.info("milliseconds a step: %s", ", ".join(parts))
@@ -155,12 +155,12 @@ class Timing(Hook):
     def _take(self) -> defaultdict[str, float]:
         """Return milliseconds by section since the last call. Wait for the device."""
         self._begin("hooks")
-        taken: defaultdict[str, float] = defaultdict(float)
+        spent: defaultdict[str, float] = defaultdict(float)
         for (section, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
             if section is not None:
-                taken[section] += milliseconds(start, end)
+                spent[section] += milliseconds(start, end)
         del self.marks[:-1]
-        return taken
+        return spent
 
 
 def milliseconds(start: Any, end: Any) -> float:

@@ -30,12 +30,12 @@ class Csv(Writer):
         self.columns: list[str] = []
 
     def write(self, step: int, row: dict[str, float]) -> None:
-        whole = {"step": step, **row}
-        if not whole.keys() <= set(self.columns):
+        cells = {"step": step, **row}
+        if not cells.keys() <= set(self.columns):
             self._make()
             return
         with self.path.open("a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, self.columns).writerow(json.loads(json_row(whole)))
+            csv.DictWriter(file, self.columns).writerow(json.loads(json_row(cells)))
 
     def _make(self) -> None:
         rows: list[dict[str, Any]] = read_metrics(self.path.with_suffix(".jsonl"))

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from selftask.task import Task
 
 
-def trained_teacher(missing: str) -> Any:
+def trained_teacher(
+    missing: str = "give a run, an exported backbone.pt, timm:NAME or package.module:Class",
+) -> Any:
     """Return a required config field for the teacher, with a hint for users who omit it."""
     return setting(missing=missing, tiny=FrozenModule(model="timm:test_vit", weights="none"))
 
@@ -80,9 +82,7 @@ class QueueDistillation(Distillation):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Distillation.Config):
-        teacher: FrozenModule = trained_teacher(
-            "give a run, an exported backbone.pt, timm:NAME or package.module:Class"
-        )
+        teacher: FrozenModule = trained_teacher()
         """Backbone whose similarities between images are learned."""
         queue_size: int = setting(65_536, min=1, tiny=lambda batch: 2 * batch)
         """Length of the queue, in images; K."""

@@ -5,22 +5,10 @@ B: images, N = h * w: patches, C: channels of the input, D: width of the decoder
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor, nn
 
 from selftask.models.features.tokens import Grid
-from selftask.models.predictors.patch_predictor import sincos_positions
-
-
-def transformer_blocks(dim: int, depth: int, num_heads: int) -> nn.Sequential:
-    """Return ``depth`` blocks of a vision transformer: (B, N, dim) -> (B, N, dim)."""
-    from timm.models.vision_transformer import Block
-
-    norm = partial(nn.LayerNorm, eps=1e-6)
-    return nn.Sequential(
-        *(Block(dim, num_heads, qkv_bias=True, norm_layer=norm) for _ in range(depth))
-    )
+from selftask.models.predictors.patch_predictor import sincos_positions, transformer_blocks
 
 
 class PatchDecoder(nn.Module):

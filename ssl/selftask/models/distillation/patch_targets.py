@@ -1,4 +1,4 @@
-"""What frozen networks compute for the patches of a student: features, or discrete tokens.
+"""Targets from frozen networks for the patches of a student: features, or discrete tokens.
 
 B: images, h x w patches of the student in a grid, N = h * w; D: width of the frozen network.
 """

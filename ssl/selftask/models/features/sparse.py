@@ -137,8 +137,8 @@ def see_visible_patches(network: nn.Module) -> None:
 
 
 def _is_layer(part: nn.Module) -> bool:
-    known = isinstance(part, nn.Linear | nn.Conv2d | nn.AdaptiveAvgPool2d)
-    return known or _mixes(part) or _normalizes(part)
+    is_supported = isinstance(part, nn.Linear | nn.Conv2d | nn.AdaptiveAvgPool2d)
+    return is_supported or _mixes(part) or _normalizes(part)
 
 
 def _mixes(part: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from selftask.models.features.tokens import Grid
 class CrossPredictor(nn.Module):
     """Transformer without self-attention: each patch to predict looks at the encoded tokens alone.
 
-    A prediction does not depend on which others are made. Layers have no biases, and RMSNorm.
+    Predictions do not depend on each other. Layers have no biases, and RMSNorm.
 
     Args:
         embed_dim: Width E of the encoded tokens.
@@ -62,11 +62,11 @@ class CrossPredictor(nn.Module):
         Returns:
             (B, Q, D).
         """
-        context_at = self.rope.of_kept(grid, keep, None)  # (B, 1, R + K, 2 * F)
-        asked_at = self.rope.of_kept(grid, asked, None)[:, :, self.num_registers :]
+        context_rope = self.rope.of_kept(grid, keep, None)  # (B, 1, R + K, 2 * F)
+        asked_rope = self.rope.of_kept(grid, asked, None)[:, :, self.num_registers :]
         x = self.mask_token.expand(*asked.shape, -1)
         for block in self.blocks:
-            x = block(x, asked_at, encoded, context_at)
+            x = block(x, asked_rope, encoded, context_rope)
         output: Tensor = self.norm(x)
         return output
 
@@ -87,8 +87,8 @@ class CrossBlock(nn.Module):
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_uniform_(layer.weight)
 
-    def forward(self, x: Tensor, at: Tensor, context: Tensor, context_at: Tensor) -> Tensor:
-        x = x + self.drop_path1(self.attn(self.norm1(x), at, context, context_at))
+    def forward(self, x: Tensor, rope: Tensor, context: Tensor, context_rope: Tensor) -> Tensor:
+        x = x + self.drop_path1(self.attn(self.norm1(x), rope, context, context_rope))
         output: Tensor = x + self.drop_path2(self.mlp(self.norm2(x)))
         return output
 
@@ -104,24 +104,24 @@ class CrossAttention(nn.Module):
         self.value = nn.Linear(context_dim, dim, bias=False)
         self.proj = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x: Tensor, at: Tensor, context: Tensor, context_at: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, context: Tensor, context_rope: Tensor) -> Tensor:
         """Return the attention of queries to a context.
 
         Args:
             x: Queries, (B, Q, D).
-            at: Sines and cosines of their positions, (B, 1, Q, 2 * F).
+            rope: Sines and cosines of their positions, (B, 1, Q, 2 * F).
             context: (B, P + K, E).
-            context_at: As ``at``, of the last tokens of the context; others are not rotated.
+            context_rope: As ``rope``, of the last tokens of the context; others are not rotated.
 
         Returns:
             (B, Q, D).
         """
         value = self._by_head(self.value(context))  # (B, H, P + K, F)
         key = self._by_head(self.key(context))
-        unmoved = key.shape[2] - context_at.shape[2]
-        rotated = apply_rot_embed_cat(key[:, :, unmoved:], context_at, half=True)
-        key = torch.cat([key[:, :, :unmoved], rotated.type_as(value)], dim=2)
-        query = apply_rot_embed_cat(self._by_head(self.query(x)), at, half=True).type_as(value)
+        num_prefix = key.shape[2] - context_rope.shape[2]
+        rotated = apply_rot_embed_cat(key[:, :, num_prefix:], context_rope, half=True)
+        key = torch.cat([key[:, :, :num_prefix], rotated.type_as(value)], dim=2)
+        query = apply_rot_embed_cat(self._by_head(self.query(x)), rope, half=True).type_as(value)
         attended = F.scaled_dot_product_attention(query, key, value)
         output: Tensor = self.proj(attended.transpose(1, 2).flatten(2))
         return output

@@ -20,7 +20,7 @@ from selftask.models.predictors.patch_predictor import sincos_positions
 _norm: Any = partial(nn.LayerNorm, eps=1e-6)
 
 
-class CrossPredictor(nn.Module):
+class MemoryPredictor(nn.Module):
     """Decoder of CrossMAE (arXiv:2401.14391): each block reads a mixture of the encoder's layers.
 
     Args:
@@ -51,7 +51,7 @@ class CrossPredictor(nn.Module):
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
         self.register_buffer("positions", sincos_positions(dim, grid), persistent=False)
         self.mixture = nn.Parameter(torch.randn(depth, num_layers) * num_layers**-0.5)
-        self.blocks = nn.ModuleList(CrossBlock(dim, embed_dim, num_heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(MemoryBlock(dim, embed_dim, num_heads) for _ in range(depth))
         self.norm = _norm(dim)
         self.project = nn.Linear(dim, num_out)
 
@@ -77,7 +77,7 @@ class CrossPredictor(nn.Module):
         return output
 
 
-class CrossBlock(nn.Module):
+class MemoryBlock(nn.Module):
     """Cross-attention and an MLP, both residual: queries (B, Q, D), memory (B, M, E) -> (B, Q, D).
 
     Args:

@@ -37,18 +37,13 @@ class PatchPredictor(nn.Module):
     def __init__(
         self, embed_dim: int, grid: Grid, *, dim: int, depth: int, num_heads: int, num_out: int
     ) -> None:
-        from timm.models.vision_transformer import Block
-
         super().__init__()
-        norm = partial(nn.LayerNorm, eps=1e-6)
         self.grid = grid
         self.embed = nn.Linear(embed_dim, dim)
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
         self.register_buffer("positions", sincos_positions(dim, grid), persistent=False)
-        self.blocks = nn.ModuleList(
-            Block(dim, num_heads, qkv_bias=True, norm_layer=norm) for _ in range(depth)
-        )
-        self.norm = norm(dim)
+        self.blocks = transformer_blocks(dim, depth, num_heads)
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.project = nn.Linear(dim, num_out)
 
     def forward(
@@ -93,6 +88,16 @@ class PatchPredictor(nn.Module):
             x = block(x, attn_mask=attend)
         output: Tensor = self.project(self.norm(x[:, -num_asked:]))  # (B * M, Q, out)
         return output.view(*asked.shape, -1)
+
+
+def transformer_blocks(dim: int, depth: int, num_heads: int) -> nn.Sequential:
+    """Return ``depth`` blocks of a vision transformer: (B, N, dim) -> (B, N, dim)."""
+    from timm.models.vision_transformer import Block
+
+    norm = partial(nn.LayerNorm, eps=1e-6)
+    return nn.Sequential(
+        *(Block(dim, num_heads, qkv_bias=True, norm_layer=norm) for _ in range(depth))
+    )
 
 
 def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from selftask.cli.model.checkpoint_model import open_named
-from selftask.cli.model.evaluate_words import check_words
-from selftask.cli.model.fields import take_fields
+from selftask.cli.model.evaluate_words import take_model, take_options
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.errors import UserError
 from selftask.logs import json_row
 
 USAGE = f"""\
 usage: selftask eval views RUN [data=DIR] [key=value ...]
 
 Makes several views of each image with the run's transforms of training, and prints LiDAR, the
-effective rank of what tells images apart, and the alignment of views, as one JSON line. No labels
-are needed. Compare checkpoints of one method on the same images only.
+effective rank of differences between images, and the alignment of views, as one JSON line. No
+labels are needed. Compare checkpoints of one method on the same images only.
 RUN           a run's folder, RUN@STEP or RUN@best (weights=ema: its average)
 data=DIR      the images; default: those of the run
 images=1000   number of images, drawn at random if there are more
@@ -27,13 +25,10 @@ views=10      number of views of each image (50 in the paper)
 
 def main(argv: list[str]) -> int:
     """Measure, print the measures, and append them to the run's ``evaluations.jsonl``."""
-    if not argv or "=" in argv[0]:
-        raise UserError(f"eval views needs a run before any key=value\n{USAGE}")
-    address, overrides = argv[0], argv[1:]
+    address, overrides = take_model("views", argv, USAGE)
     from selftask.evaluate.view_measures import ViewOptions, measure_views
 
-    options, words = take_fields(overrides, ViewOptions)
-    check_words("views", words, {*ViewOptions.__dataclass_fields__})
+    options, words = take_options("views", overrides, ViewOptions)
     words = ["data.val=null", "data.val_sets=null", *words]
     frozen, run = open_named(address, words)
     row = measure_views(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from selftask.cli.model.checkpoint_model import open_named
-from selftask.cli.model.evaluate_words import check_words
-from selftask.cli.model.fields import take_fields
+from selftask.cli.model.evaluate_words import take_model, take_options
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.errors import UserError
 from selftask.logs import announce, json_row
 
 USAGE = f"""\
@@ -32,13 +30,10 @@ seed=0        of the choice of images and of the warps
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
-    if not argv or "=" in argv[0]:
-        raise UserError(f"eval correspondence needs a run or model before any key=value\n{USAGE}")
-    address, overrides = argv[0], argv[1:]
+    address, overrides = take_model("correspondence", argv, USAGE)
     from selftask.evaluate.correspondence import Correspondence, evaluate_correspondence
 
-    options, words = take_fields(overrides, Correspondence)
-    check_words("correspondence", words, Correspondence.__dataclass_fields__)
+    options, words = take_options("correspondence", overrides, Correspondence)
     frozen, address = open_named(address, words)
     row = evaluate_correspondence(
         frozen.backbone,

@@ -9,7 +9,7 @@ import numpy as np
 from selftask.data.source import Source, Wrapped
 
 
-class Relabelled(Wrapped):
+class Relabeled(Wrapped):
     """Source with its labels replaced, for instance by one class per image."""
 
     def __init__(self, source: Source, kind: Literal["index", "zero", "none"]) -> None:
@@ -30,6 +30,6 @@ class Relabelled(Wrapped):
         return f"{self.source.describe()}; labels: {self.kind} (data.relabel)"
 
 
-def relabelled(source: Source, kind: str) -> Source:
+def relabeled(source: Source, kind: str) -> Source:
     """Return the source with the labels that ``data.relabel`` selects."""
-    return source if kind == "no" else Relabelled(source, kind)  # type: ignore[arg-type]
+    return source if kind == "no" else Relabeled(source, kind)  # type: ignore[arg-type]

@@ -5,23 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from selftask.cli.model.checkpoint_model import open_named
-from selftask.cli.model.dense.folders import take_folders
-from selftask.cli.model.evaluate_words import check_words
-from selftask.cli.model.fields import take_fields
+from selftask.cli.model.evaluate_words import take_model, take_options
+from selftask.cli.model.evaluations.folders import take_folders
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.errors import UserError
 from selftask.logs import announce, json_row
 
 if TYPE_CHECKING:
-    from selftask.evaluate.segmentation import Segmented
+    from selftask.evaluate.segmentation import SegmentationResult
 
 USAGE = f"""\
 usage: selftask eval segmentation RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
 
-Segments the images of data.val by the labelled patches of data, and prints mean IoU and accuracy
-of pixels, as one JSON line last.
+Segments the images of data.val by the labeled patches of data, and prints mean IoU and accuracy of
+pixels, as one JSON line last.
 {MODEL},
               or RUN@STEP or RUN@best: a checkpoint of a run
 data=DIR      training images and masks: DIR/images/NAME.jpg with DIR/masks/NAME.png, the index of
@@ -41,9 +39,7 @@ images=200 seed=0    a random choice of images of each set; default: all
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
-    if not argv or "=" in argv[0]:
-        raise UserError(f"eval segmentation needs a run or model before any key=value\n{USAGE}")
-    address, overrides = argv[0], argv[1:]
+    address, overrides = take_model("segmentation", argv, USAGE)
     from selftask.evaluate.dense.masks import MASKS, read_table
     from selftask.evaluate.segmentation import (
         SegmentationOptions,
@@ -51,8 +47,7 @@ def main(argv: list[str]) -> int:
         open_folders,
     )
 
-    options, words = take_fields(overrides, SegmentationOptions)
-    check_words("segmentation", words, SegmentationOptions.__dataclass_fields__)
+    options, words = take_options("segmentation", overrides, SegmentationOptions)
     roots, words = take_folders(words, MASKS, "NAME.png")
     table = read_table(roots["data"])
     frozen, address = open_named(address, words)
@@ -76,7 +71,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _table(result: Segmented) -> str:
+def _table(result: SegmentationResult) -> str:
     """Format a line for each class: share of the pixels, IoU and accuracy by head."""
     width = max(map(len, ("class", *result.classes.names)))
     heads = list(result.confusions)

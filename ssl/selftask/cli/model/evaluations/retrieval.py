@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selftask.cli.model.fields import take_fields
+from selftask.cli.model.evaluate_words import take_model, take_options
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, SHIPPED, WEIGHTS, open_frozen, take
 from selftask.cli.verbosity import USAGE as VERBOSITY
@@ -14,9 +14,9 @@ USAGE = f"""\
 usage: selftask eval retrieval RUN_OR_MODEL data=DIR [truth=FILE] [key=value ...]
 
 Describes each image, ranks the others by cosine, and prints mean average precision and precision
-at K of what is found, as one JSON line last.
+at K, as one JSON line last.
 {MODEL}
-data=DIR      images of queries and database. What belongs together is said by
+data=DIR      images of queries and database, with the relevant images of each query by
   (no truth)            class folders: each image is looked for among the others of all classes
   truth=gnd_x.pkl       Oxford or Paris; of the revisited sets easy, medium and hard
   truth=copydays        folders original, strong, jpegqual/3, ..., distractors
@@ -37,15 +37,11 @@ _OWN = ("truth", "whiten")
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
-    if not argv or "=" in argv[0]:
-        raise UserError(f"eval retrieval needs a run or model before any key=value\n{USAGE}")
-    address, overrides = argv[0], argv[1:]
-    from selftask.cli.model.evaluate_words import check_words
+    address, overrides = take_model("retrieval", argv, USAGE)
     from selftask.evaluate.retrieval.benchmark import open_benchmark
     from selftask.evaluate.retrieval.evaluation import RetrievalOptions, evaluate_retrieval
 
-    options, words = take_fields(overrides, RetrievalOptions)
-    check_words("retrieval", words, {*RetrievalOptions.__dataclass_fields__, *_OWN})
+    options, words = take_options("retrieval", overrides, RetrievalOptions, _OWN)
     truth, words = take("truth", words)
     whiten, words = take("whiten", words)
     if whiten is None and options.whiten_dim is not None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from selftask.cli.model.checkpoint_model import open_named
-from selftask.cli.model.dense.folders import take_folders
-from selftask.cli.model.evaluate_words import check_words
-from selftask.cli.model.fields import take_fields
+from selftask.cli.model.evaluate_words import take_model, take_options
+from selftask.cli.model.evaluations.folders import take_folders
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.errors import UserError
 from selftask.logs import announce, json_row
 
 USAGE = f"""\
@@ -34,14 +32,11 @@ weight_decay=0.0001 held_out=0.2 images=200 seed=0     as in `selftask eval segm
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
-    if not argv or "=" in argv[0]:
-        raise UserError(f"eval depth needs a run or model before any key=value\n{USAGE}")
-    address, overrides = argv[0], argv[1:]
+    address, overrides = take_model("depth", argv, USAGE)
     from selftask.evaluate.dense.depth_maps import DEPTHS
     from selftask.evaluate.depth import DepthOptions, evaluate_depth
 
-    options, words = take_fields(overrides, DepthOptions)
-    check_words("depth", words, DepthOptions.__dataclass_fields__)
+    options, words = take_options("depth", overrides, DepthOptions)
     roots, words = take_folders(words, DEPTHS, "NAME.npy")
     frozen, address = open_named(address, words)
     row = evaluate_depth(

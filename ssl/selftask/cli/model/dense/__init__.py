@@ -1,1 +1,0 @@
-"""Commands of ``selftask eval`` for patch features."""
