@@ -163,9 +163,9 @@ def test_moments_over_many_pictures() -> None:
     engine = Engine(Views(config), config)
     n = 2000
     packed = engine.draw_batch(0, np.zeros(n, int), np.arange(n), np.tile((64, 64), (n, 1)))
-    chosen = packed.step(0, 0)["chosen"].mean()
+    chosen = packed.step(0)["chosen"].float().mean()
     assert abs(chosen - 0.3) < 5 * (0.21 / n) ** 0.5
-    left, top, right, bottom = packed.step(0, 1)["box"].T
+    left, top, right, bottom = packed.step(1)["box"].T
     for low, high in ((left, right), (top, bottom)):
         middle = (low + high) / 2 / 64 - 0.5
         assert abs(middle.mean()) < 5 * middle.std() / n**0.5
