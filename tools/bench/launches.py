@@ -207,10 +207,10 @@ def count_views(recipe: str, side: int = 256, images: int = 2) -> Counter[str]:
     with Counts() as device:
         sent, on_device = pixels.to(NAME), packed.to(torch.device(NAME))
         engine(sent, None, on_device)  # the first call makes constants
-        for program in engine.programs:
-            for operation in program.operations:
-                name = type(operation.transform).__name__
-                operation.apply = device.counted(operation.apply, name)
+        operations: list[Any] = [one for program in engine.programs for one in program.operations]
+        for operation in operations:
+            name = type(operation.transform).__name__
+            operation.apply = device.counted(operation.apply, name)
         device.launches.clear()
         engine(sent, None, on_device)
     return device.launches

@@ -286,11 +286,9 @@ def _apply(
     each = values.unflatten(0, (-1, len(step.views))).unbind(1)
     made |= zip(step.views, each, strict=True)
     for after in step.then:
-        if len(after.views) == len(step.views):
-            some = values
-        else:
-            some = torch.stack([made[view] for view in after.views], 1).flatten(0, 1)
-        _apply(after, some, None, packed, made)  # only a crop accepts different sizes
+        if after.views != step.views:
+            values = torch.stack([made[view] for view in after.views], 1).flatten(0, 1)
+        _apply(after, values, None, packed, made)  # only a crop accepts different sizes
 
 
 def _repeat(values: Tensor, times: int) -> Tensor:

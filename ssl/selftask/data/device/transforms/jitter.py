@@ -61,22 +61,26 @@ class BatchedColorJitter(UniformOperation):
 
     def apply(self, values: Tensor, packed: Tensors, sizes: Tensor | None) -> Tensor:
         steps = packed["steps"].unbind(1)
-        for step in steps[:STEPS]:
-            values = adjust(values, step)
+        values = adjust(values, steps[0])
+        for step in steps[1:STEPS]:
+            adjust(values, step, out=values)
         if self.transform.hue:
             values = turn_hue(values, packed["shift"])
             for step in steps[STEPS:]:
-                values = adjust(values, step)
+                adjust(values, step, out=values)
         return values
 
 
-def adjust(values: Tensor, step: Tensor) -> Tensor:
-    """Adjust images (B, C, H, W); ``step`` (B, 3): weights of x, luma and mean luma."""
+def adjust(values: Tensor, step: Tensor, out: Tensor | None = None) -> Tensor:
+    """Adjust images (B, C, H, W); ``step`` (B, 3): weights of x, luma and mean luma.
+
+    The result is written to ``out``, which may be ``values``.
+    """
     gain, of_luma, of_mean = (per_image(one) for one in step.unbind(1))
     gray = luma(values)
     mean = gray.mean((2, 3), keepdim=True).round_()
-    added = torch.addcmul(of_mean * mean, gray, of_luma)
-    return to_levels(torch.addcmul(added, values, gain))
+    added = gray.mul_(of_luma).add_(mean.mul_(of_mean))
+    return to_levels(torch.addcmul(added, values, gain, out=out))
 
 
 def turn_hue(values: Tensor, shift: Tensor) -> Tensor:
@@ -104,4 +108,4 @@ def turn_hue(values: Tensor, shift: Tensor) -> Tensor:
     # levels are whole: a span below 1 is none
     around = torch.addcdiv(shift[:, :, None, None], hue, span.clamp(min=0.5))  # in -6..6
     weight = around.abs_().sub_(3).abs_().clamp_(1, 2)  # 1 + w, since d = 3 - abs(abs(around) - 3)
-    return torch.addcmul(low - span, weight, span).round_()
+    return torch.addcmul(low - span, weight, span, out=weight).round_()
