@@ -91,8 +91,13 @@ def resample(
     same = across is down
     down = down.to(kind)
     across = down if same else across.to(kind)
-    by_row = values.transpose(1, 2).to(kind, memory_format=torch.contiguous_format).flatten(2)
+    by_row = _converted(values.transpose(1, 2), kind).flatten(2)
     rows = down.reshape(batch, -1, height) @ by_row  # (B, n * H', C * W)
     planes = rows.view(results, new_height * channels, -1) @ across.mT
     planes = planes.view(results, new_height, channels, -1).transpose(1, 2)
-    return planes.to(torch.float32, memory_format=torch.contiguous_format)
+    return _converted(planes, torch.float32)
+
+
+def _converted(values: Tensor, kind: torch.dtype) -> Tensor:
+    """Return contiguous values of this type, with one copy (``to`` keeps strides of its type)."""
+    return values.to(kind, memory_format=torch.contiguous_format).contiguous()
