@@ -253,12 +253,8 @@ class Engine:
             now = images[program.image] if program.parent is None else made[program.parent]
             now = now[:, :, : view.canvas[0], : view.canvas[1]]
             made |= dict.fromkeys(views, now)
-            for step in steps:
-                values, ragged = now, each[program.image] if view.ragged else None
-                if not step.operation.shares_images:
-                    values = _repeat(now, len(step.views))
-                    ragged = None if ragged is None else _repeat(ragged, len(step.views))
-                _apply(step, values, ragged, packed, made)
+            ragged = each[program.image] if view.ragged else None
+            _apply(steps, now, ragged, packed, made)
         shown = (made[number] for number, view in enumerate(self.made) if view.shown)
         return [to.of_planes(values) for to, values in zip(self.to_float, shown, strict=True)]
 
@@ -279,16 +275,27 @@ def _join(steps: list[Step], position: int, arrays: list[list[Any]], joined: lis
 
 
 def _apply(
-    step: Step, values: Tensor, ragged: Tensor | None, packed: Packed, made: dict[int, Tensor]
+    steps: Sequence[Step],
+    images: Tensor,
+    ragged: Tensor | None,
+    packed: Packed,
+    made: dict[int, Tensor],
 ) -> None:
-    """Apply a step and those after it, and put each view into ``made``."""
-    values = step.operation.apply(values, packed.step(step.number), ragged)
-    each = values.unflatten(0, (-1, len(step.views))).unbind(1)
-    made |= zip(step.views, each, strict=True)
-    for after in step.then:
-        if after.views != step.views:
-            values = torch.stack([made[view] for view in after.views], 1).flatten(0, 1)
-        _apply(after, values, None, packed, made)  # only a crop accepts different sizes
+    """Apply steps to images, and then those after them; put each view into ``made``."""
+    pending: list[tuple[Step, Tensor, Tensor | None]] = []
+    for step in steps:
+        times = 1 if step.operation.shares_images else len(step.views)
+        sizes = None if ragged is None else _repeat(ragged, times)
+        pending.append((step, _repeat(images, times), sizes))
+    while pending:  # not recursive: callers would hold what is no longer needed
+        step, values, sizes = pending.pop()
+        values = step.operation.apply(values, packed.step(step.number), sizes)
+        each = values.unflatten(0, (-1, len(step.views))).unbind(1)
+        made |= zip(step.views, each, strict=True)
+        for after in step.then:
+            if after.views != step.views:
+                values = torch.stack([made[view] for view in after.views], 1).flatten(0, 1)
+            pending.append((after, values, None))  # only a crop accepts different sizes
 
 
 def _repeat(values: Tensor, times: int) -> Tensor:
