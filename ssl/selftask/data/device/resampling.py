@@ -60,11 +60,10 @@ def _cubic(distance: Tensor) -> Tensor:
     With f = max(0, 2 - distance) and e = max(0, f - 1) it is f^2 (f - 1) / 2 + e^2 - 2 e^3.
     """
     far = distance.neg_().add_(2).clamp_(min=0)
-    beyond = far - 1
-    near = beyond.clamp(min=0)
-    square = near * near
-    near = torch.addcmul(square, square, near, value=-2)
-    return near.add_(far.square_().mul_(beyond), alpha=0.5)
+    near = far - 1
+    far.square_().mul_(near)
+    square = near.clamp_(min=0).square()
+    return square.addcmul_(square, near, value=-2).add_(far, alpha=0.5)
 
 
 def resample(
