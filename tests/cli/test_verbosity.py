@@ -15,7 +15,13 @@ import tiny
 from selftask.cli.main import main
 from selftask.logs import LOGGER, show_root_lines_of, start_log, stop_log, verbosity
 
-DETAILS = ("sampler: shuffled", "model: simclr on", "arithmetic:", "parameter groups:", "threads: ")
+DETAILS = (
+    "sampler: shuffled",
+    "model: simclr on",
+    "arithmetic:",
+    "parameter groups of optimizer:",
+    "threads: ",
+)
 
 
 @pytest.fixture(scope="module")

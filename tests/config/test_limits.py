@@ -26,6 +26,7 @@ SIGNED = {
     "contrast_noise.offset",
     "early_stopping.target",
     "normalize.mean",
+    "online_probe.layers",
     "siglip.bias",
     "unic.ladder",
 }

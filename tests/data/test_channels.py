@@ -46,7 +46,7 @@ ARGS: dict[str, dict[str, Any]] = {
 }
 NAMES = Registry("transform", "selftask.data.transforms").names()
 OF_COLOURS = [
-    *("auto_augment", "bgr", "custom", "grayscale", "lab", "lightness"),
+    *("auto_augment", "bgr", "custom", "grayscale", "lab", "lighting", "lightness"),
     *("rand_augment", "trivial_augment_wide"),
 ]
 ANY = [name for name in NAMES if name not in (*OF_COLOURS, "normalize")]
@@ -136,6 +136,7 @@ def test_groups_are_of_sizes_that_opencv_knows() -> None:
         ("color_jitter", {"saturation": 0.4}, 1, "saturation: 0.4 needs 3 channels"),
         ("grayscale", {"p": 0.2}, 5, "p: 0.2; grayscale needs 3 channels, the data have 5"),
         ("lab", {}, 4, "name: lab needs 3 channels"),
+        ("lighting", {}, 1, "std: 0.1 needs 3 channels"),
         ("lightness", {}, 1, "name: lightness needs 3 channels"),
         ("bgr", {}, 4, "name: bgr needs 3 channels"),
         ("rand_augment", {}, 4, "name: rand_augment changes saturation and needs 3"),

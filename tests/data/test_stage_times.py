@@ -322,6 +322,7 @@ def test_a_run_that_waits_says_so_once(tmp_path: Path, monkeypatch: pytest.Monke
         last_batch=SimpleNamespace(loss=torch.tensor(1.0), terms={}),
         length=SimpleNamespace(batch_size=8, total_steps=200),
         optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
+        optimizers={},
         clock=SimpleNamespace(done=False),
         world=SimpleNamespace(local_size=2),
         losses=[],

@@ -122,13 +122,13 @@ def test_an_early_error_is_left_for_rank_0(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("MASTER_ADDR", "n1")
     with pytest.raises(UserError, match="no room"), report_early_errors(tmp_path):
         raise UserError("no room")
-    error = find_early_error(tmp_path, "n1:7::")
+    error = find_early_error(tmp_path, ":n1:7::")
     assert error is not None
     assert (error.rank, error.message) == (1, f"no room (on {socket.gethostname()})")
     assert find_early_error(tmp_path, "n1:8::") is None, "of another attempt"
     with report_early_errors(tmp_path):
         pass
-    assert find_early_error(tmp_path, "n1:7::") is None, "it has started again"
+    assert find_early_error(tmp_path, ":n1:7::") is None, "it has started again"
 
 
 def test_the_others_learn_how_rank_0_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_the_others_learn_how_rank_0_ended(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "n1")
 
-    def end(since: float, attempt: str = "n1:7::") -> str | None:
+    def end(since: float, attempt: str = ":n1:7::") -> str | None:
         failure = find_end_of_rank0(tmp_path, attempt, since)
         return None if failure is None else failure.message
 
@@ -149,7 +149,7 @@ def test_the_others_learn_how_rank_0_ended(tmp_path: Path, monkeypatch: pytest.M
     assert end(start, "n1:8::") is None and end(time.time()) is None
     with report_early_errors(tmp_path):
         assert end(start) is None, "it has started again"
-    status = {"attempt": "n1:7::", "updated": time.time()}
+    status = {"attempt": ":n1:7::", "updated": time.time()}
     for state, message in (("running", None), ("failed", "port"), ("interrupted", None)):
         write_json(
             tmp_path / "status.json", {**status, "state": state, "error": message, "by": "I"}

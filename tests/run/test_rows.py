@@ -65,7 +65,7 @@ def unequal(rank: int) -> dict[str, float]:
     task.config = SimpleNamespace(train=SimpleNamespace(log_every=1))
     task.data_module = SimpleNamespace(data_wait_s=100.0 + 300.0 * rank)
     task.length = SimpleNamespace(batch_size=8, total_steps=2)
-    task.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    task.optimizer, task.optimizers = SimpleNamespace(param_groups=[{"lr": 0.1}]), {}
     task.steps_done, task.pop_scalars, task.write_row = 1, dict, rows.append
     hook = Metrics()
     hook.on_start(task)
@@ -88,7 +88,7 @@ def test_over_ranks() -> None:
 def test_terms_that_are_not_finite_are_named() -> None:
     task: Any = SimpleNamespace(device=torch.device("cpu"), last_batch=SimpleNamespace())
     task.last_batch.terms = {"a": torch.tensor(1.0), "b": torch.tensor(math.inf)}
-    task.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    task.optimizer, task.optimizers = SimpleNamespace(param_groups=[{"lr": 0.1}]), {}
     hook = Metrics()
     hook.load_state_dict({"window": torch.tensor([2.0, math.inf]), "steps": [6, 7]})
     hook.on_start(task)

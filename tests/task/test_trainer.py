@@ -139,7 +139,7 @@ def test_parts_are_built_by_prepare_in_order(
         return call
 
     for module, names in (
-        (build, ("build_backbone", "load_init", "reduction", "build_optimizer", "hooks")),
+        (build, ("build_backbone", "load_init", "reductions", "build_optimizer", "hooks")),
         (task_state, ("resume", "restore")),
     ):
         for name in names:
@@ -155,7 +155,7 @@ def test_parts_are_built_by_prepare_in_order(
     with pytest.raises(Interrupted):
         train_loop(task)
     assert [name for name in PARTS if hasattr(task, name)] == list(PARTS)
-    built = ["build_backbone", "load_init", "reduction", "build_optimizer", "hooks"]
+    built = ["build_backbone", "load_init", "reductions", "build_optimizer", "hooks"]
     assert order == [*built, "resume", "restore", *points]
     assert task.steps_done == 2
 

@@ -178,6 +178,12 @@ _GENERAL = (
         "`meters`",
     ),
     Column(
+        "train_METER_VALUE",
+        "",
+        "A value of a meter over the training images since the last row.",
+        "hook `train_meters`",
+    ),
+    Column(
         "preserve",
         "",
         "Term of the loss: weight times 1 - cosine of the features and those at the start, mean of "

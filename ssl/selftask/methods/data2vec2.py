@@ -163,6 +163,11 @@ class Data2Vec2(MaskedPatches, EMATeacher):
     def averaged(self, network: Any) -> nn.Module:
         return MLPOutputs(network.backbone, self.config.top_blocks)
 
+    def setup(self, task: Task) -> None:
+        super().setup(task)
+        outputs: Any = self.teacher.network
+        outputs.record()
+
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Draw masks, and the noise at hidden patches."""
         super().prepare_batch(batch, task)

@@ -197,9 +197,9 @@ def cluster_densities(
         num_clusters: K_h.
         mean: Mean of the result.
     """
-    clusters = clusters.cpu()  # where sums have a fixed order, so that ranks get the same
-    sizes = clusters.bincount(minlength=num_clusters)
-    sums = clusters.bincount(distances.cpu(), minlength=num_clusters).to(distances.dtype)
+    clusters, values = clusters.cpu(), distances.cpu().double()  # where sums have a fixed order
+    sizes = clusters.new_zeros(num_clusters).index_add(0, clusters, torch.ones_like(clusters))
+    sums = values.new_zeros(num_clusters).index_add(0, clusters, values).to(distances.dtype)
     density = sums / sizes.clamp(min=1) / (sums.new_tensor(SMOOTHING) + sizes).log()
     density = torch.where(sizes > 1, density, density.masked_fill(sizes < 2, 0).max())
     bounds = density.quantile(density.new_tensor([0.1, 0.9]))

@@ -135,7 +135,7 @@ def spherical_kmeans(
     for _ in track("k-means", range(iterations)):
         cluster = _nearest(x, centroids, chunk)
         sums = _sum_by_cluster(x, cluster, num_clusters, chunk)
-        is_empty = cluster.bincount(minlength=num_clusters) == 0
+        is_empty = cluster.new_ones(num_clusters, dtype=torch.bool).index_fill(0, cluster, False)
         centroids = torch.where(is_empty[:, None], centroids, F.normalize(sums, dim=1))
     return centroids, _nearest(x, centroids, chunk)
 

@@ -5,7 +5,6 @@ B images, N patches, E width.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,22 +27,23 @@ class MLPOutputs(nn.Module):
     def __init__(self, backbone: nn.Module, number: int) -> None:
         super().__init__()
         self.backbone, self.number = backbone, number
+        self._outputs = _Outputs()
         if len(self._mlps()) != adapter_of(backbone).num_layers:
             raise UserError(
                 f"backbone: the blocks of a {type(backbone).__name__} have no module `mlp`, whose "
                 "outputs are the targets; take a vision transformer of timm"
             )
 
+    def record(self) -> None:
+        """Register the hooks, once: ``torch.compile`` cannot trace that."""
+        for mlp in self._mlps()[-self.number :]:
+            mlp.register_forward_hook(self._outputs.keep)
+
     def forward(self, images: Tensor) -> list[Tensor]:
         """Return the outputs for images (B, C, H, W), those of the last block last."""
-        outputs: list[Tensor] = []
-        keep = partial(_keep, outputs)
-        handles = [mlp.register_forward_hook(keep) for mlp in self._mlps()[-self.number :]]
-        try:
-            num_patches = extract(self.backbone, images).patches.shape[1]
-        finally:
-            for handle in handles:
-                handle.remove()
+        self._outputs.kept = []
+        num_patches = extract(self.backbone, images).patches.shape[1]
+        outputs, self._outputs.kept = self._outputs.kept, None
         return [output[:, -num_patches:] for output in outputs]
 
     def _mlps(self) -> list[nn.Module]:
@@ -51,5 +51,11 @@ class MLPOutputs(nn.Module):
         return [part for name, part in parts if name.rpartition(".")[2] == "mlp"]
 
 
-def _keep(outputs: list[Tensor], module: nn.Module, inputs: Any, output: Tensor) -> None:
-    outputs.append(output)
+class _Outputs:
+    """Keeps outputs during a pass of ``MLPOutputs``, and not when its backbone is used alone."""
+
+    kept: list[Tensor] | None = None
+
+    def keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if self.kept is not None:
+            self.kept.append(output)
