@@ -83,6 +83,20 @@ def test_draws_of_a_batch_are_those_of_its_pictures(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_views_that_begin_alike_and_then_differ(at_once: bool) -> None:
+    """They are made together as long as their transforms differ in nothing but their draws."""
+    solarized = [*SIMCLR[:4], part("solarize", p=0.7, threshold=90), *SIMCLR[4:]]
+    often = [SIMCLR[0], part("horizontal_flip", p=0.9), *SIMCLR[2:4], SIMCLR[-1]]
+    config = views_of(SIMCLR)
+    config["solarized"] = ViewConfig(count=2, transforms=solarized)
+    config["often"] = ViewConfig(transforms=often)
+    config["small"] = ViewConfig(transforms=[part("random_resized_crop", size=16), *often[1:]])
+    config["crop"] = ViewConfig(transforms=[SIMCLR[0], SIMCLR[-1]])
+    images = list(smooth_images(IMAGES, HEIGHT, WIDTH))
+    assert_close(config, by_device(config, images, at_once=at_once), by_cpu(config, images), 1.5)
+
+
 DIRECT = [SIMCLR[0], part("horizontal_flip"), part("gaussian_blur")]
 IN_WORKER = {
     "affine, crop": [part("random_affine", degrees=30), *DIRECT],
@@ -163,9 +177,9 @@ def test_moments_over_many_pictures() -> None:
     engine = Engine(Views(config), config)
     n = 2000
     packed = engine.draw_batch(0, np.zeros(n, int), np.arange(n), np.tile((64, 64), (n, 1)))
-    chosen = packed.step(0, 0)["chosen"].mean()
+    chosen = packed.step(0)["chosen"].float().mean()
     assert abs(chosen - 0.3) < 5 * (0.21 / n) ** 0.5
-    left, top, right, bottom = packed.step(0, 1)["box"].T
+    left, top, right, bottom = packed.step(1)["box"].T
     for low, high in ((left, right), (top, bottom)):
         middle = (low + high) / 2 / 64 - 0.5
         assert abs(middle.mean()) < 5 * middle.std() / n**0.5

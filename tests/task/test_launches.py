@@ -46,6 +46,18 @@ def in_loop(folder: Path) -> int:
     return total("simclr", "resnet50", folder, "hooks.ema={}", loop=True)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "most"), [("dino/vit_small_imagenet", 300), ("simclr/resnet50_imagenet", 140)]
+)
+def test_few_launches_for_the_views_of_a_batch(recipe: str, most: int) -> None:
+    """Ten views and two, by ``data.augment_on=device``."""
+    assert 0 < in_process(total_of_views, recipe) <= most
+
+
+def total_of_views(recipe: str) -> int:
+    return launches.count_views(recipe).total()
+
+
 def test_a_foreach_operation_is_as_many_kernels_as_torch_launches() -> None:
     """Limits of torch's MultiTensorApply.cuh: 64 tensors of two lists, 320 chunks of 65,536."""
     add = torch.ops.aten._foreach_add_.List

@@ -1,6 +1,7 @@
 """Kernel launches a step beside forward and backward of networks, for each method.
 
     python tools/bench/launches.py [--methods simclr,dino] [--networks resnet50,vit_small]
+    python tools/bench/launches.py --views dino/vit_small_imagenet,simclr/resnet50_imagenet
 
 Networks have full size; images have 32 pixels and a batch 4 of them, on the imagined device of
 ``tests/imagined_device.py``, so that a CPU suffices. The third step is counted, which is neither
@@ -20,6 +21,9 @@ Rules: an operation is one launch. Views and allocations are none. A foreach or 
 as many as torch's ``multi_tensor_apply`` launches: a launch takes at most 110, 64, 48, 36 or 30
 tensors per list for 1 to 5 lists, and at most 320 chunks of 65,536 elements. An operation that CUDA
 composes of several kernels (a sort, a sum in two passes) counts as one, too.
+
+``--views`` counts the launches by transform with which ``data.augment_on=device`` makes the views
+of a batch.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,9 +45,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "ssl"), str(ROOT / "tests")]
 
 import tiny  # noqa: E402
-from imagined_device import ImaginedDevice, is_view  # noqa: E402
+from imagined_device import NAME, ImaginedDevice, is_view  # noqa: E402
 from selftask.config.load import load_config  # noqa: E402
+from selftask.data.device.engine import Engine  # noqa: E402
 from selftask.data.loading.open_data import open_data  # noqa: E402
+from selftask.data.views import Views  # noqa: E402
 from selftask.errors import UserError  # noqa: E402
 from selftask.registry import METHODS  # noqa: E402
 from selftask.task import Task  # noqa: E402
@@ -184,6 +191,35 @@ def count_parts(task: Any, device: Counts) -> Iterator[None]:
         torch.autograd.backward = backward
 
 
+def count_views(recipe: str, side: int = 256, images: int = 2) -> Counter[str]:
+    """Return the launches by transform for the views of a batch, made by the device engine.
+
+    Args:
+        recipe: Name of a recipe whose transforms all have a batched version.
+        side: Height and width of the images.
+        images: Number of images.
+    """
+    config = load_config(recipe, ["data=unused"]).views
+    engine = Engine(Views(config), config)
+    numbers, sizes = np.arange(images), np.full((images, 2), side)
+    packed = engine.draw_batch(0, 0 * numbers, numbers, sizes)
+    pixels = torch.zeros(images, side, side, 3, dtype=torch.uint8)
+    with Counts() as device:
+        sent, on_device = pixels.to(NAME), packed.to(torch.device(NAME))
+        engine(sent, None, on_device)  # the first call makes constants
+        operations: list[Any] = [one for program in engine.programs for one in program.operations]
+        for operation in operations:
+            name = type(operation.transform).__name__
+            operation.apply = device.counted(operation.apply, name)
+        device.launches.clear()
+        engine(sent, None, on_device)
+    return device.launches
+
+
+def listed(launches: Counter[str]) -> str:
+    return ", ".join(f"{part} {n}" for part, n in launches.most_common())
+
+
 def main() -> int:
     """Print a line for each method and network; exit 1 if one is above the bound."""
     parser = argparse.ArgumentParser(
@@ -191,7 +227,13 @@ def main() -> int:
     )
     parser.add_argument("--methods", default=",".join(METHODS.names()))
     parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--views", help="recipes whose views are counted instead")
     options = parser.parse_args()
+    for recipe in filter(None, (options.views or "").split(",")):
+        launches = count_views(recipe)
+        print(f"{recipe:<32}{launches.total():>6}  {listed(launches)}", flush=True)
+    if options.views:
+        return 0
     above = 0
     with tempfile.TemporaryDirectory() as folder:
         for network in options.networks.split(","):
@@ -204,8 +246,7 @@ def main() -> int:
                     continue
                 total = launches.total()
                 above += total > BOUND
-                parts = ", ".join(f"{part} {n}" for part, n in launches.most_common())
-                print(f"{name}{total:>6}  {parts}", flush=True)
+                print(f"{name}{total:>6}  {listed(launches)}", flush=True)
     print(f"{above} above {BOUND}")
     return int(above > 0)
 

@@ -37,6 +37,18 @@ class Program:
     """Batched versions of the other transforms."""
 
 
+@dataclass(frozen=True)
+class Step:
+    """Operation that is applied to several views at once: all their steps up to it are the same."""
+
+    number: int
+    """Position of its arrays in ``Packed.steps``."""
+    operation: Operation
+    views: list[int]
+    then: list[Step]
+    """Next steps of these views, which may differ."""
+
+
 class Engine:
     """Makes all views of a batch with the batched versions of their transforms.
 
@@ -65,7 +77,29 @@ class Engine:
                 in_worker = view.pipeline.first(length)
                 self.programs.append(Program(None, self.num_images, in_worker, operations))
                 self.num_images += 1
+        from_same: dict[tuple[int | None, int], list[int]] = {}
+        for number, program in enumerate(self.programs):
+            from_same.setdefault((program.parent, program.image), []).append(number)
+        self._num_steps = 0
+        self._steps = [(views, self._plan(views, 0)) for views in from_same.values()]
         self._draws: ViewDraws | None = None
+
+    def _plan(self, views: list[int], position: int) -> list[Step]:
+        """Return the steps of some views, which are equal before this position."""
+        together: list[tuple[Operation, list[int]]] = []
+        for view in views:
+            for operation in self.programs[view].operations[position : position + 1]:
+                same = [one for one in together if operation.same(one[0])]
+                if same:
+                    same[0][1].append(view)
+                else:
+                    together.append((operation, [view]))
+        steps = []
+        for operation, group in together:
+            number = self._num_steps
+            self._num_steps += 1
+            steps.append(Step(number, operation, group, self._plan(group, position + 1)))
+        return steps
 
     def prepare(
         self, images: Sequence[np.ndarray], seed: int, epoch: int, index: int
@@ -168,6 +202,7 @@ class Engine:
         views: list[ViewParameters] = []
         images = np.split(sizes, self.num_images)
         after: list[np.ndarray] = []  # sizes of the views
+        arrays: list[list[Any]] = []  # of each view, for each of its operations
         for number, program in enumerate(self.programs):
             parent = program.parent
             now = before = images[program.image] if parent is None else after[parent]
@@ -187,10 +222,14 @@ class Engine:
                     "batch; its transforms need a crop (random_resized_crop or center_crop)"
                 )
             height, width = before.max(0).tolist()
-            views.append(ViewParameters((height, width), _differ(before), steps))
+            views.append(ViewParameters((height, width), _differ(before)))
             after.append(now)
+            arrays.append(steps)
         shown = (size for view, size in zip(self.made, after, strict=True) if view.shown)
-        return pack(views, [tuple(size.max(0).tolist()) for size in shown])
+        joined: list[Any] = [None] * self._num_steps
+        for _, each in self._steps:
+            _join(each, 0, arrays, joined)
+        return pack(views, joined, [tuple(size.max(0).tolist()) for size in shown])
 
     def __call__(self, pixels: Tensor, sizes: Tensor | None, packed: Packed) -> list[Tensor]:
         """Make all views without waiting for the device.
@@ -208,18 +247,60 @@ class Engine:
         values = planes.to(torch.float32, memory_format=torch.contiguous_format)
         images = values.chunk(self.num_images)
         each = [None] * self.num_images if sizes is None else sizes.chunk(self.num_images)
-        made: list[Tensor] = []
-        for number, program in enumerate(self.programs):
-            (height, width), parent = packed.views[number].canvas, program.parent
-            now = images[program.image] if parent is None else made[parent]
-            now = now[:, :, :height, :width]
-            ragged = each[program.image] if packed.views[number].ragged else None
-            for position, operation in enumerate(program.operations):
-                now = operation.apply(now, packed.step(number, position), ragged)
-                ragged = None  # only a crop accepts different sizes, and makes them equal
-            made.append(now)
-        shown = (values for view, values in zip(self.made, made, strict=True) if view.shown)
+        made: dict[int, Tensor] = {}
+        for views, steps in self._steps:
+            view, program = packed.views[views[0]], self.programs[views[0]]
+            now = images[program.image] if program.parent is None else made[program.parent]
+            now = now[:, :, : view.canvas[0], : view.canvas[1]]
+            made |= dict.fromkeys(views, now)
+            ragged = each[program.image] if view.ragged else None
+            _apply(steps, now, ragged, packed, made)
+        shown = (made[number] for number, view in enumerate(self.made) if view.shown)
         return [to.of_planes(values) for to, values in zip(self.to_float, shown, strict=True)]
+
+
+def _join(steps: list[Step], position: int, arrays: list[list[Any]], joined: list[Any]) -> None:
+    """Join the arrays (B, ...) of a step's n views: (B * n, ...), the first n for one image."""
+    for step in steps:
+        each = [arrays[view][position] for view in step.views]
+        joined[step.number] = (
+            each[0]
+            if len(each) == 1
+            else {
+                name: np.stack([one[name] for one in each], 1).reshape(-1, *array.shape[1:])
+                for name, array in each[0].items()
+            }
+        )
+        _join(step.then, position + 1, arrays, joined)
+
+
+def _apply(
+    steps: Sequence[Step],
+    images: Tensor,
+    ragged: Tensor | None,
+    packed: Packed,
+    made: dict[int, Tensor],
+) -> None:
+    """Apply steps to images, and then those after them; put each view into ``made``."""
+    pending: list[tuple[Step, Tensor, Tensor | None]] = []
+    for step in steps:
+        times = 1 if step.operation.shares_images else len(step.views)
+        sizes = None if ragged is None else _repeat(ragged, times)
+        pending.append((step, _repeat(images, times), sizes))
+    while pending:  # not recursive: callers would hold what is no longer needed
+        step, values, sizes = pending.pop()
+        values = step.operation.apply(values, packed.step(step.number), sizes)
+        each = values.unflatten(0, (-1, len(step.views))).unbind(1)
+        made |= zip(step.views, each, strict=True)
+        for after in step.then:
+            if after.views != step.views:
+                values = torch.stack([made[view] for view in after.views], 1).flatten(0, 1)
+            pending.append((after, values, None))  # only a crop accepts different sizes
+
+
+def _repeat(values: Tensor, times: int) -> Tensor:
+    """Repeat each row so many times."""
+    return values[:, None].expand(-1, times, *values.shape[1:]).flatten(0, 1)
 
 
 def _num_in_worker(made: Sequence[View], config: Mapping[str, ViewConfig]) -> list[int | None]:

@@ -8,7 +8,7 @@ ahead of the step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,17 +23,28 @@ if TYPE_CHECKING:
     from selftask.random.views import Streams
 
 Arrays = dict[str, np.ndarray]  # parameters by name, (B, ...) each
-Tensors = Mapping[str, Tensor]  # the same on the device; float32, uint8 or int16
+Tensors = Mapping[str, Tensor]  # the same on the device; float32 or bool
 
 
 class Operation(ABC):
     """Base class of batched transforms."""
 
     crops = False  # True if it makes squares of ``size`` pixels, also from images of other sizes
+    shares_images = False  # True if ``apply`` accepts fewer images than parameters
     vectorized = True  # True if ``draw`` is implemented, which draws for a whole batch at once
+    reads: tuple[str, ...] | None = None
+    """Attributes of the transform that ``apply`` depends on, beside the arrays: views for which
+    they are equal are made together. None: each view is made alone."""
 
     def __init__(self, transform: Any) -> None:
         self.transform = transform
+
+    def same(self, other: Operation) -> bool:
+        """Return whether ``apply`` is the same as that of the other operation."""
+        if type(self) is not type(other) or self.reads is None:
+            return False
+        of = self.transform, other.transform
+        return all(getattr(of[0], name) == getattr(of[1], name) for name in self.reads)
 
     def sizes_after(self, sizes: np.ndarray) -> np.ndarray:
         """Return height and width (B, 2) of the images after the operation."""
@@ -64,7 +75,8 @@ class Operation(ABC):
         """Return the changed images, and leave the given ones unchanged.
 
         Args:
-            values: float32 (B, C, H, W), whole levels 0..255.
+            values: float32 (B, C, H, W), whole levels 0..255. If it ``shares_images``, parameters
+                may be for (B * n): the first n for the first image, and so on.
             packed: The arrays of ``pack``, on the device of the images.
             sizes: Height and width (B, 2) of each image in ``values``, for an operation that
                 ``crops``; None if the images fill it.
@@ -99,17 +111,22 @@ class UniformOperation(Operation):
 
 
 class RandomlyApplied(UniformOperation):
-    """Base class of batched transforms that are applied with probability ``p``."""
+    """Base class of batched transforms that are applied with probability ``p``.
+
+    All images are changed, and the result is selected, so that no shape depends on a draw.
+    """
+
+    reads = ()
 
     def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
-        return {"chosen": chosen}
+        return {"chosen": np.broadcast_to(chosen, len(sizes))}
 
     def apply(self, values: Tensor, packed: Tensors, sizes: Tensor | None) -> Tensor:
-        return on_chosen(values, packed["chosen"], self.change)
+        return torch.where(per_image(packed["chosen"]), self.change(values), values)
 
     @abstractmethod
     def change(self, values: Tensor) -> Tensor:
-        """Return the changed values (B, C, H, W); may write into the given ones."""
+        """Return the changed values (B, C or 1, H, W), and leave the given ones unchanged."""
 
 
 class CustomOperation(Operation):
@@ -151,23 +168,6 @@ def find_batched_transform(name: str, transform: Any) -> Operation:
 def to_levels(values: Tensor) -> Tensor:
     """Round images (B, C, H, W) to whole levels and clip them to 0..255, in place."""
     return values.round_().clamp_(0, 255)
-
-
-def on_chosen(
-    values: Tensor, chosen: Tensor, change: Callable[..., Tensor], *parameters: Tensor
-) -> Tensor:
-    """Return ``change(values, *parameters)`` where ``chosen`` (B,) is not zero, else ``values``.
-
-    All images are changed, and the result is selected, so that no shape depends on a draw.
-
-    Args:
-        values: (B, C, H, W).
-        chosen: (B,).
-        change: Function of a copy of the values and of ``parameters``; may write into the copy.
-        *parameters: (B, ...) each.
-    """
-    changed = change(values.clone(), *parameters)
-    return torch.where(per_image(chosen) != 0, changed, values)
 
 
 def per_image(parameter: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -17,29 +19,35 @@ def filter_matrix(
     to zero, and the others are scaled up to sum to 1.
 
     Args:
-        start: Index of the first input of each crop, (B,).
-        length: Number of inputs of each crop, (B,).
+        start: Index of the first input of each crop, (...).
+        length: Number of inputs of each crop, (...).
         num_out: Number of outputs, O.
         num_in: Number of inputs, I.
         interpolation: ``bilinear``, ``bicubic`` or ``nearest``.
 
     Returns:
-        float32 (B, O, I).
+        float32 (..., O, I).
     """
-    outs = torch.arange(num_out, device=start.device, dtype=torch.float32)
-    ins = torch.arange(num_in, device=start.device, dtype=torch.float32)
+    start, length = start[..., None], length[..., None]
+    outs, ins = _middles(num_out, start.device), _middles(num_in, start.device)
     if interpolation == "nearest":  # of two equally near inputs, the later; OpenCV takes either
-        nearest = start[:, None] + (2 * outs + 1) * length[:, None] // (2 * num_out)
-        return (ins == nearest[:, :, None]).float()
+        nearest = start + 0.5 + outs * length // num_out
+        return (ins == nearest[..., None]).float()
     scale = length / num_out
-    widen = 1 / scale.clamp(min=1)  # (B,)
-    centers = (outs + 0.5) * (scale * widen)[:, None]  # (B, O), in widths of the filter
-    positions = (ins + (0.5 - start)[:, None]).mul_(widen[:, None])  # (B, I), from the crop's edge
-    inside = (positions > 0) & (positions < (length * widen)[:, None])
-    positions = torch.where(inside, positions, 1e6)  # beyond any filter
-    distance = (positions[:, None, :] - centers[:, :, None]).abs_()
+    widen = scale.clamp(min=1).reciprocal_()
+    centers = outs * (scale * widen)  # (..., O), in widths of the filter
+    positions = ins - start  # (..., I), from the crop's edge
+    inside = (positions > 0) & (positions < length)
+    positions = torch.where(inside, positions, 1e6).mul_(widen)  # 1e6: beyond any filter
+    distance = (positions[..., None, :] - centers[..., None]).abs_()
     weights = _triangle(distance) if interpolation == "bilinear" else _cubic(distance)
-    return weights.div_(weights.sum(2, keepdim=True))
+    return weights.div_(weights.sum(-1, keepdim=True))
+
+
+@cache
+def _middles(count: int, device: torch.device) -> Tensor:
+    """Return the middles of ``count`` pixels."""
+    return torch.arange(count, device=device, dtype=torch.float32).add_(0.5)
 
 
 def _triangle(distance: Tensor) -> Tensor:
@@ -47,10 +55,15 @@ def _triangle(distance: Tensor) -> Tensor:
 
 
 def _cubic(distance: Tensor) -> Tensor:
-    """Pillow's cubic filter, with a = -0.5."""
-    near = (1.5 * distance - 2.5) * distance * distance + 1
-    far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
-    return torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
+    """Pillow's cubic filter, with a = -0.5.
+
+    With f = max(0, 2 - distance) and e = max(0, f - 1) it is f^2 (f - 1) / 2 + e^2 - 2 e^3.
+    """
+    far = distance.neg_().add_(2).clamp_(min=0)
+    near = far - 1
+    far.square_().mul_(near)
+    square = near.clamp_(min=0).square()
+    return square.addcmul_(square, near, value=-2).add_(far, alpha=0.5)
 
 
 def resample(
@@ -60,19 +73,30 @@ def resample(
 
     Args:
         values: (B, C, H, W).
-        down: (B, H', H).
-        across: (B, W', W).
+        down: (B * n, H', H): the first n matrices are for the first image, and so on.
+        across: (B * n, W', W).
         kind: Type of the products. The default on an accelerator is float16: with tensor cores this
             becomes the cheapest operation instead of the most expensive one. The 11 bits of float16
             hold whole levels exactly, and the result is within half a level. Elsewhere, the default
             is the type of ``values``.
 
     Returns:
-        float32 (B, C, H', W').
+        float32 (B * n, C, H', W').
     """
     if kind is None:
         kind = torch.float16 if is_accelerator(values.device) else values.dtype
     batch, channels, height, _ = values.shape
-    rows = values.to(kind).flatten(1, 2) @ across.to(kind).mT  # (B, C * H, W')
-    planes = rows.view(batch, channels, height, -1)
-    return torch.matmul(down.to(kind)[:, None], planes).float()
+    results, new_height, _ = down.shape
+    same = across is down
+    down = down.to(kind)
+    across = down if same else across.to(kind)
+    by_row = _converted(values.transpose(1, 2), kind).flatten(2)
+    rows = down.reshape(batch, -1, height) @ by_row  # (B, n * H', C * W)
+    planes = rows.view(results, new_height * channels, -1) @ across.mT
+    planes = planes.view(results, new_height, channels, -1).transpose(1, 2)
+    return _converted(planes, torch.float32)
+
+
+def _converted(values: Tensor, kind: torch.dtype) -> Tensor:
+    """Return contiguous values of this type, with one copy (``to`` keeps strides of its type)."""
+    return values.to(kind, memory_format=torch.contiguous_format).contiguous()

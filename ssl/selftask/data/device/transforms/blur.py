@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from selftask.data.device.operation import (
     Arrays,
     Tensors,
     UniformOperation,
-    on_chosen,
     to_levels,
 )
 from selftask.data.device.resampling import resample
@@ -27,48 +26,57 @@ _LEAST = 1e-2  # pixels; a smaller sigma changes no pixel
 class BatchedGaussianBlur(UniformOperation):
     """Gaussian blur as a product with two matrices for each image, like resizing."""
 
+    reads = ("sigma",)
     transform: GaussianBlur
 
+    @property
+    def radius(self) -> int:
+        """Largest radius of any kernel, in pixels."""
+        return round(6 * self.transform.sigma[1] + 1) // 2
+
     def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
-        return {"sigma": np.where(chosen, params, 0.0)}
+        return {"kernel": half_kernels(np.where(chosen, params, 0.0).reshape(-1), self.radius)}
 
     def apply(self, values: Tensor, packed: Tensors, sizes: Tensor | None) -> Tensor:
-        blur = partial(_blur, radius=round(6 * self.transform.sigma[1] + 1) // 2)
-        return on_chosen(values, packed["sigma"], blur, packed["sigma"])
+        height, width = values.shape[2:]
+        across = blur_matrix(packed["kernel"], width)
+        down = across if height == width else blur_matrix(packed["kernel"], height)
+        return to_levels(resample(values, down, across))
 
 
-def _blur(values: Tensor, sigma: Tensor, radius: int) -> Tensor:
-    height, width = values.shape[2:]
-    across = blur_matrix(sigma, width, radius)
-    down = across if height == width else blur_matrix(sigma, height, radius)
-    return to_levels(resample(values, down, across))
+def half_kernels(sigma: np.ndarray, radius: int) -> np.ndarray:
+    """Return Gaussian weights at distances of 0 to ``radius`` pixels, (B, radius + 1).
 
-
-def blur_matrix(sigma: Tensor, size: int, radius: int) -> Tensor:
-    """Return Gaussian weights (B, size, size), mirrored at the borders.
-
-    Like OpenCV's kernel for 8 bits, the kernel is truncated, and mirroring does not repeat the
-    border pixel. If an image is not larger than ``radius``, the largest kernel radius of any sigma,
-    weights beyond the first mirror image are dropped and the others scaled up.
+    Like OpenCV's kernel for 8 bits, a kernel is truncated.
 
     Args:
         sigma: Standard deviations in pixels, (B,).
-        size: Side of the image, in pixels.
         radius: Largest radius of any kernel, in pixels.
     """
-    sigma = sigma.clamp(min=_LEAST)[:, None]
-    steps = torch.arange(radius + 1, device=sigma.device, dtype=torch.float32)
-    weights = torch.exp(steps.square() * (-0.5 / sigma.square())) * (steps <= _radius(sigma))
-    weights = weights / (2 * weights.sum(1, keepdim=True) - weights[:, :1])  # (B, radius + 1)
-    matrix = (weights @ _reach(size, radius, sigma.device)).view(-1, size, size)
+    sigma = np.maximum(sigma, _LEAST)[:, None]
+    steps = np.arange(radius + 1)
+    inside = steps <= np.round(6 * sigma + 1) // 2
+    weights = np.exp(-0.5 * np.square(steps / sigma)) * inside
+    kernels: np.ndarray = weights / (2 * weights.sum(1, keepdims=True) - weights[:, :1])
+    return kernels
+
+
+def blur_matrix(kernels: Tensor, size: int) -> Tensor:
+    """Return the weights (B, size, size) of ``half_kernels``, mirrored at the borders.
+
+    As in OpenCV, mirroring does not repeat the border pixel. If an image is not larger than the
+    largest radius, weights beyond the first mirror image are dropped and the others scaled up.
+
+    Args:
+        kernels: (B, radius + 1).
+        size: Side of the image, in pixels.
+    """
+    radius = kernels.shape[1] - 1
+    matrix = (kernels @ _reach(size, radius, kernels.device)).view(-1, size, size)
     return matrix if size > radius else matrix / matrix.sum(2, keepdim=True)
 
 
-def _radius(sigma: Tensor) -> Tensor:
-    """Return the radius of OpenCV's kernel for 8 bits, in pixels."""
-    return torch.floor(torch.round(6 * sigma + 1) / 2)
-
-
+@cache
 def _reach(size: int, radius: int, device: torch.device) -> Tensor:
     """Count how often a pixel or its mirror images are 0 to ``radius`` steps from another.
 

@@ -30,6 +30,8 @@ class BatchedRandomResizedCrop(Operation):
     """Crop random boxes and resize them to a square."""
 
     crops = True
+    shares_images = True
+    reads = ("size", "interpolation")
     transform: RandomResizedCrop
 
     def pack(self, params: Sequence[Any], sizes: np.ndarray) -> Arrays:
@@ -43,10 +45,10 @@ class BatchedRandomResizedCrop(Operation):
 
     def apply(self, values: Tensor, packed: Tensors, sizes: Tensor | None) -> Tensor:
         size, interpolation = self.transform.size, self.transform.interpolation
-        left, top, right, bottom = packed["box"].unbind(1)
+        start, end = packed["box"].T.chunk(2)  # (2, B): columns, rows
         height, width = values.shape[2:]
-        across = filter_matrix(left, right - left, size, width, interpolation)
-        down = filter_matrix(top, bottom - top, size, height, interpolation)
+        both = filter_matrix(start, end - start, size, max(height, width), interpolation)
+        across, down = both[0, :, :, :width], both[1, :, :, :height]  # nothing is beyond
         return to_levels(resample(values, down, across))
 
 
@@ -55,6 +57,7 @@ class BatchedRandomCrop(UniformOperation):
     """Random crop of the padded image, black outside the image."""
 
     crops = True
+    reads = ("size",)
     transform: RandomCrop
 
     def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:

@@ -2,8 +2,8 @@
 
 Brightness, contrast and saturation share one formula: x * gain + luma(x) * a + mean(luma) * b. The
 jitter of an image is up to three such steps, the hue shift, and up to three further steps. An image
-with fewer steps is left exactly unchanged by the others. The hue shift is expensive and done only
-once for all images.
+with fewer steps, or without jitter, is left exactly unchanged by the others. The hue shift is
+expensive and done only once for all images.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from selftask.data.device.operation import (
     Arrays,
     Tensors,
     UniformOperation,
-    on_chosen,
     per_image,
     to_levels,
 )
@@ -35,63 +34,69 @@ _ORDERS = np.array(ORDERS)
 class BatchedColorJitter(UniformOperation):
     """Color jitter, in the order drawn for each image."""
 
+    reads = ("hue",)
     transform: ColorJitter
 
     def arrays(self, chosen: Any, params: Any, sizes: np.ndarray) -> Arrays:
-        """Compute the coefficients of each step, (B, 6)."""
+        """Compute the weights of each step, (B, 6, 3), and the shifts of ``turn_hue``, (B, 3)."""
         *each, turn, order_number = params
         factors, order = np.stack(each, axis=1), _ORDERS[order_number.astype(np.int64)]
         jitter = self.transform
         active = np.array((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)) != 0
         next_step = np.zeros(len(order), dtype=np.int64)
-        gain, of_luma, of_mean = np.ones((len(order), 2 * STEPS)), *np.zeros((2, len(order), 6))
+        steps = np.zeros((len(order), 2 * STEPS, 3))
+        steps[:, :, 0] = 1
         for operation in order.T:
             is_hue = active[HUE] & (operation == HUE)
             next_step[is_hue] = STEPS
-            (does,) = np.nonzero(active[operation] & (operation != HUE))
+            (does,) = np.nonzero(chosen & active[operation] & (operation != HUE))
             at, what = next_step[does], operation[does]
             factor = factors[does, what]
-            gain[does, at] = factor
-            of_luma[does, at] = np.where(what == 2, 1 - factor, 0.0)
-            of_mean[does, at] = np.where(what == 1, 1 - factor, 0.0)
+            steps[does, at, 0] = factor
+            steps[does, at, 1] = np.where(what == 2, 1 - factor, 0.0)
+            steps[does, at, 2] = np.where(what == 1, 1 - factor, 0.0)
             next_step[does] += 1
-        arrays = {"gain": gain, "luma": of_luma, "mean": of_mean}
-        arrays |= {"turn": np.trunc(turn * 255) / 256, "chosen": chosen}  # rounded as in adjust_hue
-        return {name: array.astype(np.float32) for name, array in arrays.items()}
+        turn = np.where(chosen, np.trunc(turn * 255) / 256, 0.0)  # rounded as in adjust_hue
+        return {"steps": steps, "shift": (6 * turn[:, None] - (0, 2, 4) + 5) % 6 - 5}
 
     def apply(self, values: Tensor, packed: Tensors, sizes: Tensor | None) -> Tensor:
-        steps = torch.stack([packed["gain"], packed["luma"], packed["mean"]], 2)  # (B, 6, 3)
-        return on_chosen(values, packed["chosen"], self._jitter, steps, packed["turn"])
-
-    def _jitter(self, values: Tensor, steps: Tensor, turn: Tensor) -> Tensor:
-        for step in range(STEPS):
-            values = adjust(values, steps[:, step])
+        steps = packed["steps"].unbind(1)
+        values = adjust(values, steps[0])
+        for step in steps[1:STEPS]:
+            adjust(values, step, out=values)
         if self.transform.hue:
-            values = turn_hue(values, turn)
-            for step in range(STEPS, 2 * STEPS):
-                values = adjust(values, steps[:, step])
+            values = turn_hue(values, packed["shift"])
+            for step in steps[STEPS:]:
+                adjust(values, step, out=values)
         return values
 
 
-def adjust(values: Tensor, step: Tensor) -> Tensor:
-    """Adjust images (B, C, H, W) in place; ``step`` (B, 3): weights of x, luma and mean luma."""
+def adjust(values: Tensor, step: Tensor, out: Tensor | None = None) -> Tensor:
+    """Adjust images (B, C, H, W); ``step`` (B, 3): weights of x, luma and mean luma.
+
+    The result is written to ``out``, which may be ``values``.
+    """
     gain, of_luma, of_mean = (per_image(one) for one in step.unbind(1))
     gray = luma(values)
-    mean = gray.mean((2, 3), keepdim=True).add_(0.5).floor_()  # rounded as Pillow does
-    return to_levels(values.mul_(gain).add_(gray.mul_(of_luma).add_(mean * of_mean)))
+    mean = gray.mean((2, 3), keepdim=True).round_()
+    added = gray.mul_(of_luma).add_(mean.mul_(of_mean))
+    return to_levels(torch.addcmul(added, values, gain, out=out))
 
 
-def turn_hue(values: Tensor, turn: Tensor) -> Tensor:
-    """Shift the hue of images (B, 3, H, W) by fractions (B,) of the color circle.
+def turn_hue(values: Tensor, shift: Tensor) -> Tensor:
+    """Shift the hue of images (B, 3, H, W).
 
-    With hue h in 0..6, a channel is min + range * w(h). The weight w is 1 for a third of the circle
-    around the channel's own color, and falls to 0 within a sixth on both sides.
+    With hue h in 0..6, a channel is min + range * w(d), d being the distance on the circle between
+    h and the channel's own color (0, 2, 4). The weight w is 1 up to d = 1, and 0 from d = 2.
+
+    Args:
+        values: Whole levels.
+        shift: What is added to h for the distance to the color of each channel, in -5..1, (B, 3).
     """
-    red, green, blue = values.unbind(1)
-    high, low = values.amax(1), values.amin(1)
+    red, green, blue = values.split(1, 1)
+    high, low = values.amax(1, keepdim=True), values.amin(1, keepdim=True)
     span = high - low
-    scale = span.clamp(min=0.5).reciprocal_()  # levels are whole: a span below 1 is none
-    hue = torch.where(
+    hue = torch.where(  # in -1..5, times the range
         high == red,
         green - blue,
         torch.where(
@@ -100,11 +105,7 @@ def turn_hue(values: Tensor, turn: Tensor) -> Tensor:
             torch.add(red - green, span, alpha=4),
         ),
     )
-    hue.mul_(scale).add_((6 * turn)[:, None, None])
-    hue.sub_(hue.mul(1 / 6).floor_(), alpha=6)
-    red_weight = (hue - 3).abs_().sub_(1)
-    green_weight = (hue - 2).abs_().neg_().add_(2)
-    blue_weight = hue.sub_(4).abs_().neg_().add_(2)
-    weights = (red_weight, green_weight, blue_weight)
-    turned = [torch.addcmul(low, weight.clamp_(0, 1), span) for weight in weights]
-    return torch.stack(turned, 1).round_()
+    # levels are whole: a span below 1 is none
+    around = torch.addcdiv(shift[:, :, None, None], hue, span.clamp(min=0.5))  # in -6..6
+    weight = around.abs_().sub_(3).abs_().clamp_(1, 2)  # 1 + w, since d = 3 - abs(abs(around) - 3)
+    return torch.addcmul(low - span, weight, span, out=weight).round_()
