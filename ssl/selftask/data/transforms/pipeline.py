@@ -151,7 +151,7 @@ class Normalizer:
         """Normalize float32 (B, C, H, W) in 0..255, out of place; can be compiled."""
         scale, shift = (c[:, None, None] for c in self._for_rows(1, values.device))
         pixels = torch.empty_like(values, memory_format=torch.channels_last)
-        return torch.addcmul(shift, values, scale, out=pixels)
+        return torch.mul(values, scale, out=pixels).add_(shift)
 
     def _for_rows(self, width: int, device: torch.device) -> list[Tensor]:
         """Return the constants for a row of pixels: three channels are too few to vectorize."""
