@@ -47,8 +47,8 @@ def polar_factor(matrices: Tensor) -> Tensor:
     for _ in range(STEPS):
         a, b, c = _weights(bound)
         bound = min(1.0, bound * (a + b * bound**2) / (1 + c * bound**2))
-        factor = torch.linalg.cholesky_ex(identity + c * x.mT @ x).L
-        x = b / c * x + (a - b / c) * torch.cholesky_solve(x.mT, factor).mT
+        factor = torch.linalg.cholesky_ex(torch.add(identity, x.mT @ x, alpha=c)).L
+        x = torch.add(b / c * x, torch.cholesky_solve(x.mT, factor).mT, alpha=a - b / c)
     return x
 
 
