@@ -139,7 +139,7 @@ def test_files_are_read_and_decoded_apart(tmp_path: Path) -> None:
     make_photographs(tmp_path / "images", 20, size=(200, 150))
     (tmp_path / "images" / "bad.jpg").write_bytes(b"no image")
     config = config_for(tmp_path / "images", "data.num_workers=0")
-    times = measure(config, open_data(config.data), CPU, seconds=0.3)
+    times = measure(config, open_data(config.data), CPU, seconds=1.5)
     assert times.read_s is not None
     assert times.read_s > 0
     assert times.decode_s > 0
