@@ -87,7 +87,10 @@ def test_merged_weights_are_the_adapter_applied_to_the_base(kind: str) -> None:
     images, before = torch.rand(2, 3, side, side), model.state_dict()
     plain = model(images)
     adapt(model, LoRAConfig(rank=3, alpha=6.0))
-    torch.testing.assert_close(model(images), plain, atol=1e-6, rtol=1e-6)  # B is 0 at first
+    if kind == "weights used without their layer":  # torch then leaves its fused attention
+        torch.testing.assert_close(model(images), plain, atol=1e-6, rtol=1e-6)
+    else:
+        assert torch.equal(model(images), plain), "B is 0 at first"
     moved(model)
     alone, features = merged(model), model(images)
     assert (features - plain).abs().max() > 1e-3, "the adapters have an effect"

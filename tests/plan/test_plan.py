@@ -237,6 +237,23 @@ class Sleeping(FakeTask):
         self.train_step_function = lambda task: time.sleep(0.05)
 
 
+def test_measure_applies_the_arithmetic_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    class Noting(Sleeping):
+        def read(self, count: int) -> list[int]:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            seen.append((torch.get_float32_matmul_precision(), deterministic))
+            return super().read(count)
+
+    monkeypatch.setattr(measure, "_SECONDS", 0.1)
+    monkeypatch.setattr(measure, "FakeTask", Noting)
+    words = ["train.matmul_precision=high", "train.deterministic=true"]
+    make_plan(load_config("simclr/digits", words), Assumptions(), measured=True)
+    assert set(seen) == {("high", True)}
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_measure_times_the_steps_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_SECONDS", 0.8)
     monkeypatch.setattr(measure, "FakeTask", Sleeping)

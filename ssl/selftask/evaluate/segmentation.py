@@ -126,7 +126,7 @@ class SegmentationResult:
     facts: dict[str, float]
 
     def row(self) -> dict[str, float]:
-        """Return ``segmentation_knn_miou`` and others."""
+        """Return mIoU and accuracies of each head by column, such as ``segmentation_knn_miou``."""
         row: dict[str, float] = {}
         for head, confusion in self.confusions.items():
             row |= {f"segmentation_{head}_{k}": v for k, v in confusion.metrics().items()}

@@ -101,7 +101,7 @@ def evaluate_frozen(
 
 
 def asked_words(name: str, overrides: list[str]) -> list[str]:
-    """Return the words that select an evaluation and set its fields, and the other words."""
+    """Return overrides of the config: the evaluation with its fields, then all others."""
     return [f"eval.evaluations={{{name}: {{}}}}", *_with_prefix(name, overrides)]
 
 

@@ -78,8 +78,8 @@ def adjust(values: Tensor, step: Tensor, out: Tensor | None = None) -> Tensor:
     """
     gain, of_luma, of_mean = (per_image(one) for one in step.unbind(1))
     gray = luma(values)
-    mean = gray.mean((2, 3), keepdim=True).round_()
-    added = gray.mul_(of_luma).add_(mean.mul_(of_mean))
+    mean = gray.mean((2, 3), keepdim=True).add_(0.5).floor_()  # rounded as Pillow does
+    added = gray.mul_(of_luma).addcmul_(mean, of_mean)
     return to_levels(torch.addcmul(added, values, gain, out=out))
 
 
