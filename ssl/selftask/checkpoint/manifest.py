@@ -137,7 +137,7 @@ def checksum(path: Path) -> str:
 class _Checked(io.RawIOBase):
     """Writable file that counts bytes and computes their XXH3."""
 
-    def __init__(self, file: io.BufferedWriter) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self.file, self.length, self.checksum = file, 0, xxhash.xxh3_128()
         self.error: OSError | None = None
 
