@@ -21,6 +21,7 @@ from selftask.hooks.failures.non_finite import NonFiniteGuard
 from selftask.hooks.watching.loader_check import LoaderCheck
 from selftask.logs import get_logger
 from selftask.meters.accuracy import Accuracy
+from selftask.models.bfloat16 import attend_by_products
 from selftask.models.build import build_backbone, check_offers, check_sizes, with_embed_dim
 from selftask.models.depth import parameter_depths
 from selftask.models.dropout import draw_per_sample
@@ -94,6 +95,8 @@ def set_up_method(task: Task, initial: InitialWeights) -> None:
     with initial.building():
         task.loss.setup(task)
     initial.to_device(task.loss)
+    if task.low_precision is torch.bfloat16:
+        attend_by_products(modules, task.device)
     draw_per_sample(modules, config.train.seed)
     initial.broadcast(modules)
     freeze_for_good(task.trained, config.optimizer.groups, task.loss.group_rules())
