@@ -18,9 +18,8 @@ from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.config.schema import GradScalerConfig
 from selftask.distributed.device import precision_advice
-from selftask.errors import ConfigError, RunError, StepSkipped, UserError
+from selftask.errors import ConfigError, RunError, StepSkipped
 from selftask.optim.loss_scaler import LossScaler
-from selftask.run.run import run_task
 from selftask.task import Task
 from selftask.task.loop import train_loop
 from selftask.task.numerics import describe_numerics, numerics, settle_precision
@@ -323,17 +322,6 @@ def test_auto_is_bfloat16_on_a_gpu_that_has_it(
     assert settled.train.precision == expected
     is_auto = config.train.precision == "auto"
     assert settled.place("train.precision").startswith("auto: ") == is_auto
-
-
-def test_a_run_of_the_other_precision_is_not_continued(tmp_path: Path) -> None:
-    """As a run of a GPU on a machine without; ``auto`` on the same machine resumes."""
-    tasks = [
-        tiny.task("simclr", tmp_path, "run", f"train.precision={precision}", "train.max_steps=1")
-        for precision in ("bfloat16", "auto")
-    ]
-    run_task(tasks[0])
-    with pytest.raises(UserError, match=r"train\.precision: bfloat16 there, float32 now"):
-        run_task(tasks[1])
 
 
 @pytest.mark.parametrize(

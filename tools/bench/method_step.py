@@ -1,13 +1,14 @@
 """Time of a train step: selftask's methods beside lightly's, with equal networks and views.
 
     pip install lightly
-    python tools/bench/method_step.py [METHOD ...] [--rounds 5] [--batch 64] [--precision bfloat16]
+    python tools/bench/method_step.py [METHOD ...] [--rounds 5] [--batch 64] [--precision auto]
 
 ResNet-18 for images of 32x32 (CIFAR stem); ViT-S with patches of 4 for ``mae``. Random images in
 memory, heads of the same widths, SGD with momentum. selftask runs its trainer with default hooks;
 lightly's modules run in the loop of its examples. Rounds take turns in one process with one thread.
 Shown is CPU time per step: least of all steps, and the median over rounds of the ratio of both
 medians, with its 95 % interval by bootstrap. Parameters are those that are trained.
+With ``--precision auto``, lightly computes in float32, as in its examples.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def main() -> None:
     parser.add_argument("methods", nargs="*", metavar="METHOD", help=", ".join(PARTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--precision", choices=("float32", "bfloat16", "auto"), default="float32")
     options = parser.parse_args()
     for name in options.methods:
         if name not in PARTS:

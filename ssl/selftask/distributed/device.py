@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -75,7 +76,10 @@ def _check_gpus(kind: str, world: World) -> None:
 
 
 def auto_precision(device: torch.device) -> tuple[Literal["float32", "bfloat16"], str]:
-    """Return the value of ``train.precision=auto`` on a device, and a text that explains it."""
+    """Return the value of ``train.precision=auto`` on a device, and a text that explains it.
+
+    On a CPU it also depends on the network; see ``settle_precision``.
+    """
     if device.type != "cuda":
         return "float32", f"auto: float32 on {device.type}"
     if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -108,6 +112,15 @@ def _advice_on_cuda(precision: str) -> str | None:
     if precision == "bfloat16" and not is_native:
         return "bfloat16 is emulated on this GPU; train.precision=float16 uses its fast units"
     return None
+
+
+@cache
+def computes_in_bfloat16() -> bool:
+    """Return whether matrix products in bfloat16 are faster on this CPU: AMX or AVX512-BF16.
+
+    ARM's instructions are left out, since nothing was measured with them.
+    """
+    return bfloat16_instructions() in ("amx_bf16", "avx512_bf16")
 
 
 def bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:

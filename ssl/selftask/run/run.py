@@ -62,6 +62,7 @@ from selftask.run.status import Status
 from selftask.run.watchdog import Watch
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
+from selftask.task.numerics import is_settled
 from selftask.task.unreadable_images import UnreadableImages
 
 
@@ -121,7 +122,9 @@ def run_task(task: Task, *, raises: bool = False) -> int:
                 task.opening["evaluate"] = labels
             threads = torch.get_num_threads()
             LOGGER.log(DETAIL, "threads: %d of torch, of %d cores", threads, cores())
-            if advice := precision_advice(config.train.precision, task.device):
+            settled = task.device.type == "cpu" and is_settled(config)
+            advice = None if settled else precision_advice(config.train.precision, task.device)
+            if advice:
                 LOGGER.log(DETAIL, "precision: %s", advice)
                 task.opening["precision"] = advice
             for line in init_lines:

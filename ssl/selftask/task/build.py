@@ -24,6 +24,7 @@ from selftask.meters.accuracy import Accuracy
 from selftask.models.build import build_backbone, check_offers, check_sizes, with_embed_dim
 from selftask.models.depth import parameter_depths
 from selftask.models.dropout import draw_per_sample
+from selftask.models.precision.bfloat16 import attend_by_products
 from selftask.models.teacher import Teacher
 from selftask.models.weights.frozen import Frozen
 from selftask.models.weights.lora import adapt
@@ -94,6 +95,8 @@ def set_up_method(task: Task, initial: InitialWeights) -> None:
     with initial.building():
         task.loss.setup(task)
     initial.to_device(task.loss)
+    if task.low_precision is torch.bfloat16:
+        attend_by_products(modules, task.device)
     draw_per_sample(modules, config.train.seed)
     initial.broadcast(modules)
     freeze_for_good(task.trained, config.optimizer.groups, task.loss.group_rules())

@@ -6,29 +6,109 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
+from torch import nn
 
+from selftask.checkpoint.rotation import checkpoints
+from selftask.config.checks.locations import uses_newest
 from selftask.config.schema import Config, TrainConfig
-from selftask.distributed.device import auto_precision
+from selftask.distributed.collectives import gather_objects, world_size
+from selftask.distributed.device import auto_precision, computes_in_bfloat16
+from selftask.errors import UserError
+from selftask.files.paths import exists
+from selftask.models.build import build_on_meta
+from selftask.models.precision.bfloat16 import gains_from_bfloat16
+
+if TYPE_CHECKING:
+    from selftask.task.task import Task
 
 LOW_PRECISION = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 FULL_PRECISION: AbstractContextManager[None] = nullcontext()
 
 
-def settle_precision(config: Config, device: torch.device) -> Config:
-    """Replace ``train.precision=auto`` by its value on ``device``; the origin explains it."""
+def settle_precision(
+    config: Config, device: torch.device, backbone: nn.Module | None = None
+) -> Config:
+    """Replace ``train.precision=auto`` by its value on ``device``; the origin explains it.
+
+    A run that resumes keeps the precision in the ``config.yaml`` of its folder. On a CPU the value
+    depends on its instructions and the widths of the backbone, not on a measurement, so that two
+    runs of one recipe agree.
+
+    Args:
+        config: Config of the run.
+        device: Device of the training.
+        backbone: The backbone, if it is not the one of ``config.backbone``.
+    """
     if config.train.precision != "auto":
         return config
-    precision, origin = auto_precision(device)
+    precision: str
+    precision, reason = auto_precision(device)
     if config.train.step.name == "manual":
-        precision, origin = "float32", "auto: train.step=manual has no mixed precision"
+        precision, reason = "float32", "auto: train.step=manual has no mixed precision"
+    elif recorded := _recorded_precision(config):
+        precision, reason = recorded, "auto: as the run begun in this folder"
+    elif device.type == "cpu" and computes_in_bfloat16():
+        precision, reason = _precision_on_cpu(config, backbone)
+    return with_precision(config, precision, reason)
+
+
+def with_precision(config: Config, precision: Any, origin: str) -> Config:
+    """Return the config with a value of ``train.precision``, and its origin."""
     return replace(
         config,
         train=replace(config.train, precision=precision),
         places={**config.places, "train.precision": origin},
     )
+
+
+def is_settled(config: Config) -> bool:
+    """Return whether ``train.precision`` was ``auto`` and has got its value."""
+    return config.place("train.precision").startswith("auto: ")
+
+
+def agree_on_precision(task: Task) -> None:
+    """Give every rank rank 0's value of ``train.precision=auto``. Collective call.
+
+    CPUs of several machines may differ in their instructions.
+    """
+    if world_size() == 1:
+        return
+    config = task.config
+    first = gather_objects(config.train.precision)[0]
+    if is_settled(config) and first != config.train.precision:
+        task.config = with_precision(config, first, "auto: as on rank 0")
+        task.low_precision = LOW_PRECISION.get(first)
+
+
+def _precision_on_cpu(config: Config, backbone: nn.Module | None) -> tuple[str, str]:
+    """Return the precision on a CPU that computes in bfloat16, and the reason."""
+    if backbone is None:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                backbone = build_on_meta(config.backbone, channels=3)
+        except UserError:  # reported when the backbone is built with the channels of the data
+            backbone = None
+    if backbone is None:
+        return "float32", "auto: the widths of this backbone are not known before it is built"
+    gains, reason = gains_from_bfloat16(backbone)
+    return ("bfloat16" if gains else "float32"), f"auto: {reason}"
+
+
+def _recorded_precision(config: Config) -> str | None:
+    """Return the precision of the run that this one resumes, or None."""
+    saved = config.out_folder / "config.yaml"
+    if not (uses_newest(config) and exists(saved) and checkpoints(saved.parent / "checkpoints")):
+        return None
+    try:
+        before = yaml.safe_load(saved.read_text(encoding="utf-8"))
+        precision = str(before["train"]["precision"])
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+        return None  # the check of the folder reports a damaged file
+    return precision if precision in ("float32", *LOW_PRECISION) else None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

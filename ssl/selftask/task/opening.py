@@ -17,7 +17,7 @@ from selftask.logs.startup import lap, take_laps
 from selftask.models.summary import opening_lines
 from selftask.optim.arithmetic import arithmetic, arithmetic_rows
 from selftask.optim.group_table import group_table
-from selftask.task.numerics import describe_numerics
+from selftask.task.numerics import describe_numerics, is_settled
 
 if TYPE_CHECKING:
     from selftask.task.task import Task
@@ -88,7 +88,6 @@ def _device(task: Task) -> str:
     threads = torch.get_num_threads()
     used = f"{threads} {plural('thread', threads)} on {cores()} {plural('core', cores())}"
     origin = task.config.place("train.precision")
-    is_chosen = origin.startswith("auto") and task.device.type != "cpu"
-    precision = f"{train.precision} ({origin})" if is_chosen else train.precision
+    precision = f"{train.precision} ({origin})" if is_settled(task.config) else train.precision
     advice = task.opening.get("precision", precision)
     return f"{task.device}, {ranks}{used}, {advice}"

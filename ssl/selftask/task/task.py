@@ -39,10 +39,9 @@ from selftask.parallel.reduction import Reduction
 from selftask.random import process_state
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_task
-from selftask.task import build, exported, loop, opening, task_state
+from selftask.task import build, exported, loop, numerics, opening, task_state
 from selftask.task.averaged_weights import begin_phase
 from selftask.task.frozen import FrozenParameters
-from selftask.task.numerics import FULL_PRECISION, LOW_PRECISION, autocast, settle_precision
 from selftask.task.rank_agreement import open_same_data
 from selftask.task.recorder import Recorder
 from selftask.task.scoring import log_meters, score, update_meters
@@ -92,7 +91,7 @@ class Task(Recorder, ClassyTaskNames):
         super().__init__()
         self.world = read_world()
         self.device = device.pick_device(config.train.device, self.world)
-        self.config = config = settle_precision(config, self.device)
+        self.config = config = numerics.settle_precision(config, self.device, backbone)
         self.sources = sources
         self.backbone = backbone
         self.init_weights: Mapping[str, Tensor] | None = None  # set by the launcher
@@ -101,7 +100,7 @@ class Task(Recorder, ClassyTaskNames):
         self.evaluate: Callable[[Task], dict[str, float]] | None = None  # set by the launcher
         self.before_export: list[Callable[[nn.Module], nn.Module]] = []  # each returns a copy
         self.averages: dict[str, WeightAverage] = {}  # weight averages by the keys of their hooks
-        self.low_precision = LOW_PRECISION.get(config.train.precision)  # None: float32
+        self.low_precision = numerics.LOW_PRECISION.get(config.train.precision)  # None: float32
         self.train_step_function = build.train_step(config.train.step)
         self.train = True
         self.losses: list[Tensor] = []  # losses of this phase, on the device
@@ -122,8 +121,9 @@ class Task(Recorder, ClassyTaskNames):
 
     def prepare(self, num_dataloader_workers: int = 0, dataloader_mp_context: Any = None) -> None:
         """Build all parts, then load the checkpoint to resume from; the arguments are ignored."""
-        train = self.config.train
         process_group.join_world(self.world, self.device)
+        numerics.agree_on_precision(self)
+        train = self.config.train
         process_state.seed_all(train.seed, rank=0)  # equal initial weights on every rank
         self.out.mkdir(parents=True, exist_ok=True)
         sources = open_same_data(self.config, self.sources)
@@ -189,8 +189,7 @@ class Task(Recorder, ClassyTaskNames):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of ``train.precision``; it has no effect in float32."""
-        none = self.low_precision is None
-        return FULL_PRECISION if none else autocast(self.device, self.low_precision)
+        return numerics.autocast(self.device, self.low_precision)
 
     def score(self, see: Callable[[Batch], None] | None = None) -> dict[str, float]:
         """Return loss and meters of one pass over ``data.val``; every rank must call this method.

@@ -79,7 +79,8 @@ class TrainConfig(Section):
         "auto", also=["amp", "fp16", "bf16", "dtype"]
     )
     """Data type of forward and backward passes under autocast; weights stay float32. auto: bfloat16
-    on a CUDA GPU that has it natively, else float32; ``step: manual`` has float32 only.
+    on a CUDA GPU that has it natively, and on a CPU that does (AMX, AVX512-BF16) for a network that
+    is faster in it, else float32; ``step: manual`` has float32 only.
     """
     step: Component = setting(Component(name="standard"), of="train_steps", also=["train_step"])
     """Train step, by name."""

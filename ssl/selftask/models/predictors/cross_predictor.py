@@ -7,12 +7,12 @@ predict, E width of the backbone, D width of the predictor, F features of an att
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from timm.layers import DropPath, apply_rot_embed_cat
 from torch import Tensor, nn
 
 from selftask.models.backbones.rope import CapiRope
 from selftask.models.features.tokens import Grid
+from selftask.models.precision.bfloat16 import attention
 
 
 class CrossPredictor(nn.Module):
@@ -122,7 +122,7 @@ class CrossAttention(nn.Module):
         rotated = apply_rot_embed_cat(key[:, :, num_prefix:], context_rope, half=True)
         key = torch.cat([key[:, :, :num_prefix], rotated.type_as(value)], dim=2)
         query = apply_rot_embed_cat(self._by_head(self.query(x)), rope, half=True).type_as(value)
-        attended = F.scaled_dot_product_attention(query, key, value)
+        attended = attention(query, key, value)
         output: Tensor = self.proj(attended.transpose(1, 2).flatten(2))
         return output
 

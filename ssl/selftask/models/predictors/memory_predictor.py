@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.models.features.tokens import Grid
+from selftask.models.precision.bfloat16 import attention
 from selftask.models.predictors.patch_predictor import sincos_positions
 
 _norm: Any = partial(nn.LayerNorm, eps=1e-6)
@@ -102,7 +102,7 @@ class MemoryBlock(nn.Module):
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         queries = self._split(self.query(self.norm_queries(x)))
         keys, values = self.key_value(self.norm_memory(memory)).chunk(2, dim=-1)
-        attended = F.scaled_dot_product_attention(queries, self._split(keys), self._split(values))
+        attended = attention(queries, self._split(keys), self._split(values))
         x = x + self.project(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_mlp(x))
 

@@ -1,0 +1,92 @@
+"""bfloat16 on a CPU: the networks that it accelerates, and attention as two matrix products.
+
+The thresholds were measured with ``tools/bench/bfloat16.py``; docs/benchmarks.md has the figures.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.distributed.device import computes_in_bfloat16
+
+LEAST_WIDTH = 128
+"""Mean width of matrix products from which ``train.precision=auto`` takes bfloat16 on a CPU."""
+MOST_TOKENS = 1024
+"""Longest sequence whose attention is computed as two matrix products."""
+
+
+def gains_from_bfloat16(backbone: nn.Module) -> tuple[bool, str]:
+    """Return whether a CPU with bfloat16 instructions trains a network faster in it, and why.
+
+    Matrix products become faster, element-wise operations and casts of weights do not. The width is
+    the number of weights divided by the inputs and outputs of an image position, summed over linear
+    layers and convolutions: the multiply-adds for each number read or written. Grouped convolutions
+    are up to 2.2 times slower in bfloat16.
+
+    Args:
+        backbone: The network, on any device, also ``meta``.
+    """
+    weights = ends = 0
+    for layer in backbone.modules():
+        if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
+            if getattr(layer, "groups", 1) > 1:
+                return False, "grouped convolutions are slower in bfloat16 on a CPU"
+            outputs = layer.weight.shape[0]
+            weights += layer.weight.numel()
+            ends += outputs + layer.weight.numel() // outputs
+    width = weights // ends if ends else 0
+    if width < LEAST_WIDTH:
+        return False, f"products of mean width {width}, below {LEAST_WIDTH}, gain little on a CPU"
+    return True, f"products of mean width {width}, at least {LEAST_WIDTH}, are faster on this CPU"
+
+
+def attend_by_products(modules: list[nn.Module], device: torch.device) -> int:
+    """Let timm's attention layers of some modules compute two products instead of torch's kernel.
+
+    torch's kernel for a CPU takes 1.3 to 5 times as long in bfloat16, mainly in the backward pass.
+    Only ``fused_attn`` of these layers is changed, so other models of the process keep their form.
+
+    Args:
+        modules: Modules that are trained or called in bfloat16; modified in place.
+        device: Device of the training.
+
+    Returns:
+        The number of changed layers: 0 on devices other than a CPU with bfloat16 instructions, and
+        for images of more than ``MOST_TOKENS`` patches.
+    """
+    if device.type != "cpu" or not computes_in_bfloat16():
+        return 0
+    layers = [layer for module in modules for layer in module.modules()]
+    patches = [getattr(layer, "num_patches", None) or 0 for layer in layers]
+    if max((number for number in patches if isinstance(number, int)), default=0) > MOST_TOKENS:
+        return 0
+    fused = [layer for layer in layers if getattr(layer, "fused_attn", None) is True]
+    for layer in fused:
+        layer.fused_attn = False  # type: ignore[assignment]
+    return len(fused)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return softmax(Q K^T / sqrt(F)) V, by the faster of two ways.
+
+    Args:
+        query: (B, H, N, F), for H heads.
+        key: (B, H, M, F).
+        value: (B, H, M, F).
+
+    Returns:
+        (B, H, N, F): by two matrix products under autocast to bfloat16 on a CPU that computes in
+        it, for at most ``MOST_TOKENS`` tokens; else by torch's ``scaled_dot_product_attention``.
+    """
+    if not (
+        query.device.type == "cpu"
+        and torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") is torch.bfloat16
+        and max(query.shape[2], key.shape[2]) <= MOST_TOKENS
+        and computes_in_bfloat16()
+    ):
+        return F.scaled_dot_product_attention(query, key, value)
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    return scores.softmax(dim=-1) @ value
