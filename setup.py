@@ -107,7 +107,6 @@ setup(
             *("accelerate>=1", "nbclient>=0.8", "ipykernel>=6", "matplotlib>=3.7"),
             *("sphinx>=8", "myst-nb>=1.2", "furo>=2024.8.6"),
             "selenium>=4.11",  # the pages of reports in Chromium
-            "umap-learn>=0.5.7",
             *("onnx>=1.17", "onnxscript>=0.2", "onnxruntime>=1.20"),
         ],
         "docs": ["sphinx>=8", "myst-nb>=1.2", "furo>=2024.8.6"],  # make docs
@@ -116,7 +115,6 @@ setup(
         "mlflow": ["mlflow-skinny>=2.16"],
         "dev": ["ruff>=0.12", "mypy>=1.14", "types-PyYAML"],
         "release": ["cyclonedx-bom>=5", "pip-licenses>=5", "build>=1"],  # make release
-        "umap": ["umap-learn>=0.5.7"],  # the map of a report's embeddings; t-SNE without
         "onnx": ["onnx>=1.17", "onnxscript>=0.2"],
     },
     entry_points={"console_scripts": ["selftask = selftask.__main__:run"]},

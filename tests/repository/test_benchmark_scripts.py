@@ -24,6 +24,7 @@ SMALLEST = {
     "linear": "--images 100 --width 16 --rounds 1",
     "loader": "--workers 1 --batch 4 --batches 1 --rounds 1",
     "long_run": "--steps 400",
+    "method_step": "simclr --rounds 1 --batch 4",
     "products": "--steps 1 --batch 2 --recipes capi/digits",
     "reduction": "--model resnet18 --rounds 4",
     "sampler": "--sizes 1e4 --rounds 1",
@@ -32,6 +33,7 @@ SMALLEST = {
     "step_overhead": "--models mlp --rounds 1",
     "threads": "--recipes simclr/digits --steps 1",
 }
+NEEDS_PEER = {"knn": "faiss", "method_step": "lightly"}
 NEEDS_DATA = {"same_learning"}  # two folders of images
 
 
@@ -44,8 +46,8 @@ def test_all_scripts_are_here() -> None:
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_script_runs(name: str, tmp_path: Path) -> None:
     """As a user calls it: without this checkout's tests on the path."""
-    if name == "knn":
-        pytest.importorskip("faiss")
+    if name in NEEDS_PEER:
+        pytest.importorskip(NEEDS_PEER[name])
     command = [sys.executable, str(BENCH / f"{name}.py"), *SMALLEST[name].split()]
     environment = {**tiny.environment(), "PYTHONPATH": ""}
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -68,14 +68,21 @@ def run_selftask(
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(terminal()):
         out = Path(folder) / "run"
         out.mkdir()
-        config = _selftask_config(model, Path(folder), out, batches.steps, log_every, step)
-        logs.start_log(out, rank=0)
-        try:
-            task = _TaskInMemory(config, sources=Sources(_Images(config, batches.steps), None))
-            task.stamped = batches
-            train_loop(task)
-        finally:
-            logs.stop_log()
+        train_in_memory(
+            _selftask_config(model, Path(folder), out, batches.steps, log_every, step), batches
+        )
+
+
+def train_in_memory(config: Config, batches: Stamped) -> Task:
+    """Train with selftask on batches in memory, in the run folder of ``config``."""
+    logs.start_log(Path(config.out), rank=0)
+    try:
+        task = _TaskInMemory(config, sources=Sources(_Images(config, batches.steps), None))
+        task.stamped = batches
+        train_loop(task)
+        return task
+    finally:
+        logs.stop_log()
 
 
 def _selftask_config(
@@ -106,8 +113,10 @@ class _TaskInMemory(Task):
 
     def _stamped(self, first: int) -> Iterator[Batch]:
         for number, (views, labels) in enumerate(self.stamped):
-            views = {"main": views if isinstance(views, list) else [views]}
-            yield Batch(views=views, labels=labels, index=labels, key=labels, number=number)
+            if not isinstance(views, dict):
+                views = {"main": views if isinstance(views, list) else [views]}
+            key = torch.stack([labels, torch.arange(len(labels))], dim=1)
+            yield Batch(views=views, labels=labels, index=labels, key=key, number=number)
 
 
 class _Images(Source):

@@ -9,7 +9,7 @@ from selftask.api.model import Model
 from selftask.api.objects import overrides
 from selftask.api.training import Run
 from selftask.cli.model.checkpoint_model import open_named
-from selftask.cli.model.evaluate import asked_words, evaluate_frozen
+from selftask.cli.model.evaluate import asked_words, described, evaluate_frozen
 from selftask.cli.model.evaluate_words import OTHERS
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import open_frozen
@@ -63,10 +63,11 @@ def evaluate(
             raise UserError(f"evaluate: {unused[0]} is for a model by its name; see selftask.load")
         address = type(model.backbone).__name__
         loaded = model.backbone, model.facts
-        return evaluate_frozen(name, open_frozen(address, asked_words(name, words), loaded=loaded))
+        frozen = open_frozen(address, asked_words(name, words), loaded=loaded)
+        return described(evaluate_frozen(name, frozen), frozen)[0]
     address = str(model.out if isinstance(model, Run) else model)
     frozen, run = open_named(address, asked_words(name, words))
-    row = evaluate_frozen(name, frozen)
+    row, scores = described(evaluate_frozen(name, frozen), frozen)
     if row:
-        keep(run, name, words, frozen.facts.get("step"), row)
+        keep(run, name, words, frozen.facts.get("step"), row | scores)
     return row

@@ -17,6 +17,7 @@ from selftask.files.paths import exists
 if TYPE_CHECKING:
     from selftask.report.page import Section
 
+_MOST_PAIRS = 10  # printed; the page has all of them
 USAGE = f"""\
 usage: selftask report RUN [out=FILE] [images=1000]
        selftask report RUN RUN ... [sort=METRIC] [out=FILE]
@@ -32,8 +33,9 @@ images=N      the number of images that features are computed of; images=false l
 
 With several runs, or a folder of runs, the page compares them: a ranking (sort=knn_top1, or a click
 on a column), mean and 95 % interval over seeds, cost, differences between the configs, overlaid
-curves. It is report.html in their common parent folder. Runs without a report of their own get one,
-without images."""
+curves. Of results of `selftask eval` on the same test images it says whether two runs differ. It is
+report.html in their common parent folder. Runs without a report of their own get one, without
+images."""
 
 
 def main(argv: list[str]) -> int:
@@ -85,7 +87,7 @@ def _written(name: str) -> Iterator[None]:
 
 
 def _compare(folders: list[Path], out: Path | None, sort: str) -> int:
-    from selftask.report.compare.comparison_page import best_line, write_comparison
+    from selftask.report.compare.comparison_page import best_line, pairs_of, write_comparison
     from selftask.report.record import RunRecord
     from selftask.report.run_report import NAME, write_run_report
 
@@ -97,6 +99,8 @@ def _compare(folders: list[Path], out: Path | None, sort: str) -> int:
         comparison = write_comparison(folders, path, sort)
     if line := best_line(comparison):
         print(printable_line(line))
+    for pair in pairs_of(comparison)[:_MOST_PAIRS]:
+        print(printable_line(pair.text))
     print(printable_line(str(path)))
     return 0
 

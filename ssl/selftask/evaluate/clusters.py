@@ -31,6 +31,8 @@ class Clusters:
     """Iterations of each run."""
     seed: int = setting(0, min=0)
     """Seed of the initial centers."""
+    seeds: int = setting(1, min=1)
+    """Number of seeds, from ``seed`` on, over which metrics are averaged."""
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return the agreement of clusters and classes; the training images are not used.

@@ -24,6 +24,7 @@ from selftask.distributed.collectives import gather_objects, rank, world_size
 from selftask.distributed.heartbeat import track
 from selftask.evaluate.chunks import InChunks
 from selftask.evaluate.features import Features, check_targets
+from selftask.evaluate.figure import Figure
 from selftask.evaluate.label_counts import LabelCounts, require_labels
 from selftask.registry import register_evaluation
 
@@ -82,18 +83,19 @@ class KNN:
         require_labels(self, LabelCounts.of_targets(*labels, leave_one_out=test is train))
         num_classes = int(max(part.max() for part in targets)) + 1
 
-        correct = torch.zeros(len(self.k), dtype=torch.int64, device=targets[1].device)
+        hits: list[list[Tensor]] = [[] for _ in self.k]
         for expected, similarity, neighbor in self._neighbors(train, test):
             of_neighbor = targets[0][neighbor]
             for number, count in enumerate(self.k):
                 votes = class_votes(
                     similarity[:, :count], of_neighbor[:, :count], num_classes, self.temperature
                 )
-                correct[number] += (votes.argmax(dim=1) == expected).sum()
+                hits[number].append(votes.argmax(dim=1) == expected)
         names = [
             f"knn_top1_k{count}" if number else "knn_top1" for number, count in enumerate(self.k)
         ]
-        return dict(zip(names, (correct.double() / len(targets[1])).tolist(), strict=True))
+        results = [Figure.of_scores(torch.cat(parts).cpu()) for parts in hits]
+        return dict(zip(names, results, strict=True))
 
     def _neighbors(self, train: Features, test: Features) -> Iterator[tuple[Tensor, ...]]:
         """Yield targets (B,), cosines and row numbers (B, k), nearest first, for all test images.

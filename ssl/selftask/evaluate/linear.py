@@ -18,6 +18,7 @@ from torch import Tensor
 from selftask.config.fields import setting
 from selftask.distributed.heartbeat import activity
 from selftask.evaluate.features import Features
+from selftask.evaluate.figure import Figure
 from selftask.evaluate.label_counts import LabelCounts, few_label_problems, require_labels
 from selftask.registry import register_evaluation
 
@@ -47,6 +48,8 @@ class Linear:
     """Whether predictions are restricted to classes of the test set."""
     seed: int = setting(0, min=0)
     """Seed of the random draws."""
+    seeds: int = setting(1, min=1)
+    """Number of seeds, from ``seed`` on, over which metrics are averaged."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.weight_decay:
@@ -62,13 +65,15 @@ class Linear:
         require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
         train, test = _standardized(train, test)
         generator = torch.Generator().manual_seed(self.seed)
-        result = {"linear_top1": self._accuracy([train], test, generator)}
+        result: dict[str, float] = {"linear_top1": self._accuracy([train], test, generator)}
         for count in self.few_labels:
             draws = [train.draw(count, generator) for _ in range(self.repeats)]
             result[f"linear_{count}_labels_top1"] = self._accuracy(draws, test, generator)
         return result
 
-    def _accuracy(self, draws: list[Features], test: Features, generator: torch.Generator) -> float:
+    def _accuracy(
+        self, draws: list[Features], test: Features, generator: torch.Generator
+    ) -> Figure:
         """Return the mean test accuracy of draws, with the weight decay best on held-out images."""
         problems = [_Problem(draw, self.iterations) for draw in draws]
         grids = [self._grid(problem, generator) for problem in problems]
@@ -82,7 +87,7 @@ class Linear:
             start = grid[best].weights if grid[best].knows_all_classes else None
             weights = problem.fit(self.weight_decay[best], start=start)
             hits.append(problem.accuracy(weights, test, only_its_classes=self.only_test_classes))
-        return sum(hits) / len(hits)
+        return Figure.of_draws(hits)
 
     def _grid(self, problem: _Problem, generator: torch.Generator) -> list[_HeldOut]:
         """Evaluate each weight decay on held-out images; each fit starts from the previous one."""
@@ -191,7 +196,9 @@ class _Problem:
         num_seen = max(1, int(seen[target].sum()))
         return _HeldOut(weights, float(hits) / len(z), float(loss) / num_seen, bool(seen.all()))
 
-    def accuracy(self, weights: Tensor, test: Features, *, only_its_classes: bool = False) -> float:
+    def accuracy(
+        self, weights: Tensor, test: Features, *, only_its_classes: bool = False
+    ) -> Figure:
         """Return the test accuracy. Images of classes without training images count as wrong.
 
         Args:
@@ -200,13 +207,13 @@ class _Problem:
             only_its_classes: Whether predictions are restricted to classes of the test images.
         """
         absent = ~torch.isin(self.classes, test.targets) & only_its_classes  # (C,)
-        hits = 0
+        hits = []
         parts = zip(test.features.split(_ROWS), test.targets.split(_ROWS), strict=True)
         for features, targets in parts:
             logits = _logits((features - self.mean) @ self.basis, weights)
             logits[absent] = -torch.inf
-            hits += int((self.classes[logits.argmax(dim=0)] == targets).sum())
-        return hits / len(test)
+            hits.append(self.classes[logits.argmax(dim=0)] == targets)
+        return Figure.of_scores(torch.cat(hits).cpu())
 
 
 def _logits(z: Tensor, weights: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from selftask.data.loading.open_data import Sources
 from selftask.distributed.collectives import gather_objects, world_size
 from selftask.errors import UserError
 from selftask.evaluate.features import Features, extract_features
+from selftask.evaluate.figure import Figure
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts
 from selftask.evaluate.validation import validation_loss
 from selftask.models.features.averaged_views import AveragedViews
@@ -61,7 +63,7 @@ def evaluate_task(task: Task) -> dict[str, float]:
     for (name, chosen), test in zip(of_sets.items(), parts[len(read) :], strict=True):
         train = parts[0] if learns else test
         row |= of_set(name, evaluate_features(backbone, chosen, train, test))
-    return {**row, **losses, **speed}
+    return {**{key: float(value) for key, value in row.items()}, **losses, **speed}
 
 
 def evaluations_of_sets(task: Task) -> dict[str, dict[str, Component]]:
@@ -194,7 +196,8 @@ def run_evaluations(
     """Run every evaluation on the same features and merge their results.
 
     An evaluation with ``takes_parts = True`` gets only this rank's features, any other those of all
-    ranks.
+    ranks. One with ``seeds`` above 1 runs once for each seed, from ``seed`` on; its metrics are
+    means.
 
     Args:
         components: Evaluations by name.
@@ -218,7 +221,7 @@ def run_evaluations(
                 first = _of_all_ranks(train)
                 gathered = first, first if test is train else _of_all_ranks(test)
             features = gathered
-        scores = flat_scores(evaluation(*features), f"eval.evaluations.{key}")
+        scores = _of_seeds(evaluation, features, f"eval.evaluations.{key}")
         if duplicates := sorted(scores.keys() & row.keys()):
             raise UserError(
                 f"eval.evaluations.{key}: {', '.join(duplicates)} is the result of an evaluation "
@@ -226,6 +229,18 @@ def run_evaluations(
             )
         row |= scores
     return row
+
+
+def _of_seeds(evaluation: Any, features: tuple[Features, Features], key: str) -> dict[str, float]:
+    """Return the metrics of an evaluation, or their means over its seeds."""
+    seeds = getattr(evaluation, "seeds", 1)
+    if seeds == 1:
+        return flat_scores(evaluation(*features), key)
+    rows = [
+        flat_scores(replace(evaluation, seed=evaluation.seed + number)(*features), key)
+        for number in range(seeds)
+    ]
+    return {name: Figure.over_seeds([row[name] for row in rows]) for name in rows[0]}
 
 
 def flat_scores(metrics: Any, key: str, prefix: str = "") -> dict[str, float]:
@@ -247,7 +262,7 @@ def flat_scores(metrics: Any, key: str, prefix: str = "") -> dict[str, float]:
             flat |= flat_scores(value, key, f"{prefix}{name}/")
             continue
         try:
-            flat[f"{prefix}{name}"] = float(value)
+            flat[f"{prefix}{name}"] = value if isinstance(value, Figure) else float(value)
         except (TypeError, ValueError, RuntimeError):
             raise UserError(
                 f"{key}: {prefix}{name} is {value!r:.60}; a number is expected"

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from selftask.config.fields import setting
 from selftask.distributed.heartbeat import track
 from selftask.evaluate.features import Features
+from selftask.evaluate.figure import Figure
 from selftask.evaluate.label_counts import LabelCounts, few_label_problems, require_labels
 from selftask.registry import register_evaluation
 
@@ -48,6 +49,8 @@ class SVM:
     """Whether top-1 predictions are restricted to classes of the test set."""
     seed: int = setting(0, min=0)
     """Seed of the random draws."""
+    seeds: int = setting(1, min=1)
+    """Number of seeds, from ``seed`` on, over which metrics are averaged."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.costs:
@@ -69,10 +72,11 @@ class SVM:
         return row
 
     def _mean(self, draws: list[Features], test: Features, name: str) -> dict[str, float]:
-        means = np.mean([self._fit_and_test(draw, test) for draw in track("SVM", draws)], axis=0)
-        return {f"{name}_top1": float(means[0]), f"{name}_map": float(means[1])}
+        results = [self._fit_and_test(draw, test) for draw in track("SVM", draws)]
+        top1, precision = zip(*results, strict=True)
+        return {f"{name}_top1": Figure.of_draws(top1), f"{name}_map": float(np.mean(precision))}
 
-    def _fit_and_test(self, train: Features, test: Features) -> tuple[float, float]:
+    def _fit_and_test(self, train: Features, test: Features) -> tuple[Figure, float]:
         """Return top-1 accuracy and mean average precision of the test images."""
         from sklearn.metrics import average_precision_score
 
@@ -87,8 +91,8 @@ class SVM:
         ]
         if self.only_test_classes:
             scores[:, ~np.isin(classes, y_test)] = -np.inf
-        top1 = float((classes[scores.argmax(axis=1)] == y_test).mean())
-        return top1, float(np.mean(precision))
+        top1 = classes[scores.argmax(axis=1)] == y_test
+        return Figure.of_scores(top1), float(np.mean(precision))
 
     def _scores(self, x: np.ndarray, is_class: np.ndarray, x_test: np.ndarray) -> np.ndarray:
         """Return the decision function (N,) of test images for one class against the others."""

@@ -6,10 +6,11 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from selftask.errors import printable
 from selftask.logs.verbosity import DETAIL, console_level
@@ -178,7 +179,7 @@ class _LogFile(logging.FileHandler):
 class _Console(logging.Handler):
     """Logging handler that prints to stdout, above the live lines of stages if there are any."""
 
-    live: Any = None  # rich Console that draws the live lines
+    live: LiveLines | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,10 +191,18 @@ class _Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line, color = printable(self.format(record)), _color(record.levelno)
-        if _Console.live is not None:
-            _Console.live.print(line, style=color, markup=False, highlight=False, soft_wrap=True)
-        else:
+        live = _Console.live
+        if live is None:
             self.print(line, color)
+            return
+        live.waiting.append((line, color))
+        if _Console.live is None:  # closed by another thread in the meantime
+            live.print()
+
+    def flush(self) -> None:
+        """Print the lines that wait for the live lines to be drawn again."""
+        if _Console.live is not None:
+            _Console.live.print()
 
     def print(self, line: str, color: str | None) -> None:
         """Print a line when there are no live lines."""
@@ -220,9 +229,25 @@ def _colored(line: str, color: str | None, stream: Any) -> str:
     return f"\033[{31 if color == 'red' else 33}m{line}\033[0m"
 
 
-def draw_over(console: Any) -> None:
-    """Set the rich console through which log lines are printed; None prints them directly."""
-    _Console.live = console
+class LiveLines(Protocol):
+    """A display of live lines, above which lines of the log are printed."""
+
+    waiting: deque[tuple[str, str | None]]
+    """Lines to print next, and their colors."""
+
+    def print(self) -> None:
+        """Print the waiting lines now."""
+
+
+def draw_over(live: LiveLines | None) -> None:
+    """Set the display above which log lines are printed; None prints them directly."""
+    _Console.live = live
+
+
+def flush_lines() -> None:
+    """Print all lines of the log, before this process ends without exit handlers."""
+    for handler in LOGGER.handlers:
+        handler.flush()
 
 
 def log_summary(lines: Iterable[str]) -> None:

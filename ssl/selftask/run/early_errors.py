@@ -14,6 +14,7 @@ from pathlib import Path
 from selftask.distributed.world import World, read_world
 from selftask.errors import RunError, UserError
 from selftask.logs import get_logger, read_json, write_json
+from selftask.logs.lines import flush_lines
 from selftask.run.failure import Failure
 
 log = get_logger(__name__)
@@ -109,6 +110,7 @@ def watch_others(out: Path, world: World, report: Callable[[Failure], None]) -> 
                 if world.rank:  # its log is in a file
                     text = f"rank {world.rank} stops: rank 0 has ended: {failure.message}"
                     print(text, file=sys.stderr, flush=True)
+                flush_lines()
                 os._exit(1)
             if world.rank == 0 and time.monotonic() - warned >= _TELL_S:
                 warned = time.monotonic()

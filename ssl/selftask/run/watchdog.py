@@ -24,6 +24,7 @@ from typing import Any
 from selftask.distributed.heartbeat import HEARTBEAT
 from selftask.distributed.out_of_memory import ADVICE, OutOfMemoryKills
 from selftask.logs import LOGGER
+from selftask.logs.lines import flush_lines
 from selftask.run.board import Board, BoardLost
 from selftask.run.failure import Failure
 
@@ -194,6 +195,7 @@ class Watch:
             traceback.print_exc()
             raise
         finally:
+            flush_lines()
             os._exit(1)
 
     def _look(self) -> Failure | None:

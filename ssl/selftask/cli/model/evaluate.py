@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import takewhile
+from typing import Any
 
 from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import check_words
@@ -46,7 +47,8 @@ data=DIR      the labeled images to learn from; default: those of the run
 data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbors;
               spectrum needs no labels
 {WEIGHTS}
-Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. Prints one JSON line last;
+Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. linear, svm and clusters
+repeat with seeds=3. Prints one JSON line last, with 95 % intervals over the test images;
 with several models, one after each, which names the model.
 `selftask eval retrieval --help` says more of that one, likewise of those below it.
 {VERBOSITY}"""
@@ -71,10 +73,11 @@ def main(argv: list[str]) -> int:
     for address in models:
         overrides = argv[1 + len(models) :]
         frozen, run = open_named(address, asked_words(name, overrides))
-        row = evaluate_frozen(name, frozen, tell=announce)
-        if row:  # rank 0 has the results
+        figures = evaluate_frozen(name, frozen, tell=announce)
+        if figures:  # rank 0 has the results
+            row, scores = described(figures, frozen)
             print(json_row({"model": address, **row} if len(models) > 1 else row), flush=True)
-            keep(run, name, overrides, frozen.facts.get("step"), row)
+            keep(run, name, overrides, frozen.facts.get("step"), row | scores)
     return 0
 
 
@@ -98,6 +101,19 @@ def evaluate_frozen(
         world=read_world(),
         **({} if tell is None else {"tell": tell}),
     )
+
+
+def described(figures: dict[str, float], frozen: Frozen) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the metrics with their intervals, and what is kept in the file of results beside them.
+
+    Args:
+        figures: Metrics of ``evaluate_frozen``.
+        frozen: The model and its images.
+    """
+    from selftask.cli.model.result_row import image_scores, with_intervals
+
+    scores = image_scores(figures, frozen.sources)
+    return with_intervals(figures), {"image_scores": scores} if scores else {}
 
 
 def asked_words(name: str, overrides: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from selftask.errors import UserError, nearest, plural, shorten
 from selftask.report.charts import Chart, Curve, Format, Line, charts_html
 from selftask.report.compare.groups import Comparison, Group, Member, compare
+from selftask.report.compare.paired import Pair, paired
 from selftask.report.compare.tables import (
     Link,
     differences_table,
@@ -171,7 +172,18 @@ def comparison_sections(comparison: Comparison, link: Link) -> list[Section]:
     runs = Section("Runs", run_table(comparison, link), "runs-table", script=script, style=style)
     curves = Section("Curves", _curves(comparison), "curves-of-runs", script=script, style=style)
     settings = Section("Differences of configs", differences_table(comparison), "differences")
-    return [ranking, runs, curves, settings]
+    pairs = pairs_of(comparison)
+    lines = "".join(f"<li>{escape(pair.text)}</li>" for pair in pairs)
+    note = "<p class='muted'>paired bootstrap over test images; of many pairs, 1 in 20 differs by "
+    note += "chance</p>"
+    tests = Section("Differences on test images", f"{note}<ul>{lines}</ul>", "pairs")
+    return [ranking, runs, *([tests] if pairs else []), curves, settings]
+
+
+def pairs_of(comparison: Comparison) -> list[Pair]:
+    """Return the differences of the runs on the test images of ``selftask eval``."""
+    members = comparison.members
+    return paired([member.record for member in members], [member.name for member in members])
 
 
 def _curves(comparison: Comparison) -> str:

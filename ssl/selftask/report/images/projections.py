@@ -1,12 +1,10 @@
-"""Projections of features to two dimensions: PCA, t-SNE and UMAP. N images, E features."""
+"""Projections of features to two dimensions: PCA and t-SNE. N images, E features."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import numpy as np
 
-_SEED = 0  # for t-SNE and UMAP, so that equal features give equal maps
+_SEED = 0  # of t-SNE, so that equal features give equal maps
 
 
 def pca(values: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
@@ -47,21 +45,6 @@ def tsne(features: np.ndarray) -> np.ndarray:
     model = TSNE(perplexity=perplexity, init="pca", random_state=_SEED)
     positions: np.ndarray = model.fit_transform(reduced.astype(np.float32))
     return positions
-
-
-def umap(features: np.ndarray) -> np.ndarray:
-    """Return the UMAP (N, 2) of features by cosine distance."""
-    import umap as package
-
-    neighbors = max(2, min(15, len(features) - 1))
-    model = package.UMAP(n_neighbors=neighbors, metric="cosine", random_state=_SEED, n_jobs=1)
-    positions: np.ndarray = model.fit_transform(features)
-    return positions
-
-
-def has_umap() -> bool:
-    """Return whether the package umap-learn is installed."""
-    return find_spec("umap") is not None
 
 
 def normalized(features: np.ndarray) -> np.ndarray:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from selftask.checkpoint.rotation import checkpoints
@@ -30,14 +29,14 @@ from selftask.report.images.gathered import Gathered
 from selftask.report.images.image_section import image_section
 from selftask.report.images.neighbors import neighbors_section
 from selftask.report.images.patch_maps import has_patches, patch_section, patch_tokens
-from selftask.report.images.projections import has_umap, normalized, pca, tsne, umap
+from selftask.report.images.projections import normalized, pca, tsne
 from selftask.report.images.reconstructions import reconstructions_of, visualizes
 from selftask.report.images.views import views_of
 from selftask.report.images.weights import Weights, find_weights, trained_on
 from selftask.report.page import Section, escape
 
 DEFAULT_IMAGES = 1000
-_FEWEST_FOR_MAPS = 15  # smallest number of images for t-SNE and UMAP, which use 15 neighbors
+_FEWEST_FOR_TSNE = 15  # images
 
 
 @dataclass(kw_only=True)
@@ -69,7 +68,7 @@ class ImageSections:
         weights = find_weights(self.run)
         if weights is None:
             return sections
-        key = digest(settings, weights.digest, self.images, has_umap())
+        key = digest(settings, weights.digest, self.images)
         made = self._group(
             "Images by their features", "features", key, lambda: self._features(weights)
         )
@@ -161,21 +160,15 @@ class ImageSections:
             for arrow, number, share in zip("→↑", (1, 2), shares, strict=True)
         ]
         projections = {"pca": Projection("PCA", scores, (axes[0], axes[1]))}
-        if len(images) >= _FEWEST_FOR_MAPS:
-            key, title, project = _nonlinear()
-            self.tell(f"{title} of {len(images):,} images")
-            projections[key] = Projection(title, project(vectors))
+        if len(images) >= _FEWEST_FOR_TSNE:
+            self.tell(f"t-SNE of {len(images):,} images")
+            projections["tsne"] = Projection("t-SNE", tsne(vectors))
         return map_section(images, projections)
 
     def _reconstructions(self, checkpoint: Path) -> list[Section]:
         config, sources = self._open()
         self.tell(f"what {config.method.name} makes of training images")
         return [reconstructions_of(config, sources, checkpoint)]
-
-
-def _nonlinear() -> tuple[str, str, Callable[[np.ndarray], np.ndarray]]:
-    """Return key, title and function of UMAP if it is installed, else of t-SNE."""
-    return ("umap", "UMAP", umap) if has_umap() else ("tsne", "t-SNE", tsne)
 
 
 def _patches(backbone: Any, gathered: Pass) -> Section:

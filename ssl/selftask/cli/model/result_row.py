@@ -1,0 +1,57 @@
+"""What is printed and kept of an evaluation beside its metrics: intervals and scores of images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from selftask.data.data_module import val_key
+from selftask.data.loading.open_data import Sources
+from selftask.evaluate.figure import Figure, bootstrap_interval
+from selftask.evaluate.image_scores import content_digest, packed_scores
+from selftask.report.compare.interval import interval
+
+
+def with_intervals(row: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics with their 95 % intervals, as ``NAME_low`` and ``NAME_high``.
+
+    These are bootstrap intervals over test images. Metrics of several seeds also have
+    ``NAME_seeds_low`` and ``NAME_seeds_high``, by Student's t over the seeds.
+    """
+    whole: dict[str, float] = {}
+    for name, value in row.items():
+        whole[name] = float(value) if isinstance(value, Figure) else value
+        if not isinstance(value, Figure):
+            continue
+        if value.scores is not None:
+            low, high = bootstrap_interval(value.scores)
+            whole |= {f"{name}_low": low, f"{name}_high": high}
+        of_seeds = interval(value.of_seeds)
+        if of_seeds is not None and of_seeds.half is not None:
+            whole[f"{name}_seeds_low"] = of_seeds.mean - of_seeds.half
+            whole[f"{name}_seeds_high"] = of_seeds.mean + of_seeds.half
+    return whole
+
+
+def image_scores(row: Mapping[str, float], sources: Sources) -> dict[str, Any]:
+    """Return the scores of test images by metric, and digests of the images; empty without any.
+
+    Args:
+        row: Metrics by name; those of ``data.val_sets`` are called ``NAME/metric``.
+        sources: The images of the evaluation.
+    """
+    scored = {
+        name: value.scores
+        for name, value in row.items()
+        if isinstance(value, Figure) and value.scores is not None
+    }
+    if not scored:
+        return {}
+    train = content_digest(sources.train)
+    tests = {val_key(name): content_digest(source) for name, source in sources.val_sets.items()}
+    tests[val_key("")] = train if sources.val is None else content_digest(sources.val)
+    sets = {name: val_key(name.rpartition("/")[0]) for name in scored}
+    return {
+        name: {"train": train, "test": tests[sets[name]], **packed_scores(scores)}
+        for name, scores in scored.items()
+    }

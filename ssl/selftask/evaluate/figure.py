@@ -1,0 +1,77 @@
+"""Means over test images that keep the score of each image, and bootstrap intervals of them.
+
+N test images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+LEVEL = 0.95
+_RESAMPLES = 10_000
+
+
+class Figure(float):
+    """A mean over test images, or over seeds, with the values that it is the mean of.
+
+    It is the float itself in all arithmetic.
+
+    Args:
+        value: The mean.
+        scores: Score (N,) of each test image, in the order of the data set; None if unknown.
+        of_seeds: Result of each seed; empty for one seed.
+    """
+
+    scores: np.ndarray | None
+    of_seeds: tuple[float, ...]
+
+    def __new__(
+        cls, value: float, scores: np.ndarray | None = None, of_seeds: Sequence[float] = ()
+    ) -> Figure:
+        figure = super().__new__(cls, value)
+        figure.scores, figure.of_seeds = scores, tuple(of_seeds)
+        return figure
+
+    @classmethod
+    def of_scores(cls, scores: Any) -> Figure:
+        """Return the mean of the scores (N,) of test images: a tensor or an array."""
+        values = np.asarray(scores, dtype=np.float64)
+        return cls(values.mean(), values)
+
+    @classmethod
+    def of_draws(cls, draws: Sequence[float]) -> Figure:
+        """Return the mean of results on the same test images, with the mean score of each image."""
+        scores = [draw.scores for draw in draws if isinstance(draw, Figure)]
+        known = [part for part in scores if part is not None]
+        mean = np.mean(known, axis=0) if len(known) == len(draws) else None
+        return cls(sum(map(float, draws)) / len(draws), mean)
+
+    @classmethod
+    def over_seeds(cls, results: Sequence[float]) -> Figure:
+        """Return the mean of the results of several seeds."""
+        mean = cls.of_draws(results)
+        return cls(mean, mean.scores, tuple(map(float, results)))
+
+
+def bootstrap_interval(
+    scores: np.ndarray, *, resamples: int = _RESAMPLES, seed: int = 0
+) -> tuple[float, float]:
+    """Return the 95 % percentile interval of the mean under resampling of images.
+
+    Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13. A resample draws N images
+    with replacement. Its mean only depends on how often each different score is drawn, which is a
+    multinomial draw, so that time and memory do not grow with N.
+
+    Args:
+        scores: (N,), or differences of the scores of two models for a paired bootstrap.
+        resamples: Number of resamples.
+        seed: Seed of the draws.
+    """
+    values, counts = np.unique(scores, return_counts=True)
+    drawn = np.random.default_rng(seed).multinomial(len(scores), counts / len(scores), resamples)
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(drawn @ values / len(scores), (tail, 1 - tail))
+    return float(low), float(high)

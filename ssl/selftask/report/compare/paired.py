@@ -1,0 +1,106 @@
+"""Paired bootstrap of two runs on the same test images, from their ``evaluations.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from selftask.evaluate.figure import bootstrap_interval
+from selftask.evaluate.image_scores import unpacked_scores
+from selftask.files.received import TEXTS
+from selftask.logs.drawn_rows import read_ends
+from selftask.report.record import RunRecord
+
+FILE = "evaluations.jsonl"  # in the run folder
+SCORES = "image_scores"  # of a row
+_PLACES = ("data", "import", "out", "prefix", "trust", "train", "weights")
+_MOST_RUNS = 6  # all pairs of so many runs are compared
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Difference of two runs in one metric."""
+
+    metric: str
+    images: int
+    names: tuple[str, str]
+    means: tuple[float, float]
+    low: float  # of the 95 % interval of the first mean minus the second
+    high: float
+
+    @property
+    def differs(self) -> bool:
+        """True if the interval does not contain 0."""
+        return self.low > 0 or self.high < 0
+
+    @property
+    def text(self) -> str:
+        """One line that says whether the runs differ."""
+        first, second = (
+            f"{name} {mean:.4g}" for name, mean in zip(self.names, self.means, strict=True)
+        )
+        verdict = "they differ" if self.differs else "no difference shown"
+        return (
+            f"{self.metric} on the same {self.images:,} test images: {first}, {second}; difference "
+            f"{self.means[0] - self.means[1]:.4g}, 95 % interval {self.low:.4g} to {self.high:.4g}"
+            f": {verdict}"
+        )
+
+
+def paired(records: Sequence[RunRecord], names: Sequence[str]) -> list[Pair]:
+    """Return the differences of runs in the metrics that they have of the same test images.
+
+    The newest result counts. Results of the same metric are compared if the images of training and
+    test and the settings of the evaluation are the same. Of more than six runs only the first is
+    compared, with each other run.
+
+    Args:
+        records: The runs, best first.
+        names: A name for each.
+    """
+    results = [dict(_results(record.folder)) for record in records]
+    pairs = combinations(range(len(records)), 2)
+    if len(records) > _MOST_RUNS:
+        pairs = ((0, number) for number in range(1, len(records)))  # type: ignore[assignment]
+    made = []
+    for one, other in pairs:
+        for key in results[one].keys() & results[other].keys():
+            scores = results[one][key], results[other][key]
+            if len(scores[0]) != len(scores[1]):  # an image could not be read in one of them
+                continue
+            low, high = bootstrap_interval(scores[0] - scores[1])
+            means = float(scores[0].mean()), float(scores[1].mean())
+            pair = (names[one], names[other])
+            made.append((key, Pair(key[0], len(scores[0]), pair, means, low, high)))
+    return [pair for _, pair in sorted(made, key=lambda item: item[0])]
+
+
+def _results(folder: Path) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
+    """Yield scores of the results of a run by metric, digests and settings, the newest last."""
+    try:
+        rows = read_ends(folder / FILE).rows
+    except OSError:  # not evaluated, or not readable
+        return
+    for row in rows:
+        packed, words = row.get(SCORES), row.get("overrides")
+        if not isinstance(packed, dict) or not TEXTS.accepts(words):
+            continue
+        settings = sorted(word for word in words or () if _is_setting(word))
+        for metric, stored in packed.items():
+            scores = unpacked_scores(stored)
+            if scores is not None:
+                digests = (_text(stored.get("train")), _text(stored.get("test")))
+                yield (str(metric), *digests, *settings), scores
+
+
+def _is_setting(word: str) -> bool:
+    return word.partition("=")[0].partition(".")[0] not in _PLACES
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
