@@ -30,7 +30,6 @@ from selftask.registry import METHODS
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "methods"  # of docs/
 COSTS = ROOT / "tools/bench/method_step.json"
-PARTS = ("Loss", "Published", "Use")  # paragraphs of a docstring
 REDUCTIONS = {
     "samples": "each image by itself",
     "gathered": "images of all ranks, gathered",
@@ -69,7 +68,7 @@ def index() -> str:
     for sentence in sorted(members, key=lambda sentence: (sentence == alone, sentence)):
         rows = ["| method | use it | cost |", "|---|---|---|"]
         for card in members[sentence]:
-            use = part(card.name, "Use").removeprefix("it ").removesuffix(".")
+            use = markdown(part(card.name, "Use it").removesuffix("."))
             rows.append(f"| [{card.title}]({card.name}.md) | {_cell(use)} | {cost(card.name)} |")
         lines += [f"## {sentence}", "\n".join(rows)]
     names = "\n".join(METHODS.names())
@@ -85,8 +84,8 @@ def page(card: method_tables.Card) -> str:
     lines += [f"{markdown(METHODS[name].paper)}. {method_tables.paper_link(card)}"] * bool(
         METHODS[name].paper
     )
-    lines += ["## Loss", markdown(part(name, "Loss"))]
-    lines += ["## When to use it", markdown(sentence(part(name, "Use").removeprefix("it ")))]
+    lines += ["## Loss", markdown(part(name, "Loss:"))]
+    lines += ["## When to use it", markdown(sentence(part(name, "Use it")))]
     lines += ["## What it needs and keeps", "\n".join(needs(name))]
     lines += ["## Figures", "\n".join(figures(name))]
     lines += ["## Recipes", "\n".join(recipes(name))]
@@ -101,9 +100,9 @@ def page(card: method_tables.Card) -> str:
 
 
 def part(name: str, head: str) -> str:
-    """Return the paragraph of a method's docstring that begins with ``head``, or nothing."""
+    """Return the rest of the paragraph of a docstring that begins with ``head``, or nothing."""
     doc = ast.get_docstring(METHODS.definition(name)) or ""
-    match = re.search(rf"^{head}: (.+?)(?=\n\n|\Z)", doc, re.M | re.S)
+    match = re.search(rf"^{head} (.+?)(?=\n\n|\Z)", doc, re.M | re.S)
     return " ".join(match[1].split()) if match else ""
 
 
@@ -202,9 +201,11 @@ def figures(name: str) -> Iterator[str]:
         )
     else:
         yield f"| `{name}/digits` | no result in the ledger |"
-    yield f"| cost of a step, `supervised` being 1 | {cost(name)} |"
-    published = markdown(part(name, "Published").removesuffix("."))
-    yield f"| published by the authors | {_cell(published) or 'none was checked'} |"
+    if cost(name):
+        yield f"| cost of a step, `supervised` being 1 | {cost(name)} |"
+    published = markdown(part(name, "Published:").removesuffix("."))
+    if published:
+        yield f"| published | {_cell(published)} |"
 
 
 def ledger(name: str) -> dict[str, Any]:
@@ -215,7 +216,7 @@ def ledger(name: str) -> dict[str, Any]:
 
 def cost(name: str) -> str:
     value = costs().get("cost", {}).get(name)
-    return "not measured" if value is None else f"{value:.1f}"
+    return "" if value is None else f"{value:.1f}"
 
 
 def measured() -> str:

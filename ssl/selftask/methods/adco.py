@@ -37,7 +37,7 @@ class AdCo(MomentumKeys, EMATeacher):
     Published: ImageNet linear top-1 of ResNet-50 68.6 after 200 epochs, 72.8 after 800 (authors'
     README).
 
-    Use: it if MoCo works for you and its queue is to be replaced by fewer, harder negatives.
+    Use it if MoCo works for you and its queue is to be replaced by fewer, harder negatives.
 
     Differs from the authors' code:
 

@@ -41,7 +41,7 @@ class All4One(ProjectorTeacher):
     Published: CIFAR-10 top-1 of ResNet-18 93.24, CIFAR-100 72.17, ImageNet-100 81.93 (solo-learn's
     README, which has the authors' code).
 
-    Use: it if accuracy matters more than time: three terms and a transformer for each step.
+    Use it if accuracy matters more than time: three terms and a transformer for each step.
 
     Differs from the authors' code:
 

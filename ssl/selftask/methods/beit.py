@@ -48,7 +48,7 @@ class BEiT(BlockMaskedPatches):
 
     Published: ImageNet fine-tuned top-1 of ViT-B 85.5 and ViT-L 87.3 for BEiT v2 (authors' README).
 
-    Use: it to fine-tune a transformer, if a tokenizer (``vqkd``) of similar images exists.
+    Use it to fine-tune a transformer, if a tokenizer (``vqkd``) of similar images exists.
 
     Differs from the authors' code:
 

@@ -29,7 +29,7 @@ class BYOL(EMATeacher):
 
     Loss: ``2 - 2 cos(p1, sg t2)``, and the same with the views exchanged (eq. 2).
 
-    Use: it with batches too small for negatives; a steady first choice for convolutional networks.
+    Use it with batches too small for negatives; a steady first choice for convolutional networks.
 
     Differs from the authors' code:
 

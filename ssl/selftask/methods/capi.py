@@ -46,7 +46,7 @@ class CAPI(MaskedPatches, EMATeacher):
 
     Published: ImageNet attentive probe of ViT-L/14 82.9, 83.8 from LVD-142M (authors' README).
 
-    Use: it for dense features of transformers, with much data and long runs.
+    Use it for dense features of transformers, with much data and long runs.
 
     Differs from the authors' code:
 

@@ -37,7 +37,7 @@ class CLIP(Method):
 
     Loss: ``CE(t x.y)`` of images x with captions y and of captions with images, halved (figure 3).
 
-    Use: it if each image has a caption and batches are large.
+    Use it if each image has a caption and batches are large.
 
     Differs from the authors' code:
 

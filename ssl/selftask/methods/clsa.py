@@ -42,7 +42,7 @@ class CLSA(MomentumContrast, EMATeacher):
     Published: ImageNet linear top-1 of ResNet-50 69.4 after 200 epochs, 72.2 after 800, with one
     strong view (authors' README).
 
-    Use: it if stronger augmentation makes MoCo worse but its variety is wanted.
+    Use it if stronger augmentation makes MoCo worse but its variety is wanted.
 
     Differs from the authors' code:
 

@@ -33,7 +33,7 @@ class CompRess(QueueDistillation):
     Published: ImageNet linear top-1 of ResNet-50 71.6 from SimCLR's ResNet-50 x4, of ResNet-18 61.7
     from MoCo v2 (authors' README).
 
-    Use: it to give a small network the neighborhoods of a large frozen one.
+    Use it to give a small network the neighborhoods of a large frozen one.
 
     Differs from the authors' code:
 

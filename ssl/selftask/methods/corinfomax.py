@@ -33,7 +33,7 @@ class CorInfoMax(Method):
     Loss: ``-(ln det(R1 + eps I) + ln det(R2 + eps I)) / D + alpha |z1 - z2|^2`` with running
     covariances R (eq. 12).
 
-    Use: it with small batches: covariances are averaged over steps.
+    Use it with small batches: covariances are averaged over steps.
 
     Differs from the authors' code:
 

@@ -35,7 +35,7 @@ class CrossMAE(MAE):
 
     Published: ImageNet fine-tuned top-1 of ViT-S 79.3, ViT-B 83.7, ViT-L 85.4 (authors' README).
 
-    Use: it in place of ``mae`` if its decoder costs too much.
+    Use it in place of ``mae`` if its decoder costs too much.
 
     Differs from the authors' code:
 

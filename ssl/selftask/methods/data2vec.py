@@ -35,7 +35,7 @@ class Data2Vec(MaskedPatches, EMATeacher):
 
     Loss: ``smooth L1(p, mean of the teacher's upper layers)`` of hidden patches (eq. 4).
 
-    Use: it to fine-tune a transformer, without a tokenizer.
+    Use it to fine-tune a transformer, without a tokenizer.
 
     Differs from the authors' code:
 

@@ -62,7 +62,7 @@ class Data2Vec2(MaskedPatches, EMATeacher):
     Loss: ``|p - y|^2 / sqrt(E)`` of hidden patches for each of several masks of an image, with one
     pass of the teacher for all.
 
-    Use: it in place of ``data2vec`` if the teacher's passes dominate.
+    Use it in place of ``data2vec`` if the teacher's passes dominate.
 
     Differs from the authors' code:
 

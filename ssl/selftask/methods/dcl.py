@@ -31,7 +31,7 @@ class DCL(BatchContrast):
     Published: ImageNet linear top-1 of SimCLR with this loss 68.2 at batch 256 after 200 epochs
     (abstract).
 
-    Use: it in place of ``simclr`` with batches of some hundred images.
+    Use it in place of ``simclr`` with batches of some hundred images.
 
     Differs from the authors' code:
 

@@ -50,7 +50,7 @@ class DeepCluster(Method):
     Published: ImageNet linear top-1 of ResNet-50 75.2 after 800 epochs with multi-crop (SwAV's
     README).
 
-    Use: it for data sets whose features fit in memory, since all are clustered each epoch.
+    Use it for data sets whose features fit in memory, since all are clustered each epoch.
 
     Differs from the authors' code:
 

@@ -56,7 +56,7 @@ class DenseCL(MomentumContrast, EMATeacher):
 
     Loss: ``(1 - w) InfoNCE(images) + w InfoNCE(locations)`` (eq. 3).
 
-    Use: it if the features are to serve detection or segmentation with a convolutional network.
+    Use it if the features are to serve detection or segmentation with a convolutional network.
 
     Differs from the authors' code:
 

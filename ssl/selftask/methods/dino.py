@@ -41,7 +41,7 @@ class DINO(PrototypeHeads, EMATeacher):
     Published: ImageNet k-NN and linear top-1 of ViT-S/16 74.5 and 77.0, ViT-B/16 76.1 and 78.2,
     ResNet-50 67.5 and 75.3 (authors' README).
 
-    Use: it for transformers whose features are used frozen, by k-NN or a linear layer.
+    Use it for transformers whose features are used frozen, by k-NN or a linear layer.
 
     Differs from the authors' code:
 

@@ -83,7 +83,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
     Published: ImageNet k-NN and linear top-1 of ViT-L/16 81.6 and 82.9 after 100 epochs of ImageNet
     alone (authors' README).
 
-    Use: it for frozen features of images and of patches, with large batches.
+    Use it for frozen features of images and of patches, with large batches.
 
     Differs from the authors' code:
 

@@ -47,7 +47,7 @@ class DINOv3(DINOv2):
     Published: ImageNet k-NN and linear top-1 of ViT-L/16 82.0 and 83.3 after 100 epochs of ImageNet
     alone (authors' configs).
 
-    Use: it for long runs, in which dense features otherwise get worse.
+    Use it for long runs, in which dense features otherwise get worse.
 
     Differs from the authors' code:
 

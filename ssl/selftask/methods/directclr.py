@@ -32,7 +32,7 @@ class DirectCLR(Method):
 
     Loss: ``CE(z1[:d].z2[:d]/tau)`` of the first d features, and the same with the views exchanged.
 
-    Use: it to study collapse: there is no head.
+    Use it to study collapse: there is no head.
     """
 
     paper = (

@@ -26,7 +26,7 @@ class DistillFeatures(Distillation):
 
     Loss: ``distance(W s, t)`` of pooled features, by ``loss``.
 
-    Use: it to give a small network a large one's features, if its head is not at hand.
+    Use it to give a small network a large one's features, if its head is not at hand.
     """
 
     learns_scores = False

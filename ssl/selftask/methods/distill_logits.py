@@ -31,7 +31,7 @@ class DistillLogits(Distillation):
 
     Loss: ``-sum_c t_c log softmax(s/tau)_c`` of class scores, or their distance, by ``loss``.
 
-    Use: it if the teacher is a classifier of the classes that you need.
+    Use it if the teacher is a classifier of the classes that you need.
     """
 
     paper = "Hinton et al., Distilling the Knowledge in a Neural Network, 2015"

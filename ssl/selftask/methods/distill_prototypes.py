@@ -52,7 +52,7 @@ class DistillPrototypes(Distillation):
     Published: ImageNet linear top-1 of ViT-S/14 81.1, ViT-B/14 84.5, ViT-L/14 86.3, all distilled
     from ViT-g (DINOv2's README).
 
-    Use: it if the teacher is a run of ``dino``, ``ibot`` or ``dinov2``.
+    Use it if the teacher is a run of ``dino``, ``ibot`` or ``dinov2``.
     """
 
     paper = "Oquab et al., DINOv2: Learning Robust Visual Features without Supervision, TMLR 2024"

@@ -28,7 +28,7 @@ class EMPSSL(Method):
     Loss: ``-mean_v (1/2) ln det(I + D/(n eps) Z_v' Z_v) - lambda mean_v cos(z_v, mean)``: the
     coding rate is maximized, while lightly's loss adds it with the other sign (eq. 4).
 
-    Use: it with few images and time for many crops of each.
+    Use it with few images and time for many crops of each.
 
     Differs from the authors' code:
 

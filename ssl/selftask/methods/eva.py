@@ -36,7 +36,7 @@ class EVA(BlockMaskedPatches):
 
     Published: ImageNet fine-tuned top-1 of EVA-g 89.7 (authors' README).
 
-    Use: it to fine-tune a transformer, if a strong teacher such as CLIP exists.
+    Use it to fine-tune a transformer, if a strong teacher such as CLIP exists.
 
     Differs from the authors' code:
 

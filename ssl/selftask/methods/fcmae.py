@@ -28,7 +28,7 @@ class FCMAE(SparK):
 
     Loss: ``mean (x - x')^2`` of hidden patches, standardized.
 
-    Use: it to fine-tune ConvNeXt V2.
+    Use it to fine-tune ConvNeXt V2.
 
     Differs from the authors' code:
 

@@ -32,7 +32,7 @@ class FroSSL(Method):
     matrix of a view divided by its trace; with ``vne``, minus the entropy of its eigenvalues
     (I-VNE+).
 
-    Use: it for short runs with several views, without negatives or a teacher.
+    Use it for short runs with several views, without negatives or a teacher.
 
     Differs from the authors' code:
 

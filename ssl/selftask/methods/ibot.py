@@ -39,7 +39,7 @@ class IBOT(DINOv2):
     Published: ImageNet k-NN and linear top-1 of ViT-S/16 75.2 and 77.9, ViT-B/16 77.1 and 79.5
     (authors' README).
 
-    Use: it as ``dino``, if patches matter, too.
+    Use it as ``dino``, if patches matter, too.
 
     Differs from the authors' code:
 

@@ -40,7 +40,7 @@ class IJEPA(MaskedPatches, EMATeacher):
 
     Loss: ``smooth L1(predicted, sg t)`` of the patches of hidden blocks.
 
-    Use: it for transformers without augmentations of color, with long runs.
+    Use it for transformers without augmentations of color, with long runs.
 
     Differs from the authors' code:
 

@@ -31,7 +31,7 @@ class Jigsaw(TilesPretext):
 
     Loss: ``-log softmax(s)[permutation]`` of shuffled tiles.
 
-    Use: it as a baseline, or with images whose layout is the content.
+    Use it as a baseline, or with images whose layout is the content.
 
     Differs from the authors' code:
 

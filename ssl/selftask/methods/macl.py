@@ -28,7 +28,7 @@ class MACL(BatchContrast):
     Loss: ``-w log softmax(cos/tau)`` with ``tau = tau0 (1 + alpha (A - A0))`` of the mean agreement
     A, and weights ``w = 1 / (1 - P)``, both without gradient.
 
-    Use: it in place of ``simclr`` if its temperature is hard to choose.
+    Use it in place of ``simclr`` if its temperature is hard to choose.
 
     Differs from the authors' code:
 

@@ -38,7 +38,7 @@ class MAE(MaskedPatches):
     Published: ImageNet fine-tuned top-1 after 300 epochs of ViT-B 82.9, after 1600 83.6 (as quoted
     by CMAE's README).
 
-    Use: it to fine-tune a transformer; cheap for each image, weak by k-NN.
+    Use it to fine-tune a transformer; cheap for each image, weak by k-NN.
     """
 
     paper = "He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022"

@@ -35,7 +35,7 @@ class MEC(EMATeacher):
 
     Published: ImageNet linear top-1 of ResNet-50 70.8 after 100 epochs (authors' README).
 
-    Use: it in place of ``simsiam`` or ``byol`` for short runs.
+    Use it in place of ``simsiam`` or ``byol`` for short runs.
 
     Differs from the authors' code:
 

@@ -37,7 +37,7 @@ class MFM(Method):
     Published: ImageNet fine-tuned top-1 after 300 epochs of ViT-B 83.1, ResNet-50 80.1 (authors'
     README).
 
-    Use: it to fine-tune a convolutional network or a transformer by one masked task.
+    Use it to fine-tune a convolutional network or a transformer by one masked task.
     """
 
     paper = (

@@ -37,7 +37,7 @@ class MMCR(Method):
     Loss: ``lambda mean_i |Z_i|_* - |C|_*`` with the nuclear norms of an image's views Z_i and of
     the means C of all images (eq. 3).
 
-    Use: it with few epochs and many views of each image.
+    Use it with few epochs and many views of each image.
 
     Differs from the authors' code:
 

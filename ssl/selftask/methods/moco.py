@@ -34,7 +34,7 @@ class MoCo(MomentumContrast, EMATeacher):
     Published: ImageNet linear top-1 of ResNet-50 67.5 after 200 epochs, 71.1 after 800 (authors'
     README).
 
-    Use: it for contrast with small batches: the queue has the negatives.
+    Use it for contrast with small batches: the queue has the negatives.
 
     Differs from the authors' code:
 

@@ -35,7 +35,7 @@ class MoCoV3(ProjectorTeacher):
     Published: ImageNet linear top-1 of ResNet-50 72.8 after 300 epochs, 74.8 after 1000 (authors'
     README).
 
-    Use: it for contrast with large batches, transformers included.
+    Use it for contrast with large batches, transformers included.
 
     Differs from the authors' code:
 

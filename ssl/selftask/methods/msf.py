@@ -34,7 +34,7 @@ class MSF(ProjectorTeacher):
 
     Published: ImageNet linear top-1 of ResNet-50 72.4 after 200 epochs (authors' README).
 
-    Use: it in place of ``byol`` if classes are broad, with memory for a queue.
+    Use it in place of ``byol`` if classes are broad, with memory for a queue.
     """
 
     paper = "Koohpayegani et al., Mean Shift for Self-Supervised Learning, ICCV 2021"

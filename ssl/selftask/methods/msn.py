@@ -54,7 +54,7 @@ class MSN(PrototypeLayer, EMATeacher):
 
     Loss: ``CE(sharpened t, s) - lambda H(mean s)`` (eq. 2).
 
-    Use: it for transformers that get few labels afterwards.
+    Use it for transformers that get few labels afterwards.
 
     Differs from the authors' code:
 

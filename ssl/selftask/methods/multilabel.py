@@ -30,7 +30,7 @@ class Multilabel(Classification):
 
     Loss: ``-y ln sigmoid(s) - (1 - y) ln sigmoid(-s)`` of known labels.
 
-    Use: it as a reference with labels, several for each image.
+    Use it as a reference with labels, several for each image.
     """
 
     requires = ("numbers",)

@@ -32,7 +32,7 @@ class NNCLR(Method):
 
     Loss: ``CE(nn(z1).p2/tau)``, and the same with the views exchanged (eq. 3).
 
-    Use: it in place of ``simclr`` if augmentations vary too little.
+    Use it in place of ``simclr`` if augmentations vary too little.
 
     Differs from the authors' code:
 

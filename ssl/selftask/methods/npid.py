@@ -35,7 +35,7 @@ class NPID(MemoryContrast):
 
     Published: ImageNet linear top-1 of ResNet-50 58.5 with the updated code (authors' README).
 
-    Use: it as a baseline with one view of each image.
+    Use it as a baseline with one view of each image.
 
     Differs from the authors' code:
 

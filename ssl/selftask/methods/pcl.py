@@ -45,7 +45,7 @@ class PCL(MomentumContrast, EMATeacher):
     Published: ImageNet linear top-1 of ResNet-50 67.6 after 200 epochs, version 2 (authors'
     README).
 
-    Use: it in place of ``moco`` if groups of images are expected; clusters all images each epoch.
+    Use it in place of ``moco`` if groups of images are expected; clusters all images each epoch.
 
     Differs from the authors' code:
 

@@ -31,7 +31,7 @@ class PIRL(MemoryContrast):
 
     Loss: ``lambda NCE(m, tiles) + (1 - lambda) NCE(m, image)`` (eq. 5).
 
-    Use: it in place of ``npid`` if order of parts is to be ignored.
+    Use it in place of ``npid`` if order of parts is to be ignored.
 
     Differs from the authors' code:
 

@@ -28,7 +28,7 @@ class RelativeLocation(TilesPretext):
 
     Loss: ``-log softmax(s)[neighbor]``, one of eight.
 
-    Use: it as a baseline.
+    Use it as a baseline.
 
     Differs from the authors' code:
 

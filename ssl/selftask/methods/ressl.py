@@ -35,7 +35,7 @@ class ReSSL(MomentumContrast, EMATeacher):
     Published: ImageNet linear top-1 of ResNet-50 69.9 after 200 epochs with one strong view, 74.7
     with five (authors' README).
 
-    Use: it with small batches, if other images are often of the same class.
+    Use it with small batches, if other images are often of the same class.
 
     Differs from the authors' code:
 

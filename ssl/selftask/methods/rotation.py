@@ -26,7 +26,7 @@ class Rotation(Pretext):
 
     Loss: ``-log softmax(s)[rotation]``, one of four.
 
-    Use: it as a cheap baseline; not for images without an upright direction.
+    Use it as a cheap baseline; not for images without an upright direction.
     """
 
     paper = (

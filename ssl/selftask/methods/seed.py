@@ -31,7 +31,7 @@ class SEED(QueueDistillation):
     Published: ImageNet linear top-1 from 42.2 to 67.6 for EfficientNet-B0, from 36.3 to 68.2 for
     MobileNetV3-L (authors' README).
 
-    Use: it to distill a large self-supervised network into a small one.
+    Use it to distill a large self-supervised network into a small one.
 
     Differs from the authors' code:
 

@@ -34,7 +34,7 @@ class ShuffledDBN(Method):
 
     Loss: ``2 - 2 cos(w1, w2)`` of features whitened in random groups.
 
-    Use: it without a teacher, a predictor or negatives.
+    Use it without a teacher, a predictor or negatives.
 
     Differs from the authors' code:
 

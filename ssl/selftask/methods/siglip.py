@@ -32,7 +32,7 @@ class SigLIP(CLIP):
 
     Loss: ``-mean_i sum_j ln sigmoid(y_ij (t x_i.y_j + b))`` (algorithm 1).
 
-    Use: it in place of ``clip`` for batches of any size.
+    Use it in place of ``clip`` for batches of any size.
 
     Differs from the authors' code:
 

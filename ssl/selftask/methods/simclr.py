@@ -26,7 +26,7 @@ class SimCLR(BatchContrast):
 
     Loss: ``-log exp(cos/tau) / sum exp(cos/tau)`` over all other views (eq. 1).
 
-    Use: it as the first run on new images: simple and steady, best with large batches.
+    Use it as the first run on new images: simple and steady, best with large batches.
 
     Differs from the authors' code:
 

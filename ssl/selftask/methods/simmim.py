@@ -35,7 +35,7 @@ class SimMIM(MaskedPatches):
 
     Loss: ``mean |x - x'|`` of hidden patches.
 
-    Use: it to fine-tune Swin and others that cannot skip patches.
+    Use it to fine-tune Swin and others that cannot skip patches.
 
     Differs from the authors' code:
 

@@ -28,7 +28,7 @@ class SimSiam(Method):
 
     Loss: ``-cos(p1, sg z2)``, and the same with the views exchanged, halved (eq. 2).
 
-    Use: it on small machines: no teacher, no queue, small batches.
+    Use it on small machines: no teacher, no queue, small batches.
     """
 
     paper = "Chen and He, Exploring Simple Siamese Representation Learning, CVPR 2021"

@@ -42,7 +42,7 @@ class SparK(MaskedPatches):
 
     Loss: ``mean (x - x')^2`` of hidden patches, standardized.
 
-    Use: it to fine-tune ResNet or ConvNeXt.
+    Use it to fine-tune ResNet or ConvNeXt.
 
     Differs from the authors' code:
 

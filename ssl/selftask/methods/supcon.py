@@ -37,7 +37,7 @@ class SupCon(BatchContrast):
 
     Published: CIFAR-10 top-1 of ResNet-50 96.0, ImageNet 79.1 (authors' README).
 
-    Use: it if all or many images have labels.
+    Use it if all or many images have labels.
 
     Differs from the authors' code:
 

@@ -31,7 +31,7 @@ class Supervised(Classification):
 
     Loss: ``-ln softmax(s)[label]``, or any loss by name.
 
-    Use: it as the reference with labels, and to fine-tune.
+    Use it as the reference with labels, and to fine-tune.
 
     Differs from the authors' code:
 

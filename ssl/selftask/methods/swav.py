@@ -45,7 +45,7 @@ class SwAV(PrototypeLayer):
     Published: ImageNet linear top-1 of ResNet-50 72.1 after 100 epochs, 75.3 after 800 (authors'
     README).
 
-    Use: it for convolutional networks with multi-crop; a queue helps small batches.
+    Use it for convolutional networks with multi-crop; a queue helps small batches.
 
     Differs from the authors' code:
 

@@ -30,7 +30,7 @@ class TiCo(EMATeacher):
 
     Loss: ``1 - cos(z, t) + rho z' C z`` with the running second moments C (eq. 6).
 
-    Use: it for small batches without a queue: the covariance remembers other images.
+    Use it for small batches without a queue: the covariance remembers other images.
 
     Differs from the authors' code:
 

@@ -31,7 +31,7 @@ class TWIST(Method):
     Published: ImageNet linear top-1 of ResNet-50 72.6 after 800 epochs without multi-crop (authors'
     README).
 
-    Use: it if the outputs are to be classes themselves.
+    Use it if the outputs are to be classes themselves.
 
     Differs from the authors' code:
 

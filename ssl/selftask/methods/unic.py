@@ -51,7 +51,7 @@ class UNIC(Method):
 
     Published: ImageNet top-1 of ViT-B/16 83.8 from four teachers (authors' README).
 
-    Use: it to join several frozen networks in one.
+    Use it to join several frozen networks in one.
 
     Differs from the authors' code:
 

@@ -32,7 +32,7 @@ class VIbCReg(Method):
 
     Loss: ``25 |z1 - z2|^2 + 25 hinge(std) + 200 R^2`` of the correlations R, by default.
 
-    Use: it in place of ``vicreg`` if its weights are hard to choose.
+    Use it in place of ``vicreg`` if its weights are hard to choose.
 
     Differs from the authors' code:
 

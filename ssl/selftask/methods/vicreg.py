@@ -27,7 +27,7 @@ class VICReg(Method):
 
     Published: ImageNet linear top-1 of ResNet-50 73.2 (authors' README).
 
-    Use: it without a teacher or negatives, also for two different networks or kinds of data.
+    Use it without a teacher or negatives, also for two different networks or kinds of data.
     """
 
     paper = (

@@ -41,7 +41,7 @@ class VICRegL(Method):
 
     Loss: ``alpha VICReg(images) + (1 - alpha) VICReg(matched cells)`` (eq. 5).
 
-    Use: it in place of ``vicreg`` if the features are to serve segmentation.
+    Use it in place of ``vicreg`` if the features are to serve segmentation.
 
     Differs from the authors' code:
 

@@ -48,7 +48,7 @@ class VQKD(Method):
 
     Loss: ``1 - cos(reconstruction, teacher) + beta |unit - sg code|^2`` (eq. 3).
 
-    Use: it to train the tokenizer of ``beit``.
+    Use it to train the tokenizer of ``beit``.
 
     Differs from the authors' code:
 

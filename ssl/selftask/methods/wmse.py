@@ -34,7 +34,7 @@ class WMSE(Method):
 
     Loss: ``2 - 2 cos(w1, w2)`` of whitened features (eq. 6).
 
-    Use: it without a teacher or negatives and with a narrow head.
+    Use it without a teacher or negatives and with a narrow head.
 
     Differs from the authors' code:
 

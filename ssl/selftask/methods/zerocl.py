@@ -28,7 +28,7 @@ class ZeroCL(Method):
 
     Loss: ``sum (1 - c)^2`` of correlations after whitening of features, and of images.
 
-    Use: it to study whitening; both matrices need the batch of all ranks.
+    Use it to study whitening; both matrices need the batch of all ranks.
 
     Differs from the authors' code:
 
