@@ -1,14 +1,15 @@
 """Compare all methods at equal cost; figures are kept in ``league/METHOD.json``.
 
-    python tools/league.py METHOD ...           run methods, or raw_pixels and untrained
-    python tools/league.py --next [--until HH:MM]    run those that are not finished, in turn
-    python tools/league.py --budget SECONDS ...      another budget than that of tools/league_plan.py
-    python tools/league.py --page | --check     write docs/league.md, or test that it is up to date
+    python tools/league.py METHOD ...              run methods, or raw_pixels and untrained
+    python tools/league.py --next [--until HH:MM]  run those that are not finished, in turn
+    python tools/league.py --budget SECONDS ...    another budget than in tools/league_plan.py
+    python tools/league.py --page | --check        write docs/league.md, or test it
 
 Each run is written when it ends, and the same command continues after a kill. A method begins anew
 if settings or machine have changed. CPU time is that of all threads of the process from the first
 to the last step (``time.process_time``): reading and augmenting images, forward and backward pass,
-update, and what a method computes between epochs. Building the network and evaluations do not count.
+update, and what a method computes between epochs. Building the network and evaluations do not
+count.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import league_page
 import torch
+from torch import nn
+
+import league_page
 from league_plan import (
     BASELINES,
     LEAGUES,
@@ -43,8 +46,6 @@ from league_plan import (
     order,
     settings,
 )
-from torch import nn
-
 from selftask.api.objects import overrides
 from selftask.config.load import load_config
 from selftask.config.schema import Config

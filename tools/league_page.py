@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from league_plan import BASELINES, LEAGUES, group_of, order
 from scipy.stats import spearmanr, t
+
+from league_plan import BASELINES, LEAGUES, group_of, order
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/league.md"

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import league
-import league_page
-import league_plan
 import numpy as np
 import pytest
 import scipy.stats
 
+import league
+import league_page
+import league_plan
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import open_data
 from selftask.registry import METHODS
@@ -106,7 +106,7 @@ def test_views_are_those_of_the_league_but_for_weak_ones(method: str) -> None:
 
 
 def entry(knn: list[float], linear: float, rank: float) -> dict[str, Any]:
-    rest = {"linear_10_labels_top1": 0.3, "alpha": 1.0, "nesum": 2.0, "feature_uniformity": -1.0}
+    rest = {"linear_10_labels_top1": 0.3, "alpha": rank, "nesum": rank, "feature_uniformity": rank}
     rest |= {"steps": 7, "lr": 0.01, "cpu_s": 2.0, "peak_mb": 9, "commit": "c", "date": "d"}
     rest |= {"linear_top1": linear, "rankme": rank, "effective_rank": -rank}
     runs = {
