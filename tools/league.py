@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -180,7 +181,7 @@ def run_method(runs: Runs, scratch: Path) -> None:
     def config_of(factor: float, steps: int, seed: int) -> Config:
         recipe, more = settings(league, method, factor, steps, seed)
         out = scratch / f"{method}_{time.monotonic_ns()}"
-        return load_config(str(recipe), overrides({**dict(more), **taught, "out": out}))  # type: ignore[arg-type]
+        return load_config(recipe, overrides({**more, **taught, "out": out}))
 
     def measure() -> dict[str, Any]:
         config = config_of(1.0, 1, league.search_seed)
@@ -210,24 +211,17 @@ def run_method(runs: Runs, scratch: Path) -> None:
     cost = runs.run("cost", measure)
     steps = max(1, int(league.seconds / cost["cpu_s_per_step"]))
     limit = OVERRUN * league.seconds
-    search = [
-        runs.run(
-            f"search_{factor:.2g}",
-            lambda f=factor: one(f, steps, league.search_seed, search=True, limit=limit),
-        )
-        for factor in league.factors
-    ]
+    rated = partial(one, steps=steps, seed=league.search_seed, search=True, limit=limit)
+    search = [runs.run(f"search_{f:.2g}", partial(rated, f)) for f in league.factors]
     factor = best_factor(search)
     budgets = {
         "seconds": (steps, limit),
         "images": (-(-league.images // cost["batch_size"]), float("inf")),
     }
     for name, (count, most) in budgets.items():
+        chosen = partial(one, factor, count, search=False, limit=most)
         for seed in league.seeds:
-            runs.run(
-                f"{name}_{seed}",
-                lambda n=count, s=seed, m=most: one(factor, n, s, search=False, limit=m),
-            )
+            runs.run(f"{name}_{seed}", partial(chosen, seed=seed))
 
 
 def run_baseline(runs: Runs, scratch: Path) -> None:
@@ -274,9 +268,9 @@ def train_teacher(runs: Runs, teacher: str, scratch: Path) -> Path:
     seed = runs.league.seeds[0]
     first = own.entry["runs"][f"seconds_{seed}"]
     recipe, more = settings(runs.league, teacher, first["factor"], first["steps"], seed)
-    made = {key: value for key, value in dict(more).items() if value is not None}  # type: ignore[arg-type]
+    made = {key: value for key, value in more.items() if value is not None}
     made |= {"train.epochs": None, "hooks.evaluation": None, "out": scratch / f"teacher_{teacher}"}
-    config = load_config(str(recipe), overrides({**made, **teachers(own, scratch)}))
+    config = load_config(recipe, overrides({**made, **teachers(own, scratch)}))
     train_loop(Task(config, sources=open_data(config.data)))
     return Path(config.out_folder)
 

@@ -124,7 +124,7 @@ def order() -> list[str]:
 
 def settings(
     league: League, method: str, factor: float, steps: int, seed: int
-) -> list[str | dict[str, Any]]:
+) -> tuple[str, dict[str, Any]]:
     """Return the recipe's name and the settings of a run, by dotted key.
 
     Args:
@@ -147,7 +147,7 @@ def settings(
     for hook in ("checkpoint", "export", "preemption", "progress", "evaluation"):
         made[f"hooks.{hook}"] = None
     made |= evaluation(league)
-    return [recipe, made]
+    return recipe, made
 
 
 def evaluation(league: League) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_views_are_those_of_the_league_but_for_weak_ones(method: str) -> None:
     _, made = league_plan.settings(DIGITS, method, 1.0, 5, 0)
     degrees = [
         item["degrees"]
-        for key, items in made.items()  # type: ignore[union-attr]
+        for key, items in made.items()
         if key.startswith("views.")
         for item in items
         if item["name"] == "random_affine"
@@ -106,7 +106,12 @@ def test_views_are_those_of_the_league_but_for_weak_ones(method: str) -> None:
 
 
 def entry(knn: list[float], linear: float, rank: float) -> dict[str, Any]:
-    rest = {"linear_10_labels_top1": 0.3, "alpha": rank, "nesum": rank, "feature_uniformity": rank}
+    rest: dict[str, Any] = {
+        "linear_10_labels_top1": 0.3,
+        "alpha": rank,
+        "nesum": rank,
+        "feature_uniformity": rank,
+    }
     rest |= {"steps": 7, "lr": 0.01, "cpu_s": 2.0, "peak_mb": 9, "commit": "c", "date": "d"}
     rest |= {"linear_top1": linear, "rankme": rank, "effective_rank": -rank}
     runs = {
