@@ -74,6 +74,7 @@ setup(
         "opencv-python-headless>=4.10.0.84",
         "simplejpeg>=1.8",
         "pyyaml>=6.0.1",
+        "xxhash>=3.1",
     ],
     extras_require={
         "data": [

@@ -42,7 +42,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     state = torch.load(path, weights_only=True)
     change(state)
     torch.save(state, path)
-    seal = {"step": 2, "bytes": path.stat().st_size, "crc32": manifest.crc32(path)}
+    seal = {"step": 2, "bytes": path.stat().st_size, manifest.CHECKSUM: manifest.checksum(path)}
     path.with_suffix(".json").write_text(json.dumps(seal))
 
 

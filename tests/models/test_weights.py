@@ -250,7 +250,7 @@ def test_addresses_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "backbone.json").write_text(json.dumps({"a": 1}))
     with pytest.raises(UserError, match="not what selftask writes"):
         open_model(str(path))
-    (tmp_path / "backbone.json").write_text(json.dumps({"step": 1, "bytes": 2, "crc32": 3}))
+    (tmp_path / "backbone.json").write_text(json.dumps({"step": 1, "bytes": 2, "xxh3_128": "3"}))
     with pytest.raises(UserError, match="is a checkpoint; give the folder of its run"):
         open_model(str(path))
     (tmp_path / "backbone.json").unlink()

@@ -37,7 +37,7 @@ def sharded_checkpoint(
     torch.save(rest, folder / sharded.REST)
     files = {path.name: path for path in folder.iterdir()}
     seals = {
-        name: {"bytes": path.stat().st_size, "crc32": manifest.crc32(path)}
+        name: {"bytes": path.stat().st_size, manifest.CHECKSUM: manifest.checksum(path)}
         for name, path in files.items()
     }
     (folder / rotation.MANIFEST).write_text(json.dumps({"step": 1, "files": seals}))
@@ -152,7 +152,7 @@ def test_a_manifest_names_files_of_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "step_000000001"
     sharded_checkpoint(folder)
     content = json.loads((folder / rotation.MANIFEST).read_text())
-    content["files"]["/dev/zero"] = {"bytes": 0, "crc32": 0}
+    content["files"]["/dev/zero"] = {"bytes": 0, manifest.CHECKSUM: ""}
     (folder / rotation.MANIFEST).write_text(json.dumps(content))
     with pytest.raises(manifest.DamagedCheckpoint, match="/dev/zero is missing"):
         store.load(folder)

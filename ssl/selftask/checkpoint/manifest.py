@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import xxhash
 
 from selftask.checkpoint.restricted_pickle import check_file, check_nesting
 from selftask.files.received import check_regular, read_bytes
 
+CHECKSUM = "xxh3_128"  # key in a manifest; five times as fast as zlib's CRC-32
+_BLOCK = 1 << 20  # bytes; stays in the cache
+_SMALL_WRITES = 1 << 16  # bytes that are collected; larger blocks are written directly
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -27,9 +31,9 @@ class NoCheckpoint(DamagedCheckpoint):
     """The file is intact but is not a selftask checkpoint."""
 
 
-def write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
-    """Write a state to a file and fsync it; return its length in bytes and CRC-32."""
-    with path.open("wb") as file:
+def write_checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Write a state to a file and fsync it; return its length in bytes and its XXH3."""
+    with path.open("wb", buffering=_SMALL_WRITES) as file:
         writer = _Checked(file)
         try:
             torch.save(state, writer)  # type: ignore[arg-type]  # torch.save only writes
@@ -39,7 +43,7 @@ def write_checked(state: dict[str, Any], path: Path) -> dict[str, int]:
             raise
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": writer.length, "crc32": writer.crc}
+    return {"bytes": writer.length, CHECKSUM: writer.checksum.hexdigest()}
 
 
 def verify_zip(archive: Path | IO[bytes]) -> None:
@@ -104,44 +108,44 @@ def verify(path: Path, manifest: Any, *, content: bool = True) -> None:
 
     Args:
         path: The file.
-        manifest: Its expected length ``bytes`` and checksum ``crc32``.
+        manifest: Its expected length ``bytes`` and checksum ``xxh3_128``.
         content: Compare the checksum in addition to the length.
 
     Raises:
         DamagedCheckpoint: If they differ.
     """
     try:
-        length, expected_crc = manifest["bytes"], manifest["crc32"]
+        length, expected = manifest["bytes"], manifest[CHECKSUM]
     except (KeyError, TypeError) as error:
         raise DamagedCheckpoint("its manifest lacks the length or the checksum") from error
     size = path.stat().st_size
     if size != length:
         raise DamagedCheckpoint(f"{size} of {length} bytes")
-    if content and crc32(path) != expected_crc:
+    if content and checksum(path) != expected:
         raise DamagedCheckpoint("checksum differs")
 
 
-def crc32(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
+def checksum(path: Path) -> str:
+    """Return the XXH3 of 128 bits of a file, as hexadecimal digits."""
+    hasher, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while length := file.readinto(block):
+            hasher.update(block[:length])
+    return hasher.hexdigest()
 
 
 class _Checked(io.RawIOBase):
-    """Writable file that counts bytes and computes their CRC-32."""
+    """Writable file that counts bytes and computes their XXH3."""
 
-    def __init__(self, file: io.BufferedWriter) -> None:
-        self.file, self.length, self.crc = file, 0, 0
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.length, self.checksum = file, 0, xxhash.xxh3_128()
         self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, block: Any) -> int:
-        self.crc = zlib.crc32(block, self.crc)
+        self.checksum.update(block)
         self.length += len(block)
         try:
             return self.file.write(block)

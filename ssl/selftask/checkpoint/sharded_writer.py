@@ -94,7 +94,7 @@ class ShardedWriter(CheckpointWriter):
             raise _of_rank(where, error) from failure
 
     def _seal(
-        self, rest: dict[str, Any], aside: Path, step: int, files: dict[str, dict[str, int]]
+        self, rest: dict[str, Any], aside: Path, step: int, files: dict[str, dict[str, Any]]
     ) -> None:
         """On the first rank, after the shards are on disk: write the rest and the manifest."""
         files[REST] = manifest.write_checked(rest, aside / REST)
@@ -129,10 +129,11 @@ class ShardedWriter(CheckpointWriter):
         return [answer for answer, _ in answers]
 
 
-def _entries(files: Any) -> dict[str, dict[str, int]]:
-    """Return length and CRC-32 of files, by name."""
+def _entries(files: Any) -> dict[str, dict[str, Any]]:
+    """Return length and checksum of files, by name."""
     return {
-        file.name: {"bytes": file.stat().st_size, "crc32": manifest.crc32(file)} for file in files
+        file.name: {"bytes": file.stat().st_size, manifest.CHECKSUM: manifest.checksum(file)}
+        for file in files
     }
 
 

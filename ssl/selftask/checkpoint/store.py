@@ -60,7 +60,7 @@ def save(
     """Write ``folder/step_N.pt``; a kill at any instant leaves it complete or absent.
 
     The steps are: temporary file, fsync, rename, fsync of the folder. A small JSON file next to it
-    has length and CRC-32.
+    has length and checksum.
 
     Args:
         state: Tensors and plain Python objects in nested containers.

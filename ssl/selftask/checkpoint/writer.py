@@ -1,6 +1,6 @@
 """Checkpoints in the background: the state is copied immediately and written during training.
 
-A thread writes the file. torch.save, zlib.crc32, write and fsync release the GIL while they work on
+A thread writes the file. torch.save, xxhash, write and fsync release the GIL while they work on
 bytes. A separate process would slow down training as much (docs/benchmarks.md), and would need
 memory and start-up time.
 """

@@ -78,7 +78,7 @@ class Exported:
             )
         with written_by_selftask(self.meta):
             facts = read_json(self.meta)
-            if facts.keys() >= {"bytes", "crc32"}:  # the manifest of a checkpoint
+            if facts.keys() >= {"step", "bytes"}:  # the manifest of a checkpoint
                 raise UserError(
                     f"{self.weights}: is a checkpoint; give the folder of its run, whose backbone "
                     "`selftask export` takes out of the newest one"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from selftask.checkpoint.manifest import DamagedCheckpoint, crc32, read_file
+from selftask.checkpoint.manifest import CHECKSUM, DamagedCheckpoint, checksum, read_file
 from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
 from selftask.config.schema import Component, Config
 from selftask.logs import read_json
@@ -30,10 +30,10 @@ class Weights:
     def digest(self) -> str:
         """Identifier of these weights: step and checksum of the file."""
         if self.exported:
-            return f"{self.step}-{crc32(self.path):08x}"
+            return f"{self.step}-{checksum(self.path)}"
         manifest = self.path / MANIFEST if self.path.is_dir() else self.path.with_suffix(".json")
         facts = read_json(manifest)
-        return f"{self.step}-{facts.get('crc32', self.path.stat().st_mtime_ns)}"
+        return f"{self.step}-{facts.get(CHECKSUM, self.path.stat().st_mtime_ns)}"
 
     def load(self, config: Config, *, trust: bool) -> nn.Module:
         """Return the backbone on the CPU.
