@@ -1,7 +1,7 @@
 """Sphinx extension that writes docs/methods/ before the pages are read: a page for each method.
 
 All of it comes from elsewhere: the class and its config, the headers of the recipes, the ledger in
-proofs/ and tools/bench/method_step.json. The pages are not in the repository.
+proofs/ and tools/bench/method_cost.json. The pages are not in the repository.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from selftask.registry import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "methods"  # of docs/
-COSTS = ROOT / "tools/bench/method_step.json"
+COSTS = ROOT / "tools/bench/method_cost.json"
 REDUCTIONS = {
     "samples": "each image by itself",
     "gathered": "images of all ranks, gathered",
@@ -59,11 +60,11 @@ def index() -> str:
     members: dict[str, list[method_tables.Card]] = {}
     for card in method_tables.cards():
         members.setdefault(method_tables.family(card.name), []).append(card)
-    lines = [
-        "# Which method for me",
-        "Advice by what a method needs, not by measurement. "
-        "[How to choose](../how-to-own-data.md#which-method) has figures.",
-    ]
+    advice = (
+        "This is advice by what a method needs, not by measurement; for figures, see "
+        "[How to choose](../how-to-own-data.md#which-method) and the [league](../league.md)."
+    )
+    lines = ["# Which method for me", advice]
     alone = method_tables.ALONE
     for sentence in sorted(members, key=lambda sentence: (sentence == alone, sentence)):
         rows = ["| method | use it | cost |", "|---|---|---|"]
@@ -181,7 +182,7 @@ def attribute_texts(tree: ast.Module) -> dict[str, str]:
     """Return attribute -> the text below its annotation in the class's body."""
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef))
     texts = {}
-    for node, following in zip(body, body[1:], strict=False):
+    for node, following in pairwise(body):
         match node, following:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
                 texts[name] = " ".join(text.split())
@@ -189,7 +190,7 @@ def attribute_texts(tree: ast.Module) -> dict[str, str]:
 
 
 def figures(name: str) -> Iterator[str]:
-    """Yield a table: the gate of the digits recipe, the cost of a step, and the authors' figures."""
+    """Yield a table: the gate of the digits recipe, cost of a step, published figures."""
     yield "| | |"
     yield "|---|---|"
     gate = ledger(name).get("gate")
