@@ -25,6 +25,7 @@ extensions = [
     "manual.docstrings",
     "manual.source_pages",
     "manual.reference_pages",
+    "manual.method_pages",
 ]
 exclude_patterns = ["_build"]
 nitpicky = True  # a reference that leads nowhere is a warning, and a warning fails `make docs`

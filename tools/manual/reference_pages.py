@@ -75,9 +75,12 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 def write_pages(app: Sphinx) -> None:
     """Write all pages that have changed, and remove those that no longer exist."""
-    folder = Path(app.srcdir) / FOLDER
+    write(Path(app.srcdir) / FOLDER, pages())
+
+
+def write(folder: Path, made: dict[str, str]) -> None:
+    """Write files (name -> text) that have changed, and remove other pages of the folder."""
     folder.mkdir(exist_ok=True)
-    made = pages()
     for old in folder.glob("*.md"):
         if old.name not in made:
             old.unlink()

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 class AdCo(MomentumKeys, EMATeacher):
     """AdCo (arXiv:2011.08435): MoCo whose negatives are trained to be hard, in place of a queue.
 
+    Loss: ``-log exp(q.k/tau) / (sum_k' exp(q.k'/tau) + sum_n exp(q.n/tau))`` over keys k' of the
+    batch and negatives n, which ascend it at a temperature of their own (eq. 2).
+
+    Published: ImageNet linear top-1 of ResNet-50 68.6 after 200 epochs, 72.8 after 800 (authors'
+    README).
+
+    Use it if MoCo works for you and its queue is to be replaced by fewer, harder negatives.
+
     Differs from the authors' code:
 
     * Initial negatives have random directions; there they are outputs of the initial network.

@@ -35,6 +35,14 @@ EPS = 1e-12  # added under square roots, whose gradient at 0 is infinite
 class All4One(ProjectorTeacher):
     """All4One (arXiv:2303.09417): contrasts a view with a neighbor and a centroid of neighbors.
 
+    Loss: ``-log softmax(nn.p/tau)`` of a neighbor, the same of centroids, and the distance of the
+    features' cosines from the identity.
+
+    Published: CIFAR-10 top-1 of ResNet-18 93.24, CIFAR-100 72.17, ImageNet-100 81.93 (solo-learn's
+    README, which has the authors' code).
+
+    Use it if accuracy matters more than time: three terms and a transformer for each step.
+
     Differs from the authors' code:
 
     * Positions of the transformer number the neighbors. There the same function is called with the

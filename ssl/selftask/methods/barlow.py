@@ -33,6 +33,14 @@ from selftask.registry import register_method
 class BarlowTwins(Method):
     """Barlow Twins (arXiv:2103.03230): two views agree, and their features are uncorrelated.
 
+    Loss: ``sum_i (1 - C_ii)^2 + lambda sum_(i != j) C_ij^2`` of the correlations C of two views
+    (eq. 1).
+
+    Published: ImageNet linear top-1 of ResNet-50 73.3 after 1000 epochs at batch 2048 (authors'
+    README).
+
+    Use it without a teacher or negatives; wide heads pay, and so does memory for them.
+
     Differs from the authors' code:
 
     * The loss is scaled by 0.024, as in the code until 046eec3 (``--scale-loss``). The newest

@@ -44,6 +44,12 @@ if TYPE_CHECKING:
 class BEiT(BlockMaskedPatches):
     """BEiT (arXiv:2106.08254): predicts the tokens of hidden patches that a tokenizer gives.
 
+    Loss: ``-log softmax(s)[token]`` of hidden patches.
+
+    Published: ImageNet fine-tuned top-1 of ViT-B 85.5 and ViT-L 87.3 for BEiT v2 (authors' README).
+
+    Use it to fine-tune a transformer, if a tokenizer (``vqkd``) of similar images exists.
+
     Differs from the authors' code:
 
     * The loss is a mean over the hidden patches of an image, then over images; there over those of

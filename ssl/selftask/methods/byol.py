@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 class BYOL(EMATeacher):
     """BYOL (arXiv:2006.07733): predicts an EMA teacher's output for another view.
 
+    Loss: ``2 - 2 cos(p1, sg t2)``, and the same with the views exchanged (eq. 2).
+
+    Use it with batches too small for negatives; a steady first choice for convolutional networks.
+
     Differs from the authors' code:
 
     * 3,120 steps of warm-up, there 3,127: an epoch leaves out the last partial batch.

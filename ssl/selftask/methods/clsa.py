@@ -36,6 +36,14 @@ class CLSA(MomentumContrast, EMATeacher):
 
     The first two views are weak: a query and its key. All others are strong.
 
+    Loss: ``InfoNCE + alpha sum_strong -sum_i p_i log q_i`` with similarities p of the weak view and
+    q of a strong one (eq. 6).
+
+    Published: ImageNet linear top-1 of ResNet-50 69.4 after 200 epochs, 72.2 after 800, with one
+    strong view (authors' README).
+
+    Use it if stronger augmentation makes MoCo worse but its variety is wanted.
+
     Differs from the authors' code:
 
     * BatchNorm is shuffled as in ``moco``.

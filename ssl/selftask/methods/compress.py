@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 class CompRess(QueueDistillation):
     """CompRess (arXiv:2010.14713): a student learns a teacher's similarities to a memory of images.
 
+    Loss: ``KL(softmax(t.Q/tau) || softmax(s.Q/tau))`` over the queue Q (eq. 2).
+
+    Published: ImageNet linear top-1 of ResNet-50 71.6 from SimCLR's ResNet-50 x4, of ResNet-18 61.7
+    from MoCo v2 (authors' README).
+
+    Use it to give a small network the neighborhoods of a large frozen one.
+
     Differs from the authors' code:
 
     * With one queue, one linear layer maps the student's features to the teacher's width.

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 class CorInfoMax(Method):
     """CorInfoMax (arXiv:2209.07999): views agree; the determinants of their covariances are large.
 
+    Loss: ``-(ln det(R1 + eps I) + ln det(R2 + eps I)) / D + alpha |z1 - z2|^2`` with running
+    covariances R (eq. 12).
+
+    Use it with small batches: covariances are averaged over steps.
+
     Differs from the authors' code:
 
     * Means and covariances are over the images of all ranks, and are saved and resumed.

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 class CrossMAE(MAE):
     """CrossMAE (arXiv:2401.14391): MAE that predicts a part of the masked patches, each by itself.
 
+    Loss: ``mean (x - x')^2`` of the predicted patches, standardized.
+
+    Published: ImageNet fine-tuned top-1 of ViT-S 79.3, ViT-B 83.7, ViT-L 85.4 (authors' README).
+
+    Use it in place of ``mae`` if its decoder costs too much.
+
     Differs from the authors' code:
 
     * The decoder does not read the patch embeddings before the first block, and reads the last

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 class Data2Vec(MaskedPatches, EMATeacher):
     """data2vec (arXiv:2202.03555): predicts an EMA teacher's features of masked patches.
 
+    Loss: ``smooth L1(p, mean of the teacher's upper layers)`` of hidden patches (eq. 4).
+
+    Use it to fine-tune a transformer, without a tokenizer.
+
     Differs from the authors' code:
 
     * The loss is a mean over the masked patches of an image, then over images; there over those of

@@ -59,6 +59,11 @@ class Predictions(NamedTuple):
 class Data2Vec2(MaskedPatches, EMATeacher):
     """data2vec 2.0 (arXiv:2212.07525): predicts a teacher's features from many masks of an image.
 
+    Loss: ``|p - y|^2 / sqrt(E)`` of hidden patches for each of several masks of an image, with one
+    pass of the teacher for all.
+
+    Use it in place of ``data2vec`` if the teacher's passes dominate.
+
     Differs from the authors' code:
 
     * Transformers of timm, which are normalized before each part of a block; there after it.

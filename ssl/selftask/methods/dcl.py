@@ -24,6 +24,15 @@ from selftask.registry import register_method
 class DCL(BatchContrast):
     """DCL (arXiv:2110.06848): SimCLR without the positive in the denominator, for small batches.
 
+    Loss: ``-cos(z1, z2)/tau + log sum exp(z1.n/tau)`` over the other images' views n alone (eq. 5);
+    weighted by 2 minus a softmax of similarities in eq. 6, through which the gradient flows, while
+    lightly detaches it.
+
+    Published: ImageNet linear top-1 of SimCLR with this loss 68.2 at batch 256 after 200 epochs
+    (abstract).
+
+    Use it in place of ``simclr`` with batches of some hundred images.
+
     Differs from the authors' code:
 
     * Negatives, and the softmax of ``sigma``, are over the images of all ranks; there over those of

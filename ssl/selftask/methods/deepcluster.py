@@ -45,6 +45,13 @@ _CLUSTERING = 0x6B6D6E73  # "kmns": separates these draws from others of the sam
 class DeepCluster(Method):
     """DeepCluster v2 (arXiv:2006.09882): predicts clusters of all images, renewed each epoch.
 
+    Loss: ``-log softmax(z.c/tau)[cluster]``, mean over heads.
+
+    Published: ImageNet linear top-1 of ResNet-50 75.2 after 800 epochs with multi-crop (SwAV's
+    README).
+
+    Use it for data sets whose features fit in memory, since all are clustered each epoch.
+
     Differs from the authors' code:
 
     * The memory is filled in evaluation mode (training mode there), so that a feature does not

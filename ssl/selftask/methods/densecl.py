@@ -54,6 +54,10 @@ class Keys(NamedTuple):
 class DenseCL(MomentumContrast, EMATeacher):
     """DenseCL (arXiv:2011.09157): MoCo for whole images and for locations of feature maps.
 
+    Loss: ``(1 - w) InfoNCE(images) + w InfoNCE(locations)`` (eq. 3).
+
+    Use it if the features are to serve detection or segmentation with a convolutional network.
+
     Differs from the authors' code:
 
     * Initial weights of the global head are torch's; there Kaiming's with fan-in, with biases of

@@ -35,6 +35,14 @@ NUM_GLOBAL = 2  # views that the teacher sees
 class DINO(PrototypeHeads, EMATeacher):
     """DINO (arXiv:2104.14294): predicts an EMA teacher's outputs for global crops from any crop.
 
+    Loss: ``-sum_k t_k log softmax(s/tau)_k``, t being the teacher's centered and sharpened output
+    for a global crop, over pairs of different crops (eq. 3).
+
+    Published: ImageNet k-NN and linear top-1 of ViT-S/16 74.5 and 77.0, ViT-B/16 76.1 and 78.2,
+    ResNet-50 67.5 and 75.3 (authors' README).
+
+    Use it for transformers whose features are used frozen, by k-NN or a linear layer.
+
     Differs from the authors' code:
 
     * Positions of the 96-pixel crops are interpolated with antialiasing, up to 1.7e-2 from the

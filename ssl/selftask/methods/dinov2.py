@@ -78,6 +78,13 @@ class Predictions(NamedTuple):
 class DINOv2(PrototypeHeads, EMATeacher):
     """DINOv2 (arXiv:2304.07193): DINO, the same for hidden patches (iBOT), and spread features.
 
+    Loss: ``DINO + iBOT - w mean log min_j |x_i - x_j|`` (section 4).
+
+    Published: ImageNet k-NN and linear top-1 of ViT-L/16 81.6 and 82.9 after 100 epochs of ImageNet
+    alone (authors' README).
+
+    Use it for frozen features of images and of patches, with large batches.
+
     Differs from the authors' code:
 
     * Each global view is masked with ``mask_probability``; there exactly that share of a GPU's

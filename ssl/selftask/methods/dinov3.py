@@ -41,6 +41,14 @@ Negatives = Literal["keep", "drop"]
 class DINOv3(DINOv2):
     """DINOv3 (arXiv:2508.10104): DINOv2 with the patch similarities of an earlier teacher (Gram).
 
+    Loss: ``DINOv2 + w |S S' - G G'|^2`` of unit patch features S of the student and G of an earlier
+    teacher (Gram).
+
+    Published: ImageNet k-NN and linear top-1 of ViT-L/16 82.0 and 83.3 after 100 epochs of ImageNet
+    alone (authors' configs).
+
+    Use it for long runs, in which dense features otherwise get worse.
+
     Differs from the authors' code:
 
     * As DINOv2 does: masks, KoLeo, clipping.

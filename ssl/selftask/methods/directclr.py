@@ -29,6 +29,10 @@ class DirectCLR(Method):
     """DirectCLR (arXiv:2110.09348): contrasts the first features of the backbone, without a head.
 
     The other features are trained through the residual connections of the backbone.
+
+    Loss: ``CE(z1[:d].z2[:d]/tau)`` of the first d features, and the same with the views exchanged.
+
+    Use it to study collapse: there is no head.
     """
 
     paper = (

@@ -22,7 +22,12 @@ from selftask.registry import register_method
 
 @register_method("distill_features")
 class DistillFeatures(Distillation):
-    """Distillation of features: a student learns the pooled features of a frozen teacher."""
+    """Distillation of features: a student learns the pooled features of a frozen teacher.
+
+    Loss: ``distance(W s, t)`` of pooled features, by ``loss``.
+
+    Use it to give a small network a large one's features, if its head is not at hand.
+    """
 
     learns_scores = False
 

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 @register_method("distill_logits")
 class DistillLogits(Distillation):
-    """Distillation of logits (arXiv:1503.02531): a student learns a teacher's class scores."""
+    """Distillation of logits (arXiv:1503.02531): a student learns a teacher's class scores.
+
+    Loss: ``-sum_c t_c log softmax(s/tau)_c`` of class scores, or their distance, by ``loss``.
+
+    Use it if the teacher is a classifier of the classes that you need.
+    """
 
     paper = "Hinton et al., Distilling the Knowledge in a Neural Network, 2015"
     columns = {

@@ -25,6 +25,11 @@ class EMPSSL(Method):
 
     An epoch of V views costs as much as V / 2 epochs of a method with two views.
 
+    Loss: ``-mean_v (1/2) ln det(I + D/(n eps) Z_v' Z_v) - lambda mean_v cos(z_v, mean)``: the
+    coding rate is maximized, while lightly's loss adds it with the other sign (eq. 4).
+
+    Use it with few images and time for many crops of each.
+
     Differs from the authors' code:
 
     * Coding rates are over the images of all ranks; there a GPU has its own.

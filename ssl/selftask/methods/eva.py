@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 class EVA(BlockMaskedPatches):
     """EVA (arXiv:2211.07636): predicts a frozen teacher's features of hidden patches.
 
+    Loss: ``-cos(p, sg t)`` of hidden patches.
+
+    Published: ImageNet fine-tuned top-1 of EVA-g 89.7 (authors' README).
+
+    Use it to fine-tune a transformer, if a strong teacher such as CLIP exists.
+
     Differs from the authors' code:
 
     * The loss is a mean over the hidden patches of an image, then over images; there over those of

@@ -26,6 +26,10 @@ class FCMAE(SparK):
 
     It is SparK with a decoder of the coarsest feature map alone, without norms.
 
+    Loss: ``mean (x - x')^2`` of hidden patches, standardized.
+
+    Use it to fine-tune ConvNeXt V2.
+
     Differs from the authors' code:
 
     * Convolutions are dense, with zeros at hidden positions, as in their JAX code; the result is

@@ -26,6 +26,12 @@ class HCL(BatchContrast):
     With ``hardness=0`` it is Debiased Contrastive Learning (Chuang et al., NeurIPS 2020,
     arXiv:2007.00224).
 
+    Loss: ``-log exp(p) / (exp(p) + N)``, N being the sum of negatives weighted by ``exp(beta s)``
+    and corrected by the probability tau+ of false ones (eqs. 4 and 5).
+
+    Use it in place of ``simclr`` if many images of a batch are of one class; ``beta: 0`` only
+    corrects.
+
     Differs from the authors' code:
 
     * Negatives are the images of all ranks; there those of one.

@@ -24,6 +24,10 @@ from selftask.registry import register_method
 class Hypersphere(BatchContrast):
     """Alignment and uniformity (arXiv:2005.10242): views are close, images spread on a sphere.
 
+    Loss: ``mean |x - y|^alpha + w ln mean exp(-t |x_i - x_j|^2)``.
+
+    Use it to see agreement and spread as terms of their own.
+
     Differs from the authors' code:
 
     * Uniformity is over all pairs of images of all ranks.

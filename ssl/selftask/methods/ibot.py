@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 class IBOT(DINOv2):
     """iBOT (arXiv:2111.07832): DINO, and the same for hidden patches by the same head.
 
+    Loss: ``DINO + w (-sum_k t_k log softmax(s/tau)_k)`` of hidden patches (eq. 2).
+
+    Published: ImageNet k-NN and linear top-1 of ViT-S/16 75.2 and 77.9, ViT-B/16 77.1 and 79.5
+    (authors' README).
+
+    Use it as ``dino``, if patches matter, too.
+
     Differs from the authors' code:
 
     * The teacher's temperatures rise with each step, there with each epoch.

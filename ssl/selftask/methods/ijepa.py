@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 class IJEPA(MaskedPatches, EMATeacher):
     """I-JEPA (arXiv:2301.08243): predicts features of hidden blocks of an image from the rest.
 
+    Loss: ``smooth L1(predicted, sg t)`` of the patches of hidden blocks.
+
+    Use it for transformers without augmentations of color, with long runs.
+
     Differs from the authors' code:
 
     * Each image has block sizes of its own, scale and aspect are two draws, and blocks lie

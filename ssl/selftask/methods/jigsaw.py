@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 class Jigsaw(TilesPretext):
     """Jigsaw (arXiv:1603.09246): predicts in which order the tiles of an image are shown.
 
+    Loss: ``-log softmax(s)[permutation]`` of shuffled tiles.
+
+    Use it as a baseline, or with images whose layout is the content.
+
     Differs from the authors' code:
 
     * Each permutation has the largest minimum Hamming distance to those before; there the largest

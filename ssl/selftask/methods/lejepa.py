@@ -32,6 +32,13 @@ NUM_GLOBAL = 2  # views whose mean is the center
 class LeJEPA(Method):
     """LeJEPA (arXiv:2511.08544): views predict their mean; embeddings are spread like a Gaussian.
 
+    Loss: ``(1 - lambda) mean |center - z_v|^2 + lambda SIGReg``, the distance of random projections
+    from a Gaussian by their characteristic functions.
+
+    Published: Imagenette linear top-1 of ViT-S/8 90.7 after 800 epochs (authors' MINIMAL.md).
+
+    Use it for any backbone with one number to tune and no teacher.
+
     Differs from the authors' code:
 
     * All ranks use the same slices; in the short example of the repository each GPU draws its own,

@@ -25,6 +25,11 @@ from selftask.registry import register_method
 class MACL(BatchContrast):
     """MACL (arXiv:2207.07874): SimCLR with a temperature that rises as the views agree.
 
+    Loss: ``-w log softmax(cos/tau)`` with ``tau = tau0 (1 + alpha (A - A0))`` of the mean agreement
+    A, and weights ``w = 1 / (1 - P)``, both without gradient.
+
+    Use it in place of ``simclr`` if its temperature is hard to choose.
+
     Differs from the authors' code:
 
     * The agreement is averaged over the images of all ranks. The authors' code was not

@@ -31,7 +31,15 @@ if TYPE_CHECKING:
 
 @register_method("mae")
 class MAE(MaskedPatches):
-    """MAE (arXiv:2111.06377): reconstructs an image from a quarter of its patches."""
+    """MAE (arXiv:2111.06377): reconstructs an image from a quarter of its patches.
+
+    Loss: ``mean (x - x')^2`` of hidden patches, standardized.
+
+    Published: ImageNet fine-tuned top-1 after 300 epochs of ViT-B 82.9, after 1600 83.6 (as quoted
+    by CMAE's README).
+
+    Use it to fine-tune a transformer; cheap for each image, weak by k-NN.
+    """
 
     paper = "He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022"
     requires: ClassVar[tuple[str, ...]] = ("subset",)

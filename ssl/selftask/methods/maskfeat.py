@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 class MaskFeat(BlockMaskedPatches):
     """MaskFeat (arXiv:2112.09133): predicts histograms of oriented gradients of hidden patches.
 
+    Loss: ``mean (h - h')^2`` of the histograms of hidden patches.
+
+    Published: ImageNet fine-tuned top-1 of ViT-B 84.0, ViT-L 85.7 (authors' README).
+
+    Use it to fine-tune a transformer without a decoder or a teacher.
+
     Differs from the authors' code:
 
     * The loss is a mean over the hidden patches of an image, then over images; there over those of

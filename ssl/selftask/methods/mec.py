@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 class MEC(EMATeacher):
     """MEC (arXiv:2210.11464): maximizes the coding length that two views of the images share.
 
+    Loss: ``-tr(C - C^2/2 + C^3/3 - C^4/4) / (lambda N)`` with ``C = lambda P Z'``, the series of
+    ``ln det(I + C)``.
+
+    Published: ImageNet linear top-1 of ResNet-50 70.8 after 100 epochs (authors' README).
+
+    Use it in place of ``simsiam`` or ``byol`` for short runs.
+
     Differs from the authors' code:
 
     * ``expansion`` reaches its end after the warm-up, there one step before.

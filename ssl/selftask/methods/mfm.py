@@ -30,7 +30,15 @@ if TYPE_CHECKING:
 
 @register_method("mfm")
 class MFM(Method):
-    """MFM (arXiv:2206.07706): predicts the frequencies that were removed from an image."""
+    """MFM (arXiv:2206.07706): predicts the frequencies that were removed from an image.
+
+    Loss: ``|F(x) - F(x')|`` of the frequencies F that were removed (eq. 4).
+
+    Published: ImageNet fine-tuned top-1 after 300 epochs of ViT-B 83.1, ResNet-50 80.1 (authors'
+    README).
+
+    Use it to fine-tune a convolutional network or a transformer by one masked task.
+    """
 
     paper = (
         "Xie et al., Masked Frequency Modeling for Self-Supervised Visual Pre-Training, ICLR 2023"

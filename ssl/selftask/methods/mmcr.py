@@ -34,6 +34,11 @@ class MMCR(Method):
     Means over views are long if views agree, and their matrix has a large nuclear norm if images
     fill all directions evenly.
 
+    Loss: ``lambda mean_i |Z_i|_* - |C|_*`` with the nuclear norms of an image's views Z_i and of
+    the means C of all images (eq. 3).
+
+    Use it with few epochs and many views of each image.
+
     Differs from the authors' code:
 
     * The gradient reaches the images of all ranks; there each rank's own only, which scales it by

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 class MoCo(MomentumContrast, EMATeacher):
     """MoCo v2 (arXiv:2003.04297): recognizes the other view among a queue of older images.
 
+    Loss: ``-log exp(q.k/tau) / (exp(q.k/tau) + sum_n exp(q.n/tau))`` over the queue n (eq. 1).
+
+    Published: ImageNet linear top-1 of ResNet-50 67.5 after 200 epochs, 71.1 after 800 (authors'
+    README).
+
+    Use it for contrast with small batches: the queue has the negatives.
+
     Differs from the authors' code:
 
     * BatchNorm is shuffled by dealing out the batch, which is in random order already, and not by

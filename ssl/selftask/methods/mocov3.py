@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 class MoCoV3(ProjectorTeacher):
     """MoCo v3 (arXiv:2104.02057): recognizes a teacher's output for the other view in the batch.
 
+    Loss: ``2 tau CE(q1.k2/tau)``, and the same with the views exchanged (algorithm 1).
+
+    Published: ImageNet linear top-1 of ResNet-50 72.8 after 300 epochs, 74.8 after 1000 (authors'
+    README).
+
+    Use it for contrast with large batches, transformers included.
+
     Differs from the authors' code:
 
     * The teacher is updated after a step, there before the next one: the same but for its

@@ -29,6 +29,12 @@ class MSF(ProjectorTeacher):
     """MSF (arXiv:2105.07269): BYOL whose targets are the neighbors of the teacher's output.
 
     The first view is the teacher's, which may be weakly augmented, and the second the network's.
+
+    Loss: ``mean_n (2 - 2 cos(p, n))`` over the nearest neighbors n of the teacher's output (eq. 1).
+
+    Published: ImageNet linear top-1 of ResNet-50 72.4 after 200 epochs (authors' README).
+
+    Use it in place of ``byol`` if classes are broad, with memory for a queue.
     """
 
     paper = "Koohpayegani et al., Mean Shift for Self-Supervised Learning, ICCV 2021"

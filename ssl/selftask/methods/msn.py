@@ -52,6 +52,10 @@ Inputs: TypeAlias = tuple[list[Tensor], Tensor | None, list[Tensor]]
 class MSN(PrototypeLayer, EMATeacher):
     """MSN (arXiv:2204.07141): assigns views with hidden patches to the clusters of the whole view.
 
+    Loss: ``CE(sharpened t, s) - lambda H(mean s)`` (eq. 2).
+
+    Use it for transformers that get few labels afterwards.
+
     Differs from the authors' code:
 
     * Each image has a mask of its own; there one mask for all images of a GPU.

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 @register_method("multilabel")
 class Multilabel(Classification):
-    """Classification with several labels per image: binary cross-entropy."""
+    """Classification with several labels per image: binary cross-entropy.
+
+    Loss: ``-y ln sigmoid(s) - (1 - y) ln sigmoid(-s)`` of known labels.
+
+    Use it as a reference with labels, several for each image.
+    """
 
     requires = ("numbers",)
 

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 class NNCLR(Method):
     """NNCLR (arXiv:2104.14548): contrasts a view with a neighbor of the other view in a queue.
 
+    Loss: ``CE(nn(z1).p2/tau)``, and the same with the views exchanged (eq. 3).
+
+    Use it in place of ``simclr`` if augmentations vary too little.
+
     Differs from the authors' code:
 
     * The authors' code was not available; it is compared with solo-learn's.

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 class NPID(MemoryContrast):
     """NPID (arXiv:1805.01978): recognizes each image among features of all images.
 
+    Loss: ``NCE`` of ``exp(z.m_i/tau) / Z`` with the image's entry m_i and noise (eq. 7).
+
+    Published: ImageNet linear top-1 of ResNet-50 58.5 with the updated code (authors' README).
+
+    Use it as a baseline with one view of each image.
+
     Differs from the authors' code:
 
     * An image is never its own negative, and the memory starts with unit vectors. The published

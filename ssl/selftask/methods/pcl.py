@@ -40,6 +40,13 @@ _CLUSTERING = 0x70636C6B  # "pclk": separates these draws from others of the sam
 class PCL(MomentumContrast, EMATeacher):
     """PCL (arXiv:2005.04966): MoCo that also recognizes the clusters of an image.
 
+    Loss: ``InfoNCE - mean_h ln softmax(q.c/phi)[cluster]`` (eq. 11).
+
+    Published: ImageNet linear top-1 of ResNet-50 67.6 after 200 epochs, version 2 (authors'
+    README).
+
+    Use it in place of ``moco`` if groups of images are expected; clusters all images each epoch.
+
     Differs from the authors' code:
 
     * Clusters are those of the teacher's latest output for each image, which is kept in a memory;

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 class PIRL(MemoryContrast):
     """PIRL (arXiv:1912.01991): recognizes an image by its shuffled tiles among all images.
 
+    Loss: ``lambda NCE(m, tiles) + (1 - lambda) NCE(m, image)`` (eq. 5).
+
+    Use it in place of ``npid`` if order of parts is to be ignored.
+
     Differs from the authors' code:
 
     * Image and tiles are compared with the same negatives, of which an image is never its own;

@@ -26,6 +26,10 @@ CENTER = 4  # of 3 x 3 tiles, row by row
 class RelativeLocation(TilesPretext):
     """Context prediction (arXiv:1505.05192): predicts where a tile lies beside the center tile.
 
+    Loss: ``-log softmax(s)[neighbor]``, one of eight.
+
+    Use it as a baseline.
+
     Differs from the authors' code:
 
     * All eight neighbors of a center tile are predicted, as in mmselfsup; there one pair at a time.

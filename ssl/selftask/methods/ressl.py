@@ -29,6 +29,14 @@ class ReSSL(MomentumContrast, EMATeacher):
 
     The first view, the weak one, is the teacher's; all others are the network's.
 
+    Loss: ``-sum_i p_i log q_i`` with ``p = softmax(t.Q/tau_t)`` and ``q = softmax(s.Q/tau)`` (eq.
+    7).
+
+    Published: ImageNet linear top-1 of ResNet-50 69.9 after 200 epochs with one strong view, 74.7
+    with five (authors' README).
+
+    Use it with small batches, if other images are often of the same class.
+
     Differs from the authors' code:
 
     * BatchNorm is shuffled as in ``moco``.

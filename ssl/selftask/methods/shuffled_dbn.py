@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 class ShuffledDBN(Method):
     """Shuffled-DBN (arXiv:2105.00470): two views agree after whitening random groups of features.
 
+    Loss: ``2 - 2 cos(w1, w2)`` of features whitened in random groups.
+
+    Use it without a teacher, a predictor or negatives.
+
     Differs from the authors' code:
 
     * The authors' code was not available; the loss is compared with the paper's steps. Whitening is

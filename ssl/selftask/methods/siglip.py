@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 class SigLIP(CLIP):
     """SigLIP (arXiv:2303.15343): decides for each image and each caption whether they match.
 
+    Loss: ``-mean_i sum_j ln sigmoid(y_ij (t x_i.y_j + b))`` (algorithm 1).
+
+    Use it in place of ``clip`` for batches of any size.
+
     Differs from the authors' code:
 
     * The towers are those of CLIP, with its differences; there the text transformer has no causal

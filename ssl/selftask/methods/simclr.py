@@ -24,6 +24,10 @@ from selftask.registry import register_method
 class SimCLR(BatchContrast):
     """SimCLR (arXiv:2002.05709): recognizes the other view among all views of the batch.
 
+    Loss: ``-log exp(cos/tau) / sum exp(cos/tau)`` over all other views (eq. 1).
+
+    Use it as the first run on new images: simple and steady, best with large batches.
+
     Differs from the authors' code:
 
     * An epoch leaves out the last partial batch and has 312 steps, so that warm-up and run have

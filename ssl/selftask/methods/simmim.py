@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 class SimMIM(MaskedPatches):
     """SimMIM (arXiv:2111.09886): predicts the pixels of hidden squares by one linear layer.
 
+    Loss: ``mean |x - x'|`` of hidden patches.
+
+    Use it to fine-tune Swin and others that cannot skip patches.
+
     Differs from the authors' code:
 
     * The learning rate is that of the current step; there of the step before.

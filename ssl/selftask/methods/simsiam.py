@@ -25,6 +25,10 @@ class SimSiam(Method):
 
     With more than two views it is FastSiam (Pototzky et al., GCPR 2022): the target of a view is
     the mean of the projections of the others.
+
+    Loss: ``-cos(p1, sg z2)``, and the same with the views exchanged, halved (eq. 2).
+
+    Use it on small machines: no teacher, no queue, small batches.
     """
 
     paper = "Chen and He, Exploring Simple Siamese Representation Learning, CVPR 2021"

@@ -40,6 +40,10 @@ class SparK(MaskedPatches):
     Convolutions are dense, with zeros at hidden positions, as in the authors' code: the result is
     that of sparse ones, and no arithmetic is saved.
 
+    Loss: ``mean (x - x')^2`` of hidden patches, standardized.
+
+    Use it to fine-tune ResNet or ConvNeXt.
+
     Differs from the authors' code:
 
     * There 1e-8 is added to the number of masked patches.

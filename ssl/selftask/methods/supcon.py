@@ -33,6 +33,12 @@ class SupCon(BatchContrast):
 
     An image without a label (-1) has its own other views as positives, as in SimCLR.
 
+    Loss: ``-mean_p ln softmax(z.z_p/tau)`` over the images p of the same class (eq. 2).
+
+    Published: CIFAR-10 top-1 of ResNet-50 96.0, ImageNet 79.1 (authors' README).
+
+    Use it if all or many images have labels.
+
     Differs from the authors' code:
 
     * Images and labels of all ranks are compared; there those of one process.

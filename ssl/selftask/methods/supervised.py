@@ -29,6 +29,10 @@ class Supervised(Classification):
 
     With ``heads`` there are several classifiers; their weighted losses are the terms of the loss.
 
+    Loss: ``-ln softmax(s)[label]``, or any loss by name.
+
+    Use it as the reference with labels, and to fine-tune.
+
     Differs from the authors' code:
 
     * The ImageNet recipe has a cosine instead of steps.

@@ -40,6 +40,13 @@ NUM_ASSIGNED = 2  # number of views whose assignments the others predict
 class SwAV(PrototypeLayer):
     """SwAV (arXiv:2006.09882): predicts the cluster of one view from another, with multi-crop.
 
+    Loss: ``-sum_k a_k log softmax(z.c/tau)_k`` with balanced assignments a of another view (eq. 6).
+
+    Published: ImageNet linear top-1 of ResNet-50 72.1 after 100 epochs, 75.3 after 800 (authors'
+    README).
+
+    Use it for convolutional networks with multi-crop; a queue helps small batches.
+
     Differs from the authors' code:
 
     * Prototypes start uniformly on the sphere, there as directions of torch's first weights.

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 class TiCo(EMATeacher):
     """TiCo (arXiv:2206.10698): agrees with a teacher, and avoids the directions of most features.
 
+    Loss: ``1 - cos(z, t) + rho z' C z`` with the running second moments C (eq. 6).
+
+    Use it for small batches without a queue: the covariance remembers other images.
+
     Differs from the authors' code:
 
     * The covariance is over the images of all ranks, and is saved and resumed. The authors' code

@@ -26,6 +26,13 @@ NUM_LARGE = 2  # views, each compared with all later ones
 class TWIST(Method):
     """TWIST (arXiv:2110.07402): views get the same class, with confidence; all classes are used.
 
+    Loss: ``KL(p1, p2) + mean H(p) - H(mean p)`` (eq. 6).
+
+    Published: ImageNet linear top-1 of ResNet-50 72.6 after 800 epochs without multi-crop (authors'
+    README).
+
+    Use it if the outputs are to be classes themselves.
+
     Differs from the authors' code:
 
     * The last epochs, which train on confident classes as labels, are left out.

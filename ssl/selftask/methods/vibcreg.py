@@ -30,6 +30,10 @@ ITER_NORM_MOMENTUM = 0.1  # share of a batch in the running averages, as in Batc
 class VIbCReg(Method):
     """VIbCReg (arXiv:2109.00783): VICReg of features that are whitened, by their correlations.
 
+    Loss: ``25 |z1 - z2|^2 + 25 hinge(std) + 200 R^2`` of the correlations R, by default.
+
+    Use it in place of ``vicreg`` if its weights are hard to choose.
+
     Differs from the authors' code:
 
     * Statistics are over the images of all ranks, those of IterNorm included.

@@ -39,6 +39,10 @@ NUM_LARGE = 2  # views, each compared with all others
 class VICRegL(Method):
     """VICRegL (arXiv:2210.01571): VICReg of whole views and of matching cells.
 
+    Loss: ``alpha VICReg(images) + (1 - alpha) VICReg(matched cells)`` (eq. 5).
+
+    Use it in place of ``vicreg`` if the features are to serve segmentation.
+
     Differs from the authors' code:
 
     * By location, 20 cells of each large view and 4 of each small one are matched; there 20 of the

@@ -33,6 +33,11 @@ EPS = 1e-4  # added to standard deviations
 class VISReg(Method):
     """VISReg (arXiv:2606.02572): views predict their center; embeddings are spread like a Gaussian.
 
+    Loss: ``w_i |center - z_v|^2`` and distances of scale, center and sorted projections from a
+    Gaussian.
+
+    Use it as ``lejepa``.
+
     Differs from the authors' code:
 
     * It is compared with lightly's code. All ranks use the same slices, divided among them.

@@ -46,6 +46,10 @@ _CODES = 0x636F6465  # "code": separates the draws of k-means from others of the
 class VQKD(Method):
     """VQ-KD (arXiv:2208.06366): trains a tokenizer whose codes carry a frozen teacher's features.
 
+    Loss: ``1 - cos(reconstruction, teacher) + beta |unit - sg code|^2`` (eq. 3).
+
+    Use it to train the tokenizer of ``beit``.
+
     Differs from the authors' code:
 
     * The first codes are found by k-means among the patches of the first step, after it; there

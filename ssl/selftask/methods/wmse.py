@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 class WMSE(Method):
     """W-MSE (arXiv:2007.06346): views agree after whitening the images of a sub-batch.
 
+    Loss: ``2 - 2 cos(w1, w2)`` of whitened features (eq. 6).
+
+    Use it without a teacher or negatives and with a narrow head.
+
     Differs from the authors' code:
 
     * Sub-batches are of the images of all ranks, in an order that all ranks draw alike.

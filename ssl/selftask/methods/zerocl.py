@@ -26,6 +26,10 @@ EPS = 1e-5  # added to variances, as by BatchNorm
 class ZeroCL(Method):
     """Zero-CL (OpenReview:RAW9tCdVxLj): views agree after whitening features, and whitening images.
 
+    Loss: ``sum (1 - c)^2`` of correlations after whitening of features, and of images.
+
+    Use it to study whitening; both matrices need the batch of all ranks.
+
     Differs from the authors' code:
 
     * The authors' code was not available as a whole; the loss is compared with the paper's steps.

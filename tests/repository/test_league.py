@@ -1,0 +1,170 @@
+"""The league: its arithmetic, its files and its page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+
+import league
+import league_page
+import league_plan
+from selftask.config.load import load_config
+from selftask.data.loading.open_data import open_data
+from selftask.registry import METHODS
+
+DIGITS = league_plan.LEAGUES["digits"]
+
+
+def test_interval_is_that_of_scipy() -> None:
+    values = [0.61, 0.66, 0.59]
+    low, high = scipy.stats.t.interval(0.95, 2, loc=np.mean(values), scale=scipy.stats.sem(values))
+    middle, half = league_page.interval(values)
+    assert (middle - half, middle + half) == pytest.approx((low, high))
+
+
+def test_learning_rate_is_chosen_by_knn_and_linear_together() -> None:
+    search = [
+        {"factor": 0.3, "knn_top1": 0.5, "linear_top1": 0.5},
+        {"factor": 1.0, "knn_top1": 0.4, "linear_top1": 0.7},
+        {"factor": 3.0, "knn_top1": 0.6, "linear_top1": 0.3},
+    ]
+    assert league.best_factor(search) == 1.0
+
+
+def test_search_sees_no_test_image_and_rates_no_training_image() -> None:
+    sources = open_data(load_config("simclr/digits", []).data)
+    assert sources.val is not None
+    train, rated = league_plan.held_out(sources, 0.8)[:2]
+    assert rated is not None
+    paths = [[source.path(i) for i in range(len(source))] for source in (train, rated)]
+    tests = {sources.val.path(i) for i in range(len(sources.val))}
+    assert not set(paths[0]) & set(paths[1])
+    assert not tests & set(paths[0] + paths[1])
+    assert len(paths[0]) + len(paths[1]) == len(sources.train) == 1347
+    assert [rated[i][1] for i in range(9)] == rated.labels[:9].tolist()  # type: ignore[index]
+
+
+def test_cost_of_a_step_leaves_out_the_first_epoch() -> None:
+    times = [9.0, 10.0, 10.5, 11.0, 12.0, 13.0]  # two steps an epoch
+    assert league.step_cost(times, 2) == pytest.approx(3.0 / 4)
+
+
+def test_training_ends_at_its_cpu_time() -> None:
+    ticks = iter([5.0, 6.0, 7.0, 8.5])
+    watch = league.CpuTime(3.0, clock=lambda: next(ticks))
+    task: Any = SimpleNamespace(clock=SimpleNamespace(stopped=None))
+    watch.on_start(task)
+    for expected in (None, None, "stopped early: 3.0 s of CPU time are used"):
+        watch.on_step(task)
+        assert task.clock.stopped == expected
+    assert watch.times == [1.0, 2.0, 3.5]
+
+
+def test_finished_runs_are_kept_after_a_kill_and_others_made(tmp_path: Path) -> None:
+    made: list[str] = []
+
+    def run(key: str, runs: league.Runs) -> None:
+        runs.run(key, lambda: made.append(key) or {"knn_top1": 0.5})  # type: ignore[func-returns-value]
+
+    run("a", league.Runs(DIGITS, "digits", "simclr", tmp_path))
+    (tmp_path / "simclr.partial").write_text("{")  # killed while writing
+    again = league.Runs(DIGITS, "digits", "simclr", tmp_path)
+    run("a", again)
+    run("b", again)
+    assert made == ["a", "b"]
+    changed = dataclasses.replace(DIGITS, seconds=1.0)
+    run("a", league.Runs(changed, "digits", "simclr", tmp_path))
+    assert made == ["a", "b", "a"]  # another budget begins anew
+    assert [*json.loads((tmp_path / "simclr.json").read_text())["digits"]["runs"]] == ["a"]
+
+
+def test_every_method_is_in_the_order_once_and_after_its_teachers() -> None:
+    order = league_plan.order()
+    assert sorted(order) == sorted([*METHODS.names(), *league_plan.BASELINES])
+    for method, (_, teacher) in league_plan.TEACHERS.items():
+        assert order.index(teacher) < order.index(method)
+
+
+@pytest.mark.parametrize("method", ["simclr", "ressl", "mae"])
+def test_views_are_those_of_the_league_but_for_weak_ones(method: str) -> None:
+    _, made = league_plan.settings(DIGITS, method, 1.0, 5, 0)
+    degrees = [
+        item["degrees"]
+        for key, items in made.items()
+        if key.startswith("views.")
+        for item in items
+        if item["name"] == "random_affine"
+    ]
+    assert degrees == {"ressl": [10.0, 45], "simclr": [45], "mae": [45]}[method]
+
+
+def entry(knn: list[float], linear: float, rank: float) -> dict[str, Any]:
+    rest: dict[str, Any] = {
+        "linear_10_labels_top1": 0.3,
+        "alpha": rank,
+        "nesum": rank,
+        "feature_uniformity": rank,
+    }
+    rest |= {"steps": 7, "lr": 0.01, "cpu_s": 2.0, "peak_mb": 9, "commit": "c", "date": "d"}
+    rest |= {"linear_top1": linear, "rankme": rank, "effective_rank": -rank}
+    runs = {
+        f"{budget}_{seed}": {"knn_top1": value, **rest}
+        for budget in ("seconds", "images")
+        for seed, value in zip(DIGITS.seeds, knn, strict=True)
+    }
+    return {"budget": league.budget(DIGITS), "machine": "m", "runs": runs}
+
+
+def test_page_shows_files_and_lists_what_is_missing(tmp_path: Path) -> None:
+    whole = {"digits": entry([0.5, 0.6, 0.7], 0.8, 20.0)}
+    (tmp_path / "simclr.json").write_text(json.dumps(whole))
+    del whole["digits"]["runs"]["images_3"]
+    (tmp_path / "byol.json").write_text(json.dumps(whole))  # not finished
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{league_page.BEGIN}\n{league_page.END}\nafter\n")
+    assert league_page.update(check=True, page=page, folder=tmp_path) == 1
+    assert league_page.update(check=False, page=page, folder=tmp_path) == 0
+    assert league_page.update(check=True, page=page, folder=tmp_path) == 0
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| `simclr` | 0.600 ± 0.248 | 0.800 ± 0.000 |" in text  # 4.303 * 0.1 / sqrt(3)
+    missing = next(line for line in text.splitlines() if line.startswith("**Not run**"))
+    assert "`byol`" in missing
+    assert "`simclr`" not in missing
+    assert "Rank correlation" not in text  # too few methods
+
+
+def test_correlation_is_that_of_ranks_over_at_least_ten_methods() -> None:
+    names = [n for n in METHODS.names() if league_plan.group_of(n) == "small_resnet"][:10]
+    done = {
+        name: entry([0.1, 0.2, 0.3], 0.1 * number, number**3) for number, name in enumerate(names)
+    }
+    text = "".join(league_page.correlations(done))
+    assert "| rankme | 1.00 |" in text
+    assert "| effective_rank | -1.00 |" in text
+    assert not [*league_page.correlations(dict([*done.items()][:9]))]
+
+
+def test_page_of_the_docs_is_up_to_date() -> None:
+    assert league_page.update(check=True) == 0
+
+
+@pytest.mark.slow
+def test_a_method_from_search_to_figures(tmp_path: Path) -> None:
+    small = dataclasses.replace(DIGITS, seconds=2.0, images=256, factors=(1.0,), seeds=(1,))
+    runs = league.Runs(small, "digits", "simclr", tmp_path)
+    league.run_method(runs, tmp_path / "scratch")
+    assert league.finished(league.Runs(small, "digits", "simclr", tmp_path))
+    made = runs.entry["runs"]
+    assert made["images_1"]["steps"] == 1
+    assert made["seconds_1"]["steps"] > 1
+    assert 1 <= made["seconds_1"]["effective_rank"] <= 128
+    assert 0 <= made["seconds_1"]["linear_10_labels_top1"] <= 1

@@ -1,0 +1,354 @@
+"""Compare all methods at equal cost; figures are kept in ``league/METHOD.json``.
+
+    python tools/league.py METHOD ...              run methods, or raw_pixels and untrained
+    python tools/league.py --next [--until HH:MM]  run those that are not finished, in turn
+    python tools/league.py --budget SECONDS ...    another budget than in tools/league_plan.py
+    python tools/league.py --page | --check        write docs/league.md, or test it
+
+Each run is written when it ends, and the same command continues after a kill. A method begins anew
+if settings or machine have changed. CPU time is that of all threads of the process from the first
+to the last step (``time.process_time``): reading and augmenting images, forward and backward pass,
+update, and what a method computes between epochs. Building the network and evaluations do not
+count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+import league_page
+from league_plan import (
+    BASELINES,
+    LEAGUES,
+    PIXELS,
+    TEACHERS,
+    TWO_TEACHERS,
+    League,
+    batch_size,
+    evaluation,
+    held_out,
+    order,
+    settings,
+)
+from selftask.api.objects import overrides
+from selftask.config.load import load_config
+from selftask.config.schema import Config
+from selftask.data.loading.open_data import Sources, open_data
+from selftask.distributed.world import World
+from selftask.evaluate.features import Features, collect
+from selftask.evaluate.offline import iterate_source
+from selftask.evaluate.online import evaluate_features
+from selftask.hooks.base import Hook
+from selftask.hooks.watching.health import effective_rank
+from selftask.models.build import build_backbone
+from selftask.task import Task
+from selftask.task.exported import export_backbone
+from selftask.task.loop import train_loop
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "league"
+OVERRUN = 1.25  # a run ends at this multiple of its CPU time, whatever was measured before
+CPU = torch.device("cpu")
+
+
+class CpuTime(Hook):
+    """Measures the CPU time of training, and ends it at a limit.
+
+    Args:
+        limit: Seconds.
+        clock: Returns the CPU time of the process so far.
+    """
+
+    priority: ClassVar[int] = 99
+
+    def __init__(self, limit: float, clock: Callable[[], float] = time.process_time) -> None:
+        self.limit, self.clock = limit, clock
+        self.times: list[float] = []  # at the end of each step, from the start of the first
+
+    def on_start(self, task: Task) -> None:
+        self.started = self.clock()
+
+    def on_step(self, task: Task) -> None:
+        self.times.append(self.clock() - self.started)
+        if self.times[-1] > self.limit:
+            task.clock.stopped = f"stopped early: {self.limit:.1f} s of CPU time are used"
+
+
+def step_cost(times: list[float], per_epoch: int) -> float:
+    """Return the CPU seconds of a step: the mean over all epochs but the first.
+
+    Args:
+        times: CPU time at the end of each step.
+        per_epoch: Steps of an epoch.
+    """
+    return (times[-1] - times[per_epoch - 1]) / (len(times) - per_epoch)
+
+
+def best_factor(search: list[dict[str, Any]]) -> float:
+    """Return the learning rate with the largest sum of held-out k-NN and linear top-1."""
+    return float(max(search, key=lambda run: run["knn_top1"] + run["linear_top1"])["factor"])
+
+
+# -- one run -------------------------------------------------------------------------------------
+
+
+def train(config: Config, sources: Sources, limit: float) -> tuple[nn.Module, CpuTime]:
+    """Train in this process; return the backbone as it is exported, and the times."""
+    task, watch = Task(config, sources=sources), CpuTime(limit)
+    task.add_hook(watch)
+    train_loop(task)
+    return export_backbone(task).eval(), watch
+
+
+def rate(backbone: nn.Module, config: Config, sources: Sources) -> dict[str, float]:
+    """Return the figures of frozen features."""
+    assert sources.val is not None
+    parts = [
+        iterate_source(backbone, config, source, device=CPU, world=World(), tell=lambda _: None)
+        for source in (sources.train, sources.val)
+    ]
+    known, test = map(collect, parts)
+    figures = evaluate_features(backbone, config.eval.evaluations, known, test)
+    figures["effective_rank"] = float(effective_rank(_double(test)))
+    return {name: round(value, 6) for name, value in figures.items()}
+
+
+def _double(features: Features) -> torch.Tensor:
+    return features.features.double()
+
+
+class Runs:
+    """Runs of a method in a league, kept in a file.
+
+    Args:
+        league: Its constants.
+        name: Name of the league.
+        method: Name of the method, or of a baseline.
+        folder: Folder of the file.
+    """
+
+    def __init__(self, league: League, name: str, method: str, folder: Path = RESULTS) -> None:
+        self.league, self.name, self.method = league, name, method
+        self.path = folder / f"{method}.json"
+        self.fixed = {"budget": budget(league), "machine": machine()}
+        kept = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
+        self.all: dict[str, Any] = kept
+        old = kept.get(name, {})
+        same = {key: old.get(key) for key in self.fixed} == self.fixed
+        self.entry: dict[str, Any] = old if same else {**self.fixed, "runs": {}}
+
+    def run(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of a run; make and write it if there is none."""
+        runs: dict[str, Any] = self.entry["runs"]
+        if key not in runs:
+            runs[key] = {**make(), "commit": commit(), "date": today()}
+            self.write()
+            print(self.method, key, runs[key].get("knn_top1"), flush=True)
+        found: dict[str, Any] = runs[key]
+        return found
+
+    def write(self) -> None:
+        """Replace the file at once, so that a kill leaves the old or the new one."""
+        self.path.parent.mkdir(exist_ok=True)
+        text = json.dumps({**self.all, self.name: self.entry}, indent=1, sort_keys=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, self.path)
+
+
+def run_method(runs: Runs, scratch: Path) -> None:
+    """Measure the cost of a step, search the learning rate, then run all seeds of both budgets."""
+    league, method = runs.league, runs.method
+    taught = teachers(runs, scratch)
+
+    def config_of(factor: float, steps: int, seed: int) -> Config:
+        recipe, more = settings(league, method, factor, steps, seed)
+        out = scratch / f"{method}_{time.monotonic_ns()}"
+        return load_config(recipe, overrides({**more, **taught, "out": out}))
+
+    def measure() -> dict[str, Any]:
+        config = config_of(1.0, 1, league.search_seed)
+        sources = open_data(config.data)
+        per_epoch = len(sources.train) // config.train.batch_size
+        _, watch = train(config_of(1.0, 3 * per_epoch, 0), sources, float("inf"))
+        cost = step_cost(watch.times, per_epoch)
+        return {"cpu_s_per_step": round(cost, 5), "batch_size": batch_size(config)}
+
+    def one(factor: float, steps: int, seed: int, *, search: bool, limit: float) -> dict[str, Any]:
+        config = config_of(factor, steps, seed)
+        sources = open_data(config.data)
+        sources = held_out(sources, league.kept) if search else sources
+        backbone, watch = train(config, sources, limit)
+        figures = rate(backbone, config, sources)
+        return {
+            **figures,
+            "factor": factor,
+            "lr": config.to_dict()["optimizer"]["lr"],
+            "seed": seed,
+            "steps": len(watch.times),
+            "cut": len(watch.times) < steps,
+            "cpu_s": round(watch.times[-1], 2),
+            "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        }
+
+    cost = runs.run("cost", measure)
+    steps = max(1, int(league.seconds / cost["cpu_s_per_step"]))
+    limit = OVERRUN * league.seconds
+    rated = partial(one, steps=steps, seed=league.search_seed, search=True, limit=limit)
+    search = [runs.run(f"search_{f:.2g}", partial(rated, f)) for f in league.factors]
+    factor = best_factor(search)
+    budgets = {
+        "seconds": (steps, limit),
+        "images": (-(-league.images // cost["batch_size"]), float("inf")),
+    }
+    for name, (count, most) in budgets.items():
+        chosen = partial(one, factor, count, search=False, limit=most)
+        for seed in league.seeds:
+            runs.run(f"{name}_{seed}", partial(chosen, seed=seed))
+
+
+def run_baseline(runs: Runs, scratch: Path) -> None:
+    """Rate raw pixels, or networks with initial weights, with the test images of each seed."""
+    league = runs.league
+    for name, net in league.networks.items():
+        for seed in league.seeds:
+
+            def make(name: str = name, net: Any = net, seed: int = seed) -> dict[str, Any]:
+                more = {"data.size": net.size, "data.val.size": net.size, "data.num_workers": 0}
+                more |= {"train.seed": seed, "train.threads": 1, "out": scratch / "none"}
+                more |= {"backbone": {"name": name, **net.backbone}, **evaluation(league)}
+                if name.startswith("vit"):
+                    more["backbone"]["pool"] = "avg"
+                config = load_config("simclr/digits", overrides(more))
+                torch.manual_seed(seed)
+                flat = runs.method == PIXELS
+                backbone = nn.Flatten() if flat else build_backbone(config.backbone).eval()
+                return {**rate(backbone, config, open_data(config.data)), "seed": seed}
+
+            runs.run(f"{name}_{seed}", make)
+
+
+def teachers(runs: Runs, scratch: Path) -> dict[str, Any]:
+    """Train the teachers of a method as in their own first run; return the settings that name them.
+
+    Raises:
+        SystemExit: If a teacher's own runs are not finished.
+    """
+    named: dict[str, str] = {}
+    if runs.method in TEACHERS:
+        option, teacher = TEACHERS[runs.method]
+        named = {f"method.{option}": teacher}
+    for option, teacher in TWO_TEACHERS.get(runs.method, {}).items():
+        named[f"method.teachers.{option}"] = teacher
+    return {key: str(train_teacher(runs, teacher, scratch)) for key, teacher in named.items()}
+
+
+def train_teacher(runs: Runs, teacher: str, scratch: Path) -> Path:
+    """Train one teacher with checkpoint and export; return its run folder."""
+    own = Runs(runs.league, runs.name, teacher, runs.path.parent)
+    if not finished(own):
+        raise SystemExit(f"{runs.method}: its teacher {teacher} has to be run first")
+    seed = runs.league.seeds[0]
+    first = own.entry["runs"][f"seconds_{seed}"]
+    recipe, more = settings(runs.league, teacher, first["factor"], first["steps"], seed)
+    made = {key: value for key, value in more.items() if value is not None}
+    made |= {"train.epochs": None, "hooks.evaluation": None, "out": scratch / f"teacher_{teacher}"}
+    config = load_config(recipe, overrides({**made, **teachers(own, scratch)}))
+    train_loop(Task(config, sources=open_data(config.data)))
+    return Path(config.out_folder)
+
+
+# -- all runs ------------------------------------------------------------------------------------
+
+
+def budget(league: League) -> dict[str, Any]:
+    """Return the constants of a league as JSON has them."""
+    made: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(league)))
+    return made
+
+
+def finished(runs: Runs) -> bool:
+    """Return True if all runs with these settings are there."""
+    league, made = runs.league, runs.entry["runs"]
+    groups = league.networks if runs.method in BASELINES else ("seconds", "images")
+    return all(f"{group}_{seed}" in made for group in groups for seed in league.seeds)
+
+
+def machine() -> str:
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    model = next((x.split(": ")[1] for x in lines if x.startswith("model name")), "")
+    return f"{model or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def commit() -> str:
+    words = ["git", "rev-parse", "--short=12", "HEAD"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def run_one(name: str, league: League, method: str) -> None:
+    runs = Runs(league, name, method)
+    with tempfile.TemporaryDirectory() as scratch:
+        (run_baseline if method in BASELINES else run_method)(runs, Path(scratch))
+
+
+def run_next(name: str, league: League, until: str | None, words: list[str]) -> None:
+    """Run what is not finished, each in a process of its own, for its peak of memory."""
+    for method in order():
+        if until is not None and datetime.datetime.now().strftime("%H:%M") >= until:
+            return
+        if not finished(Runs(league, name, method)):
+            command = [sys.executable, __file__, method, "--league", name, *words]
+            if subprocess.run(command, check=False).returncode:
+                print(f"{method}: failed", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("methods", nargs="*", metavar="METHOD", choices=[*order(), []])
+    parser.add_argument("--league", choices=[*LEAGUES], default="digits")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="CPU time of a run")
+    parser.add_argument("--next", action="store_true", help="run all that are not finished")
+    parser.add_argument("--until", metavar="HH:MM", help="start no method after this time")
+    parser.add_argument("--page", action="store_true", help="write docs/league.md")
+    parser.add_argument("--check", action="store_true", help="exit 1 if the page is not up to date")
+    options = parser.parse_args()
+    league = LEAGUES[options.league]
+    words = []
+    if options.budget is not None:
+        league = dataclasses.replace(league, seconds=options.budget)
+        words = ["--budget", str(options.budget)]
+    if options.page or options.check:
+        return league_page.update(check=options.check)
+    torch.set_num_threads(1)
+    for method in options.methods:
+        run_one(options.league, league, method)
+    if options.next:
+        run_next(options.league, league, options.until, words)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Write the tables of docs/league.md from ``league/METHOD.json``; see tools/league.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from scipy.stats import spearmanr, t
+
+from league_plan import BASELINES, LEAGUES, group_of, order
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/league.md"
+BEGIN, END = "<!-- begin: tools/league.py -->", "<!-- end -->"
+FIGURES = ("knn_top1", "linear_top1", "linear_10_labels_top1", "effective_rank", "rankme")
+LABEL_FREE = ("rankme", "effective_rank", "alpha", "nesum", "feature_uniformity")
+ENOUGH = 10  # methods for a rank correlation
+GROUPS = {
+    "small_resnet": "Methods on the small ResNet",
+    "vit_micro": "Methods on the ViT",
+    "teacher": "Methods with a teacher, which was trained in the league",
+    "labels": "With labels or captions, for reference",
+}
+HEAD = (
+    "| {} | k-NN | linear | 10 labels | effective rank | RankMe | lr | steps | CPU s | MB "
+    "| images: k-NN | linear | CPU s |\n|" + "---|" * 13 + "\n"
+)
+
+
+def update(*, check: bool, page: Path = PAGE, folder: Path = ROOT / "league") -> int:
+    """Write the page; with ``check``, return 1 if it is not up to date, and write nothing."""
+    old = page.read_text(encoding="utf-8")
+    head, _, rest = old.partition(BEGIN + "\n")
+    tail = rest.partition(END)[2]
+    new = f"{head}{BEGIN}\n{''.join(tables(read(folder)))}{END}{tail}"
+    if new != old and not check:
+        page.write_text(new, encoding="utf-8")
+    return int(check and new != old)
+
+
+def read(folder: Path, league: str = "digits") -> dict[str, dict[str, Any]]:
+    """Return the entries of a league by method."""
+    entries = {}
+    for path in sorted(folder.glob("*.json")):
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        if league in whole:
+            entries[path.stem] = whole[league]
+    return entries
+
+
+def runs_of(entry: dict[str, Any], group: str) -> list[dict[str, Any]]:
+    """Return the runs of a budget, or of a network for baselines."""
+    seeds = entry["budget"]["seeds"]
+    names = [f"{group}_{seed}" for seed in seeds]
+    return [entry["runs"][name] for name in names if name in entry["runs"]]
+
+
+def is_done(entry: dict[str, Any]) -> bool:
+    """Return True if all seeds of both budgets are there."""
+    return all(
+        len(runs_of(entry, b)) == len(entry["budget"]["seeds"]) for b in ("seconds", "images")
+    )
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean, and half of its 95 % interval by Student's t; 0 for one value."""
+    if len(values) < 2:
+        return values[0], 0.0
+    return mean(values), float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
+
+
+def shown(runs: list[dict[str, Any]], figure: str) -> str:
+    """Return mean and interval as text."""
+    middle, half = interval([run[figure] for run in runs])
+    digits = 3 if figure.endswith("top1") else 1
+    return f"{middle:.{digits}f} ± {half:.{digits}f}"
+
+
+def tables(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the text between the marks of the page."""
+    methods = [name for name in order() if name not in BASELINES]
+    done = {name: entry for name, entry in entries.items() if name in methods and is_done(entry)}
+    yield f"\n{len(done)} of {len(methods)} methods were run.\n"
+    for name, title in GROUPS.items():
+        members = [method for method in done if group_of(method) == name]
+        if members or name in LEAGUES["digits"].networks:
+            yield f"\n**{title}**\n\n{HEAD.format('method')}"
+            members.sort(key=lambda m: -interval(_all(done[m], "seconds", "knn_top1"))[0])
+            yield from (row(method, done[method]) for method in members)
+            yield from baseline_rows(entries, name)
+    yield from below_untrained(entries, done)
+    yield from correlations(done)
+    missing = [f"`{method}`" for method in methods if method not in done]
+    if missing:
+        yield f"\n**Not run** in this league: {', '.join(missing)}.\n"
+    yield from origins({k: v for k, v in entries.items() if k in done or k in BASELINES})
+    yield "\n"
+
+
+def _all(entry: dict[str, Any], group: str, figure: str) -> list[float]:
+    return [run[figure] for run in runs_of(entry, group)]
+
+
+def row(method: str, entry: dict[str, Any]) -> str:
+    """Return the row of a method."""
+    first, second = runs_of(entry, "seconds"), runs_of(entry, "images")
+    cells = [f"`{method}`", *(shown(first, figure) for figure in FIGURES)]
+    cells += [f"{first[0]['lr']:.2g}", str(first[0]["steps"])]
+    cells += [f"{mean(run['cpu_s'] for run in first):.1f}", str(max(r["peak_mb"] for r in first))]
+    cells += [shown(second, "knn_top1"), shown(second, "linear_top1")]
+    cells += [f"{mean(run['cpu_s'] for run in second):.1f}"]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def baseline_rows(entries: dict[str, dict[str, Any]], network: str) -> Iterator[str]:
+    """Yield the rows of raw pixels and of the untrained network."""
+    for name in BASELINES:
+        runs = runs_of(entries[name], network) if name in entries else []
+        if runs:
+            cells = [name.replace("_", " "), *(shown(runs, figure) for figure in FIGURES)]
+            yield f"| {' | '.join(cells + [''] * 7)} |\n"
+
+
+def below_untrained(
+    entries: dict[str, dict[str, Any]], done: dict[str, dict[str, Any]]
+) -> Iterator[str]:
+    """Yield a line with the methods whose linear top-1 is below that of the untrained network."""
+    low = []
+    for method, entry in done.items():
+        network = entry["budget"]["networks"].get(group_of(method)) and group_of(method)
+        if network and "untrained" in entries:
+            start = mean(_all(entries["untrained"], network, "linear_top1"))
+            if mean(_all(entry, "seconds", "linear_top1")) < start:
+                low.append(f"`{method}`")
+    if low:
+        yield (
+            f"\nWith linear top-1 below the untrained network at this budget: {', '.join(low)}. "
+            "Their settings were not changed for that.\n"
+        )
+
+
+def correlations(done: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield Spearman's correlation of label-free measures with linear top-1, over methods."""
+    for network, net in LEAGUES["digits"].networks.items():
+        entries = [entry for method, entry in done.items() if group_of(method) == network]
+        if len(entries) >= ENOUGH:
+            linear = [mean(_all(entry, "seconds", "linear_top1")) for entry in entries]
+            yield (
+                f"\n**Rank correlation with linear top-1** ({net.title}, {len(entries)} methods, "
+                "means over seeds, equal CPU time)\n\n| measure | Spearman's rho |\n|---|---|\n"
+            )
+            for name in LABEL_FREE:
+                values = [mean(_all(entry, "seconds", name)) for entry in entries]
+                yield f"| {name} | {spearmanr(values, linear).statistic:.2f} |\n"
+
+
+def origins(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield budgets, machines, commits and dates of the runs."""
+    for entry in list(entries.values()):
+        if entry["budget"] != next(iter(entries.values()))["budget"]:
+            yield "\nThe budgets of these methods are not equal; compare none of them.\n"
+            break
+    machines = sorted({entry["machine"] for entry in entries.values()})
+    runs = [run for entry in entries.values() for run in entry["runs"].values()]
+    if runs:
+        dates = sorted({run["date"] for run in runs})
+        commits = sorted({run["commit"] for run in runs})
+        yield (
+            f"\nMachine: {'; '.join(machines)}. Dates: {', '.join(dates)}. "
+            f"Commits: {', '.join(commits)}.\n"
+        )

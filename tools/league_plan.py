@@ -1,0 +1,176 @@
+"""The constants of the leagues, and the settings of one run; see tools/league.py.
+
+``LEAGUES`` is the one place of all budgets. A network is one of ``League.networks``: a method uses
+the one of the kind that its digits recipe has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from selftask.config.load import load_config
+from selftask.config.schema import Config
+from selftask.data.loading.open_data import Sources
+from selftask.data.subset import Part, Subset
+from selftask.registry import METHODS
+
+PIXELS, UNTRAINED = "raw_pixels", "untrained"
+BASELINES = (PIXELS, UNTRAINED)
+LABELED = ("supervised", "supcon", "multilabel", "clip", "siglip")
+TEACHERS = {  # option of the method, and the method of the league that is its teacher
+    "beit": ("tokenizer", "vqkd"),
+    "compress": ("teacher", "dino"),
+    "distill_features": ("teacher", "dino"),
+    "distill_logits": ("teacher", "supervised"),
+    "distill_prototypes": ("teacher", "dinov2"),
+    "eva": ("teacher", "ibot"),
+    "seed": ("teacher", "dino"),
+    "vqkd": ("teacher", "ibot"),
+}
+TWO_TEACHERS = {"unic": {"first": "ibot", "second": "dinov2"}}
+FIRST = ("simclr", "mae", "dino", "barlow", "swav", "byol", "ibot", "moco", "simmim", "rotation")
+"""Methods of different families, which ``--next`` runs first."""
+
+
+@dataclass(frozen=True)
+class Net:
+    """A backbone, and the size in pixels of the images that it sees."""
+
+    title: str
+    size: int
+    backbone: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class League:
+    """Data and budget of a league."""
+
+    title: str
+    nuisance: tuple[dict[str, Any], ...]
+    """Transforms of all images, in training and evaluation."""
+    networks: dict[str, Net] = field(default_factory=dict)
+    seconds: float = 20.0
+    """First budget: seconds of CPU time of the training of one run."""
+    images: int = 12 * 1347
+    """Second budget: number of training images read; several views of an image count once."""
+    factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
+    """The search: learning rates relative to that of the recipe."""
+    search_seed: int = 0
+    seeds: tuple[int, ...] = (1, 2, 3)
+    kept: float = 0.8
+    """Share of the training images that the runs of the search train on. The others rate them."""
+    repeats: int = 3
+    """Draws of 10 labels per class."""
+
+
+LEAGUES = {
+    "digits": League(
+        title="Distorted digits",
+        nuisance=(
+            {"name": "random_affine", "degrees": 45, "scale": [0.5, 1.1], "translate": 0.25},
+            {"name": "contrast_noise", "contrast": [0.35, 1.0], "noise": 0.05},
+            {"name": "normalize", "stats": "half"},
+        ),
+        networks={
+            "small_resnet": Net("small ResNet", 32, {"width": 32, "stem_stride": 2}),
+            "vit_micro": Net("ViT", 16, {"img_size": 16, "patch_size": 4, "depth": 3}),
+        },
+    )
+}
+# Distortions of configs/base/digits.yaml, digits_gentle.yaml and digits_masked.yaml. A recipe's own
+# ones, such as the weak views of ressl, stay.
+AFFINE = ([45.0, 0.25], [20.0, 0.12], [25.0, 0.08])
+NOISE = ([[0.35, 1.0], 0.05], [[0.5, 1.0], 0.05], [[1.0, 1.0], 0.1])
+
+
+class Remaining(Subset):
+    """The images that are not in a subset."""
+
+    def __init__(self, subset: Subset) -> None:
+        super().__init__(subset.source, subset.part)
+        self.rows = np.setdiff1d(np.arange(len(subset.source)), subset.rows)
+        labels = subset.source.labels
+        self.labels = None if labels is None else labels[self.rows]
+
+
+def held_out(sources: Sources, kept: float) -> Sources:
+    """Return two parts of the training images, to train and to rate; test images are not used."""
+    part = Subset(sources.train, Part(fraction=kept))
+    return Sources(part, Remaining(part))
+
+
+def network_of(method: str) -> str:
+    """Return the name of the network that a method uses."""
+    return str(load_config(f"{method}/digits", []).backbone.name)
+
+
+def group_of(method: str) -> str:
+    """Return ``labels``, ``teacher`` or the name of the network."""
+    if method in LABELED:
+        return "labels"
+    return "teacher" if method in TEACHERS or method in TWO_TEACHERS else network_of(method)
+
+
+def order() -> list[str]:
+    """Return baselines and methods in the order in which they are run."""
+    taught = [*TEACHERS, *TWO_TEACHERS]
+    others = [name for name in METHODS.names() if name not in FIRST and name not in taught]
+    last = sorted(taught, key=lambda name: (name == "beit", name))  # its teacher is taught, too
+    return [*BASELINES, *FIRST, *others, *last]
+
+
+def settings(
+    league: League, method: str, factor: float, steps: int, seed: int
+) -> tuple[str, dict[str, Any]]:
+    """Return the recipe's name and the settings of a run, by dotted key.
+
+    Args:
+        league: The league.
+        method: Name of the method.
+        factor: Learning rate relative to that of the recipe.
+        steps: Number of steps; schedules end with it.
+        seed: Seed of weights, order of images, augmentations and test images.
+    """
+    recipe = f"{method}/digits"
+    given = load_config(recipe, []).to_dict()
+    net = league.networks[given["backbone"]["name"]]
+    made: dict[str, Any] = {f"backbone.{name}": value for name, value in net.backbone.items()}
+    made |= {"data.size": net.size, "data.val.size": net.size, "data.num_workers": 0}
+    for name, group in given["views"].items():
+        made[f"views.{name}.transforms"] = [_shared(league, item) for item in group["transforms"]]
+    made["optimizer.lr"] = factor * float(given["optimizer"]["lr"])
+    made |= {"train.epochs": None, "train.max_steps": steps, "train.seed": seed}
+    made |= {"train.threads": 1, "train.device": "cpu"}
+    for hook in ("checkpoint", "export", "preemption", "progress", "evaluation"):
+        made[f"hooks.{hook}"] = None
+    made |= evaluation(league)
+    return recipe, made
+
+
+def evaluation(league: League) -> dict[str, Any]:
+    """Return the settings of the evaluations."""
+    few = {"few_labels": [10], "repeats": league.repeats}
+    return {
+        "eval.transforms": list(league.nuisance),
+        "eval.evaluations": {"knn": {}, "linear": few, "spectrum": {}},
+    }
+
+
+def _shared(league: League, item: dict[str, Any]) -> dict[str, Any]:
+    """Return the league's transform in place of one of the base recipes; else the recipe's."""
+    affine, noise, normalize = league.nuisance
+    if item["name"] == "normalize":
+        return normalize
+    if item["name"] == "random_affine" and [item["degrees"], item["translate"]] in AFFINE:
+        return affine
+    if item["name"] == "contrast_noise" and [item["contrast"], item["noise"]] in NOISE:
+        return noise
+    return item
+
+
+def batch_size(config: Config) -> int:
+    """Return the number of images that a step reads."""
+    return config.train.batch_size * config.train.accumulate
