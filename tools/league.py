@@ -211,7 +211,13 @@ def run_method(runs: Runs, scratch: Path) -> None:
     cost = runs.run("cost", measure)
     steps = max(1, int(league.seconds / cost["cpu_s_per_step"]))
     limit = OVERRUN * league.seconds
-    rated = partial(one, steps=steps, seed=league.search_seed, search=True, limit=limit)
+    rated = partial(
+        one,
+        steps=max(1, int(league.search_length * steps)),
+        seed=league.search_seed,
+        search=True,
+        limit=league.search_length * limit,
+    )
     search = [runs.run(f"search_{f:.2g}", partial(rated, f)) for f in league.factors]
     factor = best_factor(search)
     budgets = {

@@ -52,12 +52,14 @@ class League:
     nuisance: tuple[dict[str, Any], ...]
     """Transforms of all images, in training and evaluation."""
     networks: dict[str, Net] = field(default_factory=dict)
-    seconds: float = 20.0
+    seconds: float = 60.0
     """First budget: seconds of CPU time of the training of one run."""
-    images: int = 12 * 1347
+    images: int = 24 * 1347
     """Second budget: number of training images read; several views of an image count once."""
     factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
     """The search: learning rates relative to that of the recipe."""
+    search_length: float = 1 / 3
+    """Length of the runs of the search, relative to the first budget."""
     search_seed: int = 0
     seeds: tuple[int, ...] = (1, 2, 3)
     kept: float = 0.8
