@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import selftask.registry as registry
-from manual.reference_pages import pages
+from manual import method_pages, reference_pages
 from selftask.cli.main import COMMANDS
 from selftask.config.load import load_config
 
@@ -38,8 +38,11 @@ def commands(page: Path) -> list[list[str]]:
 
 
 @cache
-def reference_pages() -> set[str]:
-    return set(pages())
+def made_pages() -> set[str]:
+    """Paths in docs/ of the pages that `make docs` writes."""
+    return {f"reference/{name}" for name in reference_pages.pages()} | {
+        f"methods/{name}" for name in method_pages.pages()
+    }
 
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
@@ -49,8 +52,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         path, _, anchor = target.partition("#")
         if "://" in path:
             continue
-        if path.startswith(("reference/", "docs/reference/")):  # pages made by `make docs`
-            assert Path(path).name in reference_pages(), target
+        if path.removeprefix("docs/") in made_pages():
             continue
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
