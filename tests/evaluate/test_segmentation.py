@@ -365,6 +365,8 @@ def edit_mask(root: Path, change: str) -> None:
         Image.fromarray(mask[:-1]).save(path)
     elif change == "colors":
         Image.fromarray(np.stack([mask] * 3, axis=2)).save(path)
+    elif change == "text":
+        path.write_text("no image")
     elif change == "damaged":
         path.write_bytes(path.read_bytes()[:60])
     elif change == "unknown":
@@ -382,6 +384,7 @@ def edit_mask(root: Path, change: str) -> None:
         ("size", [], "1.png: has 56x55 pixels, and"),
         ("colors", [], "1.png: has mode RGB; a mask has one channel"),
         ("damaged", [], "1.png: the mask cannot be read: "),
+        ("text", [], "1.png: the mask cannot be read: not an image (no known header)"),
         ("unknown", [], "index 3 is not in classes.csv, which has 0, 1, 2; add it"),
         ("table", [], "classes.csv: expected the columns index,name"),
         ("twice", [], "classes.csv:3: index 0 is in the table twice"),

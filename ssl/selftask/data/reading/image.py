@@ -65,7 +65,7 @@ def decode_image(data: bytes, name: str) -> np.ndarray:
     except MemoryError:
         raise
     except Exception as error:  # decoders may raise any error on damaged data
-        raise BadImage(name, _reason(error)) from error
+        raise BadImage(name, reason_of(error)) from error
 
 
 def decode(data: bytes, name: str) -> np.ndarray:
@@ -138,7 +138,7 @@ def check_header(path: str) -> BadImage | None:
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - as above
-        return BadImage(path, _reason(error), storage_failed=is_transient(error))
+        return BadImage(path, reason_of(error), storage_failed=is_transient(error))
     return None
 
 
@@ -302,7 +302,8 @@ def _pixel_limit() -> Iterator[None]:
         Image.MAX_IMAGE_PIXELS = before
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return in words why an image cannot be read."""
     if isinstance(error, UnidentifiedImageError):
         return "not an image (no known header)"
     if isinstance(error, OSError) and error.strerror:

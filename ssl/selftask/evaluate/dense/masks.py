@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from selftask.data.reading.files import BadImage, open_regular, read_bytes
-from selftask.data.reading.image import orientation
+from selftask.data.reading.image import orientation, reason_of
 from selftask.data.source import ExtraKind, Source
 from selftask.data.transforms.resampling import resize
 from selftask.distributed.heartbeat import track
@@ -248,7 +248,7 @@ def read_mask(path: str) -> np.ndarray:
                 )
             mask = np.asarray(image)
     except (BadImage, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = error.reason if isinstance(error, BadImage) else str(error)
+        reason = error.reason if isinstance(error, BadImage) else reason_of(error)
         raise UserError(f"{path}: the mask cannot be read: {reason}") from error
     if mask.dtype.itemsize > 2 and not (mask.min() >= 0 and mask.max() < _MOST):
         raise UserError(f"{path}: has indices outside of 0 to {_MOST - 1}")
