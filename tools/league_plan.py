@@ -146,8 +146,9 @@ def settings(
     made["optimizer.lr"] = factor * float(given["optimizer"]["lr"])
     made |= {"train.epochs": None, "train.max_steps": steps, "train.seed": seed}
     made |= {"train.threads": 1, "train.device": "cpu"}
-    for hook in ("checkpoint", "export", "preemption", "progress", "evaluation"):
+    for hook in ("checkpoint", "export", "preemption", "progress", "evaluation", "train_meters"):
         made[f"hooks.{hook}"] = None
+    made |= {f"meters.{name}": None for name in given["meters"]}  # they add test phases
     made |= evaluation(league)
     return recipe, made
 

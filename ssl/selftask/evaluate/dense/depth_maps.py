@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from selftask.data.reading.files import BadImage, read_bytes
+from selftask.data.reading.image import reason_of
 from selftask.data.source import ExtraKind, Source
 from selftask.data.transforms.resampling import resize
 from selftask.errors import UserError
@@ -84,7 +85,7 @@ def read_depth(path: str, unit: float) -> np.ndarray:
                     )
                 depth = np.asarray(image) * unit
     except (BadImage, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = error.reason if isinstance(error, BadImage) else str(error)
+        reason = error.reason if isinstance(error, BadImage) else reason_of(error)
         raise UserError(f"{path}: the depth map cannot be read: {reason}") from error
     depth = depth.astype(np.float32)
     return np.where(np.isfinite(depth) & (depth > 0), depth, np.float32(UNKNOWN))
