@@ -12,13 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.batch import Batch
+from selftask.batch import Batch, Loss
+from selftask.methods.families.consistency import COLUMNS, ConsistencyConfig
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.momentum_contrast import MomentumContrast
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.losses.contrast import info_nce
+from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 @register_method("moco")
 class MoCo(MomentumContrast, EMATeacher):
     """MoCo v2 (arXiv:2003.04297): recognizes the other view among a queue of older images.
+
+    ``consistency_weight`` adds the term of CO2 (arXiv:2010.02217).
 
     Loss: ``-log exp(q.k/tau) / (exp(q.k/tau) + sum_n exp(q.n/tau))`` over the queue n (eq. 1).
 
@@ -44,8 +49,10 @@ class MoCo(MomentumContrast, EMATeacher):
 
     paper = "Chen et al., Improved Baselines with Momentum Contrastive Learning, 2020"
 
+    columns = COLUMNS
+
     @dataclass(frozen=True, kw_only=True)
-    class Config(MomentumContrast.Config, EMATeacher.Config):
+    class Config(MomentumContrast.Config, EMATeacher.Config, ConsistencyConfig):
         momentum: Schedule = teacher_momentum(0.999)
         """Momentum of the teacher, m in eq. 2."""
         symmetric: bool = False
@@ -67,7 +74,23 @@ class MoCo(MomentumContrast, EMATeacher):
         if task.train:
             self.pending.append((keys.transpose(0, 1),))  # (B, V, D)
 
-    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+    def forward(self, output: Tensor, batch: Batch) -> Loss:
         """Return eq. 1 averaged over queries; ``output`` (V, B, D)."""
-        queue = self.queue.rows.transpose(0, 1)  # (V, K, D)
-        return info_nce(output, batch["keys"], queue, temperature=self.config.temperature)
+        keys, queue = batch["keys"], self.queue.rows.transpose(0, 1)  # (V, B, D), (V, K, D)
+        loss = info_nce(output, keys, queue, temperature=self.config.temperature)
+        if not self.config.consistency_weight:
+            return loss
+        return self.config.with_consistency(loss, *queue_cosines(output, keys, queue))
+
+
+@in_full_precision
+def queue_cosines(output: Tensor, keys: Tensor, queue: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines of queries, and of their keys, with the queue, (VB, K) each.
+
+    Args:
+        output: (V, B, D), not necessarily normalized.
+        keys: (V, B, D), unit vectors.
+        queue: (V, K, D), unit vectors.
+    """
+    units, rows = F.normalize(output, dim=2), queue.transpose(1, 2)
+    return (units @ rows).flatten(0, 1), (keys @ rows).flatten(0, 1)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.batch import Batch
+from selftask.batch import Batch, Loss
 from selftask.config.fields import setting
 from selftask.methods.families.batch_contrast import BatchContrast
+from selftask.methods.families.consistency import COLUMNS, ConsistencyConfig
 from selftask.models.losses.contrast import view_cosines
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
@@ -23,6 +25,8 @@ from selftask.registry import register_method
 @register_method("simclr")
 class SimCLR(BatchContrast):
     """SimCLR (arXiv:2002.05709): recognizes the other view among all views of the batch.
+
+    ``consistency_weight`` adds the term of CO2 (arXiv:2010.02217).
 
     Loss: ``-log exp(cos/tau) / sum exp(cos/tau)`` over all other views (eq. 1).
 
@@ -41,10 +45,11 @@ class SimCLR(BatchContrast):
         "Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, "
         "ICML 2020"
     )
+    columns = COLUMNS
     views = (2, None)
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(BatchContrast.Config):
+    class Config(BatchContrast.Config, ConsistencyConfig):
         temperature: float = setting(0.1, above=0)
         """Temperature of the similarities, tau in eq. 1; 0.5 for CIFAR-10 in the paper, 0.2 in
         solo-learn.
@@ -52,10 +57,12 @@ class SimCLR(BatchContrast):
         scale: float = setting(1.0, above=0)
         """Factor of the whole loss; 2 in the paper's code, which sums both directions."""
 
-    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+    def forward(self, output: Tensor, batch: Batch) -> Loss:
         """Return eq. 1 averaged over all pairs of views; ``output`` (V, B, D)."""
-        loss = info_nce(*output, temperature=self.config.temperature)
-        return self.config.scale * loss
+        loss = self.config.scale * info_nce(*output, temperature=self.config.temperature)
+        if not self.config.consistency_weight:
+            return loss
+        return self.config.with_consistency(loss, *negatives_of_pairs(*output))
 
     @property
     def chance_loss(self) -> float:
@@ -82,3 +89,19 @@ def info_nce(*views: Tensor, temperature: float) -> Tensor:
         hidden = logits.scatter(1, others.T, -torch.inf)
         losses.append(F.cross_entropy(hidden, same[positive]))
     return torch.stack(losses).mean()
+
+
+@in_full_precision
+def negatives_of_pairs(*views: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines of both views of all pairs of views with the views of other images.
+
+    Args:
+        *views: (B, D) each, not necessarily normalized.
+
+    Returns:
+        Two tensors (PB, VBW) for P pairs, with -inf at the views of the same image.
+    """
+    cosines, same = view_cosines(views)
+    by_view = cosines.scatter(1, same.T, -torch.inf).chunk(len(views))
+    first, second = zip(*combinations(by_view, 2), strict=True)
+    return torch.cat(first), torch.cat(second)

@@ -1,0 +1,57 @@
+"""Consistent Contrast (CO2, arXiv:2010.02217), a term of contrastive methods.
+
+V: views or queries, B: images per rank, D: width of the head, K: number of negatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from selftask.config.fields import setting
+from selftask.models.precision import in_full_precision
+
+COLUMNS = {
+    "contrast": "Term of the loss: recognizing the other view. With CO2 only.",
+    "consistency": "Term of the loss: both views are similar to the same negatives (CO2).",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsistencyConfig:
+    """Keys of the term, for the config of a method."""
+
+    consistency_weight: float = setting(0.0, min=0)
+    """Weight of the term of CO2 (arXiv:2010.02217), alpha; 10 in its paper for MoCo v2."""
+    consistency_temperature: float = setting(0.04, above=0)
+    """Temperature of the similarities in the term of CO2."""
+
+    def with_consistency(
+        self, contrast: Tensor, first: Tensor, second: Tensor
+    ) -> dict[str, Tensor]:
+        """Return both terms of the loss.
+
+        Args:
+            contrast: Loss of the method, ().
+            first: Cosines of one view of each image with its negatives, (N, K).
+            second: Those of the other view with the same negatives. Gradients reach both.
+        """
+        term = consistency(first, second, temperature=self.consistency_temperature)
+        return {"contrast": contrast, "consistency": self.consistency_weight * term}
+
+
+@in_full_precision
+def consistency(first: Tensor, second: Tensor, *, temperature: float) -> Tensor:
+    """Return half the symmetric Kullback-Leibler divergence of softmaxes, averaged over rows.
+
+    CO2, eq. 4: ``(KL(P || Q) + KL(Q || P)) / 2``, which is the sum of (P - Q) (ln P - ln Q) / 2.
+
+    Args:
+        first: Similarities (N, K); -inf for columns that are not compared.
+        second: (N, K), with -inf in the same places.
+        temperature: Temperature of both.
+    """
+    log_p, log_q = ((x / temperature).log_softmax(dim=1) for x in (first, second))
+    difference = (log_p - log_q).masked_fill(first.isneginf(), 0)
+    return ((log_p.exp() - log_q.exp()) * difference).sum(dim=1).mean() / 2
