@@ -18,8 +18,10 @@ from selftask.models.precision import in_full_precision
 
 
 @in_full_precision
-def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -> Tensor:
-    """Return the mean of -log(exp(q.k / tau) / sum of exp(q.x / tau) for x in key and queue).
+def info_nce(
+    query: Tensor, key: Tensor, queue: Tensor, own: Tensor | None = None, *, temperature: float
+) -> Tensor:
+    """Return the mean of -log(exp(q.k / tau) / sum of exp(q.x / tau) for x in key, queue, own).
 
     MoCo (arXiv:1911.05722), eq. 1.
 
@@ -28,12 +30,15 @@ def info_nce(query: Tensor, key: Tensor, queue: Tensor, *, temperature: float) -
         key: (V, B, D), unit vectors.
         queue: (V, K, D), unit vectors. Must not yet hold ``key``: if a positive is among its own
             negatives, the loss cannot fall below log 2.
+        own: (V, B, M, D), further negatives of each query, unit vectors.
         temperature: Temperature, tau.
     """
     query = F.normalize(query, dim=2)
     positive = (query * key).sum(dim=2, keepdim=True)  # (V, B, 1)
-    negative = query @ queue.transpose(1, 2)  # (V, B, K)
-    logits = (torch.cat([positive, negative], dim=2) / temperature).flatten(0, 1)  # (VB, 1 + K)
+    negatives = [query @ queue.transpose(1, 2)]  # (V, B, K)
+    if own is not None:
+        negatives.append((own @ query.unsqueeze(3)).squeeze(3))  # (V, B, M)
+    logits = (torch.cat([positive, *negatives], dim=2) / temperature).flatten(0, 1)  # (VB, 1 + K)
     return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))
 
 
