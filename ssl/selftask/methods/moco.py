@@ -20,7 +20,7 @@ from torch import Tensor
 
 from selftask.batch import Batch, Loss
 from selftask.config.values.duration import steps_in
-from selftask.methods.families.consistency import COLUMNS, ConsistencyConfig
+from selftask.methods.families.consistency import ConsistencyConfig
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.hard_mixing import HardMixingConfig
 from selftask.methods.families.momentum_contrast import MomentumContrast
@@ -56,7 +56,13 @@ class MoCo(MomentumContrast, EMATeacher):
 
     paper = "Chen et al., Improved Baselines with Momentum Contrastive Learning, 2020"
 
-    columns = COLUMNS
+    columns = {
+        "contrast": "Term of the loss: recognizing the other view, beside that of CO2.",
+        "consistency": "Term of the loss: similarity to the same negatives (CO2).",
+    }
+
+    num_mixed = 0
+    """Number of mixed negatives of a query at this step, M."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MomentumContrast.Config, EMATeacher.Config, ConsistencyConfig, HardMixingConfig):
@@ -72,7 +78,6 @@ class MoCo(MomentumContrast, EMATeacher):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.num_queries = 2 if config.symmetric else 1  # V
-        self.num_mixed = 0
         self.queue = FeatureQueue(config.queue_size, self.num_queries, config.out_dim)
 
     def setup(self, task: Task) -> None:

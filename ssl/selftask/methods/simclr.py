@@ -16,7 +16,7 @@ from torch import Tensor
 from selftask.batch import Batch, Loss
 from selftask.config.fields import setting
 from selftask.methods.families.batch_contrast import BatchContrast
-from selftask.methods.families.consistency import COLUMNS, ConsistencyConfig
+from selftask.methods.families.consistency import ConsistencyConfig
 from selftask.models.losses.contrast import view_cosines
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
@@ -45,7 +45,10 @@ class SimCLR(BatchContrast):
         "Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, "
         "ICML 2020"
     )
-    columns = COLUMNS
+    columns = {
+        "contrast": "Term of the loss: recognizing the other view, beside that of CO2.",
+        "consistency": "Term of the loss: similarity to the same negatives (CO2).",
+    }
     views = (2, None)
 
     @dataclass(frozen=True, kw_only=True)

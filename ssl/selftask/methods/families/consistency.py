@@ -12,11 +12,6 @@ from torch import Tensor
 from selftask.config.fields import setting
 from selftask.models.precision import in_full_precision
 
-COLUMNS = {
-    "contrast": "Term of the loss: recognizing the other view. With CO2 only.",
-    "consistency": "Term of the loss: both views are similar to the same negatives (CO2).",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConsistencyConfig:
