@@ -26,6 +26,7 @@ from selftask.evaluate.chunks import InChunks
 from selftask.evaluate.features import Features, check_targets
 from selftask.evaluate.figure import Figure
 from selftask.evaluate.label_counts import LabelCounts, require_labels
+from selftask.models.feature_queue import class_votes
 from selftask.registry import register_evaluation
 
 _TEST_ROWS = 512
@@ -122,20 +123,6 @@ class KNN:
             cosine, row = (torch.cat(blocks, dim=1) for blocks in zip(*of_ranks, strict=True))
             cosine, order = cosine.topk(max(self.k), dim=1)
             yield torch.cat([targets for _, targets in parts]), cosine, row.gather(1, order)
-
-
-def class_votes(cosine: Tensor, labels: Tensor, num_classes: int, temperature: float) -> Tensor:
-    """Return the weight of each class among the neighbors of each image: (B, C).
-
-    Args:
-        cosine: (B, k), nearest first.
-        labels: (B, k), labels of the neighbors.
-        num_classes: Number of classes, C.
-        temperature: Temperature of the weights exp(cosine / temperature).
-    """
-    # relative to the nearest: the same vote, without overflow
-    weight = ((cosine - cosine[:, :1]) / temperature).exp()
-    return weight.new_zeros(len(weight), num_classes).scatter_add_(1, labels, weight)
 
 
 class Bank:

@@ -153,6 +153,13 @@ _GENERAL = (
         "the row before, each predicted before the update with it.",
         _PROBE,
     ),
+    Column(
+        "train_knn_top1",
+        "0 to 1",
+        "Accuracy of k-NN on the training images since the row before, with the latest images as "
+        "neighbors.",
+        _PROBE,
+    ),
     Column("probe_top1", "0 to 1", "Accuracy of this classifier on `data.val`.", _PROBE),
     Column("probe_lr", "", "Learning rate of the classifier that these columns show.", _PROBE),
     Column("ms_probe", "ms", "Time of a step that the hook takes.", _PROBE),

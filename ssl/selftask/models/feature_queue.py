@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from selftask.distributed.collectives import all_gather_cat
 
+_TEMPERATURE = 0.07  # of the votes, as in evaluations by k-NN
+
 
 class FeatureQueue(nn.Module):
     """First-in, first-out queue, equal on every rank, saved and resumed as buffers.
@@ -77,3 +79,98 @@ class FeatureQueue(nn.Module):
         """Return the rows of all ranks that enter, and the indices of those that they replace."""
         rows = all_gather_cat(rows)[-len(self) :].to(self.rows.dtype)  # (W * B, *shape)
         return rows, (torch.arange(len(rows), device=rows.device) + self.oldest) % len(self)
+
+
+class LabeledQueue(nn.Module):
+    """Queue of the latest features with their labels, which classifies a batch before it enters.
+
+    Nothing is drawn: entries without an image have the label -1, and do not vote.
+
+    Args:
+        length: Number of entries, K.
+        width: Number of features, E.
+        num_classes: Number of classes, C.
+        num_neighbors: Number of nearest entries that vote.
+        device: Device of the features.
+    """
+
+    rows: Tensor
+    labels: Tensor
+    entered: Tensor
+    counted: Tensor
+    hits: Tensor
+    images: Tensor
+
+    def __init__(
+        self, length: int, width: int, num_classes: int, num_neighbors: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.num_classes, self.num_neighbors = num_classes, num_neighbors
+        self.register_buffer("rows", torch.zeros(length, width, device=device))  # unit vectors
+        self.register_buffer("labels", torch.full((length,), -1, device=device))
+        for name in ("hits", "images"):  # since `take_accuracy`
+            self.register_buffer(name, torch.zeros((), dtype=torch.long, device=device))
+        for name in ("entered", "counted"):  # images so far, steps; on the CPU, to be read freely
+            self.register_buffer(name, torch.zeros((), dtype=torch.long))
+        self._pending: list[Tensor] = []
+
+    def clear(self) -> None:
+        """Forget the batches since the last update."""
+        self._pending.clear()
+
+    @torch.no_grad()
+    def add(self, features: Tensor, labels: Tensor) -> None:
+        """Classify a batch of this rank, which enters at the next update.
+
+        Args:
+            features: (B, E).
+            labels: (B,), -1 for images to leave out.
+        """
+        units = F.normalize(features.to(self.rows.dtype), dim=1)
+        cosines = (units @ self.rows.T).masked_fill(self.labels < 0, -1e4)
+        cosine, index = cosines.topk(self.num_neighbors, dim=1)  # (B, k)
+        neighbors = self.labels[index].clamp(min=0)
+        votes = class_votes(cosine, neighbors, self.num_classes, _TEMPERATURE)
+        is_hit = (votes.argmax(dim=1) == labels) & (labels >= 0)
+        self._pending.append(torch.cat([units, labels[:, None], is_hit[:, None]], dim=1))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Enter the batches of all ranks, in their order; every rank must call this method.
+
+        A step counts for the accuracy if the queue was full before it.
+        """
+        rows = all_gather_cat(torch.cat(self._pending))  # (W * B, E + 2)
+        self.clear()
+        labels = rows[:, -2].long()
+        entered = int(self.entered)
+        if entered >= len(self.rows):
+            self.hits += rows[:, -1].sum().long()
+            self.images += (labels >= 0).sum()
+            self.counted += 1
+        last = slice(max(0, len(rows) - len(self.rows)), None)
+        index = (torch.arange(len(rows), device=rows.device)[last] + entered) % len(self.rows)
+        self.rows.index_copy_(0, index, rows[last, :-2])
+        self.labels.index_copy_(0, index, labels[last])
+        self.entered += len(rows)
+
+    def take_accuracy(self) -> Tensor | None:
+        """Return the accuracy () since the last call; None if no step counted."""
+        accuracy = self.hits / self.images.clamp(min=1) if self.counted else None
+        for count in (self.hits, self.images, self.counted):
+            count.zero_()
+        return accuracy
+
+
+def class_votes(cosine: Tensor, labels: Tensor, num_classes: int, temperature: float) -> Tensor:
+    """Return the weight of each class among the neighbors of each image: (B, C).
+
+    Args:
+        cosine: (B, k), nearest first.
+        labels: (B, k), labels of the neighbors.
+        num_classes: Number of classes, C.
+        temperature: Temperature of the weights exp(cosine / temperature).
+    """
+    # relative to the nearest: the same vote, without overflow
+    weight = ((cosine - cosine[:, :1]) / temperature).exp()
+    return weight.new_zeros(len(weight), num_classes).scatter_add_(1, labels, weight)

@@ -14,7 +14,7 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.data.labels import is_labeled
@@ -26,6 +26,7 @@ from selftask.hooks.mixup import unmixed
 from selftask.hooks.watching.timing import milliseconds
 from selftask.logs import get_logger
 from selftask.models.eval_mode import in_eval_mode
+from selftask.models.feature_queue import LabeledQueue
 from selftask.models.features.extract import pooled
 from selftask.models.features.layer_outputs import LayerOutputs
 from selftask.models.linear_probes import LinearProbes
@@ -44,7 +45,8 @@ class OnlineProbe(Hook):
 
     The features are those that the step computes of the first view. Gradients, weights and random
     draws of the network are the same as without the hook. ``train_probe_top1`` is the accuracy on
-    the training images since the last row, each predicted before the update with it. Evaluations
+    the training images since the last row, each predicted before the update with it;
+    ``train_knn_top1`` is that of the nearest of the ``queue_size`` images before. Evaluations
     add ``probe_top1``, the accuracy on ``data.val`` with the transforms of evaluations. Both are
     those of the learning rate with the highest recent accuracy on training images, ``probe_lr``.
     Columns of hidden layers end with the layer, as in ``probe_top1_layer3``. ``ms_probe`` is the
@@ -60,6 +62,10 @@ class OnlineProbe(Hook):
     """Hidden layers of the backbone with classifiers of their own, beside its output: the mean of
     the patches, as in ``eval.layers``. Negative numbers count from the last layer.
     """
+    k: int = setting(20, min=0)
+    """Number of neighbors among the latest images that vote for the class of an image; 0: none."""
+    queue_size: int = setting(4096, min=1)
+    """Number of these latest images."""
     num_classes: int | None = setting(None, min=2)
     """Number of classes; needed if the labels are not known before the images are read."""
 
@@ -67,6 +73,8 @@ class OnlineProbe(Hook):
         train = config["train"]
         if not self.lr:
             yield "lr: []; one or more learning rates are expected"
+        if self.k > self.queue_size:
+            yield f"k: {self.k} is more than queue_size: {self.queue_size}"
         step = train["step"] if isinstance(train["step"], str) else train["step"]["name"]
         if self.layers and (train["compile"] or step == "compiled"):
             yield "layers: a compiled model shows no hidden layers; use train.compile=false"
@@ -75,6 +83,7 @@ class OnlineProbe(Hook):
 
     def __post_init__(self) -> None:
         self.probes: dict[str, LinearProbes] = {}  # by the end of their columns: "", "_layer3"
+        self.queue: LabeledQueue | None = None
         self.loaded: dict[str, Any] = {}
         self.clock: Callable[[], Any] = time.perf_counter
         self.times: list[tuple[Any, Any]] = []  # start and end, since the last row
@@ -99,8 +108,8 @@ class OnlineProbe(Hook):
     # -- training -------------------------------------------------------------------------------
 
     def before_step(self, task: Task) -> None:
-        for probe in self.probes.values():
-            probe.clear()  # a skipped step leaves sums
+        for learner in self._learners():
+            learner.clear()  # a skipped step leaves sums
         self.hidden.start()
 
     def on_loss_and_meter(self, task: Task) -> None:
@@ -118,19 +127,24 @@ class OnlineProbe(Hook):
                     "hooks.online_probe: the network keeps no pooled features of each view; see "
                     "Network.extract and Network.pooled"
                 )
+            if self.k:
+                first = embedding[: len(labels)].float()
+                self._queue(first).add(first, labels)
             for name, features in _by_column(embedding, self.hidden.take()).items():
                 first = features[: len(labels)].float()
                 self._probe(name, first).add(first, labels)
 
     def on_update(self, task: Task) -> None:
         with self._timed():
-            for probe in self.probes.values():
-                probe.update()
+            for learner in self._learners():
+                learner.update()
         self.steps += 1
         if task.should_log:
             for name, probe in self.probes.items():
                 task.log(f"train_probe_top1{name}", probe.take_accuracy()[probe.best])
                 task.log(f"probe_lr{name}", probe.lr[probe.best])
+            if self.queue is not None and (accuracy := self.queue.take_accuracy()) is not None:
+                task.log("train_knn_top1", accuracy)
             task.log("ms_probe", sum(starmap(milliseconds, self.times)) / self.steps)
             self.times.clear()
             self.steps = 0
@@ -144,6 +158,19 @@ class OnlineProbe(Hook):
             step_ms = 1e3 * task.history["step_s_median"].median()
             text = "online_probe: %.2f of the %.1f milliseconds of a step (%.1f %%)"
             log.info(text, probe_ms, step_ms, 100 * probe_ms / step_ms)
+
+    def _learners(self) -> list[LinearProbes | LabeledQueue]:
+        return [*self.probes.values(), *([] if self.queue is None else [self.queue])]
+
+    def _queue(self, features: Tensor) -> LabeledQueue:
+        """Return the queue, which is built when the width of the features is known."""
+        if self.queue is None:
+            sizes = self.queue_size, features.shape[1], self.classes, self.k
+            self.queue = LabeledQueue(*sizes, features.device)
+            state = self.loaded.pop("knn", {})
+            if _sizes(state) == _sizes(self.queue.state_dict()):
+                self.queue.load_state_dict(state)
+        return self.queue
 
     def _probe(self, name: str, features: Tensor) -> LinearProbes:
         """Return the classifiers of a layer, which are built when its width is known."""
@@ -202,10 +229,14 @@ class OnlineProbe(Hook):
     # -- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.loaded, **{name: dict(p.state_dict()) for name, p in self.probes.items()}}
+        learned: dict[str, nn.Module] = {**self.probes}
+        if self.queue is not None:
+            learned["knn"] = self.queue
+        return {**self.loaded, **{name: dict(one.state_dict()) for name, one in learned.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded, self.probes = dict(state), {}  # built from it with the next batch
+        self.loaded = dict(state)
+        self.probes, self.queue = {}, None  # built from it with the next batch
 
 
 def _sizes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
