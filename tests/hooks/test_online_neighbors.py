@@ -76,7 +76,7 @@ def test_three_ranks_are_one() -> None:
 
 
 def test_no_neighbors_and_too_many(tmp_path: Path) -> None:
-    tiny.train("simclr", tmp_path, "run", "hooks.online_probe={k: 0}", "train.max_steps=3")
+    tiny.train("simclr", tmp_path, "run", "hooks.online_probe={}", "train.max_steps=3")
     assert not any("train_knn_top1" in row for row in tiny.rows(tmp_path / "run"))
     with pytest.raises(ConfigError, match="k: 20 is more than queue_size: 10"):
-        tiny.config("simclr", tmp_path, "other", "hooks.online_probe={queue_size: 10}")
+        tiny.config("simclr", tmp_path, "other", "hooks.online_probe={k: 20, queue_size: 10}")

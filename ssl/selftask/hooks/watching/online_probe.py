@@ -45,7 +45,7 @@ class OnlineProbe(Hook):
 
     The features are those that the step computes of the first view. Gradients, weights and random
     draws of the network are the same as without the hook. ``train_probe_top1`` is the accuracy on
-    the training images since the last row, each predicted before the update with it;
+    the training images since the last row, each predicted before the update with it; with ``k``,
     ``train_knn_top1`` is that of the nearest of the ``queue_size`` images before. Evaluations
     add ``probe_top1``, the accuracy on ``data.val`` with the transforms of evaluations. Both are
     those of the learning rate with the highest recent accuracy on training images, ``probe_lr``.
@@ -62,8 +62,9 @@ class OnlineProbe(Hook):
     """Hidden layers of the backbone with classifiers of their own, beside its output: the mean of
     the patches, as in ``eval.layers``. Negative numbers count from the last layer.
     """
-    k: int = setting(20, min=0)
-    """Number of neighbors among the latest images that vote for the class of an image; 0: none."""
+    k: int = setting(0, min=0)
+    """Number of neighbors among the latest images that vote for the class of an image, such as 20;
+    0: no k-NN."""
     queue_size: int = setting(4096, min=1)
     """Number of these latest images."""
     num_classes: int | None = setting(None, min=2)
