@@ -102,8 +102,8 @@ def test_weight_of_the_term(method: str, tmp_path: Path) -> None:
         )
         rows.append(tiny.rows(tmp_path / out)[0])
     assert "consistency" not in rows[0] and rows[1]["consistency"] > 0
-    assert rows[1]["contrast"] == pytest.approx(rows[0]["loss"], rel=1e-6)
-    total = rows[1]["contrast"] + rows[1]["consistency"]
+    assert rows[1]["recognition"] == pytest.approx(rows[0]["loss"], rel=1e-6)
+    total = rows[1]["recognition"] + rows[1]["consistency"]
     assert rows[1]["loss"] == pytest.approx(total, rel=1e-6)
 
 

@@ -57,7 +57,7 @@ class MoCo(MomentumContrast, EMATeacher):
     paper = "Chen et al., Improved Baselines with Momentum Contrastive Learning, 2020"
 
     columns = {
-        "contrast": "Term of the loss: recognizing the other view, beside that of CO2.",
+        "recognition": "Term of the loss: recognizing the other view, beside that of CO2.",
         "consistency": "Term of the loss: similarity to the same negatives (CO2).",
     }
 

@@ -33,7 +33,7 @@ class ConsistencyConfig:
             second: Those of the other view with the same negatives. Gradients reach both.
         """
         term = consistency(first, second, temperature=self.consistency_temperature)
-        return {"contrast": contrast, "consistency": self.consistency_weight * term}
+        return {"recognition": contrast, "consistency": self.consistency_weight * term}
 
 
 @in_full_precision
