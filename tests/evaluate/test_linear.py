@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -96,22 +98,41 @@ def test_few_labels_grow_towards_all(digits: tuple[Features, Features]) -> None:
     assert len(few.indices.unique()) == 100
 
 
+@pytest.mark.parametrize(
+    ("method", "few", "metric"),
+    [
+        ("draw", {"few_labels": [1]}, "linear_1_labels_top1"),
+        ("draw_share", {"few_shares": [0.001]}, "linear_0.1_percent_top1"),  # at least one
+    ],
+)
 def test_few_labels_are_the_mean_of_scikit_learns_draws(
-    digits: tuple[Features, Features], monkeypatch: pytest.MonkeyPatch
+    method: str,
+    few: dict[str, Any],
+    metric: str,
+    digits: tuple[Features, Features],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     draws: list[Features] = []
-    draw = Features.draw
-    monkeypatch.setattr(Features, "draw", lambda *args: draws.append(draw(*args)) or draws[-1])
-    actual = Linear(few_labels=[1], repeats=3, weight_decay=[0.01])(*digits)
+    draw = getattr(Features, method)
+    monkeypatch.setattr(Features, method, lambda *args: draws.append(draw(*args)) or draws[-1])
+    actual = Linear(**few, repeats=3, weight_decay=[0.01])(*digits)
     test = linear._standardized(*digits)[1]
     expected = []
-    for few in draws:
-        assert few.targets.bincount().tolist() == [1] * 10
+    for drawn in draws:
+        assert drawn.targets.bincount().tolist() == [1] * 10
         model = LogisticRegression(C=1 / (0.01 * 10), max_iter=5000, tol=1e-8)
-        model.fit(few.features.double().numpy(), few.targets.numpy())
+        model.fit(drawn.features.double().numpy(), drawn.targets.numpy())
         expected.append(model.score(test.features.double().numpy(), test.targets.numpy()))
     assert len(set(expected)) == 3
-    assert actual["linear_1_labels_top1"] == pytest.approx(np.mean(expected), abs=2 / len(test))
+    assert actual[metric] == pytest.approx(np.mean(expected), abs=2 / len(test))
+
+
+def test_a_share_keeps_the_sizes_of_the_classes() -> None:
+    targets = torch.tensor([0] * 40 + [1] * 15 + [2])
+    features = Features(torch.zeros(56, 1), targets, torch.arange(56))
+    drawn = [features.draw_share(0.1, torch.Generator().manual_seed(seed)) for seed in range(20)]
+    assert {tuple(one.targets.bincount().tolist()) for one in drawn} == {(4, 2, 1)}
+    assert len(torch.cat([one.indices for one in drawn]).unique()) > 40, "other images each time"
 
 
 def test_constant_features_rare_and_unseen_classes() -> None:

@@ -6,7 +6,7 @@ N images, E features.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
@@ -55,10 +55,39 @@ class Features:
 
     def draw(self, count: int, generator: torch.Generator) -> Features:
         """Draw ``count`` images of each class, or all images of a class that has fewer."""
+        return self._draw(lambda _: count, generator)
+
+    def draw_share(self, share: float, generator: torch.Generator) -> Features:
+        """Draw that share of the images of each class, rounded, at least one."""
+        return self._draw(lambda number: max(1, round(share * number)), generator)
+
+    def _draw(self, count: Callable[[int], int], generator: torch.Generator) -> Features:
+        """Draw ``count(number)`` of the ``number`` images of each class."""
         order = torch.randperm(len(self), generator=generator).to(self.targets.device)
         shuffled = self.targets[order]
-        chosen = [order[shuffled == label][:count] for label in torch.unique(self.targets)]
-        return self[torch.cat(chosen)]
+        of_classes = [order[shuffled == label] for label in torch.unique(self.targets)]
+        return self[torch.cat([rows[: count(len(rows))] for rows in of_classes])]
+
+    def few_label_draws(
+        self,
+        few_labels: Sequence[int],
+        few_shares: Sequence[float],
+        repeats: int,
+        generator: torch.Generator,
+    ) -> Iterator[tuple[str, list[Features]]]:
+        """Yield draws with few labels and their part of a metric's name, ``10_labels``.
+
+        Args:
+            few_labels: Numbers of images of each class.
+            few_shares: Shares of the images of each class, ``1_percent``.
+            repeats: Number of draws of each kind.
+            generator: Generator of the draws.
+        """
+        for count in few_labels:
+            yield f"{count}_labels", [self.draw(count, generator) for _ in range(repeats)]
+        for share in few_shares:
+            draws = [self.draw_share(share, generator) for _ in range(repeats)]
+            yield f"{100 * share:g}_percent", draws
 
     def split(self, widths: Sequence[int]) -> list[Features]:
         """Split the features into blocks of columns; targets and indices are unchanged."""

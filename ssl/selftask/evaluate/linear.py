@@ -30,10 +30,15 @@ _RESOLUTION = 1e-9  # smaller decreases of the loss count as none
 @register_evaluation("linear")
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """Linear probe: linear_top1 with all labels, linear_10_labels_top1 with few labels."""
+    """Linear probe: linear_top1 with all labels, linear_10_labels_top1 with few labels.
+
+    With a share of the labels, it is linear_1_percent_top1.
+    """
 
     few_labels: list[int] = setting([], min=1)
     """Numbers of labels per class on which to train as well; one metric for each."""
+    few_shares: list[float] = setting([], above=0, max=1)
+    """Shares of the labels of each class on which to train as well, such as 0.01 and 0.1."""
     repeats: int = setting(5, min=1)
     """Number of random draws of few labels, over which results are averaged."""
     weight_decay: list[float] = setting([0.00001, 0.0001, 0.001, 0.01, 0.1], min=0)
@@ -66,9 +71,9 @@ class Linear:
         train, test = _standardized(train, test)
         generator = torch.Generator().manual_seed(self.seed)
         result: dict[str, float] = {"linear_top1": self._accuracy([train], test, generator)}
-        for count in self.few_labels:
-            draws = [train.draw(count, generator) for _ in range(self.repeats)]
-            result[f"linear_{count}_labels_top1"] = self._accuracy(draws, test, generator)
+        few = self.few_labels, self.few_shares, self.repeats, generator
+        for name, draws in train.few_label_draws(*few):
+            result[f"linear_{name}_top1"] = self._accuracy(draws, test, generator)
         return result
 
     def _accuracy(

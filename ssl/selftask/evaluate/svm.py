@@ -37,6 +37,8 @@ class SVM:
 
     few_labels: list[int] = setting([], min=1)
     """Numbers of labels per class on which to train as well; two metrics for each."""
+    few_shares: list[float] = setting([], above=0, max=1)
+    """Shares of the labels of each class on which to train as well, such as 0.01 and 0.1."""
     repeats: int = setting(5, min=1)
     """Number of random draws of few labels, over which results are averaged."""
     costs: list[float] = setting([0.01, 0.1, 1.0, 10.0], above=0)
@@ -66,9 +68,9 @@ class SVM:
         require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
         generator = torch.Generator().manual_seed(self.seed)
         row = self._mean([train], test, "svm")
-        for count in self.few_labels:
-            draws = [train.draw(count, generator) for _ in range(self.repeats)]
-            row |= self._mean(draws, test, f"svm_{count}_labels")
+        few = self.few_labels, self.few_shares, self.repeats, generator
+        for name, draws in train.few_label_draws(*few):
+            row |= self._mean(draws, test, f"svm_{name}")
         return row
 
     def _mean(self, draws: list[Features], test: Features, name: str) -> dict[str, float]:

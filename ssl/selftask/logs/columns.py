@@ -117,9 +117,12 @@ _GENERAL = (
     Column("knn_top1_kK", "0 to 1", "Accuracy of K nearest neighbors, further k of `k`.", _EVAL),
     Column("linear_top1", "0 to 1", "Accuracy of logistic regression on frozen features.", _EVAL),
     Column("linear_N_labels_top1", "0 to 1", "The same with N labels per class.", _EVAL),
+    Column("linear_N_percent_top1", "0 to 1", "The same with N % of the labels.", _EVAL),
     Column("svm_top1", "0 to 1", "Accuracy of linear SVMs on frozen features.", _EVAL),
     Column("svm_map", "0 to 1", "Mean average precision of linear SVMs.", _EVAL),
     Column("svm_N_labels_top1", "0 to 1", "Accuracy of SVMs with N labels per class.", _EVAL),
+    Column("svm_N_percent_top1", "0 to 1", "Accuracy of SVMs with N % of the labels.", _EVAL),
+    Column("svm_N_percent_map", "0 to 1", "Mean average precision with N % of them.", _EVAL),
     Column("svm_N_labels_map", "0 to 1", "Mean average precision with N labels per class.", _EVAL),
     Column(
         "cluster_nmi",
