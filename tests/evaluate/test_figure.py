@@ -13,6 +13,7 @@ from scipy import stats
 import tiny
 from selftask.checkpoint import rotation
 from selftask.cli.main import main
+from selftask.cli.model.result_row import layer_table
 from selftask.config.load import to_yaml
 from selftask.config.schema import Component
 from selftask.evaluate.features import Features
@@ -109,6 +110,18 @@ def test_scores_survive_a_line_of_json() -> None:
     ):
         assert unpacked_scores({**packed, **damage}) is None
     assert unpacked_scores(None) is None
+
+
+def test_layers_are_a_table() -> None:
+    """In the order of the layers, with intervals where there are any."""
+    row = {"knn_top1_layer10": 0.5, "knn_top1_layer10_low": 0.4, "knn_top1_layer10_high": 0.6}
+    row |= {"knn_top1_layer2": 0.25, "svm_map_layer2": 0.125, "classes": 10.0}
+    assert layer_table(row) == [
+        "layer  knn_top1              svm_map",
+        "    2  0.250                 0.125",
+        "   10  0.500 [0.400, 0.600]",
+    ]
+    assert layer_table({"knn_top1": 0.5, "knn_top1_layer3": 0.5}) == []
 
 
 @pytest.fixture(scope="module")

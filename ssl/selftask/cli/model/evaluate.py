@@ -66,6 +66,8 @@ def main(argv: list[str]) -> int:
     if not argv or asks_for_help(argv):
         print(USAGE)
         return 0
+    from selftask.cli.model.result_row import layer_table
+
     name, models = argv[0], list(takewhile(lambda word: "=" not in word, argv[1:]))
     if not models:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
@@ -76,6 +78,8 @@ def main(argv: list[str]) -> int:
         figures = evaluate_frozen(name, frozen, tell=announce)
         if figures:  # rank 0 has the results
             row, scores = described(figures, frozen)
+            for line in layer_table(row):
+                print(line)
             print(json_row({"model": address, **row} if len(models) > 1 else row), flush=True)
             keep(run, name, overrides, frozen.facts.get("step"), row | scores)
     return 0

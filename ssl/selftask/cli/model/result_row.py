@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,30 @@ def with_intervals(row: Mapping[str, float]) -> dict[str, float]:
             whole[f"{name}_seeds_low"] = of_seeds.mean - of_seeds.half
             whole[f"{name}_seeds_high"] = of_seeds.mean + of_seeds.half
     return whole
+
+
+def layer_table(row: Mapping[str, float]) -> list[str]:
+    """Return lines with the metrics of each hidden layer; none for fewer than two layers.
+
+    Args:
+        row: Metrics and intervals by name, as of ``with_intervals``; ``knn_top1_layer3`` is the
+            metric ``knn_top1`` of layer 3.
+    """
+    cells: dict[int, dict[str, str]] = {}
+    for name, value in row.items():
+        if found := re.fullmatch(r"(.+)_layer(\d+)", name):
+            low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+            interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+            cells.setdefault(int(found[2]), {})[found[1]] = f"{value:.3f}{interval}"
+    if len(cells) < 2:
+        return []
+    metrics = list(dict.fromkeys(name for layer in cells.values() for name in layer))
+    width = max(len(text) for layer in cells.values() for text in (*layer.values(), *metrics))
+    lines = [("layer", metrics)]
+    lines += [(str(n), [cells[n].get(name, "") for name in metrics]) for n in sorted(cells)]
+    return [
+        f"{first:>5}  {'  '.join(f'{x:<{width}}' for x in rest)}".rstrip() for first, rest in lines
+    ]
 
 
 def image_scores(row: Mapping[str, float], sources: Sources) -> dict[str, Any]:
