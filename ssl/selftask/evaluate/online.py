@@ -196,7 +196,7 @@ def run_evaluations(
     """Run every evaluation on the same features and merge their results.
 
     An evaluation with ``takes_parts = True`` gets only this rank's features, any other those of all
-    ranks. One with ``seeds`` above 1 runs once for each seed, from ``seed`` on; its metrics are
+    ranks. One with ``seed`` and ``seeds`` above 1 runs once for each seed, from ``seed`` on; its metrics are
     means.
 
     Args:
@@ -233,7 +233,7 @@ def run_evaluations(
 
 def _of_seeds(evaluation: Any, features: tuple[Features, Features], key: str) -> dict[str, float]:
     """Return the metrics of an evaluation, or their means over its seeds."""
-    seeds = getattr(evaluation, "seeds", 1)
+    seeds = evaluation.seeds if hasattr(evaluation, "seed") and hasattr(evaluation, "seeds") else 1
     if seeds == 1:
         return flat_scores(evaluation(*features), key)
     rows = [
