@@ -196,8 +196,8 @@ def run_evaluations(
     """Run every evaluation on the same features and merge their results.
 
     An evaluation with ``takes_parts = True`` gets only this rank's features, any other those of all
-    ranks. One with ``seed`` and ``seeds`` above 1 runs once for each seed, from ``seed`` on; its metrics are
-    means.
+    ranks. One with ``seed`` and ``seeds`` above 1 runs once for each seed, from ``seed`` on; its
+    metrics are means.
 
     Args:
         components: Evaluations by name.
