@@ -73,6 +73,7 @@ def test_mistakes(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_memory_decides_between_all_weights_and_lora(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["adapt", "timm:vit_small_patch14_dinov2", "data=digits", "--dry-run"]
+    words += ["train.precision=float32"]  # not by this CPU
     assert main([*words, "memory=40GB", "train.epochs=3"]) == 0
     printed = capfd.readouterr().out
     assert "backbone.lora" not in printed and "optimizer.layer_decay=0.8" in printed
