@@ -66,8 +66,6 @@ def main(argv: list[str]) -> int:
     if not argv or asks_for_help(argv):
         print(USAGE)
         return 0
-    from selftask.cli.model.result_row import layer_table
-
     name, models = argv[0], list(takewhile(lambda word: "=" not in word, argv[1:]))
     if not models:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
@@ -77,6 +75,8 @@ def main(argv: list[str]) -> int:
         frozen, run = open_named(address, asked_words(name, overrides))
         figures = evaluate_frozen(name, frozen, tell=announce)
         if figures:  # rank 0 has the results
+            from selftask.cli.model.result_row import layer_table  # needs torch
+
             row, scores = described(figures, frozen)
             for line in layer_table(row):
                 print(line)
