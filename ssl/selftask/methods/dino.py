@@ -85,9 +85,13 @@ class DINO(PrototypeHeads, EMATeacher):
         temperature = self.teacher_temperature_at(task.where)
         batch["probs"] = F.softmax((scores - self.center) / temperature, dim=2)  # (2, B, K)
         if task.train:
-            self.pending.append(scores.mean(dim=(0, 1)))  # (K,), for the center
+            self.pending.append((scores.mean(dim=(0, 1)),))  # (K,) for each center
 
-    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def centers(self) -> tuple[Tensor, ...]:
+        """Return the centers (K,) that follow the means in ``pending``."""
+        return (self.center,)
+
+    def forward(self, output: Any, batch: Batch) -> dict[str, Tensor]:
         """Return eq. 3, averaged over its pairs; ``output`` (V, B, K).
 
         The cross-entropy is split into the teacher's entropy, which has no gradient, and the rest.
@@ -98,10 +102,12 @@ class DINO(PrototypeHeads, EMATeacher):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Update the teacher and the center (eq. 4)."""
+        """Update the teacher and the centers (eq. 4)."""
         super().on_update(task)
-        center = all_reduce_mean(torch.stack(self.take_pending()).mean(dim=0))  # (K,)
-        self.center.lerp_(center, 1.0 - self.config.center_momentum)
+        of_batches = zip(*self.take_pending(), strict=True)
+        for center, means in zip(self.centers(), of_batches, strict=True):
+            mean = all_reduce_mean(torch.stack(means).mean(dim=0))  # (K,)
+            center.lerp_(mean, 1.0 - self.config.center_momentum)
 
     @property
     def chance_loss(self) -> float:

@@ -119,7 +119,7 @@ class MAE(MaskedPatches):
         Predictions of standardized patches get the mean and deviation of the true patch, as in the
         figures of the paper.
         """
-        (images,) = batch.all_views
+        images = batch.all_views[0]
         patches = patchify(images, self.patch_size)  # (B, N, P)
         keep, asked = batch["mask"].keep, batch["mask"].asked[:, 0]
         painted = to_float32(output.prediction[:, 0])

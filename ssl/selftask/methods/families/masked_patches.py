@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class MaskedPatches(Method):
-    """Method that draws ``batch["mask"]`` for one view; the network gets ``(images, mask)``.
+    """Method that draws ``batch["mask"]`` for the first view; the network gets ``(images, mask)``.
 
     ``check_grid`` is called for the size of the backbone before a run starts.
     """
@@ -60,9 +60,8 @@ class MaskedPatches(Method):
         return self.draw_mask(seed, key, self.grid_of(*sizes[0]))
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        (images,) = batch.all_views
         batch["mask"] = self.drawn(batch, task)
-        batch.input = (images, batch["mask"])
+        batch.input = (batch.all_views[0], batch["mask"])
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Any:
         """Draw a mask for each image: bool (B, N) or (B, h, w), True for hidden patches.

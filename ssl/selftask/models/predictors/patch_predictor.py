@@ -70,10 +70,27 @@ class PatchPredictor(nn.Module):
         Returns:
             (B, M, Q, num_out).
         """
+        x = self.decode(
+            encoded, keep, asked, padding=padding, asked_padding=asked_padding, grid=grid
+        )
+        output: Tensor = self.project(self.norm(x[:, -asked.shape[2] :]))  # (B * M, Q, out)
+        return output.view(*asked.shape, -1)
+
+    def decode(
+        self,
+        encoded: Tensor,
+        keep: Tensor,
+        asked: Tensor,
+        *,
+        padding: Tensor | None = None,
+        asked_padding: Tensor | None = None,
+        grid: Grid | None = None,
+    ) -> Tensor:
+        """Return the tokens after the blocks, (B * M, P + K + Q, D), in the order of the input."""
         positions = self.positions
         if grid not in (None, self.grid):
             positions = sincos_positions(positions.shape[1], grid).to(positions)
-        num_groups, num_asked = asked.shape[1:]
+        num_groups = asked.shape[1]
         context = self.embed(encoded)  # (B, P + K, D)
         num_prefix = context.shape[1] - keep.shape[1]
         context = torch.cat([context[:, :num_prefix], context[:, num_prefix:] + positions[keep]], 1)
@@ -86,8 +103,7 @@ class PatchPredictor(nn.Module):
             attend = attention_mask(torch.cat([each, asked_padding.flatten(0, 1)], 1), num_prefix)
         for block in self.blocks:
             x = block(x, attn_mask=attend)
-        output: Tensor = self.project(self.norm(x[:, -num_asked:]))  # (B * M, Q, out)
-        return output.view(*asked.shape, -1)
+        return x
 
 
 def transformer_blocks(dim: int, depth: int, num_heads: int) -> nn.Sequential:

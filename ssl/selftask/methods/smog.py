@@ -1,0 +1,180 @@
+"""SMoG: contrast images with groups of images, which move with the network's own features.
+
+B: images per rank, W: ranks, D: width of projector and predictor, K: groups, L: length of the
+queue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import sum_with_grad
+from selftask.methods.families.ema_teacher import ProjectorTeacher, Schedule, teacher_momentum
+from selftask.models.clustering import spherical_kmeans
+from selftask.models.feature_queue import FeatureQueue
+from selftask.models.heads import ProjectorPredictor, mlp
+from selftask.models.precision import in_full_precision, to_float32
+from selftask.random.splitmix import hash_words
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+_GROUPS = 0x736D6F67  # "smog": separates these draws from others of the same seed
+
+
+@register_method("smog")
+class SMoG(ProjectorTeacher):
+    """SMoG (arXiv:2207.06167): predicts the group of another view; groups move with each batch.
+
+    Loss: ``-log softmax(cos(p1, g) / tau)[group of t2]``, and the same with the views exchanged
+    (eq. 5).
+
+    Published: ImageNet linear top-1 of ResNet-50 76.4 after 400 epochs with multi-crop (paper).
+
+    Use it in place of ``swav`` if batches are small: groups need no balanced assignments.
+
+    Differs from lightly's code; that of the authors is not public:
+
+    * Both views are predicted in a step; there the views take turns.
+    * Projections are normalized before they move groups, so that their length does not matter.
+    """
+
+    paper = (
+        "Pang et al., Unsupervised Visual Representation Learning by Synchronous Momentum "
+        "Grouping, ECCV 2022"
+    )
+    loss_reduction = "statistics"  # means of the groups
+    views = 2
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ProjectorTeacher.Config):
+        momentum: Schedule = teacher_momentum({"name": "cosine", "start": 0.996, "end": 1.0})
+        """Momentum of the teacher."""
+        out_dim: int = setting(128, min=1, tiny=16)
+        """Width of the output of projector and predictor, D."""
+        hidden_dim: int = setting(2048, min=1, tiny=32)
+        """Width of the hidden layers of projector and predictor."""
+        num_groups: int = setting(3000, min=2, tiny=6)
+        """Number of groups, K."""
+        group_momentum: float = setting(0.99, min=0, max=1)
+        """Momentum of the groups, beta in eq. 4."""
+        temperature: float = setting(0.1, above=0)
+        """Temperature of the softmax over groups."""
+        cluster_every: int = setting(300, min=1, tiny=2)
+        """Steps after which the groups are set anew, by k-means of the queue."""
+        queue_size: int = setting(30_000, min=1, tiny=lambda batch: 2 * batch)
+        """Length of the queue of the teacher's outputs, in images; L."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if self.queue_size < self.num_groups:
+                yield (
+                    f"queue_size: {self.queue_size} images cannot make num_groups="
+                    f"{self.num_groups} groups; give several images a group"
+                )
+
+    groups: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        groups = F.normalize(torch.randn(config.num_groups, config.out_dim), dim=1)
+        self.register_buffer("groups", groups)  # (K, D): never trained
+        self.queue = FeatureQueue(config.queue_size, config.out_dim)
+
+    def build_head(self, embed_dim: int) -> nn.Module:
+        dim, hidden = self.config.out_dim, self.config.hidden_dim
+        return ProjectorPredictor(mlp(embed_dim, hidden, dim), mlp(dim, hidden, dim))
+
+    def on_forward(self, task: Task) -> None:
+        """Assign the teacher's outputs to groups; remember what moves groups and enters the queue.
+
+        The first view of the teacher enters the queue.
+        """
+        batch = task.last_batch
+        targets = F.normalize(to_float32(self.teacher(batch.input)), dim=2)  # (2, B, D)
+        batch["group"] = nearest_group(targets, self.groups).flip(0)  # (2, B), of the other view
+        if task.train:
+            self.pending.append((batch.output[:, :, 0].detach(), targets[0]))
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        """Return eq. 5 in both directions, averaged; ``output`` (2, B, 2, D)."""
+        projection, prediction = output.unbind(2)  # (2, B, D)
+        return grouping_loss(
+            prediction,
+            self.moved(projection),
+            batch["group"],
+            temperature=self.config.temperature,
+        )
+
+    def moved(self, projection: Tensor) -> Tensor:
+        """Return the groups (K, D) after the projections (2, B, D) of all ranks have moved them."""
+        units = F.normalize(to_float32(projection), dim=2).flatten(0, 1)
+        return moved_groups(self.groups, units, momentum=self.config.group_momentum)
+
+    @torch.no_grad()
+    def on_update(self, task: Task) -> None:
+        """Move the groups, or cluster the queue. Projections are those before the step."""
+        super().on_update(task)
+        for projection, targets in self.take_pending():
+            self.groups.copy_(self.moved(projection))
+            self.queue.update(targets)
+        step = task.steps_done + 1
+        if step % self.config.cluster_every == 0:
+            draws = torch.Generator().manual_seed(hash_words(task.config.train.seed, _GROUPS, step))
+            centroids, _ = spherical_kmeans(self.queue.rows, len(self.groups), generator=draws)
+            self.groups.copy_(centroids)
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of equal probabilities: ln(``num_groups``)."""
+        return math.log(self.config.num_groups)
+
+
+@torch.no_grad()
+@in_full_precision
+def nearest_group(features: Tensor, groups: Tensor) -> Tensor:
+    """Return the number of the group of largest cosine for features (..., D): (...) int64."""
+    return (features @ F.normalize(groups, dim=1).T).argmax(dim=-1)
+
+
+@in_full_precision
+def moved_groups(groups: Tensor, projection: Tensor, *, momentum: float) -> Tensor:
+    """Return the groups, moved toward the mean of their members on all ranks (eq. 4).
+
+    A group without members stays. The gradient flows through the projections.
+
+    Args:
+        groups: (K, D).
+        projection: Projections of this rank, (N, D). Each is a member of its nearest group.
+        momentum: beta.
+    """
+    member = F.one_hot(nearest_group(projection, groups), len(groups)).to(projection.dtype)
+    sums = sum_with_grad(member.T @ projection)  # (K, D)
+    count = sum_with_grad(member.sum(dim=0))[:, None]  # (K, 1)
+    moved = momentum * groups + (1 - momentum) * sums / count.clamp(min=1)
+    return torch.where(count > 0, moved, groups)
+
+
+@in_full_precision
+def grouping_loss(
+    prediction: Tensor, groups: Tensor, group: Tensor, *, temperature: float
+) -> Tensor:
+    """Return the cross-entropy of predictions with their groups (eq. 5), averaged.
+
+    Args:
+        prediction: (V, B, D).
+        groups: (K, D), as moved by this batch.
+        group: Groups to predict, (V, B).
+        temperature: Temperature of the softmax over groups.
+    """
+    cosine = F.normalize(prediction, dim=2) @ F.normalize(groups, dim=1).T  # (V, B, K)
+    return F.cross_entropy((cosine / temperature).flatten(0, 1), group.flatten())
