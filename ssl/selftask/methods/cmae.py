@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
-from selftask.methods.families.masked_patches import Kept, KeptNetwork
-from selftask.methods.mae import MAE, initialize
+from selftask.methods.families.masked_patches import Kept, KeptNetwork, initialize_as_mae
+from selftask.methods.mae import MAE
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid
@@ -99,7 +99,7 @@ class CMAE(MAE, EMATeacher):
             num_heads=config.decoder_heads,
             num_out=width,
         )
-        initialize(decoder)
+        initialize_as_mae(decoder)
         hidden, out = config.hidden_dim, config.out_dim
         head = ProjectorPredictor(mlp(width, hidden, out), mlp(out, hidden, out))
         return ContrastNetwork(network.backbone, network.head, decoder, head)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.methods.families.masked_patches import Kept
-from selftask.methods.mae import MAE, initialize
+from selftask.methods.families.masked_patches import Kept, initialize_as_mae
+from selftask.methods.mae import MAE
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid
@@ -68,10 +68,10 @@ class CrossMAE(MAE):
             num_heads=config.decoder_heads,
             num_out=task.data_module.channels * self.patch_size**2,
         )
-        initialize(decoder)
+        initialize_as_mae(decoder)
         if task.config.init.backbone is None:
             fix_sincos_positions(backbone)
-            initialize(backbone)
+            initialize_as_mae(backbone)
         return CrossNetwork(backbone, decoder)
 
     def num_predicted(self, grid: Grid) -> int:

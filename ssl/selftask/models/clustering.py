@@ -49,7 +49,7 @@ def sinkhorn_knopp(
     numbers = torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=logits.dtype)
     log_share = -power * numbers.log() if power else 0.0  # up to a constant
     for _ in range(iterations):
-        mass = _logsumexp_over_ranks(logits.logsumexp(dim=0))  # (K,) or (N, K)
+        mass = logsumexp_over_ranks(logits.logsumexp(dim=0))  # (K,) or (N, K)
         logits = _divide_by_sum(logits - mass + log_share, smallest)  # shares, then samples
     return logits.exp()
 
@@ -62,7 +62,7 @@ def _divide_by_sum(logits: Tensor, smallest: float) -> Tensor:
     return logits - total.logaddexp(total.new_full((), math.log(smallest)))
 
 
-def _logsumexp_over_ranks(x: Tensor) -> Tensor:
+def logsumexp_over_ranks(x: Tensor) -> Tensor:
     """Return the logarithm of the sum of exp(x) over ranks; a rank without rows has -inf."""
     if world_size() == 1:
         return x

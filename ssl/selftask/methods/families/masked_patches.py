@@ -9,7 +9,7 @@ hidden patches of an image at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -27,6 +27,7 @@ from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.masks import hide_patches, padded_indices
 from selftask.models.network import Network, PatchOutput
 from selftask.models.predictors.patch_predictor import PatchPredictor, fix_sincos_positions
+from selftask.random.keyed import uniform
 
 if TYPE_CHECKING:
     from selftask.task import Task
@@ -192,6 +193,74 @@ class Kept(NamedTuple):
     """(B, M, Q) bool, likewise for ``asked``."""
 
 
+class KeptPatches(MaskedPatches):
+    """Method that encodes a part of the patches, and predicts the others by a decoder (MAE)."""
+
+    requires: ClassVar[tuple[str, ...]] = ("subset",)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        mask_ratio: float = setting(0.75, above=0, below=1)
+        """Share of the patches that are masked, drawn at random."""
+        decoder_dim: int = setting(512, min=1, tiny=16)
+        """Width of the decoder."""
+        decoder_depth: int = setting(8, min=1, tiny=1)
+        """Blocks of the decoder."""
+        decoder_heads: int = setting(16, min=1, tiny=2)
+        """Attention heads of the decoder."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            if self.decoder_dim % 4 or self.decoder_dim % self.decoder_heads:
+                yield (
+                    f"decoder_dim: {self.decoder_dim} must be divisible by 4 (its positions) and "
+                    f"by decoder_heads={self.decoder_heads}"
+                )
+
+    def build_kept(self, backbone: nn.Module, task: Task, num_out: int) -> KeptNetwork:
+        """Return encoder and decoder with MAE's initial weights, and ``num_out`` outputs a patch."""
+        config = self.config
+        self.num_kept(adapter_of(backbone).built_grid)
+        return build_kept_network(
+            backbone,
+            task,
+            initialize_as_mae,
+            num_out=num_out,
+            dim=config.decoder_dim,
+            depth=config.decoder_depth,
+            num_heads=config.decoder_heads,
+        )
+
+    def num_kept(self, grid: Grid) -> int:
+        """Return the number of encoded patches. Raise UserError if it is none or all."""
+        ratio, num_patches = self.config.mask_ratio, grid[0] * grid[1]
+        kept = int(num_patches * (1 - ratio))
+        if kept == num_patches:
+            raise UserError(
+                f"method.mask_ratio={ratio} hides none of the {num_patches} patches of an image; "
+                "raise it"
+            )
+        if kept == 0:
+            raise UserError(
+                f"method.mask_ratio={ratio} hides all {num_patches} patches of an image; lower it, "
+                "or take a smaller backbone.patch_size"
+            )
+        return kept
+
+    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
+        """Keep the patches with the lowest draws; the others are predicted as one group."""
+        draws = uniform(seed, key, grid[0] * grid[1])  # (B, N)
+        order = draws.argsort(dim=1, stable=True)
+        num_kept = self.num_kept(grid)
+        return Kept(order[:, :num_kept], order[:, None, num_kept:])
+
+    def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
+        """Return the image and the patches that are encoded."""
+        images, keep = batch.all_views[0], batch["mask"].keep
+        num_patches = keep.shape[1] + batch["mask"].asked[0].numel()
+        hidden = keep.new_ones(len(keep), num_patches, dtype=torch.bool).scatter(1, keep, False)
+        return {"image": images, "masked": hide_patches(images, hidden)}
+
+
 class KeptNetwork(Network):
     """Encoder of some patches, and a transformer that predicts others: (B, M, Q, outputs)."""
 
@@ -239,3 +308,20 @@ def build_kept_network(
         fix_sincos_positions(backbone)
         initialize(backbone)
     return KeptNetwork(backbone, predictor)
+
+
+@torch.no_grad()
+def initialize_as_mae(module: nn.Module) -> None:
+    """Initialize linear layers and patches with Xavier's uniform weights.
+
+    MAE (arXiv:2111.06377), appendix A.1. Biases are set to zero except that of the patch
+    embedding, as in its published code.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(part.weight.view(len(part.weight), -1))
+            if isinstance(part, nn.Linear) and part.bias is not None:
+                nn.init.zeros_(part.bias)
+    token = getattr(module, "cls_token", None)
+    if token is not None:
+        nn.init.normal_(token, std=0.02)

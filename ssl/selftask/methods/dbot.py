@@ -1,0 +1,76 @@
+"""dBOT: predict a frozen teacher's features of masked patches, stage after stage.
+
+B: images per rank, N: patches of an image, K encoded and M masked ones, D: width of the teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.config.schema import FrozenModule
+from selftask.methods.families.distillation import trained_teacher
+from selftask.methods.families.masked_patches import KeptPatches
+from selftask.models.distillation.patch_targets import PatchTeacher
+from selftask.models.features.tokens import gather_tokens
+from selftask.models.network import PatchOutput
+from selftask.models.precision import in_full_precision
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("dbot")
+class DBOT(KeptPatches):
+    """dBOT (arXiv:2209.03917): MAE that predicts a teacher's features, even of a random teacher.
+
+    The teacher of the first stage has random weights; the run of one stage is the teacher of the
+    next: ``method.teacher=RUN``.
+
+    Loss: ``smooth_l1(p, LN(t))`` of hidden patches.
+
+    Use it in place of ``mae`` if features, not pixels, are to be predicted and no trained teacher
+    exists.
+    """
+
+    paper = "Liu et al., Exploring Target Representations for Masked Autoencoders, ICLR 2024"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(KeptPatches.Config):
+        teacher: FrozenModule = trained_teacher()
+        """Backbone whose features of patches are predicted; ``weights: none`` at first."""
+        beta: float = setting(2.0, above=0)
+        """Error below which the loss is quadratic."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            yield from super().problems(config)
+            yield from FrozenModule.of(self.teacher).problems("teacher")
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Open the teacher, whose width the decoder has, and build the network."""
+        trained = self.open_trained("teacher", task)
+        self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")
+        return self.build_kept(backbone, task, trained.width)
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        """Compute ``batch["targets"]`` (B, M, D), normalized features of the masked patches."""
+        batch = task.last_batch
+        images = batch.all_views[0]
+        _, patches = self.teacher.on_grid(images, self.grid_of(*images.shape[2:]))  # (B, N, D)
+        masked = gather_tokens(patches, batch["mask"].asked[:, 0])
+        batch["targets"] = F.layer_norm(masked, masked.shape[-1:])
+
+    @in_full_precision
+    def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
+        """Return the mean smooth L1 distance of predictions (B, 1, M, D) and targets."""
+        beta = self.config.beta
+        return F.smooth_l1_loss(output.prediction[:, 0], batch["targets"], beta=beta)
