@@ -24,7 +24,7 @@ from selftask.models.weights.load import load_weights
 
 DENSE, SPARSE, TOKENS, SUBSET = (
     frozenset({"dense", "hidden", *more})
-    for more in ((), ("sparse",), ("tokens",), ("tokens", "subset"))
+    for more in ((), ("sparse",), ("tokens",), ("tokens", "subset", "attention"))
 )
 
 
@@ -202,6 +202,22 @@ def test_a_subset_of_all_patches_in_order_changes_nothing(name: str) -> None:
     assert torch.allclose(padded.tokens.sequence, whole.tokens.sequence, atol=1e-5)
     with pytest.raises(ValueError, match="no map"):
         _ = kept.tokens.map
+
+
+@pytest.mark.parametrize("name", VITS)
+@torch.no_grad()
+def test_patches_attend_to_those_that_are_named(name: str) -> None:
+    """The first 6 to each other alone: their features are those of an image without the others."""
+    vit, images = _build(name), torch.randn(3, 3, 32, 32)
+    attend = torch.ones(3, 16, 16, dtype=torch.bool)
+    attend[:, :6, 6:] = False
+    limited = extract(vit, images, attend=attend)
+    other = images.clone()
+    other[:, :, 16:] = 0  # patches 8 to 15
+    changed = extract(vit, other, attend=attend)
+    torch.testing.assert_close(limited.patches[:, :6], changed.patches[:, :6])
+    assert not torch.allclose(limited.patches[:, 6:], changed.patches[:, 6:], atol=1e-3)
+    assert not torch.allclose(limited.patches, extract(vit, images).patches, atol=1e-3)
 
 
 @pytest.mark.parametrize("fused", [True, False])

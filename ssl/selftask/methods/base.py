@@ -64,7 +64,8 @@ class Method(nn.Module, Hook):
 
     * of the backbone, see ``models.features``: ``"dense"``: feature maps; ``"hidden"``: hidden
       layers; ``"tokens"``: patches that can be replaced by a mask token; ``"subset"``: patches that
-      can be left out; ``"sparse"``: convolutions that can leave them out.
+      can be left out; ``"attention"``: patches that attend to some of the others only;
+      ``"sparse"``: convolutions that can leave patches out.
     * ``"labels"``: a label for each image.
     * ``"index"``: ``batch.index``, the number of each image, as an index into a memory.
     * ``"boxes"``: crop boxes of the views; ``"captions"``: a caption for each image.

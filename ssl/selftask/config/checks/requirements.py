@@ -19,7 +19,7 @@ from selftask.registry import BACKBONES, METHODS, REQUIREMENTS, TRAIN_STEPS
 
 Problem = tuple[Key, str]
 
-OF_BACKBONES = ("tokens", "subset", "sparse", "dense", "hidden")
+OF_BACKBONES = ("tokens", "subset", "attention", "sparse", "dense", "hidden")
 """Requirements of the backbone; a backbone declares those that it meets in ``offers``."""
 
 

@@ -217,7 +217,7 @@ class KeptPatches(MaskedPatches):
                 )
 
     def build_kept(self, backbone: nn.Module, task: Task, num_out: int) -> KeptNetwork:
-        """Return encoder and decoder with MAE's initial weights, and ``num_out`` outputs a patch."""
+        """Return encoder and decoder with MAE's initial weights, and ``num_out`` outputs each."""
         config = self.config
         self.num_kept(adapter_of(backbone).built_grid)
         return build_kept_network(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class _ViT:
     """Options common to all widths."""
 
-    offers = ("dense", "hidden", "tokens", "subset")
+    offers = ("dense", "hidden", "tokens", "subset", "attention")
     library = "timm"
     embed_dim: ClassVar[int]
     num_heads: ClassVar[int]

@@ -31,6 +31,7 @@ _NEEDED = {
     "mask_token": "tokens",
     "keep": "subset",
     "padding": "subset",
+    "attend": "attention",
     "visible": "sparse",
     "layers": "hidden",
 }
@@ -44,6 +45,7 @@ def extract(
     mask_token: Tensor | None = None,
     keep: Tensor | None = None,
     padding: Tensor | None = None,
+    attend: Tensor | None = None,
     visible: Tensor | None = None,
     layers: Sequence[int] = (),
 ) -> Features:
@@ -65,6 +67,8 @@ def extract(
         keep: (B, K) indices of the patches to encode; the others are left out. Needs ``"subset"``.
         padding: (B, K) bool, True for padding in ``keep``. No other token attends to padding, and
             pooling ignores it; its own output is undefined.
+        attend: (B, N, N) bool, True for patches (last dimension) that a patch attends to; prefix
+            tokens attend to all, and no patch to them. Needs ``"attention"``.
         visible: (B, K) indices of the patches that convolutions see. Maps have the size of the
             image's; their values at other patches are undefined. Needs ``"sparse"``.
         layers: Numbers of the hidden layers to return; negative ones count from the last. Needs
@@ -80,6 +84,7 @@ def extract(
         mask_token=mask_token,
         keep=keep,
         padding=padding,
+        attend=attend,
         visible=visible,
         layers=tuple(layers),
     )

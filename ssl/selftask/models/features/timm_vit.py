@@ -23,6 +23,7 @@ from selftask.models.features.tokens import (
     gather_tokens,
     mean_token,
     resample,
+    with_prefix,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 class TimmViT(Adapter):
     """Adapter for any class token, registers, fixed or dynamic size, and pooling."""
 
-    offers = frozenset({"dense", "hidden", "tokens", "subset"})
+    offers = frozenset({"dense", "hidden", "tokens", "subset", "attention"})
     interpolates = True
 
     def __init__(self, vit: VisionTransformer) -> None:
@@ -91,6 +92,8 @@ class TimmViT(Adapter):
         keywords: dict[str, Any] = {}
         if padding is not None:
             keywords["attn_mask"] = attention_mask(padding, self.vit.num_prefix_tokens)
+        elif request.attend is not None:
+            keywords["attn_mask"] = with_prefix(request.attend, self.vit.num_prefix_tokens)
         return repeat(keywords, self.num_layers)
 
     def grid(self, height: int, width: int) -> Grid:

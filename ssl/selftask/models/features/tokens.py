@@ -78,6 +78,7 @@ class Request:
     mask_token: Tensor | None = None
     keep: Tensor | None = None
     padding: Tensor | None = None
+    attend: Tensor | None = None
     visible: Tensor | None = None
     layers: tuple[int, ...] = ()
 
@@ -206,3 +207,20 @@ def attention_mask(padding: Tensor, num_prefix: int) -> Tensor:
     keys = torch.cat([padding.new_ones(len(padding), num_prefix), ~padding], dim=1)  # (B, P + K)
     length = keys.shape[1]
     return keys[:, None, None, :].expand(-1, 1, length, length)
+
+
+def with_prefix(attend: Tensor, num_prefix: int) -> Tensor:
+    """Return the attention mask of prefix tokens, which attend to all tokens, and patches.
+
+    Args:
+        attend: (B, N, N) bool, True for patches that a patch attends to.
+        num_prefix: Number of prefix tokens, P, which no patch attends to.
+
+    Returns:
+        (B, 1, P + N, P + N) bool, True for keys that a query may attend to.
+    """
+    length = num_prefix + attend.shape[1]
+    mask = attend.new_ones(len(attend), length, length)
+    mask[:, num_prefix:, :num_prefix] = False
+    mask[:, num_prefix:, num_prefix:] = attend
+    return mask[:, None]

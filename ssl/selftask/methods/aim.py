@@ -1,0 +1,138 @@
+"""AIM: predict the next patch of an image, row by row.
+
+B: images per rank, N: patches of an image, E: width of the backbone, P: numbers in a patch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.methods.families.masked_patches import MaskedPatches, initialize_as_mae
+from selftask.methods.mae import normalize, patchify
+from selftask.models.build import embed_dim
+from selftask.models.features.extract import adapter_of
+from selftask.models.features.tokens import Grid
+from selftask.models.masks import hide_patches
+from selftask.models.network import Network, PatchOutput
+from selftask.models.precision import in_full_precision
+from selftask.models.predictors.patch_predictor import fix_sincos_positions
+from selftask.models.predictors.residual_mlp import ResidualMLP
+from selftask.random.keyed import uniform
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("aim")
+class AIM(MaskedPatches):
+    """AIM (arXiv:2401.08541): predicts each patch from those before it, as a language model does.
+
+    The first patches, a random number of them, attend to each other; each later one to those before
+    it. So the features of whole images, where all attend to all, are like those of training.
+
+    Loss: ``mean (x_{k+1} - f(x_1 ... x_k))^2`` of patches after the prefix, standardized (eq. 2).
+
+    Published: ImageNet top-1 of an attentive probe: AIM-0.6B 79.4, 1B 82.3, 3B 83.3, 7B 84.0
+    (authors' README).
+
+    Use it to train very large transformers on very many images; weak by k-NN.
+
+    Differs from lightly's code; that of the authors' pretraining is not public:
+
+    * A patch predicts the next one; there its own, which it sees.
+    * The loss is a mean over the predicted patches of an image, then over images.
+    """
+
+    paper = "El-Nouby et al., Scalable Pre-training of Large Autoregressive Image Models, ICML 2024"
+    requires = ("attention",)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        normalize_pixels: bool = True
+        """Whether each target patch is normalized to mean 0 and variance 1."""
+        decoder_dim: int = setting(2048, min=1, tiny=16)
+        """Width of the head's blocks."""
+        decoder_depth: int = setting(12, min=1, tiny=1)
+        """Residual blocks of the head."""
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Build the network with fixed positions and MAE's initial weights, unless loaded."""
+        config = self.config
+        self.patch_size = adapter_of(backbone).patch_size[0]
+        head = ResidualMLP(
+            embed_dim(backbone),
+            dim=config.decoder_dim,
+            depth=config.decoder_depth,
+            num_out=task.data_module.channels * self.patch_size**2,
+        )
+        initialize_as_mae(head)
+        if task.config.init.backbone is None:
+            fix_sincos_positions(backbone)
+            initialize_as_mae(backbone)
+        return CausalNetwork(backbone, head)
+
+    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:
+        """Return the patches (B, N) after the prefix, whose length is uniform from 1 to N - 1."""
+        num_patches = grid[0] * grid[1]
+        length = 1 + (uniform(seed, key, 1) * (num_patches - 1)).long()  # (B, 1)
+        return torch.arange(num_patches) >= length
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        batch = task.last_batch
+        pixels = patchify(batch.all_views[0], self.patch_size)  # (B, N, P)
+        batch["pixels"] = normalize(pixels) if self.config.normalize_pixels else pixels
+
+    def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
+        """Return eq. 2; ``output.prediction`` (B, N, P), each row of the next patch."""
+        return next_patch_loss(output.prediction, batch["pixels"], batch["mask"])
+
+    def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
+        """Return the image and the patches of the prefix."""
+        (images,) = batch.all_views
+        return {"image": images, "prefix": hide_patches(images, batch["mask"])}
+
+    @property
+    def chance_loss(self) -> float | None:
+        """Loss of the mean of each patch, which is its variance: 1, with ``normalize_pixels``."""
+        return 1.0 if self.config.normalize_pixels else None
+
+
+class CausalNetwork(Network):
+    """Backbone whose patches attend to the prefix and those before them, then the head."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> PatchOutput:  # type: ignore[override]
+        images, mask = inputs
+        features = self.extract(images, attend=prefix_causal(mask))
+        return PatchOutput(self.head(features.patches), features, mask)
+
+
+def prefix_causal(mask: Tensor) -> Tensor:
+    """Return the patches that each patch attends to (section 3.1): (B, N, N) bool.
+
+    Args:
+        mask: (B, N) bool, True for patches after the prefix.
+    """
+    earlier = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()
+    return earlier | ~mask[:, None]
+
+
+@in_full_precision
+def next_patch_loss(prediction: Tensor, pixels: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean squared error of the patches after the prefix, each predicted from the last.
+
+    Args:
+        prediction: (B, N, P); row k belongs to patch k + 1, and the last to none.
+        pixels: (B, N, P).
+        mask: (B, N) bool, True for patches after the prefix, never the first one.
+    """
+    errors = (prediction[:, :-1] - pixels[:, 1:]).square().mean(dim=2)  # (B, N - 1)
+    asked = mask[:, 1:]
+    return ((errors * asked).sum(dim=1) / asked.sum(dim=1)).mean()
