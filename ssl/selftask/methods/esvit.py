@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -123,7 +123,12 @@ class RegionNetwork(Network):
 
     def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]
         num_images = len(views[0])
-        passes = [self.extract(list(alike)) for _, alike in groupby(views, lambda v: v.shape[2:])]
+        ends = [
+            number
+            for number in range(1, len(views) + 1)
+            if number == len(views) or views[number].shape != views[number - 1].shape
+        ]
+        passes = [self.extract(views[start:end]) for start, end in pairwise([0, *ends])]
         images = self.head(torch.cat([features.pooled for features in passes]))
         cells = [  # (B, N, E) for each view
             view for features in passes for view in features.patches.split(num_images)
