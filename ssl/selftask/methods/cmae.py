@@ -64,8 +64,8 @@ class CMAE(MAE, EMATeacher):
 
     paper = "Huang et al., Contrastive Masked Autoencoders Are Stronger Vision Learners, TPAMI 2024"
     columns = {
-        "reconstruction": "Term of the loss: pixels of the masked patches.",
-        "contrast": "Term of the loss: contrast with the teacher's outputs of all images.",
+        "masked_pixels": "Term of the loss: pixels of the masked patches.",
+        "image_contrast": "Term of the loss: contrast with the teacher's outputs of all images.",
     }
     loss_reduction = "gathered"  # negatives are the teacher's outputs on all ranks
     sample_dim = None
@@ -125,8 +125,8 @@ class CMAE(MAE, EMATeacher):
             output.prediction.image, batch["target"], temperature=config.temperature
         )
         return {
-            "reconstruction": super().forward(of_pixels(output), batch),
-            "contrast": config.contrast_weight * contrast,
+            "masked_pixels": super().forward(of_pixels(output), batch),
+            "image_contrast": config.contrast_weight * contrast,
         }
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:

@@ -170,8 +170,10 @@ def close_cells(
         max_distance: Largest distance of the centers, in diagonals of the larger cell.
     """
     rows, columns = grid
-    cell = torch.tensor([1 / columns, 1 / rows], device=first.matrix.device)
-    diagonals = [(draw.matrix[:, :, :2] * cell).norm(dim=(1, 2)) for draw in (first, second)]
+    diagonals = []  # (B,) each
+    for draw in (first, second):
+        right, down, _ = draw.matrix.unbind(2)  # (B, 2) each
+        diagonals.append(torch.cat([right / columns, down / rows], dim=1).norm(dim=1))
     limit = max_distance * torch.maximum(*diagonals)  # (B,)
     distance = torch.cdist(first.centers(rows, columns), second.centers(rows, columns))
     return distance < limit[:, None, None]

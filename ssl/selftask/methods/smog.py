@@ -46,6 +46,8 @@ class SMoG(ProjectorTeacher):
     Differs from lightly's code; that of the authors is not public:
 
     * Both views are predicted in a step; there the views take turns.
+    * Groups are set anew between epochs; there every 300 steps, an epoch of ImageNet for batches of
+      4096.
     * Projections are normalized before they move groups, so that their length does not matter.
     """
 
@@ -70,8 +72,8 @@ class SMoG(ProjectorTeacher):
         """Momentum of the groups, beta in eq. 4."""
         temperature: float = setting(0.1, above=0)
         """Temperature of the softmax over groups."""
-        cluster_every: int = setting(300, min=1, tiny=2)
-        """Steps after which the groups are set anew, by k-means of the queue."""
+        cluster_every: int = setting(1, min=1)
+        """Epochs after which the groups are set anew, by k-means of the queue."""
         queue_size: int = setting(30_000, min=1, tiny=lambda batch: 2 * batch)
         """Length of the queue of the teacher's outputs, in images; L."""
 
@@ -93,6 +95,20 @@ class SMoG(ProjectorTeacher):
     def build_head(self, embed_dim: int) -> nn.Module:
         dim, hidden = self.config.out_dim, self.config.hidden_dim
         return ProjectorPredictor(mlp(embed_dim, hidden, dim), mlp(dim, hidden, dim))
+
+    def on_phase_start(self, task: Task) -> None:
+        """Set the groups anew by k-means of the queue, unless the run was resumed in the epoch.
+
+        The result depends on queue, seed and epoch only, so it is the same on every rank.
+        """
+        epoch = task.clock.epoch
+        is_start = task.train and task.clock.batch_in_epoch == 0 and epoch > 0
+        if is_start and epoch % self.config.cluster_every == 0:
+            draws = torch.Generator().manual_seed(
+                hash_words(task.config.train.seed, _GROUPS, epoch)
+            )
+            centroids, _ = spherical_kmeans(self.queue.rows, len(self.groups), generator=draws)
+            self.groups.copy_(centroids)
 
     def on_forward(self, task: Task) -> None:
         """Assign the teacher's outputs to groups; remember what moves groups and enters the queue.
@@ -122,16 +138,11 @@ class SMoG(ProjectorTeacher):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Move the groups, or cluster the queue. Projections are those before the step."""
+        """Move the groups, by the projections before the step; fill the queue."""
         super().on_update(task)
         for projection, targets in self.take_pending():
             self.groups.copy_(self.moved(projection))
             self.queue.update(targets)
-        step = task.steps_done + 1
-        if step % self.config.cluster_every == 0:
-            draws = torch.Generator().manual_seed(hash_words(task.config.train.seed, _GROUPS, step))
-            centroids, _ = spherical_kmeans(self.queue.rows, len(self.groups), generator=draws)
-            self.groups.copy_(centroids)
 
     @property
     def chance_loss(self) -> float:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.distributed import accelerator
 from selftask.distributed.collectives import all_reduce_max, all_reduce_sum, world_size
 from selftask.distributed.heartbeat import track
 from selftask.models.precision import in_full_precision, to_float32
@@ -131,7 +132,7 @@ def spherical_kmeans(
         raise ValueError(f"cannot make {num_clusters} clusters of {len(x)} rows; ask for fewer")
     x = F.normalize(to_float32(x), dim=1)
     first = torch.randperm(len(x), generator=generator)[:num_clusters]
-    centroids = x[first.to(x.device)]  # (K, D)
+    centroids = x[accelerator.copy_to(x.device, first)]  # (K, D)
     for _ in track("k-means", range(iterations)):
         cluster = _nearest(x, centroids, chunk)
         sums = _sum_by_cluster(x, cluster, num_clusters, chunk)
