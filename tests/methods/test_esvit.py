@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from figures import draw
 from minitask import predicted
 from selftask.batch import Batch
 from selftask.methods.esvit import EsViT, Predictions, nearest_regions
+from selftask.models.network import PatchOutput
 
 NUM_IMAGES, NUM_OUT, WIDTH, REGIONS, LOCAL_REGIONS = 3, 16, 8, 9, 4
 # microsoft/esvit, two steps for seeds 0 and 500: loss, gradients of the
@@ -41,6 +43,20 @@ def _views(rows: Tensor, num_local: int) -> list[Tensor]:
     return [view.unflatten(0, (NUM_IMAGES, -1)) for view in views]
 
 
+class FixedTeacher(nn.Module):
+    """Returns the output of a teacher, and is never updated."""
+
+    def __init__(self, output: Predictions) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, views: list[Tensor]) -> PatchOutput:
+        return predicted(self.output)
+
+    def update(self, network: Any, *, momentum: float) -> None:
+        assert momentum == 0.5
+
+
 def _steps(seed: int, num_local: int) -> Iterator[tuple[float, ...]]:
     method = EsViT(EsViT.Config(out_dim=NUM_OUT)).double()
     views = 2 + num_local
@@ -60,16 +76,17 @@ def _steps(seed: int, num_local: int) -> Iterator[tuple[float, ...]]:
             _views(draw(u + 3, num_seen, NUM_OUT, scale=0.3), 0),
             _views(draw(u + 5, num_seen, WIDTH), 0),
         )
-        method.teacher = lambda views, teacher=teacher: predicted(teacher)
+        method.teacher = FixedTeacher(teacher)
         method.teacher_temperature_at = lambda where: 0.04
+        method.momentum_at = lambda where: 0.5
         images = [torch.zeros(NUM_IMAGES, 3, 4, 4)] * views
         batch = Batch(views={"main": images}, labels=None, index=None, key=None)
-        method.on_forward(SimpleNamespace(last_batch=batch, where=0.0, train=True))
+        task: Any = SimpleNamespace(last_batch=batch, where=0.0, train=True, base_model=None)
+        method.on_forward(task)
         loss = sum(method(predicted(output), batch).values())
         gradients = torch.autograd.grad(loss, (scores, of_regions))
         yield (loss.item(), *(gradient.norm().item() for gradient in gradients))
-        for center, mean in zip(method.centers(), method.take_pending()[0], strict=True):
-            center.lerp_(mean, 1 - method.config.center_momentum)
+        method.on_update(task)
         yield tuple(center.norm().item() for center in method.centers())
 
 

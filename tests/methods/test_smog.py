@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +60,16 @@ def test_groups_move_at_each_step_and_are_set_anew_by_k_means() -> None:
     start = method.groups.clone()
     task.run(1)
     assert not torch.equal(method.groups, start)
-    clock = SimpleNamespace(epoch=1, batch_in_epoch=0)
-    method.on_phase_start(SimpleNamespace(train=True, clock=clock, config=task.config))  # type: ignore[arg-type]
+    rows = method.queue.rows.clone()
+    for trained_batches in (1, 1000):  # the queue is full of images after some
+        before = method.groups.clone()
+        clock = SimpleNamespace(epoch=1, batch_in_epoch=0, trained_batches=trained_batches)
+        state: Any = SimpleNamespace(
+            train=True, clock=clock, config=task.config, length=task.length
+        )
+        method.on_phase_start(state)
+        assert torch.equal(method.groups, before) == (trained_batches == 1)
+    assert torch.equal(method.queue.rows, rows)
     draws = torch.Generator().manual_seed(hash_words(task.config.train.seed, 0x736D6F67, 1))
     expected, _ = spherical_kmeans(method.queue.rows, 4, generator=draws)
     assert torch.equal(method.groups, expected)

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.methods.families.masked_patches import MaskedPatches, initialize_as_mae
+from selftask.methods.families.masked_patches import (
+    MaskedPatches,
+    initialize_as_mae,
+    initialize_unless_loaded,
+)
 from selftask.methods.mae import normalize, patchify
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -21,7 +25,6 @@ from selftask.models.features.tokens import Grid
 from selftask.models.masks import hide_patches
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision
-from selftask.models.predictors.patch_predictor import fix_sincos_positions
 from selftask.models.predictors.residual_mlp import ResidualMLP
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
@@ -37,7 +40,7 @@ class AIM(MaskedPatches):
     The first patches, a random number of them, attend to each other; each later one to those before
     it. So the features of whole images, where all attend to all, are like those of training.
 
-    Loss: ``mean (x_{k+1} - f(x_1 ... x_k))^2`` of patches after the prefix, standardized (eq. 2).
+    Loss: ``mean (x_{k+1} - f(x_1 ... x_k))^2`` of patches after the prefix, standardized.
 
     Published: ImageNet top-1 of an attentive probe: AIM-0.6B 79.4, 1B 82.3, 3B 83.3, 7B 84.0
     (authors' README).
@@ -63,7 +66,7 @@ class AIM(MaskedPatches):
         """Residual blocks of the head."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the network with fixed positions and MAE's initial weights, unless loaded."""
+        """Build head and backbone with MAE's initial weights; a loaded backbone keeps its own."""
         config = self.config
         self.patch_size = adapter_of(backbone).patch_size[0]
         head = ResidualMLP(
@@ -73,9 +76,7 @@ class AIM(MaskedPatches):
             num_out=task.data_module.channels * self.patch_size**2,
         )
         initialize_as_mae(head)
-        if task.config.init.backbone is None:
-            fix_sincos_positions(backbone)
-            initialize_as_mae(backbone)
+        initialize_unless_loaded(backbone, task, initialize_as_mae)
         return CausalNetwork(backbone, head)
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:
@@ -91,7 +92,7 @@ class AIM(MaskedPatches):
         batch["pixels"] = normalize(pixels) if self.config.normalize_pixels else pixels
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return eq. 2; ``output.prediction`` (B, N, P), each row of the next patch."""
+        """Return the loss; row k of ``output.prediction`` (B, N, P) predicts patch k + 1."""
         return next_patch_loss(output.prediction, batch["pixels"], batch["mask"])
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:

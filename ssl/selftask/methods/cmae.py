@@ -21,7 +21,6 @@ from selftask.methods.families.masked_patches import Kept, KeptNetwork, initiali
 from selftask.methods.mae import MAE
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
-from selftask.models.features.tokens import Grid
 from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.losses.contrast import gathered_cross_entropy
 from selftask.models.network import Network, PatchOutput
@@ -49,13 +48,12 @@ class CMAE(MAE, EMATeacher):
     The first view is masked, and an EMA teacher sees all of the second: a crop shifted by some
     pixels, with other colors.
 
-    Loss: ``mean (x - x')^2 + w 2 tau CE(p.t/tau)`` (eq. 7).
+    Loss: ``mean (x - x')^2 + w 2 tau CE(p.t/tau)``.
 
     Published: ImageNet fine-tuned top-1 of ViT-B 83.8 after 300 epochs, 84.7 after 1600 (authors'
     README).
 
-    Use it in place of ``mae`` if the features are also used without fine-tuning, at the cost of a
-    teacher.
+    Use it in place of ``mae`` to fine-tune a transformer, at the cost of a teacher.
 
     Differs from the authors' code:
 
@@ -119,7 +117,7 @@ class CMAE(MAE, EMATeacher):
         task.last_batch["target"] = self.teacher(task.last_batch.all_views[1])  # (B, D)
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:  # type: ignore[override]
-        """Return the two terms of eq. 7."""
+        """Return the two terms of the loss."""
         config = self.config
         contrast = contrast_loss(
             output.prediction.image, batch["target"], temperature=config.temperature
@@ -169,16 +167,7 @@ class ContrastNetwork(KeptNetwork):
 class FeatureDecoder(PatchPredictor):
     """Decoder that returns the mean over all patches, encoded and masked ones: (B, num_out)."""
 
-    def forward(
-        self,
-        encoded: Tensor,
-        keep: Tensor,
-        asked: Tensor,
-        *,
-        grid: Grid | None = None,
-        **padding: Tensor | None,
-    ) -> Tensor:
-        tokens = self.decode(encoded, keep, asked, grid=grid, **padding)
+    def read(self, tokens: Tensor, keep: Tensor, asked: Tensor) -> Tensor:
         patches = tokens[:, -(keep.shape[1] + asked.shape[2]) :]  # without prefix tokens
         output: Tensor = self.project(self.norm(patches).mean(dim=1))
         return output
@@ -199,7 +188,7 @@ def of_pixels(output: PatchOutput) -> PatchOutput:
 
 @in_full_precision
 def contrast_loss(prediction: Tensor, target: Tensor, *, temperature: float) -> Tensor:
-    """Return 2 tau times the cross-entropy of predictions with their targets on all ranks (eq. 6).
+    """Return 2 tau times the cross-entropy of predictions with their targets on all ranks.
 
     Args:
         prediction: (B, D), not necessarily normalized.

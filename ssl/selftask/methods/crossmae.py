@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.methods.families.masked_patches import Kept, initialize_as_mae
+from selftask.methods.families.masked_patches import (
+    Kept,
+    initialize_as_mae,
+    initialize_unless_loaded,
+)
 from selftask.methods.mae import MAE
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid
 from selftask.models.network import Network, PatchOutput
 from selftask.models.predictors.memory_predictor import MemoryPredictor
-from selftask.models.predictors.patch_predictor import fix_sincos_positions
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -69,9 +72,7 @@ class CrossMAE(MAE):
             num_out=task.data_module.channels * self.patch_size**2,
         )
         initialize_as_mae(decoder)
-        if task.config.init.backbone is None:
-            fix_sincos_positions(backbone)
-            initialize_as_mae(backbone)
+        initialize_unless_loaded(backbone, task, initialize_as_mae)
         return CrossNetwork(backbone, decoder)
 
     def num_predicted(self, grid: Grid) -> int:

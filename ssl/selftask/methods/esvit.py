@@ -44,7 +44,7 @@ class EsViT(DINO):
     """EsViT (arXiv:2106.09785): DINO, and the same for regions that match by their features.
 
     Loss: ``(1 - w) DINO + w (-mean_i sum_k t_k log softmax(s_i/tau)_k)``, t being the target of the
-    teacher's region of largest cosine (eq. 4).
+    teacher's region of largest cosine.
 
     Published: ImageNet k-NN and linear top-1 of Swin-T 75.7 and 78.0, Swin-S 77.7 and 79.5, Swin-B
     78.9 and 80.4 (authors' README).
@@ -101,7 +101,7 @@ class EsViT(DINO):
         return self.center, self.region_center
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of eq. 4, averaged over pairs of a global and another view."""
+        """Return the terms of the loss, averaged over pairs of a global and another view."""
         predicted, weight = output.prediction, self.config.region_weight
         terms = super().forward(predicted.images, batch)
         regions = region_cross_entropy(

@@ -25,8 +25,7 @@ class IIC(Method):
 
     Loss: ``-sum P_ij (ln P_ij - lambda ln P_i - lambda ln P_j)`` (eq. 3; lambda in the code).
 
-    Use it if the outputs are to be clusters of about equal size; its features are weaker than those
-    of ``twist`` or ``swav``.
+    Use it if the outputs are to be clusters of about equal size; results vary with the seed.
 
     Differs from the authors' code:
 

@@ -31,7 +31,7 @@ class PixPro(EMATeacher):
     """PixPro (arXiv:2011.10043): BYOL for cells of feature maps that show the same point.
 
     Loss: ``-2 mean cos(y, sg t)`` over pairs of cells close to each other in the image, in both
-    directions (eq. 4).
+    directions.
 
     Published: ImageNet linear top-1 of ResNet-50 55.1 after 400 epochs; detection on VOC 60.2 AP
     (paper).
@@ -93,7 +93,7 @@ class PixPro(EMATeacher):
         batch["pairs"] = close_cells(first, second, grid, max_distance=self.config.max_distance)
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return eq. 4 in both directions, added; ``output.prediction`` (2, B, N, D)."""
+        """Return the loss in both directions, added; ``output.prediction`` (2, B, N, D)."""
         prediction, target, pairs = output.prediction, batch["cells"], batch["pairs"]
         return cell_regression_loss(prediction[0], target[1], pairs) + cell_regression_loss(
             prediction[1], target[0], pairs.mT

@@ -36,8 +36,7 @@ _GROUPS = 0x736D6F67  # "smog": separates these draws from others of the same se
 class SMoG(ProjectorTeacher):
     """SMoG (arXiv:2207.06167): predicts the group of another view; groups move with each batch.
 
-    Loss: ``-log softmax(cos(p1, g) / tau)[group of t2]``, and the same with the views exchanged
-    (eq. 5).
+    Loss: ``-log softmax(cos(p1, g) / tau)[group of t2]``, and the same with the views exchanged.
 
     Published: ImageNet linear top-1 of ResNet-50 76.4 after 400 epochs with multi-crop (paper).
 
@@ -69,11 +68,11 @@ class SMoG(ProjectorTeacher):
         num_groups: int = setting(3000, min=2, tiny=6)
         """Number of groups, K."""
         group_momentum: float = setting(0.99, min=0, max=1)
-        """Momentum of the groups, beta in eq. 4."""
+        """Momentum of the groups, beta."""
         temperature: float = setting(0.1, above=0)
         """Temperature of the softmax over groups."""
         cluster_every: int = setting(1, min=1)
-        """Epochs after which the groups are set anew, by k-means of the queue."""
+        """Epochs after which the groups are set anew, by k-means of the queue if it is full."""
         queue_size: int = setting(30_000, min=1, tiny=lambda batch: 2 * batch)
         """Length of the queue of the teacher's outputs, in images; L."""
 
@@ -99,11 +98,13 @@ class SMoG(ProjectorTeacher):
     def on_phase_start(self, task: Task) -> None:
         """Set the groups anew by k-means of the queue, unless the run was resumed in the epoch.
 
-        The result depends on queue, seed and epoch only, so it is the same on every rank.
+        The queue must be full of images: at first, its rows are random. The result depends on
+        queue, seed and epoch only, so it is the same on every rank.
         """
-        epoch = task.clock.epoch
-        is_start = task.train and task.clock.batch_in_epoch == 0 and epoch > 0
-        if is_start and epoch % self.config.cluster_every == 0:
+        clock, epoch = task.clock, task.clock.epoch
+        is_full = clock.trained_batches * task.length.batch_size >= len(self.queue)
+        is_start = task.train and clock.batch_in_epoch == 0
+        if is_start and is_full and epoch % self.config.cluster_every == 0:
             draws = torch.Generator().manual_seed(
                 hash_words(task.config.train.seed, _GROUPS, epoch)
             )
@@ -122,7 +123,7 @@ class SMoG(ProjectorTeacher):
             self.pending.append((batch.output[:, :, 0].detach(), targets[0]))
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return eq. 5 in both directions, averaged; ``output`` (2, B, 2, D)."""
+        """Return the loss in both directions, averaged; ``output`` (2, B, 2, D)."""
         projection, prediction = output.unbind(2)  # (2, B, D)
         return grouping_loss(
             prediction,
@@ -138,7 +139,7 @@ class SMoG(ProjectorTeacher):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Move the groups, by the projections before the step; fill the queue."""
+        """Move the groups by the projections of the step's batches, then enqueue its images."""
         super().on_update(task)
         for projection, targets in self.take_pending():
             self.groups.copy_(self.moved(projection))
@@ -159,7 +160,7 @@ def nearest_group(features: Tensor, groups: Tensor) -> Tensor:
 
 @in_full_precision
 def moved_groups(groups: Tensor, projection: Tensor, *, momentum: float) -> Tensor:
-    """Return the groups, moved toward the mean of their members on all ranks (eq. 4).
+    """Return the groups, moved toward the mean of their members on all ranks.
 
     A group without members stays. The gradient flows through the projections.
 
@@ -179,7 +180,7 @@ def moved_groups(groups: Tensor, projection: Tensor, *, momentum: float) -> Tens
 def grouping_loss(
     prediction: Tensor, groups: Tensor, group: Tensor, *, temperature: float
 ) -> Tensor:
-    """Return the cross-entropy of predictions with their groups (eq. 5), averaged.
+    """Return the cross-entropy of predictions with their groups, averaged.
 
     Args:
         prediction: (V, B, D).

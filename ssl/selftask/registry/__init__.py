@@ -254,7 +254,7 @@ REDUCTIONS = {
 REQUIREMENTS = {
     "tokens": "patch tokens of a transformer",
     "subset": "patch tokens that can be left out",
-    "attention": "patch tokens that attend to some others only",
+    "attention": "patch tokens whose attention can be limited",
     "sparse": "convolutions that can leave out hidden patches",
     "dense": "dense feature maps",
     "hidden": "hidden layers",

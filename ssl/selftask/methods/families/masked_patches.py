@@ -304,10 +304,17 @@ def build_kept_network(
         width, grid, dim=dim, depth=depth, num_heads=num_heads, num_out=num_out
     )
     initialize(predictor)
+    initialize_unless_loaded(backbone, task, initialize)
+    return KeptNetwork(backbone, predictor)
+
+
+def initialize_unless_loaded(
+    backbone: nn.Module, task: Task, initialize: Callable[[nn.Module], None]
+) -> None:
+    """Give a backbone fixed positions and initial weights, unless ``init`` loads its weights."""
     if task.config.init.backbone is None:
         fix_sincos_positions(backbone)
         initialize(backbone)
-    return KeptNetwork(backbone, predictor)
 
 
 @torch.no_grad()

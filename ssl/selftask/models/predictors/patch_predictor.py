@@ -70,23 +70,6 @@ class PatchPredictor(nn.Module):
         Returns:
             (B, M, Q, num_out).
         """
-        x = self.decode(
-            encoded, keep, asked, padding=padding, asked_padding=asked_padding, grid=grid
-        )
-        output: Tensor = self.project(self.norm(x[:, -asked.shape[2] :]))  # (B * M, Q, out)
-        return output.view(*asked.shape, -1)
-
-    def decode(
-        self,
-        encoded: Tensor,
-        keep: Tensor,
-        asked: Tensor,
-        *,
-        padding: Tensor | None = None,
-        asked_padding: Tensor | None = None,
-        grid: Grid | None = None,
-    ) -> Tensor:
-        """Return the tokens after the blocks, (B * M, P + K + Q, D), in the order of the input."""
         positions = self.positions
         if grid not in (None, self.grid):
             positions = sincos_positions(positions.shape[1], grid).to(positions)
@@ -103,7 +86,18 @@ class PatchPredictor(nn.Module):
             attend = attention_mask(torch.cat([each, asked_padding.flatten(0, 1)], 1), num_prefix)
         for block in self.blocks:
             x = block(x, attn_mask=attend)
-        return x
+        return self.read(x, keep, asked)
+
+    def read(self, tokens: Tensor, keep: Tensor, asked: Tensor) -> Tensor:
+        """Return what is predicted from the tokens after the blocks.
+
+        Args:
+            tokens: (B * M, P + K + Q, D): prefix tokens, encoded patches, patches to predict.
+            keep: (B, K), as in ``forward``.
+            asked: (B, M, Q), as in ``forward``.
+        """
+        output: Tensor = self.project(self.norm(tokens[:, -asked.shape[2] :]))  # (B * M, Q, out)
+        return output.view(*asked.shape, -1)
 
 
 def transformer_blocks(dim: int, depth: int, num_heads: int) -> nn.Sequential:
