@@ -29,6 +29,7 @@ Checks, each in its own time; an exception is a failure, shown in the table:
 * ``bare_loop``: supervised steps beside forward, backward and SGD alone: at least 0.95.
 * ``precision``: float32, TF32, bfloat16, float16; none may be slower than float32.
 * ``compile``: losses in float32 of a compiled network, with CUDA graphs, too: 2e-2.
+* ``compiled_speed``: images a second of compiled networks beside eager ones; nothing is expected.
 * ``commands``: evaluations of one run on a CPU and on the GPU: 0.03; features, fine-tuning, export
   and report end without an error.
 * ``ranks``: with several GPUs, each kind of reduction with synchronized BatchNorm beside one GPU,
@@ -66,7 +67,7 @@ sys.path[:0] = [str(ROOT / "ssl"), str(ROOT / "tests"), str(ROOT / "tools")]
 
 import tiny  # noqa: E402
 from gpu import agreement, commands, throughput  # noqa: E402
-from gpu.rows import Result, Setting, Table  # noqa: E402
+from gpu.rows import Result, Setting, Sizes, Table  # noqa: E402
 from selftask.distributed.accelerator import empty_cache  # noqa: E402
 from selftask.registry import METHODS  # noqa: E402
 
@@ -145,6 +146,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checks", default=",".join(CHECKS))
     parser.add_argument("--methods", default=",".join(METHODS.names()))
+    recipes = ",".join(Sizes.recipes)
+    parser.add_argument("--recipes", default=recipes, help="for checks of speed and memory")
     parser.add_argument("--processes", type=int, default=1, help="for checks of methods")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
@@ -168,6 +171,7 @@ def main() -> int:
             printed_losses=losses_in_process,
             run_command=run_command,
             ranks=min(2, torch.cuda.device_count()),
+            sizes=Sizes(recipes=tuple(options.recipes.split(","))),
         )
         if options.print_losses:
             print(json.dumps(agreement.print_losses(setting)))

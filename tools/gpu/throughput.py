@@ -157,6 +157,18 @@ def check_compile(setting: Setting) -> Iterator[Result]:
             yield Result("compile", case, f"{error:.1e}", most, error <= COMPILED)
 
 
+def check_compiled_speed(setting: Setting) -> Iterator[Result]:
+    """Images a second of compiled networks beside those of the same networks."""
+    options = f"train.compile_options={{backend: {setting.sizes.compiler}}}"
+    for recipe in setting.sizes.recipes:
+        eager, compiled = (
+            measured(setting, recipe, *words).given.images_per_s or 0.0
+            for words in ((), ("train.compile=model", options))
+        )
+        figure = f"{compiled:,.1f} images/s, {compiled / eager:.2f} of eager"
+        yield Result("compiled_speed", recipe, figure)
+
+
 def _losses(setting: Setting, method: str, *words: str) -> list[float]:
     """Return the losses of five steps."""
     quiet = ("hooks.progress=null", "train.max_steps=5", setting.on_device)
