@@ -5,18 +5,24 @@ from __future__ import annotations
 import hashlib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import cv2
+import numpy as np
 import pytest
 import timm
 import torch
 import torchvision
+from PIL import Image
 from torch import nn
 
+import selftask
 from selftask.cli.main import main
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import check_library
+from selftask.models.weights.huggingface import check_huggingface, save_huggingface
 from selftask.models.weights.model_source import open_model
 
 
@@ -100,6 +106,74 @@ def test_a_name_gets_the_hash_that_torch_hub_checks(
     for more in (["--name", "a/b"], ["--name", "mine", "--to", "onnx"]):
         assert main([*words, *more]) == 2
         assert error_line(capsys).endswith("is for backbone.pt, and a name without folders")
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "channels"),
+    [
+        ("resnet18", {}, 1),
+        ("timm", {"model": "vit_tiny_patch16_224", "args": {"img_size": 32, "depth": 2}}, 3),
+        ("vit_micro", {"registers": 2, "pool": "avg", "layer_scale": 0.1}, 3),
+        ("vit_micro", {"positions": "rope", "swiglu": True, "layer_scale": 0.1}, 3),
+        ("vit_micro", {"positions": "rope_eva", "img_size": 64}, 1),
+    ],
+)
+def test_transformers_and_timm_load_it_from_a_folder(
+    name: str, args: dict[str, Any], channels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModel
+
+    backbone: Any = build_backbone(Component(name=name, args=args), channels)
+    for parameter in backbone.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    size = args.get("img_size", 32)
+    facts: dict[str, Any] = {"architecture": {"name": name, "args": args}, "channels": channels}
+    facts["input_size"] = size
+    folder = save_huggingface(backbone, tmp_path, check_huggingface(backbone, facts))
+    images = torch.randn(2, channels, size, size)
+    expected = backbone.eval()(images)
+    model = AutoModel.from_pretrained(folder).eval()
+    torch.testing.assert_close(model(images).pooler_output, expected, rtol=1e-4, atol=1e-5)
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_input_of_a_run_stands_in_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoImageProcessor
+
+    words = ["export", "timm:resnet10t", "weights=none", "--to", "huggingface"]
+    assert main([*words, "--out", str(tmp_path)]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    image = cv2.resize(np.eye(4, 6, dtype=np.uint8)[..., None] * [90, 160, 250.0], (400, 300))
+    image = image.astype(np.uint8)
+    transform = selftask.load(tmp_path / "backbone.pt").transform
+    shown = AutoImageProcessor.from_pretrained(folder)(Image.fromarray(image), return_tensors="pt")[
+        "pixel_values"
+    ][0]
+    torch.testing.assert_close(shown, transform(image), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("small_resnet", {}, "small_resnet is no model of timm; transformers loads backbones of"),
+        ("resnet18", {"stem": "cifar"}, "timm's resnet18 does not load these weights: size mism"),
+        ("vit_micro", {"swiglu": True}, "describe backbone.swiglu: true"),
+        ("vit_micro", {"positions": "rope_capi"}, "describe backbone.positions: rope_capi"),
+        ("vit_micro", {"positions": "rope"}, "backbone.positions: rope without layer_scale"),
+        ("torchvision", {"model": "googlenet", "args": {}}, "timm has no model named 'googlenet"),
+    ],
+)
+def test_what_transformers_cannot_load_is_refused(
+    name: str, args: dict[str, Any], message: str
+) -> None:
+    backbone = build_backbone(Component(name=name, args=args))
+    with pytest.raises(UserError, match=f"export: --to huggingface: .*{message}"):
+        check_huggingface(backbone, {"architecture": {"name": name, "args": args}})
 
 
 def test_only_a_run_has_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

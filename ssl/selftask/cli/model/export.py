@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 USAGE = f"""\
 usage: selftask export RUN_OR_MODEL [--out DIR]
-                       [--to torchvision|timm|safetensors|checkpoint|onnx|detectron2|vissl]
+                       [--to torchvision|timm|safetensors|huggingface|onnx|detectron2|vissl
+                             |checkpoint]
                        [--weights ema|swa | --average N] [--name NAME]
 
 {MODEL}
@@ -39,6 +40,8 @@ Writes backbone.pt, backbone.safetensors and backbone.json, of a run from its ne
 into RUN/export (or DIR), with the key names of the library the backbone comes from.
 --to torchvision and --to timm also check that the library's own model loads them, strictly, and
 computes the same features.
+--to huggingface also writes the folder huggingface, which transformers.AutoModel and timm load, if
+a model of timm computes the same features.
 --to onnx also writes backbone.onnx: normalized images (B, C, S, S) -> features (B, E).
 --to detectron2 and --to vissl also write a ResNet as detectron2.pkl (MODEL.WEIGHTS) or vissl.torch.
 --to checkpoint writes a run's whole state instead, as one plain file step_N.pt: what a sharded
@@ -57,7 +60,7 @@ import=[MODULE]  a plug-in, such as one with a handler for an address
 OPTIONS = {"--to": str, "--out": str, "--weights": str, "--average": int, "--name": str}
 LIBRARIES = ("torchvision", "timm")
 FOREIGN = ("detectron2", "vissl")
-FORMATS = (*LIBRARIES, *FOREIGN, "safetensors", "checkpoint", "onnx")
+FORMATS = (*LIBRARIES, *FOREIGN, "safetensors", "huggingface", "onnx", "checkpoint")
 
 
 def main(argv: list[str]) -> int:
@@ -245,6 +248,7 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
     """
     from selftask.models.weights.export import check_library, save_backbone
     from selftask.models.weights.foreign import check_foreign, save_foreign
+    from selftask.models.weights.huggingface import check_huggingface, save_huggingface
     from selftask.models.weights.onnx_file import check_onnx, save_onnx
 
     if to in LIBRARIES:
@@ -253,9 +257,12 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
         check_foreign(backbone, to)
     if to == "onnx":
         check_onnx()
+    config = check_huggingface(backbone, facts) if to == "huggingface" else None
     path = save_backbone(backbone, folder, facts)
     if to == "onnx":
         return save_onnx(backbone, folder, facts)
+    if config is not None:
+        return save_huggingface(backbone, folder, config)
     return save_foreign(backbone, folder, to) if to in FOREIGN else path
 
 

@@ -63,6 +63,10 @@ class Timm:
         fixed = {"dynamic_img_size": False} if self.model.startswith("vit_") else {}
         return {**named, **fixed, **(self.args if fixed else {})}
 
+    def in_timm(self) -> tuple[str, dict[str, Any]]:
+        """Return the name and the arguments."""
+        return self.model, dict(self.args)
+
     @property
     def size_argument(self) -> str | None:
         return "img_size" if self.model.startswith(_SIZED) else None
@@ -116,6 +120,10 @@ class Torchvision:
 
     def grid(self) -> dict[str, Any]:
         return {}  # known only after building
+
+    def in_timm(self) -> tuple[str, dict[str, Any]]:
+        """Return the name; timm has some of torchvision's models."""
+        return self.model, {}
 
     @property
     def size_argument(self) -> str | None:

@@ -34,6 +34,10 @@ class _ResNet(WithNorm):
     def tiny(self) -> dict[str, Any]:
         return {"name": "small_resnet", "width": 8}
 
+    def in_timm(self) -> tuple[str, dict[str, Any]]:
+        """Return name and arguments of timm's model; its stem is that for 224 pixels."""
+        return self.architecture, {}
+
     def build(self, channels: int = 3) -> nn.Module:
         """Build the torchvision model. ``fc`` is an identity, so it has no keys."""
         import torchvision  # slow to import

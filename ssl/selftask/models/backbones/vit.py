@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from selftask.config.fields import setting
+from selftask.errors import UserError
 from selftask.registry import register_backbone
 
 if TYPE_CHECKING:
@@ -101,30 +102,15 @@ class _ViT:
         from selftask.models.dropout import set_uniform_stochastic_depth
 
         sizes = {
-            "img_size": self.img_size,
-            "patch_size": self.patch_size,
+            **self._sizes(),
             "in_chans": channels,
-            "depth": self.depth,
-            "embed_dim": self.embed_dim,
-            "num_heads": self.num_heads,
-            "global_pool": self.pool,
-            "class_token": self.class_token,
             "drop_path_rate": self.drop_path,
-            "dynamic_img_size": self.dynamic_img_size,
-            "init_values": self.layer_scale,
-            "mlp_ratio": 8 / 3 if self.swiglu else 4.0,
             "num_classes": 0,
         }
         model: Any
         if self.positions == "learned":
             gated = {"mlp_layer": partial(SwiGLU, align_to=64), "act_layer": nn.SiLU}
-            model = VisionTransformer(
-                **sizes,
-                **(gated if self.swiglu else {}),
-                reg_tokens=self.registers,
-                no_embed_class=self.registers > 0,  # as in DINOv2 with registers
-                fc_norm=False,  # features are normalized before pooling: one layout for both pools
-            )
+            model = VisionTransformer(**sizes, **(gated if self.swiglu else {}), **self._tokens())
         else:
             model = self._rotary(sizes)
         if self.class_token:
@@ -133,6 +119,59 @@ class _ViT:
             set_uniform_stochastic_depth(model, self.drop_path)
         return model
 
+    def in_timm(self) -> tuple[str, dict[str, Any]]:
+        """Return name and arguments of timm's model; raises UserError if values do not suffice."""
+        option = {
+            "learned": "swiglu: true" if self.swiglu else None,
+            "rope": "positions: rope without layer_scale" if self.layer_scale is None else None,
+            "rope_capi": "positions: rope_capi",
+            "rope_eva": None,
+        }[self.positions]
+        if option is not None:
+            raise UserError(f"no model name of timm and values describe backbone.{option}")
+        if self.positions == "learned":
+            return "vit_base_patch16_224", {**self._sizes(), **self._tokens()}
+        name = "vit_base_patch16_dinov3" if self.positions == "rope" else "eva_giant_patch14_224"
+        return name, {**self._sizes(), **self._rotations(), "qkv_bias": True}
+
+    def _sizes(self) -> dict[str, Any]:
+        """Return arguments of both of timm's classes."""
+        return {
+            "img_size": self.img_size,
+            "patch_size": self.patch_size,
+            "depth": self.depth,
+            "embed_dim": self.embed_dim,
+            "num_heads": self.num_heads,
+            "global_pool": self.pool,
+            "class_token": self.class_token,
+            "dynamic_img_size": self.dynamic_img_size,
+            "init_values": self.layer_scale,
+            "mlp_ratio": 8 / 3 if self.swiglu else 4.0,
+        }
+
+    def _tokens(self) -> dict[str, Any]:
+        """Return arguments of timm's VisionTransformer."""
+        return {
+            "reg_tokens": self.registers,
+            "no_embed_class": self.registers > 0,  # as in DINOv2 with registers
+            "fc_norm": False,  # features are normalized before pooling: one layout for both pools
+        }
+
+    def _rotations(self) -> dict[str, Any]:
+        """Return arguments of timm's Eva."""
+        is_eva = self.positions == "rope_eva"
+        return {
+            "num_reg_tokens": self.registers,
+            "swiglu_mlp": self.swiglu,
+            "swiglu_align_to": 64,
+            "use_fc_norm": False,
+            "use_abs_pos_emb": False,
+            "use_rot_pos_emb": True,
+            "rope_type": "cat" if is_eva else "dinov3",
+            "rope_temperature": 10_000.0 if is_eva else 100.0,
+            "rope_rotate_half": not is_eva,
+        }
+
     def _rotary(self, sizes: dict[str, Any]) -> nn.Module:
         """Build timm's Eva."""
         from timm.models import Eva
@@ -140,19 +179,10 @@ class _ViT:
 
         from selftask.models.backbones.rope import CapiRope, draw_coordinates_per_sample
 
-        is_eva = self.positions == "rope_eva"
         model = Eva(
             **sizes,
-            num_reg_tokens=self.registers,
-            swiglu_mlp=self.swiglu,
-            swiglu_align_to=64,
-            use_fc_norm=False,
-            use_abs_pos_emb=False,
-            use_rot_pos_emb=True,
-            norm_layer=partial(nn.LayerNorm, eps=1e-6 if is_eva else 1e-5),
-            rope_type="cat" if is_eva else "dinov3",
-            rope_temperature=10_000.0 if is_eva else 100.0,
-            rope_rotate_half=not is_eva,
+            **self._rotations(),
+            norm_layer=partial(nn.LayerNorm, eps=1e-6 if self.positions == "rope_eva" else 1e-5),
             **{f"rope_{name}_coords": value for name, value in self._coordinates().items()},
         )
         draw_coordinates_per_sample(model)

@@ -52,7 +52,6 @@ def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any])
     return folder / WEIGHTS
 
 
-@torch.no_grad()
 def check_library(
     backbone: nn.Module, architecture: Component, channels: int, library: str
 ) -> None:
@@ -78,16 +77,31 @@ def check_library(
     except UserError as error:
         reason = str(error).removeprefix("backbone.model: ")
         raise UserError(f"{what}: {reason}") from error
+    check_features(backbone, theirs, what=f"{what}: its {name}", shape=(channels, 64, 64))
+
+
+@torch.no_grad()
+def check_features(
+    backbone: nn.Module, theirs: nn.Module, *, what: str, shape: tuple[int, int, int]
+) -> None:
+    """Raise UserError unless another model loads these weights and computes the same features.
+
+    Args:
+        backbone: The backbone.
+        theirs: The other model; its weights are replaced.
+        what: Beginning of the message.
+        shape: Shape (C, H, W) of the random images.
+    """
     try:
         theirs.load_state_dict(portable_state(backbone), strict=True)
     except RuntimeError as error:
         first = " ".join(str(error).split("\n", 2)[1].split())[:200]
-        raise UserError(f"{what}: its {name} does not load these weights: {first}") from error
-    images = torch.rand(2, channels, 64, 64)
+        raise UserError(f"{what} does not load these weights: {first}") from error
+    images = torch.rand(2, *shape)
     with in_eval_mode(backbone), in_eval_mode(theirs):
         ours = backbone(images)
         if not torch.allclose(theirs(images), ours, rtol=1e-3, atol=1e-4 * float(ours.abs().max())):
-            raise UserError(f"{what}: its {name} takes these weights and computes other features")
+            raise UserError(f"{what} takes these weights and computes other features")
 
 
 def metadata(
