@@ -68,6 +68,7 @@ COMMANDS_ON_PATHS = {
         "data.val=CLOSED/x",
     ],
     "eval correspondence": ["eval", "correspondence", "CLOSED/x", "data=digits"],
+    "eval robustness": ["eval", "robustness", "CLOSED/x", "data=digits"],
     "eval depth": ["eval", "depth", "torchvision:resnet18", "weights=none", "data=CLOSED/x"],
     "eval suite": ["eval", "suite", "CLOSED/x", "knn"],
     "eval predictions": ["eval", "predictions", "CLOSED/x.csv"],

@@ -28,6 +28,7 @@ COMMANDS = {
     "segmentation": (f"{_FOLDER}.segmentation", "classes of pixels"),
     "depth": (f"{_FOLDER}.depth", "depth of pixels"),
     "correspondence": (f"{_FOLDER}.correspondence", "find places again, no labels"),
+    "robustness": (f"{_FOLDER}.robustness", "errors on corrupted images"),
     "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
@@ -38,6 +39,7 @@ usage: selftask eval knn|linear|svm|clusters|spectrum RUN_OR_MODEL ... [key=valu
        selftask eval views RUN [images=1000] [views=10] [key=value ...]
        selftask eval segmentation|depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
        selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
+       selftask eval robustness RUN_OR_MODEL [images=N] [key=value ...]
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]
 

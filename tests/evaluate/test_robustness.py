@@ -1,0 +1,152 @@
+"""`selftask eval robustness`: corruptions by their formulas, errors by brute force."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.ndimage import gaussian_filter
+from torch import nn
+
+import tiny
+from selftask.cli.main import main
+from selftask.config.load import load_config
+from selftask.config.schema import Component
+from selftask.data.loading.open_data import open_data
+from selftask.data.transforms.pipeline import build_pipeline
+from selftask.evaluate.robustness import (
+    STRENGTHS,
+    RobustnessOptions,
+    corrupted,
+    measure_robustness,
+)
+
+NORMALIZE = Component(name="normalize", args={"stats": "half"})
+
+
+def shown(name: str, strength: float, image: np.ndarray) -> np.ndarray:
+    """The corrupted image as float64."""
+    transforms = corrupted([NORMALIZE], name, strength, min(image.shape[:2]))
+    assert transforms[-1] == NORMALIZE
+    pipeline = build_pipeline(transforms[:-1], "transforms", image.shape[2])
+    return pipeline(image, np.random.default_rng(0)).astype(np.float64)
+
+
+@pytest.fixture
+def image() -> np.ndarray:
+    """A smooth image of 64 x 64 pixels."""
+    noise = np.random.default_rng(0).random((64, 64, 3))
+    smooth = gaussian_filter(noise, (3, 3, 0))
+    return (255 * (smooth - smooth.min()) / np.ptp(smooth)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("level", range(5))
+def test_tones_follow_their_formulas(level: int, image: np.ndarray) -> None:
+    factor, offset = STRENGTHS["contrast"][level], STRENGTHS["brightness"][level]
+    expected = 127.5 + factor * (image - 127.5)
+    np.testing.assert_allclose(shown("contrast", factor, image), expected, atol=0.51)
+    expected = np.minimum(image + 255 * offset, 255)
+    np.testing.assert_allclose(shown("brightness", offset, image), expected, atol=0.51)
+
+
+@pytest.mark.parametrize("level", range(5))
+def test_noise_has_its_strength(level: int) -> None:
+    gray = np.full((256, 256, 3), 128, dtype=np.uint8)
+    sigma = STRENGTHS["gaussian_noise"][level]
+    differences = shown("gaussian_noise", sigma, gray) - 128
+    inside = np.clip(255 * sigma * np.random.default_rng(1).standard_normal(10**6), -128, 127)
+    assert differences.std() == pytest.approx(inside.std(), rel=0.02)
+    share = STRENGTHS["impulse_noise"][level]
+    assert (shown("impulse_noise", share, gray) != 128).mean() == pytest.approx(share, rel=0.05)
+
+
+@pytest.mark.parametrize("level", range(5))
+def test_blur_and_pixels(level: int, image: np.ndarray) -> None:
+    sigma = STRENGTHS["gaussian_blur"][level]
+    expected = gaussian_filter(image.astype(np.float64), (sigma * 64 / 224,) * 2 + (0,))
+    assert np.abs(shown("gaussian_blur", sigma, image) - expected)[8:-8, 8:-8].mean() < 1
+    share = STRENGTHS["pixelate"][level]
+    small = Image.fromarray(image).resize((round(64 * share),) * 2, Image.Resampling.BILINEAR)
+    large = np.asarray(small.resize((64, 64), Image.Resampling.NEAREST), dtype=np.float64)
+    assert np.abs(shown("pixelate", share, image) - large).mean() < 2
+
+
+def test_errors_are_those_of_a_search_by_hand(tmp_path: Path) -> None:
+    train, test = tiny.digits_file(tmp_path), tiny.digits_file(tmp_path, "val.npz", 80, 140)
+    words = [
+        f"data={train}",
+        f"data.val={test}",
+        "eval.transforms=[{name: normalize, stats: half}]",
+    ]
+    config = load_config("simclr/digits", words)
+    options = RobustnessOptions(corruptions=["brightness", "contrast"], k=1)
+    rows: list[str] = []
+    row = measure_robustness(
+        nn.Flatten(),
+        config,
+        open_data(config.data),
+        options,
+        device=torch.device("cpu"),
+        tell=rows.append,
+    )
+
+    def error(change: float, factor: float) -> float:
+        sets = []
+        for path, now in ((train, False), (test, True)):
+            file = np.load(path)
+            images = file["images"].astype(np.float64)
+            if now:
+                images = np.clip(np.rint(factor * images + 255 * change), 0, 255)
+            flat = (images / 127.5 - 1).reshape(len(images), -1)
+            sets.append((flat / np.linalg.norm(flat, axis=1, keepdims=True), file["labels"]))
+        (bank, labels), (queries, expected) = sets
+        return float((labels[(queries @ bank.T).argmax(1)] != expected).mean())
+
+    assert row["clean_error"] == pytest.approx(error(0, 1))
+    brightness = [error(value, 1) for value in STRENGTHS["brightness"]]
+    contrast = [error((1 - value) / 2, value) for value in STRENGTHS["contrast"]]
+    assert row["brightness_error"] == pytest.approx(np.mean(brightness))
+    assert row["contrast_error"] == pytest.approx(np.mean(contrast))
+    assert row["corruption_error"] == pytest.approx(np.mean(brightness + contrast))
+    assert row["relative_corruption_error"] == row["corruption_error"] - row["clean_error"]
+    assert row["test_images"] == 60 and len(rows) == 3
+    assert rows[1].split()[2:] == [f"{value:.3f}" for value in brightness]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    words = tiny.overrides("simclr", tmp_path, "run", "train.max_steps=2")
+    assert main(["train", "simclr/digits", *words]) == 0
+    val = f"data.val={tiny.digits_file(tmp_path, 'val.npz', 80, 140)}"
+    command = ["eval", "robustness", str(run), val, "images=30", "corruptions=[gaussian_noise]"]
+    printed = []
+    for _ in range(2):
+        capsys.readouterr()
+        assert main(command) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    row = json.loads(printed[0].splitlines()[-1])
+    assert row["test_images"] == 30 and row["corruption_error"] == row["gaussian_noise_error"]
+    kept = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert kept["evaluation"] == "robustness" and kept["clean_error"] == row["clean_error"]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("corruptions=[contrst]", "corruptions: there is no 'contrst'; did you mean 'contrast'?"),
+        ("corruptions=[]", "corruptions: []; one or more of gaussian_noise, "),
+        ("data.val=null", "data.val is missing: give the labeled images to test on, data.val=DIR"),
+        ("kk=3", "eval robustness: there is no 'kk'; did you mean 'k'?"),
+    ],
+)
+def test_mistakes_in_robustness(
+    word: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["timm:resnet10t", "weights=none", f"data={tiny.digits_file(tmp_path)}"]
+    assert main(["eval", "robustness", *model, word]) == 2
+    assert message in capsys.readouterr().err
