@@ -162,8 +162,8 @@ def test_the_input_of_a_run_stands_in_the_folder(
     [
         ("small_resnet", {}, "small_resnet is no model of timm; transformers loads backbones of"),
         ("resnet18", {"stem": "cifar"}, "timm's resnet18 does not load these weights: size mism"),
-        ("vit_micro", {"swiglu": True}, "describe backbone.swiglu: true"),
-        ("vit_micro", {"positions": "rope_capi"}, "describe backbone.positions: rope_capi"),
+        ("vit_micro", {"swiglu": True}, "timm has no named model with backbone.swiglu: true"),
+        ("vit_micro", {"positions": "rope_capi"}, "named model with backbone.positions: rope_capi"),
         ("vit_micro", {"positions": "rope"}, "backbone.positions: rope without layer_scale"),
         ("torchvision", {"model": "googlenet", "args": {}}, "timm has no model named 'googlenet"),
     ],

@@ -120,7 +120,7 @@ class _ViT:
         return model
 
     def in_timm(self) -> tuple[str, dict[str, Any]]:
-        """Return name and arguments of timm's model; raises UserError if values do not suffice."""
+        """Return name and arguments of timm's model; raises UserError if it has none."""
         option = {
             "learned": "swiglu: true" if self.swiglu else None,
             "rope": "positions: rope without layer_scale" if self.layer_scale is None else None,
@@ -128,7 +128,7 @@ class _ViT:
             "rope_eva": None,
         }[self.positions]
         if option is not None:
-            raise UserError(f"no model name of timm and values describe backbone.{option}")
+            raise UserError(f"timm has no named model with backbone.{option}")
         if self.positions == "learned":
             return "vit_base_patch16_224", {**self._sizes(), **self._tokens()}
         name = "vit_base_patch16_dinov3" if self.positions == "rope" else "eva_giant_patch14_224"

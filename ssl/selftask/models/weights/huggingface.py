@@ -45,6 +45,7 @@ def check_huggingface(backbone: nn.Module, facts: dict[str, Any]) -> dict[str, A
         raise UserError(f"{_WHAT}: {str(error).removeprefix('backbone.model: ')}") from error
     size = facts.get("input_size") or args.get("img_size") or _SIZE
     check_features(backbone, theirs, what=f"{_WHAT}: timm's {model}", shape=(channels, size, size))
+    known = getattr(theirs, "pretrained_cfg", {})
     return {
         "architecture": model,
         "num_classes": 0,
@@ -53,8 +54,8 @@ def check_huggingface(backbone: nn.Module, facts: dict[str, Any]) -> dict[str, A
         "pretrained_cfg": {
             **_input(facts, channels, size),
             "num_classes": 0,
-            "first_conv": _known(theirs, "first_conv"),
-            "classifier": _known(theirs, "classifier"),
+            "first_conv": known.get("first_conv"),
+            "classifier": known.get("classifier"),
         },
         "selftask": facts,
     }
@@ -93,8 +94,3 @@ def _input(facts: dict[str, Any], channels: int, size: int) -> dict[str, Any]:
         "mean": normalization.get("mean") or [0.0] * channels,
         "std": normalization.get("std") or [1.0] * channels,
     }
-
-
-def _known(model: Any, name: str) -> Any:
-    """Return an entry of timm's description of its model."""
-    return getattr(model, "pretrained_cfg", {}).get(name)
