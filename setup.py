@@ -104,7 +104,13 @@ setup(
                 "fsspec[http]>=2024.6",
                 "tifffile>=2024.8.10",
             ),
-            *("transformers>=5", "accelerate>=1", "nbclient>=0.8", "ipykernel>=6", "matplotlib>=3.7"),
+            *(
+                "transformers>=5",
+                "accelerate>=1",
+                "nbclient>=0.8",
+                "ipykernel>=6",
+                "matplotlib>=3.7",
+            ),
             *("sphinx>=8", "myst-nb>=1.2", "furo>=2024.8.6"),
             "selenium>=4.11",  # the pages of reports in Chromium
             *("onnx>=1.17", "onnxscript>=0.2", "onnxruntime>=1.20"),
