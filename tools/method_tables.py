@@ -40,6 +40,8 @@ NUM_DIGITS = 1347  # training images of the digits
 TEACHERS = {  # numbers of prototypes or tokens
     "beit/digits": {"num_tokens": 1000},  # timm:test_vit
     "beit/images": {"num_tokens": 1024},  # vqkd/images
+    "cae/digits": {"num_tokens": 1000},
+    "cae/images": {"num_tokens": 1024},
     "distill_prototypes/digits": {"out_dim": 1000},  # timm:test_vit
     "distill_prototypes/images": {"out_dim": 4096, "patch_dim": 4096},  # dinov2/images
 }

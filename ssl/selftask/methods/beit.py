@@ -27,8 +27,8 @@ from selftask.methods.families.masked_patches import (
     HiddenPatchNetwork,
     mean_of_hidden,
 )
+from selftask.methods.families.tokenizer import open_tokenizer, trained_tokenizer
 from selftask.models.build import embed_dim
-from selftask.models.distillation.patch_targets import PatchTokenizer, TokenTargets
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import gather_tokens
 from selftask.models.network import PatchOutput
@@ -66,10 +66,7 @@ class BEiT(BlockMaskedPatches):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockMaskedPatches.Config):
-        tokenizer: FrozenModule = setting(
-            missing="give a run of vqkd or package.module:Class",
-            tiny=FrozenModule(model="timm:test_vit", weights="none"),
-        )
+        tokenizer: FrozenModule = trained_tokenizer()
         """Tokenizer: a run of ``vqkd``, ``RUN@STEP`` or a checkpoint; a run with prototypes of
         patches (``ibot``, ``dinov2``) or images, the nearest of which is the token; ``timm:NAME``,
         whose classes then serve as tokens; or your own ``package.module:Class``, which returns
@@ -93,7 +90,7 @@ class BEiT(BlockMaskedPatches):
         """
         self.check_backbone(backbone)
         self.check_grid(adapter_of(backbone).built_grid)
-        self.tokenizer = self.open_tokenizer(task)
+        self.tokenizer = open_tokenizer(self, task)
         self.num_tokens: int = self.tokenizer.num_tokens
         width, config = embed_dim(backbone), self.config
         head = self.build_head(width)
@@ -111,17 +108,6 @@ class BEiT(BlockMaskedPatches):
             depth=config.branch_depth,
             num_heads=config.branch_heads,
         )
-
-    def open_tokenizer(self, task: Task) -> TokenTargets:
-        """Return the tokenizer: your own class, or the scores of a trained network."""
-        if FrozenModule.of(self.config.tokenizer).is_code:
-            return TokenTargets(self.open_frozen("tokenizer", task).network, "method.tokenizer")
-        trained = self.open_trained("tokenizer", task, scores=True)
-        assert trained.scores is not None
-        backbone = trained.network.backbone
-        scores = trained.scores.patches or trained.scores
-        tokenizer = PatchTokenizer(backbone, scores.head, scores.width(backbone))
-        return TokenTargets(tokenizer, "method.tokenizer")
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the linear layer from a patch to the scores of all tokens."""

@@ -26,7 +26,7 @@ class MemoryPredictor(nn.Module):
     Args:
         embed_dim: Width E of the encoded patches.
         grid: Rows and columns of patches.
-        num_layers: Number L of encoder layers to mix.
+        num_layers: Number L of encoder layers to mix; None: all blocks read the same layer.
         dim: Width D of the decoder; divisible by 4 and by ``num_heads``.
         depth: Number of blocks.
         num_heads: Attention heads of a block.
@@ -39,7 +39,7 @@ class MemoryPredictor(nn.Module):
         self,
         embed_dim: int,
         grid: Grid,
-        num_layers: int,
+        num_layers: int | None,
         *,
         dim: int,
         depth: int,
@@ -50,7 +50,9 @@ class MemoryPredictor(nn.Module):
         self.grid = grid
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
         self.register_buffer("positions", sincos_positions(dim, grid), persistent=False)
-        self.mixture = nn.Parameter(torch.randn(depth, num_layers) * num_layers**-0.5)
+        self.mixture: nn.Parameter | None = None
+        if num_layers is not None:
+            self.mixture = nn.Parameter(torch.randn(depth, num_layers) * num_layers**-0.5)
         self.blocks = nn.ModuleList(MemoryBlock(dim, embed_dim, num_heads) for _ in range(depth))
         self.norm = _norm(dim)
         self.project = nn.Linear(dim, num_out)
@@ -59,22 +61,27 @@ class MemoryPredictor(nn.Module):
         """Predict patches from the outputs of L encoder layers.
 
         Args:
-            layers: L tensors (B, P + K, E).
+            layers: L tensors (B, P + K, E); one if they are not mixed.
             asked: (B, Q) indices of the patches to predict.
             grid: Rows and columns of patches.
 
         Returns:
             (B, Q, num_out).
         """
-        positions = self.positions
-        if grid != self.grid:
-            positions = sincos_positions(positions.shape[1], grid).to(positions)
-        mixed = torch.einsum("dl,lbke->dbke", self.mixture, torch.stack(list(layers)))
-        x = self.mask_token + positions[asked]  # (B, Q, D)
-        for block, memory in zip(self.blocks, mixed, strict=True):
+        x = self.mask_token + self.positions_on(grid)[asked]  # (B, Q, D)
+        read = [*layers] * len(self.blocks)
+        if self.mixture is not None:
+            read = [*torch.einsum("dl,lbke->dbke", self.mixture, torch.stack([*layers]))]
+        for block, memory in zip(self.blocks, read, strict=True):
             x = block(x, memory)
         output: Tensor = self.project(self.norm(x))
         return output
+
+    def positions_on(self, grid: Grid) -> Tensor:
+        """Return the positions of the patches of a grid, (N, D)."""
+        if grid == self.grid:
+            return self.positions
+        return sincos_positions(self.positions.shape[1], grid).to(self.positions)
 
 
 class MemoryBlock(nn.Module):
