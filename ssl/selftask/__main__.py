@@ -19,9 +19,9 @@ _CALLERS = (["<module>"], ["<module>", "_run_code", "_run_module_as_main"])  # s
 def run() -> NoReturn:
     """Run the command of ``sys.argv`` and exit with its exit code.
 
-    After torch has been imported, Python would spend a second of CPU time on freeing its objects.
-    The process then ends without that, unless other code has called this function: a profiler or
-    debugger, or a test.
+    If torch has been imported, the process exits without freeing its objects, which would take a
+    second of CPU time. It exits normally if other code has called this function, such as a
+    profiler, a debugger or a test.
     """
     code = _flush_output(main())
     if "torch" in sys.modules and _is_whole_process(sys._getframe().f_back):
@@ -30,7 +30,7 @@ def run() -> NoReturn:
 
 
 def _is_whole_process(frame: FrameType | None) -> bool:
-    """Return whether nothing runs in this process after ``frame``, the caller of ``run``."""
+    """Return whether the caller of ``run`` is the entry point, so that nothing runs afterwards."""
     names = []
     while frame is not None:
         names.append(frame.f_code.co_name)
@@ -60,7 +60,7 @@ def _flush(file: io.TextIOWrapper | io.BufferedWriter) -> None:
 
 
 def _flush_output(code: int) -> int:
-    """Write buffered output; return ``code``, or 1 if it was 0 and nothing reads the output."""
+    """Flush stdout; return ``code``, or 1 if it is 0 and the output could not be written."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # `selftask plan simclr | head`: the reader has exited

@@ -70,7 +70,7 @@ def printable(text: str) -> str:
 
 
 def printable_line(text: str) -> str:
-    """Return the text as ``printable`` does, in one line."""
+    """Return ``printable(text)`` on one line: line breaks escaped, tabs replaced by spaces."""
     return printable(text).replace("\n", "\\n").replace("\t", " ")
 
 
@@ -96,7 +96,10 @@ def shorten(text: str, most: int = 200) -> str:
 
 
 def join_some(items: list[str] | str, show: int = 5) -> str:
-    """Join the first items and the number of the others: ``a, b and 3 more``."""
+    """Join the first ``show`` items and the number of the others: ``a, b and 3 more``.
+
+    A string is returned unchanged.
+    """
     if isinstance(items, str):
         return items
     rest = len(items) - show
@@ -120,7 +123,7 @@ def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """Return a hint for a missing path: a name that is close, its neighbors, or what is missing."""
+    """Return a hint for a missing path: a similar name, names beside it, or a missing parent."""
     missing = Path(path)
     while not os.path.isdir(missing.parent):
         missing = missing.parent

@@ -51,7 +51,8 @@ def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
     If the last element is a vector of integers, it is taken as the labels.
 
     Args:
-        item: Item of the user's iterable: a view (B, C, H, W), or views and perhaps labels (B,).
+        item: Item of the user's iterable: a ``Batch``; a view (B, C, H, W), a list of views or a
+            dict of view groups; or a tuple of these and labels (B,).
         number: Index of the batch, counted from the start of training.
         batches_per_epoch: Number of batches per epoch.
     """
@@ -117,10 +118,11 @@ class TaskOfBatches(Task):
 def read_epoch(batches: Any, epoch: int, start: int, seed: int) -> Iterator[Any]:
     """Yield the user's batches of an epoch from number ``start`` on.
 
-    ``set_epoch(epoch)`` of the object, its ``batch_sampler`` or its ``sampler`` is called first. If
-    the object or its ``batch_sampler`` has ``seek(start)``, the batches before are not read.
-    Otherwise they are read again. What draws from the global generators of Python, NumPy and torch
-    while it is read, such as a DataLoader with ``shuffle=True``, draws the same again.
+    ``set_epoch(epoch)`` of the object, its ``batch_sampler`` and ``sampler`` is called first, if it
+    exists. If the object or its ``batch_sampler`` has ``seek(start)``, the batches before
+    ``start`` are skipped; otherwise they are read again. The global generators of Python, NumPy and
+    torch are seeded while batches are read, so that a DataLoader with ``shuffle=True`` repeats its
+    order.
 
     Args:
         batches: The user's iterable.
@@ -154,7 +156,7 @@ def read_epoch(batches: Any, epoch: int, start: int, seed: int) -> Iterator[Any]
 
 
 class _Generators:
-    """States of the global generators for reading, apart from those for training."""
+    """States of the global random generators for reading batches, separate from training."""
 
     def __init__(self, seed: int) -> None:
         torch_generator = torch.Generator().manual_seed(seed)
@@ -198,7 +200,7 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 
 class _Count(Source):
-    """A source with the number of images of an epoch of batches; images cannot be read."""
+    """A source that has the number of images of an epoch, but whose images cannot be read."""
 
     def __init__(self, count: int, channels: int) -> None:
         self.count, self.channels = count, channels

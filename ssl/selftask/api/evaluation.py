@@ -45,7 +45,8 @@ def evaluate(
             command, by dotted key or as nested dicts.
 
     Returns:
-        Metrics by name, and the numbers of images and classes; empty on ranks other than 0.
+        Metrics by name with their 95 % intervals, and the numbers of images and classes; empty on
+        ranks other than 0.
 
     Raises:
         UserError: If there is no such evaluation, or the model, images or labels do not fit it.

@@ -118,7 +118,7 @@ class Learner(nn.Module):
         return batch.local_loss
 
     def after_backward(self) -> None:
-        """Let the method modify the gradients; call it before the optimizer's step."""
+        """Let the method modify or drop gradients; call it before the optimizer's step."""
         self._frozen.drop_gradients(self._task.steps_done)
         self.method.on_backward(self._task)
 
@@ -136,7 +136,7 @@ class Learner(nn.Module):
 
 
 class _TaskOfLearner:
-    """The part of a task that methods use."""
+    """Minimal substitute for ``Task``, with the attributes that methods use."""
 
     loss: Method
     base_model: nn.Module

@@ -82,7 +82,7 @@ def _is_in_pipeline(key: Key) -> bool:
 
 
 def _transform(value: Any, key: Key) -> Any:
-    """Return the config value of a transform, or of the address in one (``transform``)."""
+    """Return the config value of a transform, or its import path if the key is ``transform``."""
     if is_pipeline(key):
         return [_transform(value, (*key, "0"))]
     if registered := _known_name(TRANSFORMS, type(value)):
@@ -99,7 +99,7 @@ def _transform(value: Any, key: Key) -> Any:
 
 
 def _registry(key: Key) -> Registry | None:
-    """Return the registry of the name at a key: ``method``, ``method.name`` or ``hooks.mine``."""
+    """Return the registry for a key such as ``method``, ``method.name`` or ``hooks.x``, or None."""
     places = (key, key[:-1], key[:-2]) if key[-1] == "name" else (key, key[:-1])
     return next((_REGISTRIES[place] for place in places if place in _REGISTRIES), None)
 
@@ -107,8 +107,8 @@ def _registry(key: Key) -> Registry | None:
 def _address(place: str, thing: Any) -> str:
     """Make an object importable; return ``package.module:name``, the same in every session.
 
-    A later object of the same class replaces it. The module that a task trains is passed to it
-    directly; importing the name of a module gives a copy, which may get other weights.
+    A later object of the same class and ``place`` replaces it. Importing a ``nn.Module`` gives a
+    copy, which may get other weights; the module that a task trains is passed to it directly.
     """
     name = f"{place}_{type(thing).__name__}"
     globals()[name] = lambda: deepcopy(thing) if isinstance(thing, nn.Module) else thing
@@ -116,7 +116,7 @@ def _address(place: str, thing: Any) -> str:
 
 
 def _name(registry: Registry, thing: Any) -> str:
-    """Return the name of a class or function; register it if it has none."""
+    """Return the registered name of a class or function; register it by its own if it has none."""
     name = _known_name(registry, thing) or str(thing.__name__)
     if registry.imported(name) is not thing:
         registry.register(name)(thing)

@@ -74,7 +74,7 @@ class Predictor:
             ``torchvision:NAME``; or a ``Model``. A run of a method with a classifier predicts
             classes, too.
         neighbors: Images to search: a value of ``data=``, such as a folder, or a map-style data
-            set. Their features are computed now, in this process.
+            set. Their features are computed here, in this process.
         k: Number of neighbors to return.
         device: Device to compute on.
         weights: For a library's model: ``pretrained``, ``none`` (random), or a file.

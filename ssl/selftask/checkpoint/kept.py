@@ -31,7 +31,10 @@ class Kept:
 
     @classmethod
     def read(cls, folder: Path) -> Kept:
-        """Return the content of ``folder/kept.json``, restricted to existing checkpoints."""
+        """Return the content of ``folder/kept.json``, restricted to existing checkpoints.
+
+        It is empty if the file is missing or invalid.
+        """
         try:
             kept = cls.of(read_json(folder / FILE))
         except (OSError, ValueError, TypeError, KeyError, OverflowError):
@@ -40,7 +43,7 @@ class Kept:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Kept:
-        """Return the object from the result of ``to_dict``."""
+        """Create the object from the result of ``to_dict``."""
         best = tuple((int(step), float(value)) for step, value in content["best"])
         return cls(content["metric"], content["mode"], best, tuple(map(int, content["every"])))
 
@@ -59,11 +62,11 @@ class Kept:
             (folder / FILE).unlink(missing_ok=True)
 
     def rotate(self, newest: Path, keep: int) -> None:
-        """Write ``kept.json`` and remove old checkpoints, but none that is listed in it.
+        """Write ``kept.json``, then remove old checkpoints that it does not list.
 
         Args:
             newest: Path of the newest checkpoint.
-            keep: Number of newest checkpoints that remain, too.
+            keep: Number of newest checkpoints to keep in addition.
         """
         self.write(newest.parent)
         rotation.rotate(newest, keep, self.steps)

@@ -24,15 +24,15 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint is incomplete or its content has changed."""
+    """Raised if a checkpoint is incomplete, damaged or not a checkpoint."""
 
 
 class NoCheckpoint(DamagedCheckpoint):
-    """The file is intact but is not a selftask checkpoint."""
+    """Raised if a file is intact but is not a selftask checkpoint."""
 
 
 def write_checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Write a state to a file and fsync it; return its length in bytes and its XXH3."""
+    """Write a state to a file and fsync it; return the manifest entry of the file."""
     with path.open("wb", buffering=_SMALL_WRITES) as file:
         writer = _Checked(file)
         try:
@@ -77,9 +77,9 @@ def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def check_plain(value: Any, key: str = "state") -> None:
-    """Raise TypeError with the first key whose value only pickle could store.
+    """Raise TypeError with the first key whose value torch.load(weights_only=True) may refuse.
 
-    Subclasses are rejected: NumPy's float64 is a float, but ``weights_only`` does not load it.
+    Subclasses are rejected: NumPy's float64 is a float, but ``weights_only`` refuses it.
     """
     if type(value) in (dict, OrderedDict):
         for name, item in value.items():
@@ -126,7 +126,7 @@ def verify(path: Path, manifest: Any, *, content: bool = True) -> None:
 
 
 def checksum(path: Path) -> str:
-    """Return the XXH3 of 128 bits of a file, as hexadecimal digits."""
+    """Return the 128-bit XXH3 of a file as hexadecimal digits."""
     hasher, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
         while length := file.readinto(block):

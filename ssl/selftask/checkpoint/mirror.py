@@ -1,4 +1,4 @@
-"""Run folders at addresses (``out=s3://bucket/run``).
+"""Run folders at remote addresses, such as ``out=s3://bucket/run``.
 
 A run works in a local folder, with all guarantees of a local ``out``. A thread copies its files to
 the address about once a second: each checkpoint, then its manifest, and ``status.json`` after
@@ -41,7 +41,7 @@ Stamp = tuple[int, int]  # modification time in ns and size of a local file
 def fetch_run(
     address: str, folder: Path, *, num_checkpoints: int | None = None
 ) -> dict[str, Stamp]:
-    """Make the content of ``folder`` equal to that of the address.
+    """Make ``folder`` a copy of the run at an address, without incomplete checkpoints.
 
     Nothing is fetched if the last attempt of the run worked in this folder, since its files are
     newer. Checkpoints with the same manifest are not downloaded again.
@@ -80,6 +80,10 @@ def fetch_run(
 def local_run(address: str, *, num_checkpoints: int | None = 0) -> str:
     """Return a local copy of the run at a remote address; other paths are returned unchanged.
 
+    Args:
+        address: Path or address of a run.
+        num_checkpoints: Number of newest checkpoints to download; None for all.
+
     Raises:
         UserError: If a file of the run cannot be read.
     """
@@ -95,7 +99,7 @@ def local_run(address: str, *, num_checkpoints: int | None = 0) -> str:
 def mirrored(out: str, folder: Path, sent: dict[str, Stamp] | None) -> Iterator[Callable[[], None]]:
     """Context that keeps the address ``out`` up to date with ``folder``.
 
-    It yields a function that uploads all changes before it returns, which is also called at exit.
+    It yields a function that uploads all changes before it returns. This is also done at exit.
 
     Args:
         out: Address of the run.
@@ -123,7 +127,7 @@ def mirrored(out: str, folder: Path, sent: dict[str, Stamp] | None) -> Iterator[
 
 
 def upload_files(out: str, folder: Path, *patterns: str) -> None:
-    """Upload the files of a run that match; do nothing if ``out`` is local.
+    """Upload the files of a run that match a pattern; do nothing if ``out`` is local.
 
     Args:
         out: Run folder, local or an address.
@@ -142,7 +146,7 @@ def upload_files(out: str, folder: Path, *patterns: str) -> None:
 
 
 class _Mirror:
-    """Upload of the changes of a folder in a separate thread."""
+    """Uploader of a folder's changes, in a separate thread."""
 
     def __init__(self, address: str, folder: Path, sent: dict[str, Stamp]) -> None:
         self.address, self.folder, self._sent = address, folder, dict(sent)
@@ -157,7 +161,7 @@ class _Mirror:
         self._thread.join()
 
     def flush(self) -> None:
-        """Upload all changes; raise RunError after several failures."""
+        """Upload all changes; raise RunError after ``TRIES`` failures."""
         for attempt in range(1, TRIES + 1):
             try:
                 self._upload_changes()
@@ -217,7 +221,7 @@ class _Mirror:
 
 
 def _stamps(folder: Path) -> dict[str, Stamp]:
-    """Return modification time and size of the files of a run, by relative path."""
+    """Return the stamps of a run's files by relative path, without temporary files."""
     stamps = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
@@ -243,7 +247,7 @@ def _manifest_of(name: str) -> str:
 
 
 def _rank(name: str) -> tuple[int, str]:
-    """Return the sort key of a file: others, checkpoints, manifests, ``status.json``."""
+    """Return a sort key for the order: others, checkpoints, manifests, ``status.json``."""
     manifest = _manifest_of(name)
     if not manifest:
         return (3 if name == STATUS else 0), name
@@ -251,19 +255,19 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def _complete(names: set[str]) -> set[str]:
-    """Return the names without those of incomplete checkpoints."""
+    """Return the names of all files except those of incomplete checkpoints."""
     return {name for name in names if not (manifest := _manifest_of(name)) or manifest in names}
 
 
 def _with_newest(names: set[str], number: int | None) -> set[str]:
-    """Return the names without those of older checkpoints than the newest ``number``."""
+    """Return the names without files of older checkpoints; the ``number`` newest are kept."""
     steps = {name: step_of(Path(m[1])) for name in names if (m := _CHECKPOINT.fullmatch(name))}
     newest = sorted(set(steps.values()), reverse=True)[:number]
     return {name for name in names if name not in steps or steps[name] in newest}
 
 
 def _is_here(address: str, folder: Path, name: str) -> bool:
-    """Return True if a file belongs to a checkpoint with the same manifest at the address."""
+    """Return True if a checkpoint's file is complete here, with the manifest of the address."""
     manifest, path = _manifest_of(name), folder / name
     if manifest in ("", name) or not path.exists() or not (folder / manifest).exists():
         return False
@@ -276,7 +280,7 @@ def _is_here(address: str, folder: Path, name: str) -> bool:
 
 
 def _attempt(status: dict[str, Any]) -> list[Any]:
-    """Return the identification of a run's attempt from its ``status.json``."""
+    """Return the entries of ``status.json`` that identify an attempt."""
     return [status.get(name) for name in ("host", "pid", "started")]
 
 

@@ -36,7 +36,7 @@ _PythonUnpickler: Any = pickle._Unpickler  # its instructions are methods, unkno
 
 
 class RestrictedUnpickler(_PythonUnpickler):
-    """Unpickler that calls only a ``Constructor`` and changes only objects it has built itself.
+    """Unpickler that calls only ``Constructor`` objects and changes only objects of listed types.
 
     It extends the unpickler written in Python, since the one in C cannot be restricted in this way.
     ``load`` raises pickle.UnpicklingError for other names and for deep nesting. For damaged files
@@ -156,7 +156,7 @@ class RestrictedUnpickler(_PythonUnpickler):
     }
 
     def _check(self, target: Any, types: tuple[type, ...], keys: Any = ()) -> None:
-        """Raise UnpicklingError for another target, and for keys that would overflow the stack."""
+        """Raise UnpicklingError if ``target`` has another type or ``keys`` are nested too deep."""
         if not isinstance(target, types):
             raise RefusedContent(f"changes an object ({type(target).__name__}); nothing was run")
         check_nesting(keys)

@@ -63,7 +63,7 @@ def step_of(path: Path) -> int:
 
 
 def archive(folder: Path, step: int) -> None:
-    """Move checkpoints after ``step`` to ``folder/replaced_N``, since the run restarts there.
+    """Move checkpoints after ``step``, where the run restarts, to ``folder/replaced_N``.
 
     Otherwise rotation and the next resume would treat them as the newest ones.
     """

@@ -1,7 +1,7 @@
 """Sharded checkpoints: a folder to which every rank writes its own shards.
 
 ``step_N/`` contains the sharded tensors, as written by torch.distributed.checkpoint (DCP).
-``rest.pt`` contains everything else as plain objects, with None in the places of sharded tensors.
+``rest.pt`` contains everything else as plain objects, with None instead of sharded tensors.
 ``manifest.json`` contains length and CRC-32 of every file. The folder gets its final name when all
 files are on disk. Any number of ranks can read it, each its own part. A single process without a
 process group reads full tensors.
@@ -132,7 +132,7 @@ def load(
         path: Folder of the checkpoint.
         empty: ``empty(shape, dtype=...)`` allocates the destination of a sharded tensor: the full
             tensor on the CPU, or this rank's part.
-        checker: Number of this reader, which verifies the checksums of its share of the files.
+        checker: Index of this reader, which verifies the checksums of its share of the files.
         num_checkers: Number of readers.
         wanted: Selects the sharded tensors to read, as in ``store.load``; None for all. The others
             become None. Checksums are then verified for the pieces that are read, not for whole
@@ -189,14 +189,14 @@ def _read_shards(
 
 
 def read_back(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Read a new checkpoint: this rank's part of the sharded tensors, and the rest on the first.
+    """Read a new checkpoint to check it: shards on every rank, ``rest.pt`` on the first rank.
 
     Args:
         path: Folder of the checkpoint.
         tensors: Destinations of the sharded tensors, by name.
 
     Raises:
-        RunError: If it cannot be read, so that no resume could.
+        RunError: If it cannot be read, so that a resume would fail.
     """
     try:
         _fill(path, _read_table(path), tensors, verify=False)
@@ -210,13 +210,13 @@ def read_back(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _read_table(path: Path) -> Any:
-    """Return DCP's table of where tensors are; its own read_metadata() would run any pickle."""
+    """Return DCP's table of tensor locations; its own read_metadata() would run any pickle."""
     with (path / ".metadata").open("rb") as file:
         return _TableUnpickler(file, _METADATA).load()
 
 
 def _fill(path: Path, table: Any, tensors: dict[str, Tensor], *, verify: bool) -> None:
-    """Read tensors by the steps of DCP, without communication between ranks."""
+    """Fill tensors with DCP's reader and planner, without communication between ranks."""
     reader = FileSystemReader(path)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, table, True)
@@ -243,7 +243,7 @@ def _verify_pieces(path: Path, pieces: Iterable[tuple[str, int, int]]) -> None:
 
 
 def _put(state: Any, keys: list[Any], tensor: Tensor) -> None:
-    """Set the item at the end of a chain of keys of nested dicts."""
+    """Set an item of nested containers, given the keys that lead to it."""
     for key in keys[:-1]:
         state = state[key]
     state[keys[-1]] = tensor

@@ -28,7 +28,7 @@ class ShardedWriter(CheckpointWriter):
     """CheckpointWriter for sharded states; every rank calls it and writes in its own thread.
 
     The threads communicate over a separate process group. An error on one rank is raised on all.
-    The first checkpoint is read back before it gets its name.
+    The first checkpoint is read back before it gets its final name.
     """
 
     _group: dist.ProcessGroup | None = None
@@ -73,7 +73,7 @@ class ShardedWriter(CheckpointWriter):
     def _sharded(
         self, local: dict[str, Tensor], change: Callable[[Tensor], Tensor] = lambda tensor: tensor
     ) -> dict[str, Tensor]:
-        """Return the sharded tensors of these local parts, changed by ``change``."""
+        """Return sharded tensors by name, after applying ``change`` to their local parts."""
         return {
             name: DTensor(change(tensor), self._specs[name], requires_grad=False)
             for name, tensor in local.items()
@@ -96,7 +96,7 @@ class ShardedWriter(CheckpointWriter):
     def _seal(
         self, rest: dict[str, Any], aside: Path, step: int, files: dict[str, dict[str, Any]]
     ) -> None:
-        """On the first rank, after the shards are on disk: write the rest and the manifest."""
+        """Write ``rest.pt`` and the manifest, on the first rank once all shards are on disk."""
         files[REST] = manifest.write_checked(rest, aside / REST)
         files |= _entries([aside / ".metadata"])
         for file in self.durable:
@@ -115,7 +115,7 @@ class ShardedWriter(CheckpointWriter):
         self._on_all(work if is_primary() else lambda: None)
 
     def _on_all(self, work: Callable[[], T]) -> list[T]:
-        """Return the results of all ranks' work; raise an error of one rank on all."""
+        """Call ``work`` on every rank; return all results, or raise one rank's error on all."""
         result, error = None, None
         try:
             result = work()
@@ -138,7 +138,7 @@ def _entries(files: Any) -> dict[str, dict[str, Any]]:
 
 
 def _of_rank(where: int, error: BaseException) -> Exception:
-    """Return the error of a rank to raise on all ranks; an OSError stays an OSError."""
+    """Return an error with its rank in the message; OSError and RunError keep their type."""
     if isinstance(error, OSError):
         return OSError(error.errno, f"{error.strerror or error}, on rank {where}")
     if isinstance(error, RunError):

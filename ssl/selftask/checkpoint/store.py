@@ -72,7 +72,7 @@ def save(
 
     Raises:
         TypeError: If the state contains other objects; the message has the key.
-        OSError: Without space or access; the folder is then unchanged.
+        OSError: If the disk is full or not writable. Older checkpoints are then kept.
     """
     check_plain(state)
     clear(folder)
@@ -116,9 +116,9 @@ def find(resume: str, folder: Path, read: Read | None = None) -> tuple[dict[str,
     """Return the state selected by ``resume``, and its path; None to start a new run.
 
     ``auto`` selects the newest intact checkpoint in ``folder``, and ``never`` none. A file in
-    ``folder`` selects that file. A file elsewhere is used to start a run only: once ``folder`` has
-    a checkpoint, the newest one there is used, so that the same command resumes the run. Every rank
-    must call this function; rank 0 decides.
+    ``folder`` selects that file. A file elsewhere only starts a run: once ``folder`` has a
+    checkpoint, the newest one there is used, so that the same command resumes the run. Every rank
+    must call this function; all ranks use the checkpoints that rank 0 finds.
 
     Args:
         resume: ``auto``, ``never``, or the path or address of a checkpoint.
@@ -205,7 +205,7 @@ def _seen_by_all(paths: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _identity(path: Path) -> tuple[str, bytes]:
-    """Return the name and the manifest of a checkpoint, or its length if it has none."""
+    """Return the name of a checkpoint with its manifest, or with its length if it has none."""
     manifest = path / MANIFEST if path.is_dir() else path.with_suffix(".json")
     if is_file(manifest):
         return path.name, read_bytes(manifest)
@@ -253,8 +253,8 @@ def load(path: Path, wanted: Wanted | None = None) -> dict[str, Any]:
     Args:
         path: A file, or the folder of a sharded checkpoint.
         wanted: Selects the needed tensors, given the state and a name in it such as
-            ``model.backbone.conv1.weight``; None for all. Others are not read from shards and are
-            None; those of a file are read only when they are used.
+            ``model.backbone.conv1.weight``; None for all. In a sharded checkpoint, others become
+            None. The tensors of a file are memory-mapped instead, and read when they are used.
     """
     try:
         for file in path.iterdir() if path.is_dir() else (path, path.with_suffix(".json")):

@@ -41,7 +41,14 @@ class CheckpointWriter:
     def __init__(
         self, folder: Path, *, keep: int, background: bool = True, durable: Sequence[Path] = ()
     ) -> None:
-        """``durable``: files to which a state refers (``metrics.jsonl``), synced before it."""
+        """Create a writer.
+
+        Args:
+            folder: Folder of the checkpoints.
+            keep: Number of newest checkpoints to keep.
+            background: Write in a thread; False to write before ``save`` returns.
+            durable: Files to which a state refers (``metrics.jsonl``), synced before it is named.
+        """
         self.folder, self.keep, self.durable = folder, keep, durable
         self.background = background
         self.kept = self._kept = Kept()  # for the next checkpoint, and for the one being written
@@ -51,7 +58,10 @@ class CheckpointWriter:
         self._told_of_wait = False
 
     def keep_now(self, kept: Kept) -> None:
-        """Write the list of kept checkpoints after the current write, and remove all others."""
+        """Replace the list of kept checkpoints, and remove old ones that it does not contain.
+
+        Waits for the current write.
+        """
         self.wait()
         self.kept = kept
         saved = rotation.checkpoints(self.folder)
@@ -67,7 +77,7 @@ class CheckpointWriter:
             last: Write in this thread; the file is on disk when the call returns.
 
         Raises:
-            TypeError: If the state is not plain.
+            TypeError: If the state contains other objects.
             RunError: If this write or the previous one failed.
         """
         manifest.check_plain(state)
@@ -213,7 +223,7 @@ def on_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _map_tensors(change: Callable[[Tensor, str], Tensor], value: Any, path: str = "") -> Any:
-    """Return new nested containers with ``change(tensor, place)`` for each tensor."""
+    """Return new nested containers, each tensor replaced by ``change(tensor, path)``."""
     if isinstance(value, Tensor):
         return change(value, path)
     if isinstance(value, dict):

@@ -103,7 +103,7 @@ def _check(name: str, settings: list[str], ranks: list[int], steps: int) -> int:
 def load(name: str, settings: list[str]) -> Config:
     """Return the config of a recipe, or of a method without a recipe.
 
-    Its data are the digits, which are never read.
+    The data set is the digits unless ``settings`` name another; no image is read.
     """
     from selftask.config.compose import recipes
     from selftask.config.compose.recipes import is_recipe_file
@@ -172,7 +172,7 @@ def _verdict(small: Config, report: Report, ranks: list[int]) -> str:
 
 
 def _hint(first: Row, reduction: str, draws: list[str], *, resumed_only: bool) -> str:
-    """Return the most frequent cause if this row is the first that differs.
+    """Return the most likely cause of a difference, judged by the first row that differs.
 
     Args:
         first: The row.

@@ -66,7 +66,7 @@ def _rows(run: Path, paths: list[Path]) -> list[tuple[str, ...]]:
 
 
 def _metrics(run: Path, kept: Kept) -> dict[int, str]:
-    """Return a text by step: the metric of ``train.keep_best``, or else evaluation results."""
+    """Return texts by step: the metric of ``train.keep_best``, or else all ``top1`` metrics."""
     from selftask.logs.drawn_rows import read_drawn_rows
     from selftask.report.record_forms import numeric_rows
 

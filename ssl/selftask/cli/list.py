@@ -1,4 +1,4 @@
-"""``selftask list``: list all names that a config may use, read from source without imports."""
+"""``selftask list``: list all names that a config may use, without importing their modules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def overview(width: int) -> list[str]:
-    """Return the names of every kind, wrapped to ``width`` columns."""
+    """Return lines with the number of recipes and, wrapped to ``width``, all other names."""
     margin = max(map(len, KINDS)) + 2
     number = sum(map(len, recipe_rows().values()))
     lines = [f"{'recipes':<{margin}}{number}: METHOD/digits, METHOD/images, and others"]
@@ -74,7 +74,7 @@ def name_rows(registry: Registry) -> Mapping[str, list[Row]]:
 
 
 def recipe_rows() -> Mapping[str, list[Row]]:
-    """Return each recipe with the beginning of its header, up to the end of a sentence."""
+    """Return the rows of all recipes, in one group; the summary is the start of the header."""
     from selftask.config.compose.recipes import available
 
     rows = []

@@ -1,4 +1,4 @@
-"""Shared by the commands: ``--options``, help, tables, and the check that there is one rank."""
+"""Helpers shared by the commands: options, help, tables, and the check for a single rank."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
 
 
 def refuse_ranks(command: str) -> None:
-    """End this process if it is one of several ranks: raise UserError on rank 0, else exit.
+    """End this process if it is one of several ranks: UserError on rank 0, exit on the others.
 
     Args:
-        command: The command, which would do its work once on each rank.
+        command: Name of the command, for the message.
     """
     world = read_world()
     if world.size == 1:

@@ -12,10 +12,10 @@ CLASSY_KINDS = {"hook": "hooks", "meter": "meters", "optimizer": "optim", "sched
 
 
 def classy_has(kind: str, name: str) -> bool:
-    """Return whether Classy Vision has ``name``, without importing it for every typo.
+    """Return whether Classy Vision has a component of this kind and name.
 
-    Classy Vision is only searched for ``classy:NAME``, or if a user's module has already imported
-    its part that holds such names.
+    It is searched only for ``classy:NAME``, or if a user's module has already imported the
+    subpackage of this kind, so that a misspelled name does not import Classy Vision.
     """
     loaded = kind in CLASSY_KINDS and f"classy_vision.{CLASSY_KINDS[kind]}" in sys.modules
     if not loaded and not name.startswith("classy:"):
@@ -32,12 +32,15 @@ def classy_refusal(name: str) -> str | None:
 
 
 def guest_problem(kind: str, name: str, registered: Iterable[str]) -> str | None:
-    """Return why a name that selftask has not is wrong; None for Classy Vision's and torch.optim's.
+    """Return the problem of a name that selftask does not register, or None if it is valid.
+
+    Names ``torch:NAME`` are not checked here. Names of Classy Vision are valid, except those of
+    hooks that selftask refuses.
 
     Args:
         kind: Kind of the component, such as hook.
         name: Its name.
-        registered: The names that selftask has.
+        registered: All registered names of this kind.
     """
     if is_torch_name(kind, name):
         return None

@@ -41,7 +41,7 @@ def config_class(registry: Registry, name: str) -> type | None:
 
 
 def executed(config: Any) -> type | None:
-    """Return a config dataclass, or None; it is executed if it is the source of a class."""
+    """Return a config class unchanged, the class that a ClassSource defines, or None for None."""
     return _read(config) if isinstance(config, ClassSource) else config
 
 
@@ -67,7 +67,7 @@ class _Executed:
         self._started: set[str] = set()
 
     def config(self, source: ClassSource) -> type:
-        """Return the config class that a class definition of this module describes."""
+        """Return the config class that ``source``, a class of this module, defines."""
         return self._make(source, _reached_members([base.node for base in source.mro()]))
 
     def _make(self, source: ClassSource, members: set[str]) -> type:
@@ -120,7 +120,7 @@ def _executed(source: ModuleSource) -> _Executed:
 
 
 class _Unannotated(ast.NodeTransformer):
-    """Remove annotations of functions; their names may be imported for type checkers only."""
+    """Removes annotations of functions, whose names may be imported for type checkers only."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.returns = None

@@ -1,4 +1,4 @@
-"""Difference between two configs, as a recipe that inherits one and gives the other."""
+"""Difference between two configs, as a recipe that inherits one and results in the other."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _Change(NamedTuple):
 
 
 def difference(config: Config, base: Config, recipe: str) -> str:
-    """Return the yaml of a recipe that inherits ``recipe`` and gives ``config``.
+    """Return the yaml of a recipe that inherits ``recipe`` and results in ``config``.
 
-    Each value is followed by the one that it replaces; the names of recipe and run folder are
-    left out.
+    A comment after each value shows the value that it replaces. The names of recipe and run folder
+    are left out.
 
     Args:
         config: The config to describe.
@@ -48,7 +48,7 @@ def difference(config: Config, base: Config, recipe: str) -> str:
 
 
 def _lines(name: str, value: Any, before: Any) -> Iterator[str]:
-    """Yield ``name: value`` with the value before; a list of components has a line for each."""
+    """Yield ``name: value  # old value``, or a line per component for a list of components."""
     if not (isinstance(value, list) and value and all(isinstance(item, dict) for item in value)):
         yield _commented(f"{as_yaml(name)}: {as_yaml(value)}", before)
         return
@@ -68,16 +68,16 @@ def _commented(text: str, before: Any) -> str:
 
 
 def _entry(recipe: str, base: Config) -> str:
-    """Return the entry of ``defaults:`` for a recipe: its name, or the whole path of a file."""
+    """Return the entry of ``defaults:`` for a recipe: its name, or the absolute path of a file."""
     path = locate(recipe, base.data.source.name)
     names = [name for name, shipped in available().items() if shipped.path == path]
     return f"/{names[0]}" if names else str(path)
 
 
 def _changes(values: dict[str, Any], base: dict[str, Any], key: Key) -> Iterator[_Change]:
-    """Yield what differs; sections are compared key by key, lists as a whole.
+    """Yield the differences; sections are compared key by key, lists as a whole.
 
-    A component of another name starts from its own defaults, so all its values are given.
+    If the name of a component differs, all its values are yielded, since its defaults differ.
     """
     renamed = values.get("name") != base.get("name")
     for name, value in values.items():

@@ -71,7 +71,11 @@ def import_entry_points() -> None:
 
 
 def import_object(address: str, key: str) -> Any:
-    """Import ``package.module:name``, also from the current folder, for the config's ``key``.
+    """Import and return ``package.module:name``, which may be in the current folder.
+
+    Args:
+        address: ``package.module:name``.
+        key: Config key of the address, for messages.
 
     Raises:
         UserError: If the import fails, with the line that failed, or if there is no such name.
@@ -121,6 +125,6 @@ def explain_failure(error: Exception) -> str:
 
 
 def _is_theirs(filename: str) -> bool:
-    """Return whether a line of a traceback is in user or library code."""
+    """Return whether a file in a traceback is user or library code."""
     ours = str(Path(__file__).resolve().parents[1])
     return not filename.startswith(("<frozen", ours, str(Path(traceback.__file__).parent)))

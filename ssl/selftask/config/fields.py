@@ -44,13 +44,14 @@ def setting(
         duration: Whether the value is a length of training, such as ``10 epochs``.
         budget: Whether the value is a memory budget, such as ``8 GB``.
         path: Whether the value is a path, so that ``~`` is expanded.
-        of: Registry of the component or components that the value is, such as ``transforms``.
+        of: Name of the registry of the component or components in this field, such as
+            ``transforms``.
         flat: Whether the fields of the component are keys of the section itself.
-        shared: Fields of the section that the component may set as well.
+        shared: Fields of this section that the component's section may set as well.
         missing: Hint for the message if the value is missing.
         also: Names of this field in other frameworks, for "did you mean".
-        tiny: Value in the tiny recipes of ``selftask check`` and of tests, or a function of the
-            batch size that returns it. It is small, and otherwise used like the default.
+        tiny: Value for the tiny recipes of ``selftask check`` and of tests, or a function of the
+            batch size that returns it.
     """
     limits = {"min": min, "above": above, "below": below, "max": max}
     metadata: dict[str, Any] = {k: limit for k, limit in limits.items() if limit is not None}
@@ -72,7 +73,7 @@ def has_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Return a fresh default value."""
+    """Return the default value of a field; lists and dicts are new copies."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default

@@ -51,5 +51,5 @@ def is_source(key: Key) -> bool:
 
 
 def default_name(path: Key) -> str | None:
-    """Return the default name of a hook, meter or evaluation, which is its key; else None."""
+    """Return the default ``name`` of an entry of ``NAMED_ENTRIES``, which is its key, else None."""
     return path[-1] if path[:-1] in NAMED_ENTRIES else None

@@ -1,4 +1,4 @@
-"""Names of the models of timm and torchvision, without importing them: they import torch."""
+"""Names of the models of timm and torchvision, without importing these or torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_name(library: str, model: str) -> None:
 
 
 def _imported_names(library: str) -> set[str]:
-    """Return the names that the imported library knows, with those that users have registered."""
+    """Return the model names of the imported library, including those that users registered."""
     if library == "timm":
         from timm.models import _registry
 

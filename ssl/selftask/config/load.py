@@ -44,7 +44,8 @@ def load_config(
         trust: False for the config of a run that is read and not trained, which may come from
             somebody else: code that it names is refused, ``${oc.env:NAME}`` and other resolvers
             are errors, and its ``out``, ``resume`` and ``init`` are not looked up.
-        typed: Words that the user has typed; None: ``overrides``.
+        typed: Arguments that the user typed, which may name code although ``trust`` is False.
+            None: ``overrides``.
 
     Raises:
         ConfigError: If anything is wrong; lists every problem with its ``file:line`` or

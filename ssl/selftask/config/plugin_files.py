@@ -18,7 +18,7 @@ def plugin_files(config: Config) -> dict[str, Path]:
     """Return the files of the modules named in a config, and of imported modules next to them.
 
     Returns:
-        Path below the folder of the module, with ``/`` -> absolute path.
+        Path relative to the folder of the module, with ``/`` separators -> absolute path.
 
     Raises:
         UserError: If an address in the config cannot be imported.
@@ -32,7 +32,7 @@ def plugin_files(config: Config) -> dict[str, Path]:
 
 
 def _files_of(tops: set[str]) -> Iterator[tuple[str, Path]]:
-    """Yield loaded files next to or below top-level modules, with their path from there."""
+    """Yield relative and absolute path of loaded files next to or below top-level modules."""
     roots = {folder for name in tops if (folder := _folder_of(name)) is not None}
     if not roots:
         return  # resolving the paths of thousands of loaded modules is slow

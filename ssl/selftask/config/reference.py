@@ -113,7 +113,7 @@ def named(kind: str, name: str) -> NamedEntry:
 
 
 def all_named() -> Iterator[NamedEntry]:
-    """Yield every registered name."""
+    """Yield the description of every registered name."""
     for kind, registry in REGISTRIES.items():
         for name in registry.names():
             yield named(kind, name)
@@ -178,7 +178,7 @@ def _type(field: dataclasses.Field[Any], kind: Any) -> str:
 
 
 def _sections(kind: Any, key: str) -> Iterator[tuple[type, str]]:
-    """Yield the config classes in a type, with the path of their keys."""
+    """Yield the config classes in the type of a field, each with the prefix of its keys."""
     if _is_section(kind) or (isinstance(kind, type) and issubclass(kind, Component)):
         yield kind, key  # of a component, the fields that all of its kind have
         return

@@ -107,7 +107,7 @@ class Clock:
 
     @property
     def where_of_epoch(self) -> float:
-        """``where`` at the start of this epoch if no step were skipped; unchanged by a resume."""
+        """``where`` at the start of this epoch, counting skipped steps; unchanged by a resume."""
         return min((self.batch - self.batch_in_epoch) / self.length.total_batches, 1.0 - 1e-9)
 
     @property
@@ -154,9 +154,10 @@ class Clock:
         return steps > 0 and steps % max(1, steps_in(period, self.length)) == 0
 
     def test_is_due(self, every: int, first: int = 1) -> bool:
-        """Return whether a test phase is next: after ``every`` train phases, and at the end.
+        """Return whether a test phase is next.
 
-        The first is after ``first`` train phases or more.
+        A test phase follows each ``every`` train phases, once ``first`` are finished, and ends the
+        run.
         """
         if self.batch == self.tested or not (self.between_phases or self.done):
             return False

@@ -39,7 +39,7 @@ _IMPORT = Schema({"import": Config.__dataclass_fields__["imports"]}, {}, "")
 
 
 def read_config(values: dict[str, Any], layers: Layers) -> tuple[Config | None, list[str]]:
-    """Return the config, or None if a section cannot be read, and all problems."""
+    """Return the config and all problems; the config is None if a section cannot be read."""
     reader = Reader(layers)
     reader.unknown_keys(values, (), SCHEMA, _IMPORT)
     sections = reader.fields(values, SCHEMA, ())
@@ -59,7 +59,8 @@ def read_config(values: dict[str, Any], layers: Layers) -> tuple[Config | None, 
 class Reader:
     """Reader of sections; collects ``problems``, and the origin of each value in ``places``.
 
-    ``value`` is always the plain value at ``key``, and ``registry`` that of its component's name.
+    In all methods, ``value`` is the plain value at ``key``, and ``registry`` is the registry of the
+    components in it.
     """
 
     def __init__(self, layers: Layers) -> None:
@@ -72,7 +73,7 @@ class Reader:
         self.problems.append(self.layers.located(key, text))
 
     def mapping(self, value: Any, key: Key) -> dict[str, Any]:
-        """Return ``value`` if it is a section, else an empty one; add a problem unless null."""
+        """Return ``value``, or an empty dict if it is not a section; add a problem unless null."""
         if value is None or isinstance(value, dict):
             return value or {}
         self.problem(key, f"{dotted(key)}={value!r}: expected a section of key: value pairs")
@@ -218,9 +219,9 @@ class Reader:
         return kind(name=component.name, args=args, **more)
 
     def _scheduled(self, value: Any, field: dataclasses.Field[Any], kind: Any, key: Key) -> Any:
-        """Read a number, or a schedule as a name or a section; keep only the keys that it sets.
+        """Read a number or a schedule, which is a name or a section, without adding defaults.
 
-        A section without a name changes fields of the default.
+        A section without a name changes fields of the default schedule.
         """
         options = typing.get_args(kind)
         if typing.get_origin(kind) is tuple:
@@ -295,9 +296,10 @@ class Reader:
     def components(
         self, value: Any, registry: Registry, key: Key, kind: type[Component]
     ) -> dict[str, Component]:
-        """Return the components of ``key: {args}`` entries, whose ``name`` is optional.
+        """Return the components of a mapping ``{name: {args}}`` by name.
 
-        An entry that is null is removed. ``kind`` is Component or a subclass with further fields.
+        An entry may set another ``name``; null removes it. ``kind`` is Component or a subclass with
+        further fields.
         """
         made = {}
         ours = Schema.of(kind, without=["name", "args"])
@@ -316,7 +318,7 @@ class Reader:
         return made
 
     def _removes(self, key: Key, registry: Registry) -> bool:
-        """Return whether null at ``key`` is valid: for a known name or an entry of any layer."""
+        """Return whether null is valid at ``key``: its name is known or a layer sets it."""
         name = str(key[-1])
         return (
             name in registry
@@ -325,7 +327,7 @@ class Reader:
         )
 
     def pipeline(self, value: Any, registry: Registry, key: Key) -> list[Component]:
-        """Return a list of components."""
+        """Return the components of a list of names or sections, without invalid ones."""
         if value is None:
             return []
         if not isinstance(value, list):
@@ -341,7 +343,7 @@ class Reader:
         return [component for component in read if component is not None]
 
     def _nested(self, value: Any, registry: Registry, annotation: Any, key: Key) -> list[Any]:
-        """Return a list of components, or of such lists, as plain values."""
+        """Return a list of components, or a nested list of them, as plain values."""
         (inner,) = typing.get_args(annotation)
         if typing.get_origin(inner) is not list:
             return [component.to_dict() for component in self.pipeline(value, registry, key)]

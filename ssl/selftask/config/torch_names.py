@@ -34,7 +34,7 @@ def torch_optimizer(name: str, args: dict[str, Any], params: Any) -> Any:
         params: Parameters or parameter groups.
 
     Raises:
-        UserError: If there is no such class.
+        UserError: If there is no such class, or if selftask does not support it.
     """
     tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in args.items()}
     return _class(name)(params, **tuples)

@@ -1,7 +1,7 @@
 """Refuse code that a received file names, unless ``trust=true`` is given.
 
-Commands that only read a run, an export or a catalog must not run its code. A recipe to train with
-is code in any case. See docs/security.md.
+Commands that only read a run, an export or a catalog must not run its code. Recipes given for
+training are always trusted. See docs/security.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ADDRESSES = ("model", "dataset", "transform")
 
 
 def take_trust(words: list[str]) -> tuple[list[str], bool]:
-    """Return the words without ``trust=``, and whether it was ``true``."""
+    """Return the words without ``trust=``, and whether the last ``trust=`` was ``true``."""
     values = [word.partition("=")[2] for word in words if word.startswith("trust=")]
     for value in values:
         if value not in ("true", "false"):
@@ -73,7 +73,7 @@ def refuse_code(
 def refuse_addresses(config: Config, *sections: str) -> None:
     """Raise UserError if a received config has addresses that are not from the command line.
 
-    Reading them would send requests to wherever its author likes.
+    Reading them would send requests to servers that the author of the config chose.
 
     Args:
         config: The config of a received run.
@@ -100,7 +100,7 @@ def _addresses_in(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_typed(key: Key, address: str, typed: Sequence[str]) -> bool:
-    """Return whether the command line has the address; a module must be in ``import=``."""
+    """Return whether the command line contains the address; modules only count in ``import=``."""
     pattern = re.compile(rf"(?<![\w.]){re.escape(address)}(?![\w.])")
     if key == ("import",):
         typed = [word for word in typed if word.lstrip("+").startswith("import=")]

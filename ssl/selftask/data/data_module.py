@@ -140,7 +140,7 @@ class DataModule:
 
     @property
     def has_test(self) -> bool:
-        """Whether there are images to test on, with labels or the numbers that the method needs."""
+        """Whether ``data.val`` can be tested on: it has labels or the needed ``method.targets``."""
         method, source = self.config.method, self.val_source
         if source is not None and "numbers" in required(method.name):
             return extras_of(source).keys() >= {*method.args["targets"]}
@@ -153,7 +153,7 @@ class DataModule:
 
     @property
     def loader_s(self) -> float | None:
-        """Seconds in which the workers make a training batch; None before the first, or without."""
+        """Mean seconds per training batch of all workers together; None if no worker made one."""
         batches = self.batches
         if not (batches.num_workers and batches.made_s):
             return None
@@ -167,15 +167,16 @@ class DataModule:
         return iter(self.batches)
 
     def iterate_all(self) -> Iterator[Batch]:
-        """Yield batches of this rank's training images, once and in order, with epoch 0's views.
+        """Yield this rank's training images once, in order and in batches, with epoch 0's views.
 
-        For methods that need the whole data set before the first step; no image is dropped.
+        For methods that need the whole data set before the first step. The last batch may be
+        smaller.
         """
         self._decode_once()
         yield from self._pass(self.batches.dataset, self.batches.bad_files)
 
     def _decode_once(self) -> None:
-        """Decode all images and read from that cache, if ``data.cache`` is ``ram`` or ``disk``."""
+        """If ``data.cache`` is ``ram`` or ``disk``, decode all images once and read from there."""
         data, dataset = self.config.data, self.batches.dataset
         if data.cache in ("ram", "disk") and dataset.source is self.train_source:
             decoded = decode_once(self.train_source, data, self.batches.bad_files)
@@ -185,11 +186,11 @@ class DataModule:
             dataset.source = decoded
 
     def labeled_samples(self) -> Iterator[Batch]:
-        """Yield this rank's part of the training images once, with the evaluation transforms."""
+        """Yield batches of this rank's part of the training images, with evaluation transforms."""
         yield from self._eval_batches(self.train_source, self.batches.bad_files)
 
     def test_samples(self, name: str = "") -> Iterator[Batch]:
-        """Yield this rank's part of a validation set once, with the evaluation transforms."""
+        """Yield batches of this rank's part of a validation set, with evaluation transforms."""
         yield from self._eval_batches(self.val_sources[name], self.val_bad_files[name])
 
     def chosen_samples(self, indices: np.ndarray, batch_size: int) -> Iterator[Batch]:
@@ -214,7 +215,7 @@ class DataModule:
         yield from batches
 
     def _val_list(self, name: str) -> Path:
-        """Return the file with the unreadable images of a validation set."""
+        """Return the path of the file that lists a validation set's unreadable images."""
         return self.config.out_folder / f"bad_files_val{name and f'_{name}'}.txt"
 
     def test_batches(self) -> Iterator[Batch]:
@@ -257,7 +258,7 @@ class DataModule:
 
     @property
     def _bad_files(self) -> dict[str, BadFiles]:
-        """The records of unreadable images by config key, of training images first."""
+        """Records of unreadable images by config key, those of training images first."""
         val = {files.key: files for files in self.val_bad_files.values()}
         return {"data": self.batches.bad_files, **val}
 
@@ -292,7 +293,12 @@ class DataModule:
         return {key: dict(files.counted) for key, files in self._bad_files.items()}
 
     def restore_unreadable(self, state: dict[str, dict[str, str]]) -> None:
-        """Restore the unreadable images of a checkpoint; the first rank rewrites the lists."""
+        """Restore the records of unreadable images; the first rank rewrites the list files.
+
+        Args:
+            state: Result of ``unreadable_state``. If it is empty, the first rank also removes the
+                list files of all validation sets.
+        """
         first = is_primary()
         if first and not state:  # lists of other validation sets, too
             for path in self.config.out_folder.glob("bad_files_val*.txt"):
@@ -306,19 +312,22 @@ class DataModule:
 
 
 def val_key(name: str) -> str:
-    """Return the config's key of a validation set."""
+    """Return the config key of a validation set; an empty name stands for ``data.val``."""
     return f"data.val_sets.{name}" if name else "data.val"
 
 
 def train_dataset(
     config: Config, source: Source, extras: ExtrasReader | None = None
 ) -> ViewDataset:
-    """Build the dataset for ``data.augment_on``; raises ConfigError for unsupported views.
+    """Build a dataset of training views; ``data.augment_on`` selects where they are made.
 
     Args:
         config: Config of the run.
         source: Source of the images.
         extras: Reader of texts and arrays, if the source has any.
+
+    Raises:
+        ConfigError: If the config's views are not supported.
     """
     views, seed = Views(config.views, channels_of(source)), config.train.seed
     recorder = _recorder(config, views)

@@ -1,6 +1,6 @@
 """Augmentation parameters of each view, as numbers in the batch if they are requested.
 
-The code that makes the views keeps what it drew in a ``Trace``.
+They are taken from the ``Trace`` of each view, which is written when the view is made.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ class DrawRecorder:
     def row(self, images: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> np.ndarray:
         """Return the numbers of one sample, float32 (N,).
 
+        They are, for each recorded view, the height and width of its image, the six entries of its
+        matrix and the numbers of its transforms.
+
         Args:
-            images: Height and width of each image of the sample, in the order of ``Views.images``.
+            images: Height and width of each image of the sample: the main image, then those of
+                ``Views.images``, in order.
             traces: Draws of each view, including those that are only inputs of other views.
         """
         matrices: list[Matrix] = []

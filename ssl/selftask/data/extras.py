@@ -55,9 +55,9 @@ class ExtrasReader:
 
 
 def as_array(value: Any, source: Source, index: int, name: str) -> np.ndarray:
-    """Convert a number or an array of any shape to an array; raises UserError for other values.
+    """Convert numbers of any shape to an array; raises UserError for other values.
 
-    Python's floats become float32.
+    An array keeps its dtype. Other floats become float32, other signed integers int64.
 
     Args:
         value: Value of the field.
@@ -99,7 +99,7 @@ def read_extra_image(source: Source, index: int, name: str) -> np.ndarray:
 
 
 class ExtraImages(Wrapped):
-    """Source of the further images with one name in another source, without labels."""
+    """Unlabeled source of the further images called ``name`` in another source."""
 
     def __init__(self, source: Source, name: str) -> None:
         super().__init__(source)

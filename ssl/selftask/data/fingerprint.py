@@ -52,7 +52,8 @@ def sampled(count: int) -> list[int]:
 def sample_contents(source: Source) -> list[str | None]:
     """Return a hash of the stored bytes of each image of ``sampled``, without decoding any.
 
-    An entry is None if the image cannot be read, or its source has no inexpensive way to do so.
+    An entry is None if the image cannot be read or if reading its stored bytes is expensive. If
+    the first entry is None, no other image is read, and all entries are None.
     """
     indices = sampled(len(source))
     if not indices or _content(source, indices[0]) is None:  # sources that decode or download
@@ -78,10 +79,11 @@ def differences(
     """Return how two fingerprints differ, one phrase per difference.
 
     Args:
-        before: A fingerprint, perhaps of an older version; contents are compared if both have them.
+        before: Earlier fingerprint, perhaps of an older version of selftask. Contents are compared
+            only if both fingerprints have them.
         now: The other fingerprint.
         path: Returns the name of an image by index, for messages.
-        when: Words for the two, for messages.
+        when: Words for ``before`` and ``now`` in messages.
     """
     if before["count"] != now["count"]:
         number = f"{before['count']:,} {plural('image', before['count'])}"
@@ -128,6 +130,10 @@ def check_same_on_all_ranks(source: Source | None, key: str) -> None:
 
     Such ranks would train on other images than they report, or do different numbers of steps and
     hang at the end of an epoch.
+
+    Args:
+        source: Source that this rank has opened, or None.
+        key: Config key of the source, for the error message.
     """
     if world_size() == 1:
         return

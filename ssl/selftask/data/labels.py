@@ -1,4 +1,4 @@
-"""Checks of the labels of sources, and the same class numbers in several sources."""
+"""Checks of the labels of sources, and alignment of class numbers between sources."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def count_unlabeled(source: Source) -> int:
 
 
 def is_labeled(source: Source) -> bool:
-    """Return whether images of a source have labels, as ``count_unlabeled`` counts them."""
+    """Return whether any image of a source has a label, according to ``count_unlabeled``."""
     return count_unlabeled(source) < len(source)
 
 

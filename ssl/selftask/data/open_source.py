@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def open_source(component: Component) -> Source:
-    """Open a registered source; raises UserError or ConfigError for mistakes of the user.
+    """Open a registered source, or the part of it that its argument ``subset`` selects.
 
-    The argument ``subset``, if given, selects a part of it.
+    Raises:
+        UserError: If the arguments or the data are invalid.
     """
     registered = SOURCES[component.name]
     config = getattr(registered, "Config", None)

@@ -53,7 +53,7 @@ class Source(ABC):
         raise KeyError(name)
 
     def cut(self, index: int, image: np.ndarray) -> np.ndarray:
-        """Return the part (H', W', C) of the image (H, W, C) in a file that a sample shows."""
+        """Crop the image of a file, (H, W, C), to the part that a sample shows, (H', W', C)."""
         return image
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Source(ABC):
         """Return a name of the image for logs and lists."""
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
-        """Update a hash with the image names in order; of very many, with evenly spaced ones."""
+        """Pass the image names to ``add`` in order; in large sources, only evenly spaced ones."""
         for index in range(0, len(self), max(1, len(self) // _HASHED)):
             add(os.fsencode(self.path(index)) + b"\0")
 
@@ -78,7 +78,7 @@ class Source(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Describe what was found, in one line for the log."""
+        """Describe the opened source in one line, for the log."""
 
     def unreadable(self) -> dict[int, BadImage]:
         """Return the images that are known to be unreadable before any is decoded, by index."""

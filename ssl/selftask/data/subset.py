@@ -54,7 +54,7 @@ class Subset(Wrapped):
         return self.source, int(self.rows[index])
 
     def renumber(self, numbers: np.ndarray) -> None:
-        """Renumber the classes here and in the whole source, which returns the labels."""
+        """Renumber the classes here and in the wrapped source, which returns the labels."""
         super().renumber(numbers)
         self.source.renumber(numbers)
 
@@ -121,12 +121,14 @@ def _is_share(value: Any) -> bool:
 def choose(size: int, labels: np.ndarray | None, part: Part) -> np.ndarray:
     """Return the sorted rows (int64) of a subset of ``size`` images.
 
-    Raises UserError if there are too few images, or no labels for ``per_class``.
-
     Args:
-        size: Number of images.
+        size: Number of images, N.
         labels: (N,) int64, or None.
-        part: The subset.
+        part: Settings of the subset.
+
+    Raises:
+        UserError: If there are too few images, or no labels for ``per_class``, or if the subset
+            is empty.
     """
     order = _shuffled(size, part.seed)
     if not part.per_class:
@@ -157,6 +159,6 @@ def _take(order: np.ndarray, part: Part, what: str) -> np.ndarray:
 
 
 def _shuffled(size: int, seed: int) -> np.ndarray:
-    """Return 0..size-1 sorted by hash. NumPy's generators may change between versions."""
+    """Shuffle 0..size-1 by hash, since NumPy's generators may change between versions."""
     first = np.uint64(hash_words(seed, 0x737562736574))
     return np.argsort(mix(np.arange(size, dtype=np.uint64) + first), kind="stable")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class View:
-    """View of an image."""
+    """Definition of a view: what it is made from, and by which pipeline."""
 
     group: str
     pipeline: Compose
@@ -31,7 +31,7 @@ class View:
 
 
 class Views:
-    """All views of an image, in the order of the config.
+    """Callable that makes all views of a sample, in the order of the config.
 
     The position of a view in ``made`` is the number that its draws depend on.
     """
@@ -69,7 +69,7 @@ class Views:
 
     @property
     def to_float(self) -> list[Normalizer]:
-        """Normalizer of each view, which converts its batch to the input of a network."""
+        """Normalizer of each shown view, which converts its batch to the input of a network."""
         return [self.made[number].pipeline.to_float for number in self.shown]
 
     def __call__(

@@ -43,7 +43,7 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor of the host on the device; the host does not wait for it."""
+    """Return a copy on the device of a host tensor, without waiting for the copy to finish."""
     source = tensor.pin_memory() if pins_memory(device) else tensor
     return source.to(device, non_blocking=True)
 
@@ -127,7 +127,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Return the state of the current device's generator by device type; empty on a CPU."""
+    """Return device type -> state of the accelerator's generator; empty on a CPU."""
     device = _current()
     if device is None:
         return {}
@@ -135,7 +135,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore ``rng_state``; the state of another device type is ignored."""
+    """Restore a result of ``rng_state``; states of other device types are ignored."""
     device = _current()
     if device is not None and device.type in state:
         _module(device).set_rng_state(state[device.type])

@@ -63,7 +63,7 @@ def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> 
 def host_group() -> dist.ProcessGroup | None:
     """Return a group that exchanges tensors of the CPU, so that the host waits for no device.
 
-    Every rank must call this function. None is the default group, if that is gloo.
+    Every rank must call this function. It returns None if the default group uses gloo.
     """
     group: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     return group  # type: ignore[no-any-return]
@@ -90,7 +90,7 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def all_reduce_max(x: Tensor) -> Tensor:
-    """Return the entrywise maximum of ``x`` over ranks, detached, as ``all_reduce_sum``."""
+    """Return the elementwise maximum of ``x`` over ranks, detached; see ``all_reduce_sum``."""
     return x.detach() if world_size() == 1 else _reduced(x, None, dist.ReduceOp.MAX)
 
 
@@ -138,7 +138,8 @@ def all_gather_cat(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 def reduce_scatter_sum(x: Tensor) -> Tensor:
     """Return this rank's rows of the sum of ``x`` over ranks, without gradient.
 
-    NCCL sends half of what an all-reduce does. gloo would reduce everything in either case.
+    Unlike the other collectives, it needs a process group or simulated ranks. NCCL sends half the
+    bytes of an all-reduce. gloo would save nothing, so an all-reduce is used.
 
     Shape:
         (B * W, ...) on each of W ranks -> (B, ...).
@@ -157,9 +158,9 @@ def reduce_scatter_sum(x: Tensor) -> Tensor:
 
 
 def all_to_all_cat(x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-    """Send consecutive rows of ``x`` to the ranks, and concatenate what they send, in rank order.
+    """Exchange rows of ``x`` between ranks, without gradient.
 
-    Without gradient.
+    Consecutive rows go to ranks 0, 1, ...; the received rows are concatenated in rank order.
 
     Args:
         x: (B, ...), of the same shape on every rank.

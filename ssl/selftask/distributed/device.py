@@ -38,7 +38,7 @@ def pick_device(name: str, world: World) -> torch.device:
         world: This process; its local rank selects the accelerator.
 
     Raises:
-        UserError: If torch does not see an accelerator of that type, or fewer GPUs than ranks.
+        UserError: If torch sees no accelerator of that type, or if ranks would share a GPU.
     """
     seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "cpu" or (name == "auto" and seen is None):
@@ -60,8 +60,8 @@ def pick_device(name: str, world: World) -> torch.device:
 def _check_gpus(kind: str, world: World) -> None:
     """Raise UserError if ranks would share a GPU; NCCL's own error is less clear.
 
-    A launcher may show each process another single GPU. selftask and torchrun show all GPUs to
-    every process.
+    selftask and torchrun show all GPUs to every process. Other launchers may show each process only
+    its own GPU, so one visible GPU is then no error.
     """
     count = torch.accelerator.device_count()
     shown_alike = world.launcher in ("selftask", "torchrun") and "LOCAL_WORLD_SIZE" in os.environ
@@ -116,9 +116,9 @@ def _advice_on_cuda(precision: str) -> str | None:
 
 @cache
 def computes_in_bfloat16() -> bool:
-    """Return whether matrix products in bfloat16 are faster on this CPU: AMX or AVX512-BF16.
+    """Return True if this CPU has AMX or AVX512-BF16, which speed up bfloat16 matrix products.
 
-    ARM's instructions are left out, since nothing was measured with them.
+    ARM's bfloat16 instructions do not count, since they were not measured.
     """
     return bfloat16_instructions() in ("amx_bf16", "avx512_bf16")
 

@@ -56,7 +56,7 @@ def track(doing: str, items: Iterable[T]) -> Iterator[T]:
 
 
 class collective_activity(activity):
-    """``activity`` for a collective; the watchdog compares their number between ranks."""
+    """``activity`` that counts as a collective; the watchdog compares the counts of all ranks."""
 
     def __enter__(self) -> None:
         super().__enter__()

@@ -1,4 +1,4 @@
-"""Processes of this machine: whether one runs, and this one's limit of open files.
+"""Checks whether processes of this machine run, and the limit of open files of this process.
 
 Does not import torch.
 """

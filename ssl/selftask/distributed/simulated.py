@@ -16,10 +16,11 @@ from torch import Tensor
 class SimulatedRanks:
     """Number of simulated ranks, and the bytes that one of them has sent.
 
-    There is one object per process.
+    There is one object per process, ``SIMULATED``.
 
-    Args:
+    Attributes:
         size: Number of ranks; 1 if nothing is simulated.
+        bytes_of: Collective -> bytes sent by one rank.
     """
 
     def __init__(self) -> None:

@@ -91,7 +91,7 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
 
 
 def _asked(records: Sequence[Record], steps: int, length: RunLength) -> list[str]:
-    """Return the steps after the check with which ``task.steps_done`` was compared."""
+    """Describe comparisons of ``task.steps_done`` with steps that the check does not reach."""
     asked = {line: step for record in records for line, step in record["asked"].items()}
     return [
         f"step {step}, which {line} compares with (--steps {step + 1})"
@@ -101,7 +101,7 @@ def _asked(records: Sequence[Record], steps: int, length: RunLength) -> list[str
 
 
 def _legs_of_a_resume(steps: int) -> list[Leg]:
-    """Return legs on two, one and two ranks: one step each, and the remaining steps on the last."""
+    """Return legs on 2, 1 and 2 ranks: one step in each of the first two, the rest in the last."""
     return [
         Leg("leg1", 2, "resumed", 1, save=True),
         Leg("leg2", 1, "resumed", 2, save=True),
@@ -173,7 +173,7 @@ def _failure(folder: Path, rank: int, code: int) -> dict[str, Any]:
 
 
 def _raise(failures: list[dict[str, Any]]) -> None:
-    """Raise the first failure, followed by the messages of the other ranks."""
+    """Raise UserError if the first failure is one, otherwise RankFailed with all messages."""
     first = failures[0]
     if first.get("is_user_error"):
         raise UserError(first["message"])

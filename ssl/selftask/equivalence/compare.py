@@ -64,11 +64,11 @@ def _by_name(of_ranks: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def compare(one: Record, records: list[Record], ranks: str) -> Iterator[Row]:
-    """Yield one row per quantity.
+    """Compare a run on several ranks with the run on one rank; yield one row per quantity.
 
     Args:
-        one: Merged record of one rank.
-        records: Records of the ranks to compare.
+        one: Merged record of the run on one rank.
+        records: Records of all ranks of the other run.
         ranks: Label of the rows, such as ``"2"``.
     """
     many = merge(records)
@@ -95,10 +95,10 @@ def _compare_steps(quantity: str, one: Sequence[Any], many: Sequence[Any], ranks
 
 
 def compare_resume(undisturbed: Record, legs: list[list[Record]]) -> Iterator[Row]:
-    """Yield rows for the samples of all legs together, and for the final state.
+    """Compare a resumed run with an uninterrupted one; yield rows for samples and final state.
 
     Args:
-        undisturbed: Merged record of a run without interruption.
+        undisturbed: Merged record of the uninterrupted run.
         legs: Records of each leg of the resumed run.
     """
     merged = [merge(records) for records in legs]
@@ -139,8 +139,8 @@ def relative_difference(one: Any, many: Any, largest: float = 0.0) -> float:
     Args:
         one: A tensor, None (compared as zeros), or any other value.
         many: The value to compare with.
-        largest: Largest element of all tensors of this kind. Much smaller tensors are zero up to
-            rounding errors; their difference is relative to SMALL * ``largest``.
+        largest: Largest element of all tensors of this kind. Tensors below ``SMALL * largest`` may
+            be rounding errors, so their difference is relative to ``SMALL * largest``.
 
     Returns:
         The relative difference; infinity if shapes, types or integers differ, or if an element is

@@ -37,7 +37,7 @@ def shorten_durations(config: Config) -> Config:
 
 
 def not_reached(config: Config, steps: int, length: RunLength) -> Iterator[str]:
-    """Yield ``key=value`` of each duration that is not over after ``steps`` steps.
+    """Yield a description of each duration of the method that is not over after ``steps`` steps.
 
     Such a value is from the command line, since ``shorten_durations`` shortens all others.
 

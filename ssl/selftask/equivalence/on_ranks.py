@@ -39,7 +39,7 @@ def on_ranks(
     """Return the results of ``function(rank, *args)`` on each rank of a new process group.
 
     Args:
-        function: A function at the top of a module; ranks are new processes, which import it.
+        function: Function at module level; ranks are new processes, which import it.
         world_size: Number of ranks.
         *args: Further arguments, which can be pickled.
         timeout_s: Longest time that a rank may take, in seconds.
@@ -73,7 +73,7 @@ def on_ranks(
 
 
 def _wait(ranks: list[Any], limit_s: float) -> None:
-    """Wait until all ranks have ended, or one has failed, for which others would wait forever."""
+    """Wait until all ranks have ended, one has failed, or ``limit_s`` seconds have passed."""
     deadline = time.monotonic() + limit_s
     while running := [process for process in ranks if process.is_alive()]:
         if any(process.exitcode for process in ranks) or time.monotonic() > deadline:

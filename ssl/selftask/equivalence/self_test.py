@@ -14,7 +14,7 @@ _MIB = 64  # of the tensor whose exchange is timed
 
 
 def check_collectives(timeout_s: float = 60.0) -> str:
-    """Exchange tensors between GPUs, or between two processes on the CPU; return what was found.
+    """Test collectives between all GPUs, or two processes on the CPU; return a summary.
 
     Raises:
         RunError: If a collective fails, hangs or gives a wrong result; names the ranks.
@@ -29,7 +29,7 @@ def check_collectives(timeout_s: float = 60.0) -> str:
 
 
 def exchange(rank: int) -> float:
-    """Compare each collective with its definition; return the seconds of an all_reduce."""
+    """Check the results of collectives, and return the time of an all_reduce in seconds."""
     size = dist.get_world_size()
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     mine = torch.full((3,), float(rank + 1), device=device)

@@ -164,7 +164,7 @@ def _small_backbone(config: Config) -> BackboneComponent:
 
 
 def _calm_optimizer(config: Config) -> OptimizerConfig:
-    """Return the optimizer with a large eps, without rules for names of the large network."""
+    """Return the optimizer with a larger eps and no parameter groups; keep command-line values."""
     optimizer = config.optimizer
     if not _given(config, "optimizer.groups"):
         optimizer = replace(optimizer, groups=[])

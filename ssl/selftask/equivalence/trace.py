@@ -40,7 +40,7 @@ def batch_norm_replaced(wanted: bool = True) -> Iterator[list[str]]:
         wanted: If False, the context has no effect.
 
     Yields:
-        The names of the replaced modules; it grows as they are built.
+        A list of the names of replaced modules, which grows as modules are built.
     """
     replaced: list[str] = []
     if not wanted:
@@ -113,7 +113,7 @@ class RecordedTask(Task):
             self.on_phase_end()
 
     def run_hooks(self, point: str) -> None:
-        """Call the hooks, then record the batch or the gradients."""
+        """Call the hooks, then record the batch, the gradients or the state of the method."""
         super().run_hooks(point)
         if not self.train:
             return

@@ -1,4 +1,4 @@
-"""Smaller chunks of rows after out-of-memory errors."""
+"""Run a function on smaller chunks of rows after out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = get_logger(__name__)
 
 
 class InChunks:
-    """Calls a function on chunks of rows, whose size is halved after each out-of-memory error.
+    """Wrapper that calls a function on chunks of rows, halved after each out-of-memory error.
 
     Later calls start with the size that fits.
 

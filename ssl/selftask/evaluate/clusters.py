@@ -64,8 +64,8 @@ def agreement(cluster: np.ndarray, target: np.ndarray) -> dict[str, float]:
     Returns:
         ``cluster_nmi``: mutual information over the mean of the two entropies; ``cluster_ari``:
         adjusted Rand index; ``cluster_purity``: share of images in the most frequent class of their
-        cluster; ``cluster_accuracy``: share of images whose cluster is that of their class, with at
-        most one cluster for each class, assigned for the largest share (Hungarian method).
+        cluster; ``cluster_accuracy``: share of images in the cluster assigned to their class, for
+        the one-to-one assignment with the largest share (Hungarian method).
     """
     from scipy.optimize import linear_sum_assignment  # slow to import
     from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score

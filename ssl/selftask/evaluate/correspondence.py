@@ -66,7 +66,7 @@ class Correspondence(PatchOptions):
     def __call__(
         self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
     ) -> dict[str, float]:
-        """Return the metrics of the images of ``data.val``, or without it of ``data``."""
+        """Return the metrics of images of ``data.val``, or of ``data`` if that is missing."""
         row = evaluate_correspondence(backbone, config, sources, self, device=device)
         return {name: row[name] for name in row if name.startswith("correspondence_")}
 
@@ -83,20 +83,21 @@ def evaluate_correspondence(
     """Match the patches of a warped view of each image to those of the whole image.
 
     The match of a patch is the patch of the whole image with the largest cosine. It is correct if
-    its center is within a threshold of the true position, or if no center is closer to that.
+    its center is within a threshold of the true position, or if no other center is closer to it.
 
     Args:
         backbone: A backbone with patches, see ``models.features``.
         config: Config with the normalization of images and the handling of unreadable ones.
-        sources: The images: those of ``val``, or without it of ``train``.
+        sources: The images: those of ``val``, or of ``train`` if ``val`` is None.
         options: Image size, warps and thresholds.
         device: Device to compute on.
         tell: Called with a line about images and patches.
 
     Returns:
-        ``correspondence_pck_0.1`` for each threshold, means over images, with the same of random
-        matches ``correspondence_chance_0.1``; ``correspondence_distance``, the mean distance of a
-        match from its true position; ``test_images``, ``size``.
+        Means over images: for each threshold the share of correct matches, such as
+        ``correspondence_pck_0.1``, and that of random matches, ``correspondence_chance_0.1``;
+        ``correspondence_distance``, the distance of a match from its true position. Also
+        ``test_images`` and ``size``.
 
     Raises:
         UserError: If the backbone has no patches of this size, or features are not finite.
@@ -177,7 +178,7 @@ def centers(grid: Grid, like: Tensor) -> Tensor:
 
 
 def distances(whole: Tensor, view: Tensor, warp: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distance of each patch of the image to the true position of each one of the view.
+    """Return distances of true positions to patch centers, and the match of each patch.
 
     Args:
         whole: Patch features of the whole image (E, h, w).
@@ -185,8 +186,9 @@ def distances(whole: Tensor, view: Tensor, warp: Tensor) -> tuple[Tensor, Tensor
         warp: Map (2, 3) from positions in the view to those in the image.
 
     Returns:
-        Distances (N, N), and the match of each patch of the view (N,): the patch of the image with
-        the largest cosine.
+        Distances (N, N) of the true position of each patch of the view to the center of each patch
+        of the image; the match (N,) of each patch of the view: the patch of the image with the
+        largest cosine.
     """
     positions = centers((whole.shape[1], whole.shape[2]), warp)  # (N, 2)
     true_positions = positions @ warp[:, :2].T + warp[:, 2]

@@ -49,7 +49,7 @@ class DepthOptions(HeadOptions):
             yield f"min_depth: {self.min_depth:g}; must be below max_depth={self.max_depth:g}"
 
     def counts(self, depth: Tensor) -> Tensor:
-        """Return True for the depths that count."""
+        """Return a mask of the known depths from ``min_depth`` to ``max_depth``, which count."""
         return (depth > UNKNOWN) & (depth >= self.min_depth) & (depth <= self.max_depth)
 
     def bin_of(self, depth: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ def evaluate_depth(
     """Predict the depth of test images from patches of training images with known depth.
 
     The depth of a patch is the mean of the centers of the bins, weighted by their probabilities, as
-    in AdaBins (arXiv:2011.14141), with bins of equal width. It is interpolated bilinearly to
-    S x S, as images and depth maps are.
+    in AdaBins (arXiv:2011.14141), with bins of equal width. These depths are interpolated
+    bilinearly to S x S, the size of the resized images and depth maps.
 
     Args:
         backbone: A backbone with patches, see ``models.features``.
@@ -90,8 +90,9 @@ def evaluate_depth(
         tell: Called with a line about images and memory.
 
     Returns:
-        ``depth_linear_rmse``, ``depth_linear_abs_rel``, ``depth_linear_delta1`` and the same of
-        ``knn``: means over the test images of those over pixels whose depth counts.
+        ``depth_linear_rmse``, ``depth_linear_abs_rel``, ``depth_linear_delta1`` and the same
+        for ``knn``, over the pixels of an image whose depth counts, averaged over test images;
+        ``depth_linear_lr``, ``train_images``, ``test_images``, ``patches`` and ``size``.
 
     Raises:
         UserError: If depth maps are missing or damaged, no depth counts, the backbone has no

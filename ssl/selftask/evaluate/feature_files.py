@@ -34,11 +34,11 @@ def write_features(
     facts: dict[str, Any],
     layers: Sequence[int | None] = (None,),
 ) -> Path:
-    """Write the folder, features last: if they exist, all other files exist.
+    """Write the folder; features get their final names last, when all other files exist.
 
     Args:
         out: The folder.
-        parts: Batches, each with its features split by layer.
+        parts: Features of each batch, and the same split by layer.
         source: Source of the images, for their paths.
         facts: Content of ``features.json``; names of the classes are added, if there are any.
         layers: Numbers of the layers; None for the backbone's own output.

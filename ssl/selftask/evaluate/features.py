@@ -75,11 +75,11 @@ class Features:
         repeats: int,
         generator: torch.Generator,
     ) -> Iterator[tuple[str, list[Features]]]:
-        """Yield draws with few labels and their part of a metric's name, ``10_labels``.
+        """Yield a part of a metric's name, such as ``10_labels``, and the draws for it.
 
         Args:
             few_labels: Numbers of images of each class.
-            few_shares: Shares of the images of each class, ``1_percent``.
+            few_shares: Shares of the images of each class; 0.01 is named ``1_percent``.
             repeats: Number of draws of each kind.
             generator: Generator of the draws.
         """

@@ -15,9 +15,9 @@ _RESAMPLES = 10_000
 
 
 class Figure(float):
-    """A mean over test images, or over seeds, with the values that it is the mean of.
+    """Float that is a mean over test images or seeds and keeps the averaged values.
 
-    It is the float itself in all arithmetic.
+    In arithmetic it is a plain float.
 
     Args:
         value: The mean.

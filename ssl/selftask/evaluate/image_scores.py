@@ -20,8 +20,8 @@ _MOST_IMAGES = 100_000_000
 def content_digest(source: Source) -> str:
     """Return a digest of the number of images, their labels, and the bytes of up to 256 of them.
 
-    It does not depend on the folder of the images. Names count if the bytes cannot be read
-    inexpensively.
+    It does not depend on the folder of the images. If reading the bytes is expensive, names are
+    used instead.
     """
     facts = fingerprint(source)
     contents = sample_contents(source)
@@ -31,10 +31,10 @@ def content_digest(source: Source) -> str:
 
 
 def packed_scores(scores: np.ndarray) -> dict[str, Any]:
-    """Return the scores (N,) as plain values: the different scores, and the number of each image's.
+    """Return scores (N,) as plain values: the distinct scores, and each image's index into them.
 
-    The numbers are bytes, or 16 bits if there are more than 256 different scores, compressed with
-    zlib and written in base 64. 50,000 images that are right or wrong take about 10 kB.
+    Indices have 8 bits, or 16 if there are more than 256 distinct scores. They are compressed by
+    zlib and encoded in base64. 50,000 images that are right or wrong take about 10 kB.
     """
     values, numbers = np.unique(scores, return_inverse=True)
     kind = np.uint8 if len(values) <= 256 else np.uint16

@@ -68,7 +68,7 @@ class KNN:
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return the fraction of test images that are classified correctly, by metric name.
 
-        With ``test is train`` no image is its own neighbor. With several ranks, every rank must
+        If ``test is train``, no image is its own neighbor. With several ranks, every rank must
         call this with its own part of the features; all ranks get the result for all features.
 
         Raises:
@@ -143,7 +143,7 @@ class Bank:
             self._candidates = (self._rows - self._rows.mean(dim=0)).bfloat16()
 
     def nearest(self, queries: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and rows of the k nearest, nearest first: (B, k), or (B, N) if N < k.
+        """Return cosines and row indices (B, min(k, N)) of the nearest rows, nearest first.
 
         Args:
             queries: (B, E), normalized.

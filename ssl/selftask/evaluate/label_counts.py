@@ -102,7 +102,7 @@ class LabelCounts:
         )
 
     def facts(self) -> dict[str, float]:
-        """Return the numbers of ``describe`` for the row of metrics."""
+        """Return the numbers of images and classes and the chance accuracy, as metrics."""
         return {
             "train_images": int(self.train.sum()),
             "test_images": int(self.test.sum()),
@@ -166,7 +166,7 @@ def count_shared_images(train: Features, test: Features) -> int:
 
 
 def _hash_rows(part: Features, factors: np.ndarray) -> np.ndarray:
-    """Return a 64-bit hash of each row: sums of products modulo 2^64, independent of order."""
+    """Return a 64-bit hash of each row: a sum modulo 2^64, exact in any order of summation."""
     bits = part.features.cpu().contiguous().numpy().view(np.int32)  # (N, E)
     hashes = np.empty(len(bits), dtype=np.int64)
     for first in range(0, len(bits), 4096):

@@ -176,7 +176,7 @@ class _Problem:
         return torch.from_numpy(optimum.x).view(shape).to(scale) * scale
 
     def _loss_and_gradient(self, weights: Tensor) -> tuple[float, Tensor]:
-        """Return the mean cross-entropy and its gradient; (C, rows) products suit few classes."""
+        """Return the mean cross-entropy and its gradient with respect to the weights."""
         loss, gradient = 0.0, torch.zeros_like(weights)
         for x, target in zip(self.z.split(_ROWS), self.target.split(_ROWS), strict=True):
             error = _logits(x, weights).log_softmax(dim=0)  # (C, n)
@@ -188,7 +188,7 @@ class _Problem:
         return loss / len(self.z), gradient / len(self.z)
 
     def held_out(self, weights: Tensor, z: Tensor, target: Tensor) -> _HeldOut:
-        """Evaluate weights on held-out images, given along the axes."""
+        """Evaluate weights on held-out images with coordinates z (n, R) along the axes."""
         seen = torch.zeros(len(self.classes), dtype=torch.bool, device=target.device)
         seen[self.target] = True
         hits = weights.new_zeros(())
@@ -227,7 +227,7 @@ def _logits(z: Tensor, weights: Tensor) -> Tensor:
 
 
 def _principal_axes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return centered rows along their principal axes (n, R), the axes (E, R) and variances (R,).
+    """Return coordinates (n, R) of centered rows, principal axes (E, R) and variances (R,).
 
     R = min(n, E). If there are fewer images than features (raw pixels, few labels), the axes are
     computed from products of images, which is the smaller problem; the optimal weights are in their

@@ -25,7 +25,7 @@ from selftask.evaluate.features import Features, iterate_features
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a rank sends after a batch."""
+    """Message of a rank after each batch."""
 
     part: Features | None = None  # None: no image of the batch can be read
     is_end: bool = False
@@ -65,7 +65,7 @@ def iterate_in_order(
         device: Device of the backbone.
 
     Raises:
-        UserError: As ``extract_features``.
+        UserError: As in ``extract_features``.
         RunError: If another rank has failed or ended.
     """
     parts = iterate_features(backbone, batches, device=device)

@@ -67,7 +67,7 @@ def evaluate_task(task: Task) -> dict[str, float]:
 
 
 def evaluations_of_sets(task: Task) -> dict[str, dict[str, Component]]:
-    """Return the evaluations of each validation set: all, or without labels those that need none.
+    """Return the evaluations of each validation set; unlabeled sets get the label-free ones.
 
     Sets without evaluations are left out.
     """
@@ -126,9 +126,10 @@ def of_set(name: str, row: dict[str, float]) -> dict[str, float]:
 
 
 def check_evaluations(config: Config, sources: Sources) -> str | None:
-    """Return a description of a run's evaluation labels; None if there are no evaluations.
+    """Return a description of the labels for a run's evaluations, or None if there are none.
 
-    Raises ConfigError if the labels are insufficient.
+    Raises:
+        ConfigError: If the labels are insufficient.
     """
     evaluations = config.eval.evaluations
     descriptions = []
@@ -159,7 +160,7 @@ def evaluated_model(backbone: nn.Module, config: EvalConfig) -> nn.Module:
 
 
 def pooled_layers(model: nn.Module) -> PooledLayers | None:
-    """Return the layers of a module made by ``evaluated_model``, or None."""
+    """Return the ``PooledLayers`` in a module made by ``evaluated_model``, or None."""
     inner = model.model if isinstance(model, AveragedViews) else model
     return inner if isinstance(inner, PooledLayers) else None
 
@@ -170,7 +171,7 @@ def evaluate_features(
     """Run every evaluation on the features of a backbone made by ``evaluated_model``.
 
     Args:
-        backbone: The backbone.
+        backbone: Module made by ``evaluated_model``.
         components: Evaluations by name.
         train: Features of this rank's training images.
         test: Features of this rank's test images; the object ``train`` if they are the same.
@@ -244,12 +245,12 @@ def _of_seeds(evaluation: Any, features: tuple[Features, Features], key: str) ->
 
 
 def flat_scores(metrics: Any, key: str, prefix: str = "") -> dict[str, float]:
-    """Return the results of an evaluation as floats, ``{"a": {"b": 1}}`` as ``a/b``.
+    """Return results of an evaluation as floats; ``{"a": {"b": 1}}`` becomes ``{"a/b": 1.0}``.
 
     Args:
         metrics: Name -> number, NumPy scalar or tensor of one element; mappings may be nested.
         key: Config key of the evaluation, for the error.
-        prefix: Names of the mappings around ``metrics``, each with a slash.
+        prefix: Prefix of all names, such as ``a/`` inside the mapping ``a``.
 
     Raises:
         UserError: If a value has any other type.

@@ -25,8 +25,8 @@ def metrics(
     """Return the metrics of a file of predictions, with the names of ``selftask test``.
 
     A file of scores gives ``accuracy_top_K`` and ``mean_average_precision_map``, computed by the
-    meters. A table of classes gives ``accuracy_top_1``. Both give ``ece``, unless images have
-    several labels.
+    meters. A table of classes gives ``accuracy_top_1``. Both give ``images``, the number of images
+    with a label, and ``ece``, unless images have several labels each.
 
     Args:
         predictions: Content of the file; images without a label do not count.
@@ -73,7 +73,7 @@ def _accuracy(predictions: Predictions, topk: Sequence[int] | None) -> dict[str,
 
 
 def expected_calibration_error(probability: np.ndarray, correct: np.ndarray, bins: int) -> float:
-    """Return the mean difference of confidence and accuracy, over bins of confidence.
+    """Return the mean absolute gap between confidence and accuracy in bins of confidence.
 
     Guo et al. (arXiv:1706.04599), eq. 3: sum over bins of |B| / N * |acc(B) - conf(B)|; bin m of M
     holds confidences in ((m - 1) / M, m / M].

@@ -84,8 +84,8 @@ def measure_robustness(
 
     Returns:
         ``clean_error``; ``corruption_error``, the mean over corruptions and strengths;
-        ``relative_corruption_error``, the difference of the two; an error for each corruption, the
-        mean over strengths; ``test_images``.
+        ``relative_corruption_error``, this minus ``clean_error``; ``NAME_error`` for each
+        corruption, the mean over strengths; ``test_images``.
 
     Raises:
         UserError: If there are no test images or labels.

@@ -113,11 +113,11 @@ def open_folders(
 
 @dataclass(frozen=True)
 class SegmentationResult:
-    """Confusion of the test pixels by head.
+    """Confusion matrices of the test pixels by head.
 
     Attributes:
         classes: The classes, C.
-        confusions: By the name of the head.
+        confusions: Confusion matrix by the name of the head.
         facts: Learning rate, and numbers of images, classes and patches, by column.
     """
 
@@ -155,8 +155,8 @@ def evaluate_segmentation(
 ) -> SegmentationResult:
     """Segment test images by the labeled patches of training images.
 
-    Images and masks are resized to S x S. Scores of patches are interpolated to S x S, and compared
-    pixel by pixel.
+    Images and masks are resized to S x S. Class scores of patches are interpolated to S x S, and
+    predictions are compared with masks pixel by pixel.
 
     Args:
         backbone: A backbone with patches, see ``models.features``.

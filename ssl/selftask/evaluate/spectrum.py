@@ -1,6 +1,7 @@
 """Label-free measures of features, from the spectrum of a set of images.
 
-N images, E features; singular values of the (N, E) features, eigenvalues of their covariance.
+N images, E features. Singular values are those of the (N, E) features, eigenvalues those of their
+covariance.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def rankme(features: Tensor) -> float:
 def alpha(variances: Tensor, first: int, last: int) -> float:
     """Return the exponent of the decay of the eigenvalues of the covariance, alpha-ReQ.
 
-    Agrawal et al., alpha-ReQ, NeurIPS 2022: the slope of log eigenvalue over log rank, by least
-    squares with weights 1 / rank, as in Stringer et al., Nature 2019. Values near 1 are best.
+    Agrawal et al., alpha-ReQ, NeurIPS 2022: minus the slope of log eigenvalue over log rank, by
+    least squares with weights 1 / rank, as in Stringer et al., Nature 2019. Values near 1 are best.
 
     Args:
         variances: Eigenvalues (E,), descending.
@@ -92,7 +93,7 @@ def alpha(variances: Tensor, first: int, last: int) -> float:
 
 
 def uniformity(features: Tensor, most: int = 4096) -> float:
-    """Return log E exp(-2 |x - y|^2) over pairs of different unit vectors of the first images.
+    """Return log E exp(-2 |x - y|^2) over pairs of the first images, as unit vectors.
 
     Wang and Isola, ICML 2020, arXiv:2005.10242, eq. 3. Lower is more uniform; 0 is collapsed.
 
@@ -107,6 +108,6 @@ def uniformity(features: Tensor, most: int = 4096) -> float:
 
 
 def _eigenvalues(rows: Tensor) -> Tensor:
-    """Return the eigenvalues of ``rows.T @ rows`` for (N, E) rows, descending, min(N, E)."""
+    """Return the min(N, E) largest eigenvalues of ``rows.T @ rows``, descending."""
     gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
     return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0)

@@ -44,7 +44,7 @@ def measure_views(
     *,
     device: torch.device,
 ) -> dict[str, float]:
-    """Return LiDAR and alignment of views that the recipe's first group of views makes.
+    """Return LiDAR and alignment of views made by the first group in ``views``.
 
     View number v of an image has the draws of seed ``train.seed + v``, so that measures of
     checkpoints are comparable.
@@ -89,7 +89,7 @@ def measure_views(
 
 
 def lidar(features: Tensor) -> float:
-    """Return the effective rank of the discriminant of images, LiDAR.
+    """Return LiDAR: the effective rank of the linear discriminant matrix of images.
 
     Thilak et al., ICLR 2024, arXiv:2312.04000, section 4: the exponential of the entropy of the
     eigenvalues of Sw^-1/2 Sb Sw^-1/2, where Sb is the covariance of the images' means,
@@ -115,7 +115,7 @@ def lidar(features: Tensor) -> float:
 
 
 def alignment(features: Tensor) -> float:
-    """Return the mean squared distance of two views of an image, as unit vectors; 0 to 4.
+    """Return the mean squared distance between unit vectors of two views of an image, 0 to 4.
 
     Wang and Isola, ICML 2020, arXiv:2005.10242, eq. 2 with exponent 2. Lower is more invariant.
 

@@ -1,7 +1,7 @@
 """Files at addresses such as ``s3://bucket/x``, through iopath's PathManager.
 
 An address is handled by the PathHandler that is registered for its prefix with iopath's global
-PathManager, where a plug-in (``import: [mine]``) puts its own::
+PathManager. A plug-in (``import: [mine]``) registers its own handler::
 
     from iopath.common.file_io import PathManagerFactory
     PathManagerFactory.get().register_handler(MyHandler())
@@ -130,8 +130,8 @@ def find(address: str, *, pattern: bool = False) -> list[tuple[str, int, str]]:
         pattern: Whether ``address`` is a pattern.
 
     Returns:
-        Address, size in bytes (-1 if unknown) and stamp of each file. The stamp changes with the
-        content. A plug-in's handler has no stamps, so theirs are empty, and a file that is replaced
+        Address, size in bytes (-1 if unknown) and stamp of each file. The stamp is a text that
+        changes with the content. It is empty for handlers other than fsspec's, so replacing a file
         by another one of the same size is not noticed.
     """
     handler = _fsspec_handler(address)
@@ -161,9 +161,9 @@ def remove(address: str) -> None:
 
 
 def fetch(path: str | Path) -> Path:
-    """Return a local path for a file given by a user: itself, or that of a downloaded copy.
+    """Return a local path of a file given by a user; a file at an address is downloaded.
 
-    The handler decides how long a copy is kept. Raises UserError for an address that cannot be
+    The handler decides how long the copy is kept. Raises UserError for an address that cannot be
     read.
     """
     if not is_remote(path):

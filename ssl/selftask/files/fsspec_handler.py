@@ -31,7 +31,10 @@ class FsspecHandler(PathHandler):
 
     @classmethod
     def of(cls, address: str) -> FsspecHandler:
-        """Return an address's handler. Raises AddressError if fsspec does not know its scheme."""
+        """Return the handler for the scheme of an address.
+
+        Raises AddressError if fsspec is not installed or does not support the scheme.
+        """
         if importlib.util.find_spec("fsspec") is None:
             raise AddressError(
                 f"{address}: needs a handler registered with iopath, or the package fsspec: "
@@ -70,7 +73,7 @@ class FsspecHandler(PathHandler):
         return [self._prefix]
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        """Download to the cache folder, unless it has this version (size and stamp)."""
+        """Return the cached copy of this version (size and stamp), downloaded if needed."""
         store, inside = store_of(path)
         version = f"{path} {_stat(store.info(inside))}"
         folder = cache_folder() / "files" / f"{zlib.crc32(version.encode()):08x}"
@@ -138,7 +141,7 @@ def store_of(address: str) -> tuple[Any, str]:
 
 
 def _stat(info: dict[str, Any]) -> tuple[int, str]:
-    """Return size in bytes (-1: unknown) and ETag or time of change (empty: unknown)."""
+    """Return size in bytes (-1 if unknown) and ETag or time of change (empty if unknown)."""
     stamp = next((info[key] for key in _STAMPS if info.get(key) is not None), "")
     size = info.get("size")
     return -1 if size is None else int(size), str(stamp)

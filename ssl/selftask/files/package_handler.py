@@ -15,7 +15,7 @@ PREFIX = "package://"
 
 
 class PackageHandler(PathHandler):  # type: ignore[misc]  # iopath's class is untyped
-    """Reads the files in the folder of a package, which is not imported."""
+    """iopath handler that reads files of an installed package without importing it."""
 
     def _get_supported_prefixes(self) -> list[str]:
         return [PREFIX]

@@ -56,9 +56,9 @@ def names_in(folder: str | Path) -> list[str]:
 
 
 def explain(error: OSError) -> str | None:
-    """Return a one-line message for an error of the system, or None for any other.
+    """Return a one-line message for a system error, such as a full disk, or None for others.
 
-    A missing file is not included: the caller that expects it reports which one, and why.
+    A missing file also gives None; the caller that needs the file reports it.
     """
     if error.errno not in _OF_THE_SYSTEM or not isinstance(error.filename, str | bytes | Path):
         return None

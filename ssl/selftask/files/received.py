@@ -45,7 +45,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file, or a link to one, for reading.
 
     Raises:
-        UnreadableFile: If it is a named pipe, a device or a socket.
+        UnreadableFile: If it is a folder, a named pipe, a device or a socket.
         OSError: If it is missing or cannot be opened.
     """
     _check_regular(path, os.stat(path).st_mode)  # opening a device may have side effects
@@ -74,7 +74,7 @@ def _check_regular(path: str | Path, mode: int) -> None:
 
 
 def special_kind(mode: int) -> str:
-    """Return what a path is by its mode, such as ``a folder``; empty for a regular file."""
+    """Return the file type of a mode in words, such as ``a folder``; empty for a regular file."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
@@ -134,7 +134,7 @@ TABLE_OF_TEXTS = Kind(
 
 
 def drop_misfits(content: dict[str, Any], kinds: Mapping[str, Kind]) -> list[str]:
-    """Remove values of another kind than expected, and return a message for each.
+    """Remove values that are not of the expected kind, and return a message for each.
 
     Args:
         content: Nested values, changed in place. Missing values and None are accepted.

@@ -30,7 +30,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: bytes, path: str | Path) -> dict[str, Any]:
-    """Return the result of ``read_yaml`` for the content of the file ``path``."""
+    """Parse the content of a yaml file as ``read_yaml`` does; ``path`` is used in messages."""
     try:
         _check_levels(text)
         loader = _LOADER(text)
@@ -81,7 +81,7 @@ def check_size(document: yaml.Node | None) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON types; dates become strings."""
+    """Convert a value to JSON types; dates and integers above 64 bits become strings."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple | set):

@@ -1,4 +1,4 @@
-"""The base class of hooks, and the training loop that calls them.
+"""The base class of hooks, and the points at which they are called.
 
 The order of the calls::
 
@@ -23,7 +23,7 @@ The order of the calls::
                                     # evaluation at step 0 may come before a hook's on_start
     on_exception                    # after any error (task.exception), before the process ends
 
-Two methods change what a step is made of: ``wrap_batches`` and ``wrap_reduction``.
+Two other methods wrap parts of a step: ``wrap_batches`` and ``wrap_reduction``.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
     def on_exception(self, task: Task) -> None: ...
 
     def wrap_batches(self, task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return the batches of a phase, changed or watched; called after ``on_phase_start``.
+        """Return the batches of a phase, possibly changed; called after ``on_phase_start``.
 
-        Hooks wrap in their order: a hook of low priority is nearer to the loader.
+        Hooks wrap in calling order: the one with the lowest ``priority`` is nearest to the loader.
 
         Args:
             task: The task; ``task.train`` is False in a test phase.
@@ -92,7 +92,7 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
 
         Args:
             task: The task.
-            reduce: The reduction, or that of a hook of lower priority.
+            reduce: The reduction, or what the hook before this one has returned.
         """
         return reduce
 
@@ -115,7 +115,7 @@ WRAPPERS = tuple(name for name in vars(Hook) if name.startswith("wrap_"))
 
 
 def defines(hook: Any, point: str) -> bool:
-    """Return True if a hook itself defines the method ``point``, not only its base class.
+    """Return True if a hook's class overrides the method ``point`` of its base class.
 
     Args:
         hook: A hook of selftask, or of Classy Vision, whose hooks have only five of the points.

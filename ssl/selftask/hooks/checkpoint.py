@@ -89,7 +89,7 @@ class SaveCheckpoints(Hook):
             self._save(task)
 
     def on_end(self, task: Task) -> None:
-        """Take the final evaluation into account, which runs after the last save."""
+        """Update which checkpoints are kept: the final evaluation runs after the last save."""
         if is_primary():
             task.checkpoints.keep_now(self.kept)
         self._warn_of_missing()

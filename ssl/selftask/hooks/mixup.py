@@ -74,7 +74,7 @@ class Mixup(Hook):
             yield batch
 
     def mix(self, batch: Batch) -> None:
-        """Mix views and labels of a batch. Raise UserError if images have several labels each."""
+        """Mix views and labels of a batch in place; raise UserError if labels are not (B,)."""
         if self.num_classes is not None and batch.labels.ndim > 1:
             raise UserError("hooks.mixup: labels with unknown entries (method.targets) do not mix")
         lam, box, is_cut = (

@@ -45,7 +45,10 @@ class PreciseBatchNorm(Hook):
         task.before_export = [lambda backbone: self.recompute(backbone, data)]
 
     def recompute(self, backbone: nn.Module, data: DataModule) -> nn.Module:
-        """Return a copy of the backbone with precise statistics. Every rank must call it."""
+        """Return a copy of the backbone with precise statistics; every rank must call this method.
+
+        A backbone without BatchNorm is returned as it is.
+        """
         if not _norms(backbone):
             return backbone
         chosen = self._batches_of_rank(data.config.train.seed, data.num_images)

@@ -49,7 +49,7 @@ class CheckpointResults:
             file.write(json_row({**facts, **metrics}) + "\n")
 
     def table(self) -> dict[int, dict[str, float]]:
-        """Return step -> metrics of the evaluated checkpoints, the newest value of each metric."""
+        """Return step -> metrics of the evaluated checkpoints; newer values replace older ones."""
         rows = [row for path in result_files(self.run) for row in read_ends(path).rows]
         return tables(rows).get(tuple(self.settings), {})
 
@@ -70,7 +70,7 @@ def result_files(run: Path) -> list[Path]:
 def tables(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], dict[int, dict[str, float]]]:
     """Return settings -> step -> metrics from the rows of result files, with ascending steps.
 
-    The newest value of a metric is used. Rows of another form are ignored.
+    Newer values of a metric replace older ones. Invalid rows are ignored.
     """
     by_settings: dict[tuple[str, ...], dict[int, dict[str, float]]] = {}
     for row in sorted(filter(_is_result, rows), key=lambda row: row["step"]):
@@ -80,7 +80,7 @@ def tables(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], dict[int,
 
 
 def _is_result(row: Mapping[str, Any]) -> bool:
-    """Return True for a row that ``add`` may have written; a run may come from somebody else."""
+    """Return True if a row has the form that ``add`` writes; files may come from others."""
     texts = map(TEXTS.accepts, (row.get("settings"), row.get("evaluations", [])))
     return COUNT.accepts(row.get("step")) and all(texts)
 

@@ -13,7 +13,7 @@ from selftask.registry import METHODS
 
 
 class Column(NamedTuple):
-    """One column, or several whose names have a variable part in capitals (``lr/GROUP``)."""
+    """Description of a column, or of several: capitals are a variable part (``lr/GROUP``)."""
 
     name: str
     unit: str

@@ -19,7 +19,7 @@ def direction(key: str, mode: Mode, metric: str) -> Literal["max", "min"]:
     Args:
         key: Key of the mode in the config, for the log.
         mode: The mode of the config.
-        metric: Any column of metrics.jsonl.
+        metric: Name of a column of ``metrics.jsonl``.
     """
     if mode != "auto":
         return mode

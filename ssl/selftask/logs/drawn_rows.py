@@ -29,7 +29,7 @@ _TRAINED = b'"lr": '  # in rows of training, but not in those of evaluations
 
 @dataclass(frozen=True)
 class Lines:
-    """Objects of a file, and the number of lines that were damaged or not read."""
+    """Objects of a file, the number of damaged lines, and the size of a file read in part."""
 
     rows: list[dict[str, Any]]
     damaged: int = 0  # number of lines that are not a JSON object
@@ -39,8 +39,8 @@ class Lines:
 def read_drawn_rows(path: Path) -> Lines:
     """Return the rows of a ``metrics.jsonl``; from a large file, those that its charts need.
 
-    From each part of a large file these are a training row, the rows with the smallest and largest
-    loss, and evaluation rows. The newest rows of the file are also returned.
+    From each part of a large file these are the first training row, the training rows with the
+    smallest and largest loss, and evaluation rows. The newest rows of the file are also returned.
 
     Raises:
         UnreadableFile: If it is not a regular file, or too large.
@@ -89,14 +89,17 @@ def _checked_size(file: BinaryIO, path: Path) -> int:
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file; of a line that is too long only pieces, which are no JSON."""
+    """Yield the lines of a file.
+
+    Lines longer than ``PART_BYTES`` are yielded in pieces, which are not valid JSON.
+    """
     while line := file.readline(PART_BYTES):
         yield line
 
 
 @dataclass
 class _Part:
-    """The chosen lines of one part of a file, by number."""
+    """Selection of the lines to parse from one part of a file."""
 
     losses: dict[float, tuple[int, bytes]] = field(default_factory=dict)
     first: tuple[int, bytes] | None = None

@@ -41,7 +41,7 @@ def add_event(folder: Path, kind: str, text: str, *, step: int = 0, **data: Any)
         kind: Name of the event, one word.
         text: Description in one line.
         step: Number of finished steps.
-        **data: Numbers, strings, and dicts of them.
+        **data: Entries of ``data``: numbers, strings, and dicts of them.
     """
     now = datetime.now().astimezone().isoformat(timespec="milliseconds")
     event = {"time": now, "step": step, "event": kind, "text": text, "data": data}

@@ -60,7 +60,7 @@ class Series:
 
 
 class History(Mapping[str, Series]):
-    """Columns by name: ``task.history["loss"].median(20)``.
+    """Latest values of each column, by name: ``task.history["loss"].median(20)``.
 
     The last 200 values of each column are kept on every rank. They are saved in checkpoints, except
     for measurements of time and memory, such as ``images_per_s``.

@@ -1,7 +1,7 @@
 """Rate limits for log lines, by line of code.
 
-For example ``if every_n_seconds(30): log.warning(...)``. Calls are counted in each process, so they
-must not decide about anything that ranks do together.
+For example ``if every_n_seconds(30): log.warning(...)``. Each process counts
+its own calls, so the results differ between ranks and must not guard collectives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def every_n_seconds(seconds: float) -> bool:
 
 
 def _call() -> int:
-    """Return the number of calls from the caller's line, with this one."""
+    """Count a call, and return the number of calls from the same line so far."""
     line = _caller()
     _calls[line] += 1
     return _calls[line]

@@ -46,7 +46,7 @@ def start_log(folder: Path, rank: int) -> None:
 
 
 class _FromRoot(logging.Handler):
-    """Forwards a package's messages on the root logger to selftask's handlers."""
+    """Handler of the root logger that forwards a package's messages to selftask's handlers."""
 
     def __init__(self, package: str) -> None:
         super().__init__(logging.INFO)
@@ -60,7 +60,10 @@ class _FromRoot(logging.Handler):
 
 
 def show_root_lines_of(package: str) -> None:
-    """Log a package's messages on the root logger, until ``stop_log``."""
+    """Log what a package logs on the root logger, from level INFO, until ``stop_log``.
+
+    Further calls before ``stop_log`` have no effect.
+    """
     root = logging.getLogger()
     if not any(isinstance(handler, _FromRoot) for handler in root.handlers):
         root.addHandler(_FromRoot(package))
@@ -68,7 +71,7 @@ def show_root_lines_of(package: str) -> None:
 
 
 def stop_log() -> None:
-    """Flush and close what ``start_log`` opened; restore both loggers' level and propagation."""
+    """Close all log handlers of a run, and restore the earlier settings of the loggers."""
     root = logging.getLogger()
     for other in [other for other in root.handlers if isinstance(other, _FromRoot)]:
         root.removeHandler(other)
@@ -200,7 +203,7 @@ class _Console(logging.Handler):
             live.print()
 
     def flush(self) -> None:
-        """Print the lines that wait for the live lines to be drawn again."""
+        """Print waiting log lines now, instead of at the next redraw."""
         if _Console.live is not None:
             _Console.live.print()
 
@@ -245,7 +248,7 @@ def draw_over(live: LiveLines | None) -> None:
 
 
 def flush_lines() -> None:
-    """Print all lines of the log, before this process ends without exit handlers."""
+    """Flush the handlers of the log, for a process that ends without exit handlers."""
     for handler in LOGGER.handlers:
         handler.flush()
 

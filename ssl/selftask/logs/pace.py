@@ -1,6 +1,6 @@
 """Columns of a row besides the loss: step time, memory, settings of parameter groups.
 
-``TimeCounter`` measures functions and blocks of one's own.
+``TimeCounter`` measures the run time of any function or block.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _COLUMNS = {
 class Pace:
     """Step times since the last row and since the start.
 
-    On a GPU the host runs ahead of the device. The times of single steps, and so their median, are
-    therefore times to queue a step. A row waits for the device, so the mean is exact.
+    The host runs ahead of a GPU, so the times of single steps, and their median, are the times to
+    queue a step. Writing a row waits for the device, so the mean is exact.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Pace:
         self.ends.append(time.perf_counter())
 
     def take(self, data_wait_s: float) -> dict[str, float]:
-        """Return the times of this rank since the last call.
+        """Return this rank's share of data wait, mean and median step time since the last call.
 
         Args:
             data_wait_s: Time spent waiting for data since the start, in seconds.
@@ -65,15 +65,15 @@ class Pace:
 
     @property
     def mean_s(self) -> float:
-        """Mean time of a step since the start in seconds, with evaluations and checkpoints."""
+        """Mean seconds per step since the start, including evaluations and checkpoints."""
         return (self.since - self.begun) / max(self.steps, 1)
 
 
 class TimeCounter(ContextDecorator):
-    """Measures the mean run time of a function (as a decorator) or a block (as a context).
+    """Timer for the mean run time of a function (as a decorator) or a block (as a context).
 
     Args:
-        skip: Number of first calls that do not count, in which kernels are chosen or compiled.
+        skip: Number of first calls to ignore, since kernels are chosen or compiled in them.
         device: Device to wait for before and after each call. None measures the host alone.
 
     Attributes:
@@ -152,7 +152,7 @@ def over_ranks(
 
 
 def settings_of_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the largest weight decay, and ``lr/NAME`` for each group if the rates differ."""
+    """Return the largest weight decay unless it is 0, and ``lr/NAME`` of groups if rates differ."""
     row: dict[str, float] = {}
     decay = max(float(group.get("weight_decay", 0.0)) for group in groups)
     if decay:

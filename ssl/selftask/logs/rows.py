@@ -58,7 +58,7 @@ class MetricsFile:
 
 
 def json_row(row: dict[str, Any]) -> str:
-    """Format a row as one line of JSON; floats have 9 digits, and non-finite ones become null."""
+    """Format a row as a line of JSON. Floats have 9 significant digits; NaN and inf become null."""
     return json.dumps(_plain(row))
 
 
@@ -68,7 +68,7 @@ def utc_now() -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a ``metrics.jsonl`` up to the first incomplete line."""
+    """Return the rows of a ``metrics.jsonl`` up to the first line that is not JSON."""
     rows = []
     with open_regular(path) as file:
         lines = file.read().split(b"\n")
@@ -91,10 +91,11 @@ def read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Parse one JSON object per line, where lines may be damaged or still being written.
+    """Parse one JSON object per line; skip damaged lines.
 
     Returns:
-        The objects, and the number of damaged lines without an incomplete last line.
+        The objects, and the number of damaged lines. A last line without a newline may still be
+            being written, and does not count as damaged.
     """
     rows, damaged = [], 0
     *lines, last = content.split(b"\n")
@@ -178,7 +179,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _overwrite(path: Path, content: bytes) -> bool:
-    """Write into the blocks that a file has already; return False if they do not suffice."""
+    """Overwrite a file within its allocated blocks; return False if they do not suffice."""
     if not exists(path) or len(content) > path.stat().st_blocks * 512:  # the unit of st_blocks
         return False
     with path.open("r+b") as file:

@@ -28,7 +28,7 @@ _DUMB = ("dumb", "unknown", "")
 
 
 def can_draw() -> bool:
-    """Return whether stdout is a terminal that can redraw lines, and lines are wanted."""
+    """Return True on rank 0, unless quiet, if stdout is a terminal that can redraw lines."""
     return (
         sys.stdout.isatty()
         and os.environ.get("TERM", "") not in _DUMB
@@ -38,7 +38,7 @@ def can_draw() -> bool:
 
 
 class Stage:
-    """One live line; see ``open_stage``. Its methods do nothing if lines are not drawn."""
+    """A live progress line, made by ``open_stage``; drawn only if ``can_draw()`` is True."""
 
     def __init__(self, name: str, total: float | None, done: float) -> None:
         self.name, self.total, self.done = name, total, done
@@ -48,7 +48,7 @@ class Stage:
         self.line: Any = None  # a rich Task
 
     def update(self, done: float | None = None, text: str | None = None) -> None:
-        """Set the progress, and the text at the end of the line, at most four times a second."""
+        """Set the progress and the text at the end; redraw at most four times a second."""
         self.done = self.done if done is None else done
         self.text = self.text if text is None else text
         if self.is_due:
@@ -106,7 +106,7 @@ def stage(name: str, total: float | None = None, *, at_once: bool = False) -> It
 
 
 def staged(name: str, items: Iterable[T], total: float | None = None) -> Iterator[T]:
-    """Yield the items, and show their number in a live line.
+    """Yield the items, and count them in a live line.
 
     Args:
         name: Name of the stage, one word.
@@ -120,17 +120,17 @@ def staged(name: str, items: Iterable[T], total: float | None = None) -> Iterato
 
 
 class _Display:
-    """Lines of all open stages in one rich display, since rich draws only one at a time.
+    """Display of the lines of all open stages; rich supports one live display at a time.
 
-    A thread draws four times a second. It also prints the lines of the log, above those of the
-    stages: drawing them again takes 0.6 ms, more than all other work of the host in a step.
+    A thread redraws it four times a second, and prints log lines above it. A redraw takes 0.6 ms,
+    longer than all other work of the host in a step.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all lines, as the child of a fork must: the thread that draws is not in it."""
+        """Discard all lines. A forked child must do so, since it lacks the drawing thread."""
         draw_over(None)
         self.progress: Any = None
         self.lock = threading.RLock()  # folders are scanned by several threads

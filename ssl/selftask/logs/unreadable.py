@@ -1,4 +1,4 @@
-"""Name of the column of unreadable images, and the sentences about them in ``status.json``."""
+"""Column name of unreadable images, and access to the sentences about them in a status."""
 
 from __future__ import annotations
 

@@ -61,7 +61,11 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
         return "accuracy"
 
     def set_test_labels(self, labels: Any) -> None:
-        """Set the labels of the test images, an array with -1 for unknown ones."""
+        """Restrict predictions to the classes of the test images, if ``only_test_classes`` is set.
+
+        Args:
+            labels: Labels of the test images; -1 if unknown.
+        """
         if self.only_test_classes:
             self.classes = torch.from_numpy(np.unique(labels[labels >= 0])).long()
 

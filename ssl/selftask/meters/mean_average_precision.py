@@ -111,7 +111,7 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
 
 
 def average_precision(is_positive: np.ndarray, scores: np.ndarray) -> float:
-    """Return the sum over thresholds of the gain in recall times the precision.
+    """Return the average precision: the sum over thresholds of precision times gain in recall.
 
     Args:
         is_positive: bool (N,), at least one of them True.

@@ -111,7 +111,11 @@ class AdCo(MomentumKeys, EMATeacher):
             self.step_negatives(pending)
 
     def step_negatives(self, batches: list[tuple[Tensor, Tensor]]) -> None:
-        """Take a step of SGD *up* the loss of some queries and keys, (V, B, D) each (eq. 5)."""
+        """Take an SGD step on the negatives that increases the loss (eq. 5).
+
+        Args:
+            batches: Queries and keys of each batch, (V, B, D) each.
+        """
         config = self.config
         with torch.enable_grad():
             negatives = self.negatives.detach().requires_grad_()

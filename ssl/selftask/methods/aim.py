@@ -66,7 +66,7 @@ class AIM(MaskedPatches):
         """Residual blocks of the head."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build head and backbone with MAE's initial weights; a loaded backbone keeps its own."""
+        """Build the network with MAE's initial weights; a loaded backbone keeps its own."""
         config = self.config
         self.patch_size = adapter_of(backbone).patch_size[0]
         head = ResidualMLP(
@@ -80,7 +80,7 @@ class AIM(MaskedPatches):
         return CausalNetwork(backbone, head)
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:
-        """Return the patches (B, N) after the prefix, whose length is uniform from 1 to N - 1."""
+        """Return a mask (B, N), True after the prefix, whose length is uniform from 1 to N - 1."""
         num_patches = grid[0] * grid[1]
         length = 1 + (uniform(seed, key, 1) * (num_patches - 1)).long()  # (B, 1)
         return torch.arange(num_patches) >= length
@@ -107,7 +107,7 @@ class AIM(MaskedPatches):
 
 
 class CausalNetwork(Network):
-    """Backbone whose patches attend to the prefix and those before them, then the head."""
+    """Backbone whose patches attend to the prefix and to earlier patches, then the head."""
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> PatchOutput:  # type: ignore[override]
         images, mask = inputs
@@ -116,7 +116,9 @@ class CausalNetwork(Network):
 
 
 def prefix_causal(mask: Tensor) -> Tensor:
-    """Return the patches that each patch attends to (section 3.1): (B, N, N) bool.
+    """Return the attention mask (B, N, N) bool, True for patches to attend to (section 3.1).
+
+    Each patch attends to the prefix, to earlier patches and to itself.
 
     Args:
         mask: (B, N) bool, True for patches after the prefix.
@@ -127,10 +129,10 @@ def prefix_causal(mask: Tensor) -> Tensor:
 
 @in_full_precision
 def next_patch_loss(prediction: Tensor, pixels: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean squared error of the patches after the prefix, each predicted from the last.
+    """Return the mean squared error over the patches after the prefix, then over images.
 
     Args:
-        prediction: (B, N, P); row k belongs to patch k + 1, and the last to none.
+        prediction: (B, N, P); row k predicts patch k + 1, and the last row is ignored.
         pixels: (B, N, P).
         mask: (B, N) bool, True for patches after the prefix, never the first one.
     """

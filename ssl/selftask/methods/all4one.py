@@ -1,4 +1,4 @@
-"""All4One: contrast with a neighbor, with the centroid of several, and of feature dimensions.
+"""All4One: contrast with a neighbor and a centroid of neighbors; decorrelate the features.
 
 B: images per rank, W: ranks, D: width of projector and predictors, K: length of the queue,
 N: neighbors.
@@ -123,7 +123,10 @@ class All4One(ProjectorTeacher):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Find the teacher's neighbors; its first view is enqueued after the step."""
+        """Find the neighbors of the teacher's outputs, and collect those outputs for the queue.
+
+        Only the outputs for the first view are enqueued, after the step.
+        """
         batch = task.last_batch
         teacher = F.normalize(to_float32(self.teacher(batch.input)), dim=2)  # (2, B, D)
         batch["teacher"] = teacher
@@ -185,7 +188,7 @@ class NeighborMixer(nn.Module):
 
 
 def sine_positions(length: int, dim: int) -> Tensor:
-    """Return sines and cosines of positions (length, dim), in turns (arXiv:1706.03762, 3.5)."""
+    """Return sine-cosine position embeddings (length, dim) (arXiv:1706.03762, section 3.5)."""
     rates = 10_000 ** (-torch.arange(0, dim, 2) / dim)
     angles = torch.arange(length)[:, None] * rates  # (length, dim / 2)
     return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)
@@ -195,9 +198,9 @@ def sine_positions(length: int, dim: int) -> Tensor:
 def centroid_loss(
     query: Tensor, neighbors: Tensor, mixer: nn.Module, *, temperature: float
 ) -> Tensor:
-    """Return NNCLR's loss of centroids: those of neighbors, and those that contain a view.
+    """Return NNCLR's loss between centroids of neighbors and centroids that include a view.
 
-    The latter replace the last neighbor by the view, which stands first.
+    The latter are computed from the view, followed by its neighbors without the last.
 
     Args:
         query: Predictions of two views, (2, B, D).
@@ -213,9 +216,10 @@ def centroid_loss(
 
 @in_full_precision
 def feature_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return how far the cosines of dimensions over the batch of all ranks are from the identity.
+    """Return the distance of the matrix of cosines between dimensions from the identity.
 
-    Half of the root mean square on the diagonal, and half of that off the diagonal.
+    It is half the root mean square error on the diagonal plus half of that off the diagonal. The
+    cosines are over the batch of all ranks.
 
     Args:
         prediction: Two views, (2, B, D).

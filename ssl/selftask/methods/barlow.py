@@ -99,8 +99,8 @@ EPS = 1e-5  # added to variances, as by BatchNorm
 def correlations(views: Tensor) -> tuple[Tensor, Tensor]:
     """Return the diagonal (D,) of C of eq. 2, and the sum of the squares of its other entries.
 
-    The mean of the images has no gradient: centered features sum to zero, and so does what they
-    add.
+    Gradients through the mean over images are omitted: they are zero, since centered features sum
+    to zero.
 
     Args:
         views: Features of two views, (2, B, D).

@@ -42,7 +42,7 @@ class Method(nn.Module, Hook):
     * ``"samples"``: the loss is a mean over samples that are independent of the rest of the batch.
       Each rank computes its own, and the mean of their gradients is correct.
     * ``"gathered"``: samples are compared with those of all ranks, gathered by
-      ``collectives.gather_cat_with_grad``.
+      ``collectives.gather_cat_with_grad``, or without gradient.
     * ``"statistics"``: the loss uses sums over the batch of all ranks (a mean, a correlation, the
       sizes of clusters), computed by ``collectives.sum_with_grad``, or without gradient.
 
@@ -109,48 +109,54 @@ class Method(nn.Module, Hook):
         """Return the network to train: ``head(backbone(views))`` by default.
 
         A method that needs patches or hidden layers returns a ``Network`` with a forward pass of
-        its own, which calls ``self.extract``. It takes ``batch.input`` and returns a
-        ``PatchOutput``, or tensors in any tuple or dict: ``batch.output``.
+        its own, which calls ``self.extract``. The forward pass takes ``batch.input`` and returns
+        ``batch.output``: a ``PatchOutput``, or tensors in any tuple or dict.
 
         Args:
-            backbone: Images (B, C, H, W) -> features (B, E); the attribute ``backbone`` of the
-                network.
+            backbone: Images (B, C, H, W) -> features (B, E); becomes the attribute ``backbone`` of
+                the network.
             task: The task, with its config, data and length.
         """
         head = self.build_head(embed_dim(backbone))
         return Network(backbone, head, per_view=self.per_view)
 
     def setup(self, task: Task) -> None:
-        """Build parts that depend on network or data (teacher, memory); called before loading."""
+        """Build parts that depend on network or data, before a checkpoint is loaded.
+
+        Examples are a teacher and a memory.
+        """
 
     def group_rules(self) -> list[GroupRule]:
         """Return rules for parameter groups that belong to the method; none by default.
 
-        They hold for every recipe: a constant learning rate of a predictor, prototypes without
-        decay, a last layer that is frozen at first. Names begin with ``network.`` or ``loss.``;
-        ``network.`` may be omitted. Rules of ``optimizer.groups`` override them.
+        They apply to every recipe. Examples are a constant learning rate of a predictor, no weight
+        decay of prototypes, and a last layer that is frozen at first. Names begin with
+        ``network.`` or ``loss.``; ``network.`` may be omitted. Rules of ``optimizer.groups``
+        override them.
         """
         return []
 
     def open_frozen(self, name: str, task: Task) -> Frozen:
-        """Return the frozen module of a field ``name: FrozenModule`` of the method's config.
+        """Return the frozen module that the config field ``name``, a ``FrozenModule``, specifies.
 
         Call it in ``build_network`` or ``setup``. For a run, a file or a library's model the module
         is the backbone, whose patches ``models.features.extract`` returns. For
         ``package.module:Class`` it is your own module.
 
         Raises:
-            UserError: If it does not exist, or takes images of another number of channels.
+            UserError: If the module does not exist, or takes another number of channels.
         """
         return open_frozen(getattr(self.config, name), f"method.{name}", task)
 
     def open_trained(self, name: str, task: Task, *, scores: bool = False) -> TrainedNetwork:
-        """Return the network of a field ``name: FrozenModule``, and its width; see ``Frozen``.
+        """Return the trained network that the config field ``name``, a ``FrozenModule``, specifies.
+
+        Wrap the network in ``Frozen`` to keep it from being trained.
 
         Args:
             name: Name of the field.
             task: The task.
-            scores: Whether it must have a head that scores classes or prototypes.
+            scores: Whether the network must have a head that scores classes or prototypes.
 
         Raises:
             UserError: As ``open_frozen``, or if the network has no such head.
@@ -159,14 +165,14 @@ class Method(nn.Module, Hook):
         return open_trained(value, f"method.{name}", task, scores=scores)
 
     def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Any:
-        """Draw what a batch needs, such as masks; nothing by default. ``drawn`` returns it.
+        """Draw random tensors for a batch, such as masks; None by default. See ``drawn``.
 
-        It is a function of its arguments and the config. Loader processes call it ahead of the
-        step, so that training does not wait for it.
+        The result must depend on the arguments and the config only. Loader processes call this
+        method ahead of the step, so that training does not wait for it.
 
         Args:
             seed: Seed of the run.
-            key: (B, 2) on the CPU, see ``random.keyed``.
+            key: Random keys of the samples, (B, 2) on the CPU; see ``random.keyed``.
             sizes: Height and width in pixels of each view of ``batch.all_views``.
 
         Returns:
@@ -205,7 +211,7 @@ class Method(nn.Module, Hook):
         raise NotImplementedError(f"{type(self).__name__} has no loss")
 
     def logits(self, output: Any, head: str | None = None) -> Tensor:
-        """Return the class scores (B, C) for meters, if ``outputs_logits``: the output itself.
+        """Return class scores (B, C) for meters, if ``outputs_logits``; by default the output.
 
         Args:
             output: Output of the network.
@@ -219,7 +225,7 @@ class Method(nn.Module, Hook):
     ) -> tuple[Tensor, Tensor]:
         """Return class scores (N, C) and classes (N,) for meters: ``logits`` and the labels.
 
-        A method that makes its own classes, such as the rotation of each image, returns those; its
+        Override it in a method that makes its own classes, such as the rotation of each image. Its
         runs then have meters without ``outputs_logits``. N need not be the number of images.
 
         Args:

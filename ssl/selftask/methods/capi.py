@@ -1,4 +1,4 @@
-"""CAPI: predict the clusters of hidden patches, which an online clustering of a teacher makes.
+"""CAPI: predict the clusters of hidden patches, from an online clustering of a teacher's patches.
 
 B: images per rank, N: patches of an image, V of them visible, Q of the others predicted, E: width
 of the backbone, K: clusters.
@@ -155,7 +155,7 @@ class CAPI(MaskedPatches, EMATeacher):
         return FeatureExtractor(network.backbone)
 
     def group_rules(self) -> list[GroupRule]:
-        """Give the clusters the rate and weight decay of their optimizer."""
+        """Set the learning rate and the weight decay of the clusters."""
         return [GroupRule(match="loss.clusters", lr=self.config.cluster_lr, weight_decay=0.01)]
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
@@ -177,7 +177,7 @@ class CAPI(MaskedPatches, EMATeacher):
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return both cross-entropies with the assignments; ``output.prediction`` (B, Q, K).
 
-        Clusters alone learn from the first term, and the network alone from the second.
+        The first term trains the clusters only, and the second the network only.
         """
         scores = cluster_scores(batch["patches"], self.clusters.weight, self.clusters.bias)
         assigned = self.assign(scores.detach())  # (B, N, K)
@@ -212,7 +212,7 @@ class CAPI(MaskedPatches, EMATeacher):
 
 
 class CAPINetwork(Network):
-    """Encoder of the visible patches, predictor, and scores of clusters: (B, Q, K)."""
+    """Encoder of the visible patches, predictor, and head for the scores of clusters (B, Q, K)."""
 
     def __init__(self, backbone: nn.Module, predictor: CrossPredictor, num_clusters: int) -> None:
         super().__init__(backbone, predictor)
@@ -231,11 +231,17 @@ class CAPINetwork(Network):
 
 @in_full_precision
 def cluster_scores(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the scores (B, N, K) of patches (B, N, E), normalized, in clusters (K, E)."""
+    """Return the scores of clusters (B, N, K), a linear function of normalized patches.
+
+    Args:
+        patches: (B, N, E), not necessarily normalized.
+        weight: (K, E).
+        bias: (K,).
+    """
     return F.linear(F.normalize(patches, dim=-1), weight, bias)
 
 
 @in_full_precision
 def soft_cross_entropy(scores: Tensor, probs: Tensor, temperature: float) -> Tensor:
-    """Return -sum_k p log q, averaged over all but the last dimension of (..., K)."""
+    """Return the mean of -sum_k p log q, with q = softmax(scores / temperature), for (..., K)."""
     return F.cross_entropy(scores.flatten(0, -2) / temperature, probs.flatten(0, -2))

@@ -134,7 +134,7 @@ class TwoTowers(Network):
         self.text_head = text_head
 
     def forward(self, pairs: tuple[Sequence[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
-        """Views [(B, C, H, W)] and tokens (B, L) -> (2, B, D): images, then captions."""
+        """Embed one view [(B, C, H, W)] and tokens (B, L): (2, B, D), images, then captions."""
         views, tokens = pairs
         return torch.cat([super().forward(views), self.text_head(self.text(tokens))[None]])
 
@@ -150,8 +150,8 @@ def match_pairs(images: Tensor, captions: Tensor, log_scale: Tensor) -> Tensor:
     """Return the symmetric cross-entropy of this rank's B pairs among the BW of all ranks.
 
     Args:
-        images: (B, D).
-        captions: (B, D).
+        images: (B, D), not necessarily normalized.
+        captions: (B, D); row b belongs to image b.
         log_scale: Logarithm of the scale of the logits, a scalar.
     """
     images, captions = F.normalize(images, dim=1), F.normalize(captions, dim=1)

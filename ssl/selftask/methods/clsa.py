@@ -1,4 +1,4 @@
-"""CLSA: MoCo, and strongly distorted views that have the similarities of a weak one.
+"""CLSA: MoCo with strongly augmented views, which learn the similarities of a weak one.
 
 S: strong views of an image, B: images per rank, W: ranks, D: width of the head, K: length of the
 queue.
@@ -88,7 +88,7 @@ class CLSA(MomentumContrast, EMATeacher):
             self.pending.append((batch["keys"],))
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of eq. 6; strong views are added; ``output`` (1 + S, B, D)."""
+        """Return the terms of eq. 6, a sum over strong views; ``output`` (1 + S, B, D)."""
         config, rows = self.config, self.queue.rows
         candidates = torch.cat([all_gather_cat(batch["keys"]).to(rows.dtype), rows])  # (WB + K, D)
         strong = relation_cross_entropy(

@@ -112,7 +112,7 @@ class CMAE(MAE, EMATeacher):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Add the pixels of the masked patches, and the teacher's output for the second view."""
+        """Compute the pixels of masked patches, and the teacher's output for the second view."""
         super().on_forward(task)
         task.last_batch["target"] = self.teacher(task.last_batch.all_views[1])  # (B, D)
 
@@ -141,7 +141,7 @@ class CMAE(MAE, EMATeacher):
 
 
 class ContrastNetwork(KeptNetwork):
-    """MAE's network with a second decoder, whose mean output is projected and predicted."""
+    """MAE's network with a second decoder, followed by a projector and a predictor."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class FeatureDecoder(PatchPredictor):
 
 
 class WholeImageNetwork(Network):
-    """Images (B, C, H, W) -> head of the mean of their patches, (B, D)."""
+    """Backbone, then the head of the mean patch: images (B, C, H, W) -> (B, D)."""
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
         output: Tensor = self.head(self.extract(images).patches.mean(dim=1))
@@ -182,7 +182,7 @@ class WholeImageNetwork(Network):
 
 
 def of_pixels(output: PatchOutput) -> PatchOutput:
-    """Return the output as MAE has it."""
+    """Return the output with the predicted pixels only, as ``MAE`` expects it."""
     return output._replace(prediction=output.prediction.pixels)
 
 

@@ -1,4 +1,4 @@
-"""CompRess: a student learns how similar a frozen teacher finds an image to older ones.
+"""CompRess: a student learns a frozen teacher's similarities of an image to older images.
 
 B: images per rank; E: features of the student; D: features of the teacher; K: length of a queue.
 """
@@ -61,7 +61,7 @@ class CompRess(QueueDistillation):
         return super().build_network(backbone, task)
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Build the layer from the student's features to the teacher's, if they share a queue."""
+        """Build a linear layer to the teacher's width if both share a queue, else the identity."""
         return nn.Identity() if self.config.student_queue else nn.Linear(embed_dim, self.out_dim)
 
     def setup(self, task: Task) -> None:
@@ -73,12 +73,12 @@ class CompRess(QueueDistillation):
         return (self.queue, self.student_queue) if self.config.student_queue else (self.queue,)
 
     def rows(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the unit vectors of teacher and, for its own queue, student."""
+        """Return unit vectors of the teacher and, if it has its own queue, of the student."""
         student = F.normalize(to_float32(batch.output[0].detach()), dim=1)
         return (batch["targets"], student)[: len(self.queues())]
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the divergence of ``output`` (1, B, D or E) from the teacher, over images."""
+        """Return eq. 2, a mean over images; ``output`` (1, B, E), or (1, B, D) with one queue."""
         queues = self.queues()
         return compress_loss(
             output[0],

@@ -104,13 +104,13 @@ class CorInfoMax(Method):
         }
 
     def moved(self, units: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the running means and covariances moved by ``units`` (2, B, D)."""
+        """Return the running means and covariances, updated with unit vectors (2, B, D)."""
         state = self.mean, self.covariance
         return running_statistics(units, *state, forgetting=self.config.forgetting)
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Move means and covariances by the batches of this step, in their order."""
+        """Update means and covariances with the batches of this step, in their order."""
         super().on_update(task)
         for output in self.take_pending():
             mean, covariance = self.moved(F.normalize(to_float32(output), dim=2))
@@ -119,7 +119,7 @@ class CorInfoMax(Method):
 
 
 def determinant(covariance: Tensor, *, epsilon: float) -> Tensor:
-    """Return minus ln det of both covariances (2, D, D), divided by D.
+    """Return minus the sum of ln det of both covariances, divided by D.
 
     Args:
         covariance: (2, D, D).
@@ -136,7 +136,7 @@ def running_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Return moving averages of the means and covariances, equal on all ranks.
 
-    Features are centered by the new running mean. The gradient is that of the batch's share.
+    Features are centered by the new running mean. Only the statistics of this batch have gradients.
 
     Args:
         units: (2, B, D).

@@ -57,7 +57,10 @@ class CrossMAE(MAE):
         """Blocks of the decoder."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the network with fixed positions, and MAE's initial weights unless loaded."""
+        """Build the network with MAE's initial weights and fixed positions.
+
+        A loaded backbone keeps its own.
+        """
         config, adapter = self.config, adapter_of(backbone)
         grid = adapter.built_grid
         self.num_predicted(grid)
@@ -76,7 +79,7 @@ class CrossMAE(MAE):
         return CrossNetwork(backbone, decoder)
 
     def num_predicted(self, grid: Grid) -> int:
-        """Return the number of predicted patches. Raise UserError if it is none or too large."""
+        """Return the number of predicted patches; raise UserError if it is 0 or too large."""
         num_patches = grid[0] * grid[1]
         predicted = int(num_patches * self.config.predicted_ratio)
         masked = num_patches - self.num_kept(grid)
@@ -88,7 +91,7 @@ class CrossMAE(MAE):
         return predicted
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
-        """Keep patches as MAE does, and predict the first of the others, in random order."""
+        """Keep patches as MAE does, and choose some of the others at random to predict."""
         kept = super().draw_mask(seed, key, grid)
         return kept._replace(asked=kept.asked[..., : self.num_predicted(grid)])
 

@@ -109,7 +109,10 @@ class Data2Vec(MaskedPatches, EMATeacher):
         return sampler.draw(seed, key, torch.full_like(key[:, 0], self.num_masked(grid)))
 
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["targets"]`` (B, N, E): mean of the teacher's top layers, unmasked."""
+        """Compute ``batch["targets"]`` (B, N, E), the mean of the teacher's top layers.
+
+        The teacher gets the whole images.
+        """
         batch = task.last_batch
         top_blocks = tuple(range(-self.config.top_blocks, 0))
         hidden = self.teacher(batch.all_views[0], layers=top_blocks).hidden

@@ -1,4 +1,4 @@
-"""data2vec 2.0: predict a teacher's features of an image, which many masks share.
+"""data2vec 2.0: predict a teacher's features of an image from each of several masks of it.
 
 B: images per rank, M: masks of an image, N: patches of an image, K of them visible, E: width.
 """
@@ -196,12 +196,12 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         return keep
 
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["targets"]`` (B, N, E) from the teacher's pass of whole images."""
+        """Compute ``batch["targets"]`` (B, N, E) from the teacher's layers for whole images."""
         batch = task.last_batch
         batch["targets"] = contextual_targets(self.teacher(batch.all_views[0]))
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return both terms, means over masks and images."""
+        """Return the terms, means over masks and images; ``class_token`` if it has a weight."""
         targets, predicted = batch["targets"], output.prediction
         distance = scaled_distance(predicted.patches, targets)  # (M, B, N)
         hidden = is_hidden(batch["mask"], targets.shape[1]).transpose(0, 1)
@@ -212,7 +212,7 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         return terms
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the image, and the patches that its first masks show."""
+        """Return the image, and the visible patches of its first four masks."""
         images, keep = batch.input[:2]
         hidden = is_hidden(keep[:, :4], batch["targets"].shape[1]).unbind(dim=1)
         shown = {f"mask {n}": hide_patches(images, mask) for n, mask in enumerate(hidden, start=1)}
@@ -242,7 +242,7 @@ class Data2Vec2Network(Network):
 
 @torch.no_grad()
 def contextual_targets(layers: Sequence[Tensor]) -> Tensor:
-    """Return the mean of layers (B, N, E), each normalized over N, then normalized over E."""
+    """Normalize layers (B, N, E) over N, average them, and normalize the mean over E."""
     normalized = [F.instance_norm(to_float32(layer).transpose(1, 2)) for layer in layers]
     mean = torch.stack(normalized).mean(dim=0).transpose(1, 2)
     return F.layer_norm(mean, mean.shape[-1:])

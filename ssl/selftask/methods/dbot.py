@@ -55,7 +55,7 @@ class DBOT(KeptPatches):
             yield from FrozenModule.of(self.teacher).problems("teacher")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Open the teacher, whose width the decoder has, and build the network."""
+        """Open the teacher, and build a network whose decoder has the teacher's width."""
         trained = self.open_trained("teacher", task)
         self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")
         return self.build_kept(backbone, task, trained.width)

@@ -117,7 +117,7 @@ class DeepCluster(Method):
         self.register_buffer("assignments", assignments)  # (H, N)
 
     def on_phase_start(self, task: Task) -> None:
-        """Cluster the memory, unless the run was resumed within the epoch."""
+        """Cluster the memory at the start of an epoch; before the first one, fill it."""
         if not task.train or task.clock.batch_in_epoch != 0:
             return
         if task.clock.batch == 0:
@@ -145,7 +145,9 @@ class DeepCluster(Method):
 
     @torch.no_grad()
     def cluster_memory(self, seed: int, epoch: int) -> None:
-        """Set the prototypes of each head by k-means, alternating between the two views.
+        """Set the prototypes and assignments of each head by k-means.
+
+        Heads alternate between the two views.
 
         The result depends on memory, seed and epoch only, so it is the same on every rank.
         """

@@ -136,7 +136,7 @@ class DenseNetwork(Network):
         self.dense_head = dense_head
 
     def forward(self, views: list[Tensor]) -> PatchOutput:  # type: ignore[override]
-        """One view [(B, C, H, W)] -> ``Predictions`` and features."""
+        """Return ``Predictions`` and features of one view, [(B, C, H, W)]."""
         features = self.extract(views)
         predicted = Predictions(self.head(features.pooled), self.dense_head(features.patches))
         return PatchOutput(predicted, features)

@@ -88,13 +88,14 @@ class DINO(PrototypeHeads, EMATeacher):
             self.pending.append((scores.mean(dim=(0, 1)),))  # (K,) for each center
 
     def centers(self) -> tuple[Tensor, ...]:
-        """Return the centers (K,) that follow the means in ``pending``."""
+        """Return the centers (K,), in the order of the means in an item of ``pending``."""
         return (self.center,)
 
     def forward(self, output: Any, batch: Batch) -> dict[str, Tensor]:
         """Return eq. 3, averaged over its pairs; ``output`` (V, B, K).
 
-        The cross-entropy is split into the teacher's entropy, which has no gradient, and the rest.
+        The cross-entropy is split into the teacher's entropy, which has no gradient, and the KL
+        divergence.
         """
         cross_entropy = swapped_cross_entropy(batch["probs"], self.log_probs(output))
         entropy = torch.special.entr(batch["probs"]).sum(dim=2).mean()

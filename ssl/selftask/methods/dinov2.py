@@ -159,7 +159,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         return self.prototype_head(embed_dim, trained_length=not self.config.norm_last_layer)
 
     def build_patch_head(self, embed_dim: int) -> nn.Module:
-        """Build the head of masked patches, if it is not that of the images."""
+        """Build a separate head for masked patches, by default like that for images."""
         return self.build_head(embed_dim)
 
     def setup(self, task: Task) -> None:
@@ -232,7 +232,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         return whole
 
     def masked_scores(self, scores: Tensor, masks: Masks) -> Tensor:
-        """Return the scores (M, K) of masked patches among those that the teacher scored."""
+        """Select the scores (M, K) of masked patches from the teacher's; by default all."""
         return scores
 
     def teacher_temperatures(self, where: float) -> tuple[float, float]:
@@ -256,9 +256,9 @@ class DINOv2(PrototypeHeads, EMATeacher):
         return sinkhorn_knopp(scores, epsilon=temperature, iterations=SINKHORN_ITERATIONS)
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the weighted terms of section 4. DINO terms are means over pairs of views.
+        """Return the weighted terms of section 4; the DINO terms sum to a mean over pairs of views.
 
-        ``output.features`` are those of the global views, (2 * B, E) and (2 * B, N, E).
+        ``output.features`` are those of the global views: pooled (2 * B, E), patches (2 * B, N, E).
         """
         config, masks, predicted = self.config, batch["masks"], output.prediction
         log_probs = self.log_probs(predicted.images)  # (V, B, K)

@@ -135,7 +135,8 @@ class DINOv3(DINOv2):
         """Build the Gram teacher, if the run is longer than ``gram_start``.
 
         Raises:
-            UserError: If it is copied after the Gram term begins, or given with other weights.
+            UserError: If the Gram teacher is copied after ``gram_start``, or if the weights of
+                ``gram_teacher`` do not fit the backbone.
         """
         super().setup(task)
         config, length = self.config, task.length
@@ -172,7 +173,7 @@ class DINOv3(DINOv2):
             ) from error
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Resume a run that had no Gram teacher: keep the configured one, or copy the teacher."""
+        """Load a state without a Gram teacher: keep the configured one, or copy the teacher."""
         ours = f"{prefix}gram_teacher."
         if self.gram_teacher is not None and not any(key.startswith(ours) for key in state):
             for name, value in self.gram_teacher.state_dict().items():
@@ -181,7 +182,7 @@ class DINOv3(DINOv2):
         super()._load_from_state_dict(state, prefix, *args)
 
     def student_views(self, batch: Batch) -> list[Tensor]:
-        """Return all views; global ones are reduced from the size of the Gram teacher's."""
+        """Return all views; the size of global ones is divided by ``gram_scale``."""
         views, scale = batch.all_views, self.config.gram_scale
         if scale == 1:
             return views
@@ -205,7 +206,7 @@ class DINOv3(DINOv2):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute the targets of DINOv2; from ``gram_start``, the patches of the Gram teacher."""
+        """Compute the targets of DINOv2 and, from ``gram_start``, the Gram teacher's patches."""
         super().on_forward(task)
         batch = task.last_batch
         batch["gram_weight"] = self.gram_weight_at(task.where)
@@ -229,7 +230,7 @@ class DINOv3(DINOv2):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Update the teacher and the centers; copy the teacher at its steps."""
+        """Update teacher and centers; at ``copy_steps``, copy the teacher to the Gram teacher."""
         super().on_update(task)
         if self.gram_teacher is not None and task.steps_done + 1 in self.copy_steps:
             backbone: nn.Module = self.teacher.network.backbone  # type: ignore[assignment]
@@ -244,7 +245,7 @@ def gram_loss(patches: Tensor, targets: Tensor, *, negatives: Negatives) -> Tens
 
     Args:
         patches: Patches of the student, (n, N, E).
-        targets: Patches of the Gram teacher, (n, N, E); its E may be another.
+        targets: Patches of the Gram teacher, (n, N, E'); E' may differ from E.
         negatives: Whether negative cosines of both count (``keep``) or are set to 0 (``drop``).
     """
     cosines, wanted = (

@@ -51,7 +51,7 @@ class DirectCLR(Method):
         """Temperature of the similarities."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Return no head. Raise UserError if the backbone has fewer features than the loss."""
+        """Return the identity; raise UserError if the backbone has too few features."""
         if self.config.num_features > embed_dim:
             raise UserError(
                 f"method.num_features={self.config.num_features}: the backbone has {embed_dim} "

@@ -41,7 +41,11 @@ class DistillFeatures(Distillation):
         """Layer from the student's features to the teacher's; auto: linear if widths differ."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Build the layer from the student's features to the teacher's: (N, E) -> (N, D)."""
+        """Build the layer from the student's features to the teacher's: (N, E) -> (N, D).
+
+        Raises:
+            UserError: If the widths differ with ``project=none``.
+        """
         project, equal = self.config.project, embed_dim == self.out_dim
         if project == "linear" or (project == "auto" and not equal):
             return nn.Linear(embed_dim, self.out_dim)

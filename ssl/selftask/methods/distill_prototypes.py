@@ -116,8 +116,9 @@ class DistillPrototypes(Distillation):
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the student; with ``patch_weight``, teacher and student have two heads.
 
-        With ``patch_weight``, raises UserError if the teacher has no head for patches, or another
-        grid of patches.
+        Raises:
+            UserError: With ``patch_weight``, if the teacher has no head for patches, or another
+                grid of patches.
         """
         if not self.config.patch_weight:
             return super().build_network(backbone, task)
@@ -138,7 +139,11 @@ class DistillPrototypes(Distillation):
         return PatchScoreNetwork(backbone, *heads, num_patch_views=self.num_seen)
 
     def build_targets(self, scores: Scores) -> ScoreTargets:
-        """Choose how scores become probabilities: as configured, or as in the teacher's run."""
+        """Return the module that turns scores into probabilities.
+
+        Raises:
+            UserError: If ``centering`` is configured and the teacher has no center.
+        """
         config = self.config
         how = scores.targets if config.targets == "auto" else config.targets
         if how == "centering" and scores.center is None:
@@ -178,8 +183,8 @@ class DistillPrototypes(Distillation):
     ) -> Tensor | dict[str, Tensor]:
         """Return the cross-entropy of the scores (V, B, K) with the teacher's targets.
 
-        With ``patch_weight`` w, that of images is weighted by 1 - w, and that of patches, a mean
-        over all patches, by w.
+        With ``patch_weight`` w, the term of images is weighted by 1 - w, and the term of patches,
+        a mean over all patches, by w.
         """
         config = self.config
         if not isinstance(output, ImageAndPatchScores):

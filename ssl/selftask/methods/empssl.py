@@ -1,4 +1,4 @@
-"""EMP-SSL: many small crops of an image agree with their mean, and each fills all directions.
+"""EMP-SSL: many small crops of an image agree with their mean, and features fill all directions.
 
 V: views, B: images per rank, W: ranks, N: images of all ranks, D: width of the projector.
 """
@@ -73,5 +73,5 @@ class EMPSSL(Method):
 
 @in_full_precision
 def agreement(views: Tensor) -> Tensor:
-    """Return the mean cosine of views (V, B, D) and their mean, which has a gradient, too."""
+    """Return the mean cosine of views (V, B, D) with their mean; gradients flow through both."""
     return F.cosine_similarity(views, views.mean(dim=0, keepdim=True), dim=2).mean()

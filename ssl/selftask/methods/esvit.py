@@ -115,7 +115,10 @@ class EsViT(DINO):
 
 
 class RegionNetwork(Network):
-    """Views -> ``Predictions``; neighboring views of one size share a pass of the backbone."""
+    """Backbone, and heads for views and regions: views -> ``Predictions``.
+
+    Consecutive views of one size share a pass of the backbone.
+    """
 
     def __init__(self, backbone: nn.Module, head: nn.Module, region_head: nn.Module) -> None:
         super().__init__(backbone, head)
@@ -172,5 +175,10 @@ def region_cross_entropy(
 
 @torch.no_grad()
 def nearest_regions(cells: Tensor, others: Tensor) -> Tensor:
-    """Return the region of largest cosine among others (B, N', E) for cells (B, N, E): (B, N)."""
+    """Return the index of the region with the largest cosine for each cell, (B, N).
+
+    Args:
+        cells: (B, N, E).
+        others: Regions to choose from, (B, N', E).
+    """
     return (F.normalize(cells, dim=2) @ F.normalize(others, dim=2).mT).argmax(dim=2)

@@ -1,7 +1,7 @@
-"""EVA: predict the features that a frozen teacher, such as CLIP's, gives of hidden patches.
+"""EVA: predict a frozen teacher's features of hidden patches, such as those of CLIP.
 
-B: images per rank, N: patches of an image, H: hidden ones at most, E: width of the backbone, D:
-width of the teacher.
+B: images per rank, N: patches of an image, H: maximum number of hidden ones, E: width of the
+backbone, D: width of the teacher.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class EVA(BlockMaskedPatches):
             yield from FrozenModule.of(self.teacher).problems("teacher")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Open the teacher, whose width the head has, and build the network."""
+        """Open the teacher, and build a network whose head has the teacher's width."""
         trained = self.open_trained("teacher", task)
         self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")
         self.out_dim = trained.width
@@ -71,7 +71,10 @@ class EVA(BlockMaskedPatches):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["targets"]`` (B, H, D), features of the hidden patches in the whole."""
+        """Compute ``batch["targets"]`` (B, H, D), the teacher's features of hidden patches.
+
+        The teacher gets the whole images.
+        """
         batch = task.last_batch
         _, patches = self.teacher.on_grid(batch.all_views[0], batch["grid"])
         batch["targets"] = gather_tokens(patches, batch["hidden"][0])

@@ -1,4 +1,4 @@
-"""FCMAE: MAE for ConvNeXt V2, by sparse convolutions and one dense block as a decoder.
+"""FCMAE: MAE for ConvNeXt V2, with sparse convolutions and a decoder of one dense block.
 
 B: images per rank, N = h * w: patches, whose side is the total stride of the backbone.
 """
@@ -59,7 +59,7 @@ class FCMAE(SparK):
         return BlockDecoder(level.width, *sizes, stride=stride, channels=channels), [level.layer]
 
     def num_visible(self, num_patches: int) -> int:
-        """Return the number of visible ones of N patches, rounded down as in the authors' code."""
+        """Return the number of visible patches, rounded down as in the authors' code."""
         return int(num_patches * (1 - self.config.mask_ratio))
 
 
@@ -88,7 +88,13 @@ class BlockDecoder(nn.Module):
         self.apply(_initialize)
 
     def forward(self, maps: Sequence[Tensor], visible: Tensor, hidden: Tensor) -> Tensor:
-        """Return images (B, C, H, W) for the map (B, E, h, w)."""
+        """Return images (B, C, H, W).
+
+        Args:
+            maps: One map, the coarsest, (B, E, h, w).
+            visible: (B, K) indices of the visible patches.
+            hidden: (B, h, w) bool, True for the others.
+        """
         x = self.embed(maps[0])  # (B, D, h, w)
         with VISIBLE.only(visible, (hidden.shape[1], hidden.shape[2])):
             x = fill_hidden(x, self.mask_token)

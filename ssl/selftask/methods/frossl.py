@@ -90,8 +90,8 @@ class FroSSL(Method):
 def frossl_terms(output: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distance of views from their mean, and the log norms, summed over views.
 
-    The features are divided by their length over the images of all ranks, so that the matrix of
-    their products has the trace D.
+    Each of the D features is scaled to unit norm over the images of all ranks, so that the (D, D)
+    matrix of their products has trace D.
 
     Args:
         output: (V, B, D).
@@ -115,8 +115,8 @@ def frossl_terms(output: Tensor) -> tuple[Tensor, Tensor]:
 def vne_terms(output: Tensor) -> tuple[Tensor, Tensor]:
     """Return minus the mean cosine of pairs of views, and minus the von Neumann entropy.
 
-    The entropy is that of the eigenvalues of the (D, D) second moments of unit vectors, which sum
-    to 1; a mean over views.
+    The entropy is that of the eigenvalues of the (D, D) second-moment matrix of unit vectors, which
+    sum to 1. It is a mean over views.
 
     Args:
         output: (V, B, D).

@@ -31,7 +31,7 @@ def open_frozen(value: str | FrozenModule, key: str, task: Task) -> Frozen:
         task: The task, whose images the module gets.
 
     Raises:
-        UserError: If it does not exist or does not match.
+        UserError: If the module does not exist, or takes another number of channels.
     """
     module = FrozenModule.of(value)
     if module.is_code:  # may return tokens or scores of any form
@@ -55,7 +55,8 @@ def open_trained(
         scores: Whether the network must have a head for classes or prototypes.
 
     Raises:
-        UserError: If it does not exist or does not match.
+        UserError: If the network or its head does not exist, or if it takes another number of
+            channels.
     """
     module = FrozenModule.of(value)
     channels = task.data_module.channels
@@ -75,7 +76,7 @@ def open_trained(
 
 
 def _named(key: str, module: FrozenModule, build: Callable[[], T]) -> T:
-    """Return the result of ``build``; the message of a UserError begins with key and value."""
+    """Return the result of ``build``; prefix the message of a UserError with key and value."""
     try:
         return build()
     except UserError as error:

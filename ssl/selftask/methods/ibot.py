@@ -1,6 +1,7 @@
 """iBOT: DINO for whole images and, with the same head, for masked patches.
 
-Without KoLeo and Sinkhorn-Knopp, which DINOv2 added later, and with a center of all patches.
+KoLeo and Sinkhorn-Knopp, which DINOv2 added later, are off by default. The center of patches is a
+mean over all patches, not only masked ones.
 
 B: images per rank; N: patches of a global view; M: masked patches of all global views on this rank;
 K: outputs of the heads.
@@ -76,18 +77,18 @@ class IBOT(DINOv2):
         self.patch_temperature_at = build_schedule(temperature, task.length)
 
     def block_mask(self, grid: tuple[int, int]) -> BlockMask:
-        """Return the sampler of masks, of blocks of at least a ninth of the patches."""
+        """Return the sampler of masks; blocks have at least (min(grid) // 3) ** 2 patches."""
         least = max(1, (min(grid) // 3) ** 2)
         return BlockMask(grid, min_patches=least, max_patches=grid[0] * grid[1])
 
     def teacher_input(self, batch: Batch) -> Inputs:
-        """Return whole global views, all patches of which the teacher scores."""
+        """Return the global views without masks; the teacher scores all of their patches."""
         whole = super().teacher_input(batch)
         every = torch.arange(whole.masks.mask.numel(), device=whole.masks.mask.device)
         return whole._replace(masks=whole.masks._replace(indices=every))
 
     def masked_scores(self, scores: Tensor, masks: Masks) -> Tensor:
-        """Return the scores (M, K) of masked patches among those of all, (2 * B * N, K)."""
+        """Select the scores (M, K) of masked patches from those of all, (2 * B * N, K)."""
         return scores[masks.indices]
 
     def teacher_temperatures(self, where: float) -> tuple[float, float]:

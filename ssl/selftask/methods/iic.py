@@ -1,4 +1,4 @@
-"""IIC: the classes of two views of an image tell as much as possible about each other.
+"""IIC: maximize the mutual information between the predicted classes of two views of an image.
 
 V: views, B: images per rank, W: ranks, S: heads, K: classes, which are not those of labels.
 """
@@ -59,7 +59,7 @@ class IIC(Method):
         )
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the mean over the heads and over the later views, each compared with the first."""
+        """Return the loss between the first and each later view, a mean over these and heads."""
         return mutual_information_loss(output, spread=self.config.spread)
 
     @property
@@ -70,9 +70,9 @@ class IIC(Method):
 
 @in_full_precision
 def mutual_information_loss(output: Tensor, *, spread: float) -> Tensor:
-    """Return minus the mutual information of the classes of the first view and a later one.
+    """Return minus the mutual information between the classes of the first view and a later one.
 
-    Mean over later views and heads. -ln K is the lowest value for ``spread`` 1.
+    It is a mean over later views and heads. With ``spread`` 1, its lowest value is -ln K.
 
     Args:
         output: Logits (V, B, S, K).

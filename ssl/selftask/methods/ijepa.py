@@ -118,7 +118,10 @@ class IJEPA(MaskedPatches, EMATeacher):
             )
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the network with fixed positions, and published initial weights unless loaded."""
+        """Build the network with the published initial weights and fixed positions.
+
+        A loaded backbone keeps its own.
+        """
         config = self.config
         self.check_backbone(backbone)
         self.masks = self.build_masks(adapter_of(backbone).built_grid)
@@ -187,13 +190,14 @@ class IJEPA(MaskedPatches, EMATeacher):
 
 @torch.no_grad()
 def initialize(module: nn.Module, *, std: float | None) -> None:
-    """Initialize linear layers and patches from a truncated normal distribution, biases to zero.
+    """Initialize linear and convolutional layers: truncated normal weights, zero biases.
 
     Args:
         module: Module to initialize in place.
-        std: Standard deviation of all linear layers, as in the published code. (It first divides
-            the residual weights of block l by sqrt(2 l), but then draws all linear layers again.)
-            None, for narrow networks: at least 1 / sqrt(3 n) for n inputs, with that division.
+        std: Standard deviation of all weights, as in the published code. (It first divides the
+            residual weights of block l by sqrt(2 l), but then draws all linear layers again.)
+            None, for narrow networks: 1 / sqrt(3 n) for n inputs, at least 0.02, with that
+            division.
     """
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):

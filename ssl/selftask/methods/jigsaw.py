@@ -73,7 +73,7 @@ class Jigsaw(TilesPretext):
         return super().build_network(backbone, task)
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Build a layer for each tile, and a classifier of all tiles together."""
+        """Build a layer that is applied to each tile, and a classifier of all tiles together."""
         config = self.config
         return nn.Sequential(
             nn.Linear(embed_dim, config.tile_dim),

@@ -45,7 +45,10 @@ class MAE(KeptPatches):
         """Whether each target patch is normalized to mean 0 and variance 1, table 1d."""
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the network with fixed positions, and the paper's initial weights unless loaded."""
+        """Build the network with the paper's initial weights and fixed positions.
+
+        A loaded backbone keeps its own.
+        """
         self.patch_size = adapter_of(backbone).patch_size[0]
         return self.build_kept(backbone, task, task.data_module.channels * self.patch_size**2)
 

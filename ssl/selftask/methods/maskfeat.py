@@ -1,7 +1,7 @@
 """MaskFeat: predict histograms of oriented gradients of hidden patches.
 
-B: images per rank, C: channels, N: patches of an image, H: hidden ones at most, E: width of the
-backbone, D: numbers in the histograms of a patch.
+B: images per rank, C: channels, N: patches of an image, H: maximum number of hidden ones, E: width
+of the backbone, D: numbers in the histograms of a patch.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def oriented_gradients(images: Tensor, cell_size: int, num_bins: int) -> Tensor:
 
 
 def _numbers(count: int, like: Tensor) -> Tensor:
-    """0, 1, ... as (count, 1, 1)."""
+    """Return the integers from 0 to ``count`` - 1, (count, 1, 1), on the device of ``like``."""
     return torch.arange(count, device=like.device)[:, None, None]
 
 

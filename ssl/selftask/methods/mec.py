@@ -89,7 +89,7 @@ class MEC(EMATeacher):
         task.last_batch["expansion"] = self.expansion_at(task.where)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return minus the coding length, divided by the images; ``output`` (2, B, 2, D)."""
+        """Return minus the coding length per image; ``output`` (2, B, 2, D)."""
         return mec_loss(
             output[:, :, 1],
             batch["projection"].flip(0),
@@ -126,7 +126,7 @@ def mec_loss(
 def _log_trace(others: Tensor, rows: Tensor, scale: float, order: int) -> Tensor:
     """Return the trace of the series of log(I + others @ rows.T / scale).
 
-    It equals that of the (D, D) product, which is used if it is smaller. A sum of the diagonal,
+    It equals that of the (D, D) product, which is used if it is smaller. The diagonal is summed,
     since the backward pass of ``torch.trace`` waits for the GPU.
     """
     small = rows.shape[0] <= rows.shape[1]

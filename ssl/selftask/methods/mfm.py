@@ -102,13 +102,19 @@ class MFM(Method):
 
 
 def low_frequencies(size: tuple[int, int], radius: int, device: torch.device) -> Tensor:
-    """Return True for frequencies in a disc around 0, (H, W), in the order of ``torch.fft``."""
+    """Return a mask (H, W) in the order of ``torch.fft``, True in a disc around frequency 0.
+
+    Args:
+        size: Height and width of the images in pixels.
+        radius: Radius of the disc, in periods per image.
+        device: Device of the mask.
+    """
     squares = [(torch.fft.fftfreq(n, device=device) * n).round().square() for n in size]
     return squares[0][:, None] + squares[1] < radius**2
 
 
 def remove(pixels: Tensor, removed: Tensor) -> Tensor:
-    """Set frequencies to zero, and clamp to [0, 1].
+    """Set frequencies of images to zero, and clamp the resulting pixels to [0, 1].
 
     Args:
         pixels: (B, C, H, W), in [0, 1].
@@ -119,9 +125,10 @@ def remove(pixels: Tensor, removed: Tensor) -> Tensor:
 
 
 def frequency_distance(predicted: Tensor, images: Tensor, removed: Tensor) -> Tensor:
-    """Return the mean Euclidean distance of removed frequencies, complex numbers of an ortho FFT.
+    """Return the mean distance in the complex plane of the removed frequencies of two images.
 
-    It is a mean over the removed frequencies and channels of an image, then over images.
+    It is a mean over the removed frequencies and channels of an image, then over images. The FFT is
+    orthonormal.
 
     Args:
         predicted: (B, C, H, W).

@@ -83,12 +83,12 @@ class MMCR(Method):
             self.momentum_at = build_schedule(self.config.momentum, task.length)
 
     def on_forward(self, task: Task) -> None:
-        """Add the teacher's embeddings, if there is one."""
+        """Compute the teacher's embeddings, if there is a teacher."""
         if self.teacher is not None:
             task.last_batch["teacher"] = self.teacher(task.last_batch.input)  # (V, B, D)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return eq. 3, with the local term; ``output`` (V, B, D)."""
+        """Return the terms of eq. 3, the local one if it has a weight; ``output`` (V, B, D)."""
         terms = {"global_norm": -global_norm(output, batch.added.get("teacher"))}
         if self.config.local_weight:
             terms["local_norm"] = self.config.local_weight * local_norm(output)
@@ -104,11 +104,11 @@ class MMCR(Method):
 def global_norm(output: Tensor, teacher: Tensor | None = None) -> Tensor:
     """Return the nuclear norm of the (N, D) means of the views of images, equal on all ranks.
 
-    Its gradient in the images of a rank is their rows of the polar factor.
+    The gradient with respect to the means of a rank is their rows of the polar factor.
 
     Args:
         output: (V, B, D), not necessarily normalized.
-        teacher: (V, B, D): their means count as much as those of ``output``.
+        teacher: (V, B, D); its means are averaged with those of ``output``.
     """
     means = F.normalize(output, dim=2).mean(dim=0)  # (B, D)
     if teacher is not None:

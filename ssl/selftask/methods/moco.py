@@ -85,7 +85,7 @@ class MoCo(MomentumContrast, EMATeacher):
         self.mix_start = steps_in(self.config.mix_start, task.length)
 
     def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Tensor | None:
-        """Draw entries and shares of mixed negatives, (B, V * ``num_draws``)."""
+        """Draw numbers for the mixed negatives, (B, V * ``num_draws``); None if there are none."""
         count = self.num_queries * self.config.num_draws
         return uniform(seed, key, count) if count else None
 

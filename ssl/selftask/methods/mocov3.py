@@ -84,7 +84,7 @@ class MoCoV3(ProjectorTeacher):
         return ProjectorPredictor(projector, _mlp(*sizes, last_norm=config.predictor_norm))
 
     def group_rules(self) -> list[GroupRule]:
-        """Freeze the patch projection, if asked for."""
+        """Freeze the patch projection if ``freeze_patches`` is set."""
         rule = GroupRule(match="network.backbone.patch_embed", freeze=True)
         return [*super().group_rules(), *([rule] if self.config.freeze_patches else [])]
 
@@ -96,7 +96,7 @@ class MoCoV3(ProjectorTeacher):
         task.last_batch["keys"] = self.teacher(task.last_batch.input)  # (2, B, D)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return algorithm 1's loss in both directions, added; ``output`` (2, B, 2, D)."""
+        """Return the loss of algorithm 1, summed over both directions; ``output`` (2, B, 2, D)."""
         prediction = output[:, :, 1]
         return prediction_loss(prediction, batch["keys"], temperature=self.config.temperature)
 
@@ -112,7 +112,9 @@ def _mlp(*sizes: int, last_norm: bool) -> nn.Sequential:
 
 @in_full_precision
 def prediction_loss(prediction: Tensor, key: Tensor, *, temperature: float) -> Tensor:
-    """Return 2 tau times the cross-entropy of each prediction with the other view's key among all.
+    """Return 2 tau times the cross-entropy of predictions with keys, summed over both directions.
+
+    The key of a prediction is that of the other view, among the keys of all ranks.
 
     Args:
         prediction: (2, B, D), not necessarily normalized.

@@ -137,7 +137,7 @@ class MSN(PrototypeLayer, EMATeacher):
         self.grid_of = adapter_of(task.base_model.backbone).grid  # type: ignore[arg-type]
 
     def group_rules(self) -> list[GroupRule]:
-        """Prototypes do not decay."""
+        """Exclude the prototypes from weight decay."""
         return [GroupRule(match="loss.prototypes", weight_decay=0.0)]
 
     def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Tensor:
@@ -172,7 +172,7 @@ class MSN(PrototypeLayer, EMATeacher):
         """Return the terms of eq. 2; ``output.prediction`` (V, B, D).
 
         ``me_max`` is the KL divergence of the mean prediction over the views of all ranks from the
-        prior. For the uniform one that is log K minus the entropy, which MSN maximizes.
+        prior. For a uniform prior it is log K minus the entropy, which MSN maximizes.
         """
         weight = self.config.me_max_weight
         log_probs = self.log_probs(output.prediction, self.config.temperature)  # (V, B, K)

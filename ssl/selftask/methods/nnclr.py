@@ -79,7 +79,7 @@ class NNCLR(Method):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Find the neighbors of both views; the first view is enqueued after the step."""
+        """Set ``batch["neighbors"]`` (2, B, D); collect the first view for the queue."""
         batch = task.last_batch
         units = F.normalize(to_float32(batch.output[:, :, 0]), dim=2)  # (2, B, D)
         batch["neighbors"] = self.queue.nearest(units)
@@ -103,11 +103,13 @@ class NNCLR(Method):
 
 @in_full_precision
 def neighbor_loss(prediction: Tensor, neighbors: Tensor, *, temperature: float) -> Tensor:
-    """Return the cross-entropy of each neighbor with the other view's prediction among all.
+    """Return the cross-entropy of matching each neighbor to the other view's prediction (eq. 3).
+
+    The candidates are the predictions of that view on all ranks.
 
     Args:
         prediction: (2, B, D), not necessarily normalized.
-        neighbors: (2, B, D), unit vectors: neighbors of the projections of the views.
+        neighbors: (2, B, D), unit vectors: the nearest neighbor of each view's projection.
         temperature: tau.
     """
     predictions = F.normalize(prediction, dim=2).flip(0)

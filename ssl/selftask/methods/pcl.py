@@ -1,7 +1,7 @@
-"""PCL: MoCo, and prototypes of clusters of all images, renewed each epoch.
+"""PCL: MoCo with a further term on clusters of all images, which are renewed each epoch.
 
 B: images per rank, N: images of the data set, D: width of the head, K: length of the queue,
-H: clusterings, K_h prototypes each.
+H: clusterings, K_h: prototypes of clustering h.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class PCL(MomentumContrast, EMATeacher):
         self.has_clusters = False
 
     def setup(self, task: Task) -> None:
-        """Allocate a slot per image. Raise UserError if there are fewer images than clusters."""
+        """Allocate memory and assignments. Raise UserError for fewer images than clusters."""
         super().setup(task)
         config, num_images = self.config, task.data_module.num_images
         if max(config.num_prototypes) > num_images:
@@ -151,7 +151,7 @@ class PCL(MomentumContrast, EMATeacher):
             self.assignments[clustering, is_filled] = clusters
 
     def on_forward(self, task: Task) -> None:
-        """Compute the keys of the batch, which are remembered after the step."""
+        """Compute the keys of the batch; queue and memory get them after the step."""
         batch = task.last_batch
         (batch["keys"],) = self.unit_keys(batch.all_views[1:])  # (B, D)
         if task.train:
@@ -193,15 +193,16 @@ class PCL(MomentumContrast, EMATeacher):
 def cluster_densities(
     distances: Tensor, clusters: Tensor, num_clusters: int, *, mean: float
 ) -> Tensor:
-    """Return the concentration of each cluster, phi of eq. 12, (K_h,): small if it is dense.
+    """Return the concentration phi of each cluster (eq. 12), (K_h,): small for a dense cluster.
 
-    phi is the mean distance from the center, divided by ln(size + ``SMOOTHING``). Clusters of less
-    than two images get the largest phi. Then values are clipped to the 10th and 90th percentile.
+    phi is the mean distance from the center, divided by ln(size + ``SMOOTHING``). Clusters of fewer
+    than two images get the largest phi. Values are clipped to the 10th and 90th percentile, and
+    then scaled to the given mean.
 
     Args:
         distances: Distance of each image from the center of its cluster, (N,).
         clusters: Cluster of each image, (N,).
-        num_clusters: K_h.
+        num_clusters: Number of clusters, K_h.
         mean: Mean of the result.
     """
     clusters, values = clusters.cpu(), distances.cpu().double()  # where sums have a fixed order
@@ -218,9 +219,9 @@ def cluster_densities(
 def prototype_loss(
     query: Tensor, prototypes: Tensor, densities: Tensor, clusters: Tensor
 ) -> Tensor:
-    """Return the mean of -log softmax(query.prototype / density) of the image's cluster.
+    """Return -log softmax(query.prototype / density) of the image's cluster, averaged over images.
 
-    Images without a cluster add nothing.
+    Images without a cluster count as 0.
 
     Args:
         query: (B, D), not necessarily normalized.

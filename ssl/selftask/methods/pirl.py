@@ -81,9 +81,10 @@ class PIRL(MemoryContrast):
 
 
 class TilesNetwork(Network):
-    """Image and tiles (B, C, H, W), order of tiles (B, T) -> (2, B, D): image, then tiles.
+    """Network from image and tiles (B, C, H, W) and the tiles' order (B, T) to outputs (2, B, D).
 
-    A linear layer is applied to each tile, and another one to the concatenated tiles of an image.
+    Output 0 is that of the image, by a linear layer. Output 1 is that of the tiles: one layer is
+    applied to each tile, and another one to the concatenated tiles.
     """
 
     def __init__(self, backbone: nn.Module, embed_dim: int, num_tiles: int, out_dim: int) -> None:

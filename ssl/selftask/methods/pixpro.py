@@ -1,6 +1,6 @@
-"""PixPro: BYOL for locations: each predicts the teacher's at the same point of the image.
+"""PixPro: BYOL for cells of feature maps, which predict the teacher's cells at the same point.
 
-B: images per rank, N: cells of a feature map, E: width of the backbone, D: of the heads.
+B: images per rank, N: cells of a feature map, E: width of the backbone, D: width of the heads.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PixPro(EMATeacher):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Add the teacher's cells (2, B, N, D), and the pairs of cells (B, N, N)."""
+        """Set the teacher's ``batch["cells"]`` (2, B, N, D), and ``batch["pairs"]`` (B, N, N)."""
         batch = task.last_batch
         output = self.teacher(batch.input)
         batch["cells"] = output.prediction
@@ -101,7 +101,7 @@ class PixPro(EMATeacher):
 
 
 class CellNetwork(Network):
-    """Two views -> outputs of the head for their cells, (2, B, N, D); one view per pass."""
+    """Network from two views to outputs of their cells, (2, B, N, D), with one view per pass."""
 
     def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]
         of_views = [self.extract(view) for view in views]
@@ -110,9 +110,12 @@ class CellNetwork(Network):
 
 
 class CellLayers(nn.Module):
-    """Layers of vectors (N, D), applied to cells (B, N, D), as 1x1 convolutions are.
+    """Wrapper that applies layers for vectors to each cell of (B, N, D), like 1x1 convolutions.
 
     BatchNorm statistics are over the cells of all images.
+
+    Args:
+        layers: Vectors (B * N, D) -> vectors (B * N, D').
     """
 
     def __init__(self, layers: nn.Module) -> None:
@@ -125,11 +128,14 @@ class CellLayers(nn.Module):
 
 
 class PixelPropagation(nn.Module):
-    """Sum of the cells of an image, weighted by their similarity (eq. 3): (B, N, D) -> (B, N, D).
+    """Layer that replaces cells by sums of an image's cells, weighted by similarity (eq. 3).
 
     Args:
         value: Transform of the cells that are summed, g.
         sharpness: Exponent of the cosines, gamma.
+
+    Shape:
+        Input and output (B, N, D).
     """
 
     def __init__(self, value: nn.Module, *, sharpness: float) -> None:
@@ -161,13 +167,16 @@ def propagate(cells: Tensor, values: Tensor, *, sharpness: float) -> Tensor:
 def close_cells(
     first: Draws, second: Draws, grid: tuple[int, int], *, max_distance: float
 ) -> Tensor:
-    """Return whether cells of two views are close to each other in the image (eq. 1): (B, N, N).
+    """Return which cells of two views are close to each other in the image (eq. 1).
 
     Args:
         first: Augmentation parameters of the first view, whose cells are the rows of the result.
         second: Those of the second view.
         grid: Rows and columns of the feature map of each view.
-        max_distance: Largest distance of the centers, in diagonals of the larger cell.
+        max_distance: Limit of the distance of two centers, in diagonals of the larger cell.
+
+    Returns:
+        (B, N, N) bool.
     """
     rows, columns = grid
     diagonals = []  # (B,) each
@@ -181,14 +190,14 @@ def close_cells(
 
 @in_full_precision
 def cell_regression_loss(prediction: Tensor, target: Tensor, pairs: Tensor) -> Tensor:
-    """Return -2 times the mean cosine of pairs of an image, averaged over images.
+    """Return -2 times the mean cosine of the pairs of an image, averaged over images.
 
     An image without pairs counts as 0.
 
     Args:
         prediction: (B, N, D).
         target: (B, N, D).
-        pairs: (B, N, N) bool, of predictions with targets.
+        pairs: (B, N, N) bool, True for pairs of a prediction (row) and a target (column).
     """
     cosine = F.normalize(prediction, dim=2) @ F.normalize(target, dim=2).mT  # (B, N, N)
     weight = pairs / (pairs.sum(dim=(1, 2), keepdim=True) + 1e-6).to(cosine.dtype)

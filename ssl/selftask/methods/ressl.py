@@ -1,4 +1,4 @@
-"""ReSSL: strong views have the similarities to older images that a weak view has for a teacher.
+"""ReSSL: learn, from strong views, a teacher's similarities of a weak view to older images.
 
 V: strong views of an image, B: images per rank, D: width of the head, K: length of the queue.
 """

@@ -78,9 +78,9 @@ def seed_loss(
     temperature: float,
     teacher_temperature: float,
 ) -> Tensor:
-    """Return the cross-entropy of the student's similarities with the teacher's.
+    """Return the cross-entropy of teacher's and student's similarities to the same candidates.
 
-    Candidates are the teacher's feature of the image itself, and the queue.
+    Candidates are the teacher's features of the image itself and those in the queue (eq. 4).
 
     Args:
         student: (B, D), not necessarily normalized.

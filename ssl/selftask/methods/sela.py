@@ -126,9 +126,9 @@ class SeLa(Method):
 
 
 def renewal_epochs(num_renewals: int, num_epochs: int) -> set[int]:
-    """Return the epochs before which labels are renewed: 0, and others ever further apart.
+    """Return the epochs before which labels are renewed: 0, and others at growing distances.
 
-    Renewal i of n is before epoch (i / n)^2 of all, rounded down, as published.
+    Renewal i of n precedes epoch (i / n)^2 * ``num_epochs``, rounded down, as published.
     """
     return {int((i / num_renewals) ** 2 * num_epochs) for i in range(num_renewals)}
 
@@ -137,8 +137,8 @@ def renewal_epochs(num_renewals: int, num_epochs: int) -> set[int]:
 def balanced_labels(logits: Tensor, *, sharpness: float) -> Tensor:
     """Return the labels of this rank's images; over all ranks each occurs about equally often.
 
-    Algorithm 1: probabilities to the power of lambda are scaled by row and column until the scaling
-    of images changes little.
+    Algorithm 1: probabilities to the power of lambda are scaled by row (image) and column (label)
+    until the factors of the images change little.
 
     Args:
         logits: (N / W, K).

@@ -113,7 +113,7 @@ def judge_pairs(images: Tensor, captions: Tensor, log_scale: Tensor, bias: Tenso
 def _negative_log_likelihood(
     images: Tensor, captions: Tensor, log_scale: Tensor, bias: Tensor, are_matches: bool
 ) -> Tensor:
-    """Return the sum over all pairs; row i of both match if ``are_matches``."""
+    """Return the summed loss of all pairs; image i matches caption i if ``are_matches``."""
     logits = log_scale.exp() * images @ captions.T + bias  # (B, B)
     signs = -torch.ones_like(logits)
     if are_matches:

@@ -96,7 +96,7 @@ def info_nce(*views: Tensor, temperature: float) -> Tensor:
 
 @in_full_precision
 def negatives_of_pairs(*views: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines of both views of all pairs of views with the views of other images.
+    """Return, for each pair of views, the cosines of both with all views of other images.
 
     Args:
         *views: (B, D) each, not necessarily normalized.

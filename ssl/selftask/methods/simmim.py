@@ -63,14 +63,14 @@ class SimMIM(MaskedPatches):
         return MaskedNetwork(backbone, decoder, takes_map=True)
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:
-        """Return masks (B, h, w), True for hidden patches, equally many in each image."""
+        """Return masks (B, h, w), True for hidden patches, the same number in each image."""
         self.check_grid(grid)
         unit = self.config.mask_size // self.adapter.patch_size[0]
         mask = random_mask(seed, key, grid, ratio=self.config.mask_ratio, unit=unit)
         return mask.unflatten(1, grid)
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the mean absolute error of the masked pixels (B, C, H, W)."""
+        """Return the mean absolute error of masked pixels; ``output.prediction`` (B, C, H, W)."""
         (images,) = batch.all_views
         return masked_l1(to_float32(output.prediction), images, batch["mask"])
 

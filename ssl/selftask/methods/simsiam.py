@@ -48,7 +48,7 @@ class SimSiam(Method):
         """Whether the learning rate of the predictor stays constant."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Build projector and predictor; the projector's layers have the backbone's width."""
+        """Build projector and predictor; the projector's hidden width is ``embed_dim``."""
         config = self.config
         hidden = [embed_dim] * (config.projector_layers - 1)
         sizes = (embed_dim, *hidden, config.out_dim)

@@ -96,10 +96,11 @@ class SMoG(ProjectorTeacher):
         return ProjectorPredictor(mlp(embed_dim, hidden, dim), mlp(dim, hidden, dim))
 
     def on_phase_start(self, task: Task) -> None:
-        """Set the groups anew by k-means of the queue, unless the run was resumed in the epoch.
+        """Set the groups by k-means of the queue, before every ``cluster_every``-th epoch.
 
-        The queue must be full of images: at first, its rows are random. The result depends on
-        queue, seed and epoch only, so it is the same on every rank.
+        This is skipped if the run was resumed within the epoch, and until the queue is full of
+        images, since its first rows are random. The result depends on queue, seed and epoch only,
+        so it is the same on every rank.
         """
         clock, epoch = task.clock, task.clock.epoch
         is_full = clock.trained_batches * task.length.batch_size >= len(self.queue)
@@ -112,9 +113,10 @@ class SMoG(ProjectorTeacher):
             self.groups.copy_(centroids)
 
     def on_forward(self, task: Task) -> None:
-        """Assign the teacher's outputs to groups; remember what moves groups and enters the queue.
+        """Assign the teacher's outputs to groups; collect features for ``on_update``.
 
-        The first view of the teacher enters the queue.
+        Projections of both views will move the groups. The teacher's output for the first view will
+        enter the queue.
         """
         batch = task.last_batch
         targets = F.normalize(to_float32(self.teacher(batch.input)), dim=2)  # (2, B, D)
@@ -154,20 +156,20 @@ class SMoG(ProjectorTeacher):
 @torch.no_grad()
 @in_full_precision
 def nearest_group(features: Tensor, groups: Tensor) -> Tensor:
-    """Return the number of the group of largest cosine for features (..., D): (...) int64."""
+    """Return the index (...) of the group with the largest cosine for each of features (..., D)."""
     return (features @ F.normalize(groups, dim=1).T).argmax(dim=-1)
 
 
 @in_full_precision
 def moved_groups(groups: Tensor, projection: Tensor, *, momentum: float) -> Tensor:
-    """Return the groups, moved toward the mean of their members on all ranks.
+    """Return the groups (K, D), moved toward the mean of their members on all ranks.
 
     A group without members stays. The gradient flows through the projections.
 
     Args:
         groups: (K, D).
         projection: Projections of this rank, (N, D). Each is a member of its nearest group.
-        momentum: beta.
+        momentum: Share of the old groups, beta.
     """
     member = F.one_hot(nearest_group(projection, groups), len(groups)).to(projection.dtype)
     sums = sum_with_grad(member.T @ projection)  # (K, D)

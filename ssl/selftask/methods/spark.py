@@ -1,7 +1,7 @@
-"""SparK: MAE for convolutional networks, by sparse convolutions and a decoder of all resolutions.
+"""SparK: MAE for convolutional networks, with sparse convolutions and maps of all resolutions.
 
-B: images per rank, C: channels of an image, N = h * w: patches, whose side p is the total stride of
-the backbone; K of them are visible.
+B: images per rank, C: channels of an image, N = h * w: patches, K: visible patches, p: side of a
+patch, which is the total stride of the backbone.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SparK(MaskedPatches):
         return SparseNetwork(backbone, decoder, layers)
 
     def build_decoder(self, backbone: nn.Module, channels: int) -> tuple[nn.Module, list[int]]:
-        """Return the decoder, and the hidden layers of the backbone that it receives.
+        """Return the decoder, and the numbers of the hidden layers whose maps it receives.
 
         Raises UserError if the width of the decoder cannot be halved at each resolution.
         """
@@ -109,11 +109,11 @@ class SparK(MaskedPatches):
         return decoder, [level.layer for level in levels]
 
     def num_visible(self, num_patches: int) -> int:
-        """Return the number of visible ones of N patches, rounded as in the authors' code."""
+        """Return how many of ``num_patches`` are visible, rounded as in the authors' code."""
         return round(num_patches * (1 - self.config.mask_ratio))
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Shown:
-        """Show the patches with the lowest draws; the others are predicted."""
+        """Draw visible and hidden patches. Raise UserError if all of them are visible or hidden."""
         num_patches = grid[0] * grid[1]
         visible = self.num_visible(num_patches)
         if visible in (0, num_patches):
@@ -162,7 +162,7 @@ class Shown(NamedTuple):
 
 
 class SparseNetwork(Network):
-    """Backbone that sees the visible patches, and a decoder of the image from its feature maps.
+    """Backbone that sees visible patches only, and a decoder from its feature maps to the image.
 
     Args:
         backbone: Backbone with ``"sparse"`` in its ``offers``.
@@ -189,7 +189,8 @@ def standardize(images: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]
         hidden: (B, h, w); its shape divides the image into patches.
 
     Returns:
-        Images, and mean and deviation of the patch of each pixel (B, 1, H, W).
+        Standardized images (B, C, H, W), and the mean and the deviation of the patch of each pixel,
+        (B, 1, H, W) each.
     """
     patches = _patches(images, hidden)
     variance, mean = torch.var_mean(patches, dim=(1, 3, 5), keepdim=True)
@@ -215,6 +216,6 @@ def masked_l2(predicted: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _patches(images: Tensor, hidden: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, C, h, p, w, p)."""
+    """Split images (B, C, H, W) into patches, (B, C, h, p, w, p)."""
     rows, columns = hidden.shape[1:]
     return images.unflatten(3, (columns, -1)).unflatten(2, (rows, -1))

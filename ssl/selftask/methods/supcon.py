@@ -65,7 +65,7 @@ class SupCon(BatchContrast):
         self.num_others = self.num_negatives + views - 1
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the mean over images and views; ``output`` (V, B, D)."""
+        """Return the loss, averaged over images and views; ``output`` (V, B, D)."""
         config = self.config
         inside = config.sum_positives == "inside"
         loss = supcon_loss(output, batch.labels, temperature=config.temperature, inside=inside)
@@ -81,7 +81,7 @@ class SupCon(BatchContrast):
 
 @in_full_precision
 def supcon_loss(output: Tensor, labels: Tensor, *, temperature: float, inside: bool) -> Tensor:
-    """Return -log of the softmax of positives among all other views, a mean over the rank's views.
+    """Return -log softmax of the positives among all other views, averaged over this rank's views.
 
     A view without a positive counts as 0.
 
@@ -89,7 +89,7 @@ def supcon_loss(output: Tensor, labels: Tensor, *, temperature: float, inside: b
         output: (V, B, D), not necessarily normalized.
         labels: (B,), -1 for images without one.
         temperature: tau.
-        inside: Sum the probabilities of the positives; else average their logarithms.
+        inside: Sum the probabilities of the positives; if False, average their logarithms.
     """
     cosines, same = view_cosines([*output])
     hidden = (cosines / temperature).scatter(1, same[:1].T, -torch.inf)  # without the view itself
@@ -105,6 +105,6 @@ def supcon_loss(output: Tensor, labels: Tensor, *, temperature: float, inside: b
 
 
 def _same_class(labels: Tensor, count: int) -> Tensor:
-    """Return whether two views have the same label, (VB, VBW), for ``count`` views V."""
+    """Return whether views have the same label, bool (VB, VBW), for V = ``count`` views."""
     labels, others = labels.repeat(count), all_gather_cat(labels).repeat(count)
     return (labels[:, None] == others) & (labels >= 0)[:, None]

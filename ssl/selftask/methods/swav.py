@@ -114,7 +114,7 @@ class SwAV(PrototypeLayer):
         return [GroupRule(match="loss.prototypes", freeze=self.config.freeze_prototypes)]
 
     def on_forward(self, task: Task) -> None:
-        """Select whether assignments are hard and whether the queue is used; fill the queue.
+        """Decide whether assignments are hard and whether the queue is used; collect its entries.
 
         The queue is filled from the first batch on and used from ``queue_start`` on, if full.
         """
@@ -126,7 +126,7 @@ class SwAV(PrototypeLayer):
             self.pending.append(F.normalize(assigned, dim=2).transpose(0, 1))  # (B, 2, D)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return eq. 6, averaged over its pairs; ``output`` (V, B, D).
+        """Return eq. 6, averaged over pairs of views; ``output`` (V, B, D).
 
         The cross-entropy is split into the entropy of the assignments, which has no gradient, and
         the rest.
@@ -173,5 +173,5 @@ class SwAV(PrototypeLayer):
         return math.log(self.config.num_prototypes)
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
-        """Return head and prototypes; assignments are balanced by Sinkhorn-Knopp."""
+        """Load head and prototypes; their targets are balanced by Sinkhorn-Knopp."""
         return self.trained_scores(embed_dim, checkpoint, "model.head", self.config.epsilon)

@@ -78,7 +78,7 @@ class TiCo(EMATeacher):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute the teacher's output, and the covariance updated with this batch."""
+        """Set ``batch["teacher"]``, and ``batch["covariance"]``, updated with this batch."""
         batch = task.last_batch
         (batch["teacher"],) = self.teacher(batch.all_views[1:])  # (B, D)
         units = F.normalize(to_float32(batch.output[0]), dim=1)
@@ -108,12 +108,12 @@ class TiCo(EMATeacher):
 
 @in_full_precision
 def tico_terms(student: Tensor, teacher: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 1 - cos, and the quadratic form of the covariance, means over images.
+    """Return the means over images of 1 - cos(z, t) and of z' C z, with z and t of unit length.
 
     Args:
-        student: (B, D), not necessarily normalized.
-        teacher: (B, D), not necessarily normalized.
-        covariance: (D, D).
+        student: z, (B, D), not necessarily normalized.
+        teacher: t, (B, D), not necessarily normalized.
+        covariance: C, (D, D).
     """
     first, second = F.normalize(student, dim=1), F.normalize(teacher, dim=1)
     invariance = 1 - (first * second).sum(dim=1).mean()

@@ -1,6 +1,6 @@
 """TWIST: views of an image get the same class, each with confidence, and all classes are used.
 
-V: views, B: images per rank, W: ranks, K: classes, which are not those of labels.
+V: views, B: images per rank, W: ranks, K: classes, which are unrelated to labels.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class TWIST(Method):
 
 @in_full_precision
 def twist_terms(output: Tensor, *, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the symmetric KL divergence, the entropy of images and that of their mean.
+    """Return symmetric KL divergence, mean entropy of the images, and entropy of their mean.
 
-    Means over the pairs of one of the first two views and a later one.
+    Each is averaged over the pairs of one of the first two views and a later one.
 
     Args:
         output: Logits (V, B, K).

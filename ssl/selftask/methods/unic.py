@@ -1,9 +1,9 @@
 """UNIC: a student learns the features of several frozen teachers, for images and for patches.
 
-Section 3 of the paper. With ``drop_probability: 0`` it is a balanced sum of all teachers, as
-RADIO's (arXiv:2312.06709).
+Section 3 of the paper. With ``drop_probability: 0`` the loss is a mean over all teachers, as in
+RADIO (arXiv:2312.06709).
 
-B: images per rank, W: ranks; N: patches of the student; T: teachers, D: width of one of them; E:
+B: images per rank, W: ranks, N: patches of the student, T: teachers, D: width of a teacher, E:
 width of the student.
 """
 
@@ -122,7 +122,8 @@ class UNIC(Method):
         """Open the teachers, and build the student with heads for each of them.
 
         Raises:
-            UserError: If a teacher does not exist, or there are no patches.
+            UserError: If a teacher does not exist, or a network lacks the patches or layers that
+                the config needs.
         """
         self.check_student(backbone)
         self.teachers, self.widths = nn.ModuleList(), list[int]()
@@ -142,7 +143,7 @@ class UNIC(Method):
         return StudentNetwork(backbone, heads, kinds=self.kinds, ladder=tuple(config.ladder))
 
     def check_student(self, backbone: nn.Module) -> None:
-        """Raise UserError if the student has no patches, or not the layers of the ladder."""
+        """Raise UserError if the student lacks patches, if needed, or the layers of the ladder."""
         kind, ladder = type(backbone).__name__, self.config.ladder
         if "patches" in self.kinds and "dense" not in offers(backbone):
             raise UserError(
@@ -202,11 +203,11 @@ class UNIC(Method):
         return dict(zip(self.kinds, terms, strict=True))
 
     def distances(self, predictions: list[Tensor], targets: list[Tensor]) -> Tensor:
-        """Return the weighted distances of teachers, kinds of features and images, (T, kinds, B).
+        """Return the weighted distance for each teacher, kind of features and image, (T, kinds, B).
 
         Args:
-            predictions: Of each head, (B, D) or (B, N, D).
-            targets: Likewise.
+            predictions: Output of each head, (B, D) or (B, N, D).
+            targets: Target of each head, of the same shape.
         """
         config, num_kinds = self.config, len(self.kinds)
         losses = [
@@ -218,7 +219,7 @@ class UNIC(Method):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Move the moments towards those of this step's batches."""
+        """Move the moments toward those of this step's batches."""
         for step in self.take_pending():
             self.moments.keep(self.moments.moved(*step))
 
@@ -238,8 +239,8 @@ class StudentNetwork(Network):
     Args:
         backbone: The backbone.
         heads: Heads of the first teacher, in the order of ``kinds``, then of the second, ...
-        kinds: ``pooled``, or ``pooled`` and ``patches``.
-        ladder: Numbers of the hidden layers that the heads get beside the last.
+        kinds: ``("pooled",)`` or ``("pooled", "patches")``.
+        ladder: Numbers of the hidden layers that the heads get in addition to the last layer.
     """
 
     head: nn.ModuleList
@@ -257,7 +258,7 @@ class StudentNetwork(Network):
         self.ladder = ladder
 
     def forward(self, images: Tensor) -> Predictions:  # type: ignore[override]
-        """Images (B, C, H, W) -> the output of each head."""
+        """Return the output of each head for images (B, C, H, W)."""
         if self.ladder or "patches" in self.kinds:
             features = self.extract(images, layers=self.ladder)
             grid, hidden = features.tokens.grid, features.hidden.values()

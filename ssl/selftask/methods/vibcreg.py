@@ -95,14 +95,14 @@ class VIbCReg(Method):
 
 @in_full_precision
 def variance_correlation(views: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the variance and the covariance term over the images of all ranks.
+    """Return the variance and the correlation term, computed over the images of all ranks.
 
     Args:
         views: (V, B, D).
 
     Returns:
-        The mean hinge of 1 on the standard deviations, and the mean over the (D, D) entries of the
-        squared correlations of different features; both are summed over views.
+        The mean of max(0, 1 - std) over features, and the sum of the squared correlations between
+        different features, divided by D * D. Both are summed over views.
     """
     num_images = views.shape[1] * world_size()
     centered = views - all_reduce_sum(views.sum(dim=1, keepdim=True)) / num_images
@@ -115,15 +115,15 @@ def variance_correlation(views: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class IterNorm(nn.Module):
-    """Whiten groups of features (N, D) approximately, with statistics of the images of all ranks.
+    """Layer that whitens groups of features (N, D) approximately, with statistics of all ranks.
 
-    Huang et al., Iterative Normalization, CVPR 2019, arXiv:1904.03441: by Newton's iteration. As
-    BatchNorm, it uses running averages in evaluation mode.
+    Huang et al., Iterative Normalization, CVPR 2019, arXiv:1904.03441: whitening by Newton's
+    iteration. Like BatchNorm, it uses running averages in evaluation mode.
 
     Args:
         num_features: Width, D.
         group_width: Number of features that are decorrelated together; a divisor of D.
-        iterations: Newton steps, T; the more, the whiter.
+        iterations: Number of Newton steps, T; more steps whiten more exactly.
     """
 
     def __init__(self, num_features: int, group_width: int, *, iterations: int = 5) -> None:

@@ -63,7 +63,10 @@ class VICReg(Method):
         return mlp(embed_dim, hidden, hidden, self.config.out_dim, last_bias=False)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return equation 6 with the variance term of the paper's code; ``output`` (2, B, D)."""
+        """Return the terms of eq. 6 for ``output`` (2, B, D).
+
+        The variance term is a mean over views, as in the authors' code.
+        """
         config = self.config
         views = to_float32(output)
         variance, covariance = variance_covariance(views)

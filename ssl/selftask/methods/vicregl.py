@@ -1,7 +1,7 @@
-"""VICRegL: VICReg of whole views and of matching patches, by location or by features.
+"""VICRegL: VICReg of whole views, and of cells matched by location and by features.
 
 V: views, the first two of which are large; B: images per rank; N: cells of a view's feature map;
-M: matched cells; D: width of the projector, L: of the local projector.
+M: matched cells; D: width of the projector, L: width of the local projector.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ class Match(NamedTuple):
 
 
 class LocalNetwork(Network):
-    """Views -> ``pooled`` (B, D) and ``cells`` (B, L, h, w) of each view; one view per pass.
+    """Network that returns ``pooled`` (B, D) and ``cells`` (B, L, h, w) of each view.
 
-    ``features`` is a list, since views may have different sizes.
+    Each view has a pass of its own. ``features`` of the output is a list, with an item per view.
     """
 
     def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]
@@ -225,7 +225,13 @@ def local_terms(
 
 
 def alike_pairs(cells: list[Tensor]) -> list[tuple[Views, Views]]:
-    """Return the pairs of views, each in one order only, in groups of equal numbers of cells."""
+    """Group the pairs of views (i, j) with i < j by their numbers of cells.
+
+    Pairs of two large views are in groups of their own.
+
+    Returns:
+        For each group, the views i and the views j.
+    """
     groups: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
     for i, j in pairs_of_views(len(cells)):
         if i < j:
@@ -234,7 +240,7 @@ def alike_pairs(cells: list[Tensor]) -> list[tuple[Views, Views]]:
 
 
 def stacked(of_views: list[Tensor], pairs: list[tuple[Views, Views]]) -> dict[Views, Tensor]:
-    """Return (B, S, N, F) for both sides of each group of S pairs, from (B, N, F) of each view."""
+    """Stack the views (B, N, F) of each side of each group of S pairs, (B, S, N, F)."""
     sides = {side for pair in pairs for side in pair}
     return {side: torch.stack([of_views[view] for view in side], dim=1) for side in sides}
 
@@ -283,12 +289,12 @@ def matched_terms(
     """Return VICReg's terms of matched cells, with separate statistics for each pair of cells.
 
     Args:
-        cells: Cells of S views, (B, S, N, L); see ``stacked``.
-        everyone: The same of all ranks, (B * W, S, N, L); see ``cells_of_all_ranks``.
-        matches: Matches, each of S views.
+        cells: Cells (B, S, N, L) of each group of S views; see ``stacked``.
+        everyone: The same of all ranks, (B * W, S, N, L), or None; see ``cells_of_all_ranks``.
+        matches: Matches between two groups of views each.
 
     Returns:
-        Invariance, variance and covariance terms, (3, R) for R rows of all matches.
+        Invariance, variance and covariance terms (3, R), where R is the sum of all ``Match.rows``.
     """
     sides = [match.views for match in matches] + [match.others for match in matches]
     of_sides = [match.cells for match in matches] + [match.neighbors for match in matches]
@@ -308,7 +314,7 @@ def matched_terms(
 
 
 def _take(cells: dict[Views, Tensor], sides: list[Views], indices: list[Tensor]) -> Tensor:
-    """Return the rows of (B, S, N, L) at the indices (B, S, M), for all sides: (rows, B, L)."""
+    """Return the cells at ``indices``, (B, S, M) for each side, as one tensor (rows, B, L)."""
     taken = [
         cells[side].gather(2, index[..., None].expand(*index.shape, cells[side].shape[3]))
         for side, index in zip(sides, indices, strict=True)

@@ -90,12 +90,13 @@ class VISReg(Method):
 
 @in_full_precision
 def gaussian_terms(embeddings: Tensor, slices: Tensor) -> dict[str, Tensor]:
-    """Return the distances of the embeddings from a normal distribution, means over views.
+    """Return the distances of the embeddings from a normal distribution, averaged over views.
 
-    ``scale`` is the squared distance of standard deviations from 1, ``center`` of means from 0.
-    ``shape`` is the squared distance of sorted projections from the quantiles i / (N + 1), that is
-    the squared Wasserstein distance, of embeddings that were divided by their standard deviations
-    without gradient. Of ``shape`` each rank computes a part, whose mean over ranks is the term.
+    ``scale`` is the squared distance of standard deviations from 1, ``center`` that of means from
+    0. ``shape`` is the squared distance of sorted projections from the normal quantiles of
+    i / (N + 1), an estimate of the squared Wasserstein distance. For it embeddings are standardized
+    by their mean and by their standard deviation, which is detached. Each rank computes ``shape``
+    for a part of the slices; the mean over ranks is the term.
 
     Args:
         embeddings: (V, B, D) of this rank.

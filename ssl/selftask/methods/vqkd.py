@@ -1,6 +1,6 @@
 """VQ-KD: train a tokenizer of patches, whose codes carry the features of a frozen teacher.
 
-Section 3.1 of BEiT v2. A run of it is a tokenizer of ``beit``: ``method.tokenizer=RUN``.
+Section 3.1 of BEiT v2. Its runs are tokenizers for ``beit``: ``method.tokenizer=RUN``.
 
 B: images per rank, N: patches of an image, E: width of the backbone, D: width of a code, K: codes,
 T: width of the teacher.
@@ -149,7 +149,7 @@ class VQKD(Method):
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:
-        """Move the codes to the patches of all ranks; after the first step, cluster these."""
+        """Move codes toward the vectors of all ranks; after the first step, set them by k-means."""
         quantizer = task.base_model.head.quantizer  # type: ignore[union-attr]
         config, pending = self.config, self.take_pending()
         if not pending:
@@ -171,7 +171,7 @@ class VQKD(Method):
         task.log("used_codes", (moved[:, -1] > 0).float().mean())
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
-        """Return the cosines with the codes, the largest of which is the token of a patch."""
+        """Load the head, which scores codes by cosine; the best code is a patch's token."""
         head = self.build_head(embed_dim)
         load_part(head, checkpoint, "model.head")
         return Scores(head, patches=Scores(head))
@@ -201,7 +201,7 @@ class TokenizerHead(nn.Module):
         self.quantizer = VectorQuantizer(num_codes, dim)
 
     def encode(self, patches: Tensor) -> Tensor:
-        """Return the vectors of patches, of unit length, (..., D)."""
+        """Return unit vectors (..., D) of patches (..., E)."""
         return F.normalize(to_float32(self.project(patches)), dim=-1)
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class TokenizerHead(nn.Module):
 
 
 class TokenizerNetwork(Network):
-    """Encoder, codebook and decoder; gradients pass the codes as if these were the vectors."""
+    """Encoder, codebook and decoder, with straight-through gradients past the codebook."""
 
     head: TokenizerHead
 
@@ -218,7 +218,7 @@ class TokenizerNetwork(Network):
         self.decoder = decoder
 
     def forward(self, images: Tensor) -> PatchOutput:  # type: ignore[override]
-        """Images (B, C, H, W) -> ``Coded`` patches."""
+        """Return the output for images (B, C, H, W); its ``prediction`` is ``Coded``."""
         features = self.extract(images)
         units = self.head.encode(features.patches)
         codes = self.head.quantizer(units)
@@ -232,13 +232,13 @@ class TokenizerNetwork(Network):
 def vqkd_terms(
     reconstruction: Tensor, targets: Tensor, units: Tensor, nearest: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return 1 - cosine of the reconstruction, and the mean squared distance from the codes.
+    """Return 1 - mean cosine of the reconstruction, and the mean squared error of the codes.
 
     Args:
         reconstruction: Features that the decoder returns, (B, N, T).
         targets: Features of the teacher, (B, N, T).
         units: Unit vectors of patches, (B, N, D).
-        nearest: Their codes, (B, N, D), without gradient.
+        nearest: Nearest codes of these vectors, (B, N, D); detached.
     """
     cosines = F.cosine_similarity(reconstruction, targets, dim=-1)
     return 1 - cosines.mean(), F.mse_loss(units, nearest.detach())

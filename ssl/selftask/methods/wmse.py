@@ -109,15 +109,16 @@ class WMSE(Method):
 def wmse_loss(
     output: Tensor, orders: Tensor, *, sub_batch: int, shrinkage: float, normalize: bool
 ) -> Tensor:
-    """Return the distance of whitened views, computed by every rank for all images.
+    """Return the mean distance of whitened views; every rank computes it for all images.
 
-    Each view is whitened on its own.
+    Each view of each sub-batch is whitened separately.
 
     Args:
         output: (V, B, D).
         orders: Permutations of the images of all ranks, (iterations, N).
-        sub_batch: S. Images that fill no sub-batch are left out, unless there is only one.
-        shrinkage: Share of the identity in the covariance.
+        sub_batch: Size of a sub-batch, S, or all N images if N is smaller. Remaining images that
+            fill no sub-batch are ignored.
+        shrinkage: Share of the identity matrix in the covariance.
         normalize: Return 2 - 2 cos instead of the mean squared difference.
     """
     rows = gather_cat_with_grad(output.transpose(0, 1))  # (N, V, D)
@@ -135,9 +136,10 @@ def wmse_loss(
 
 
 def whiten(features: Tensor, shrinkage: float) -> Tensor:
-    """Return features (..., n, D) centered and multiplied by the inverse Cholesky factor.
+    """Return features (..., n, D) whitened over their n rows.
 
-    Without shrinkage their covariance over the n rows is the identity.
+    They are centered and multiplied by the inverse Cholesky factor of their covariance. Without
+    shrinkage the result has the identity as covariance.
     """
     centered = features - features.mean(dim=-2, keepdim=True)
     covariance = centered.mT @ centered / (features.shape[-2] - 1)

@@ -75,11 +75,12 @@ class ZeroCL(Method):
 def zerocl_terms(output: Tensor, *, shrinkage: float) -> tuple[Tensor, Tensor]:
     """Return the sums of (1 - c)^2 over the D features, and over the N images.
 
-    c is the correlation of a feature's two views over images, or of an image's over features.
+    c is the correlation of both views after whitening: of a feature over images, or of an image
+    over features.
 
     Args:
         output: (2, B, D).
-        shrinkage: Share of the identity in the matrices.
+        shrinkage: Share of the identity matrix in the covariance matrices.
     """
     rows = gather_cat_with_grad(output.transpose(0, 1)).transpose(0, 1)  # (2, N, D)
     terms = []
@@ -97,9 +98,9 @@ def standardize(vectors: Tensor) -> Tensor:
 
 
 def whiten(vectors: Tensor, shrinkage: float) -> Tensor:
-    """Return the centered vectors (..., m, n) without correlations between the m vectors (ZCA).
+    """Return the m centered vectors in (..., m, n), decorrelated from each other by ZCA.
 
-    The matrix has no gradient, so that an image is changed by its own views alone.
+    The whitening matrix is detached, so gradients of an image come from its own views alone.
     """
     fixed = vectors.detach()
     covariance = fixed @ fixed.mT / (vectors.shape[-1] - 1)

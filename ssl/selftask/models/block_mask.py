@@ -25,10 +25,10 @@ _TRIES = 10  # consecutive failures before an image is finished, as in the publi
 
 
 class BlockMask:
-    """Sampler of block masks: a function of seed and key, drawn on the CPU.
+    """Sampler of block masks, drawn on the CPU as a function of seed and key.
 
-    Rectangles are tried one after another. A rectangle is accepted if it covers patches that are
-    not yet masked, and no more than remain to be masked. A mask therefore has at most the requested
+    Rectangles are tried one after another. A rectangle is accepted if it adds patches to the mask
+    and does not exceed the requested number of masked patches. A mask therefore has at most this
     number of patches, and usually slightly fewer.
 
     Args:
@@ -36,7 +36,7 @@ class BlockMask:
         min_patches: Smallest area of a rectangle.
         max_patches: Largest area of a rectangle; None: half of the image.
         min_aspect: Smallest height / width of a rectangle; the largest is its inverse.
-        max_tries: Number of rectangles tried per image.
+        max_tries: Maximum number of rectangles tried per image.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class BlockMask:
     def from_draws(self, draws: Tensor, counts: Tensor) -> Tensor:
         """Turn draws in [0, 1) of shape (B, ``num_draws``) into masks (B, N), all on the CPU.
 
-        A round tries the next ten rectangles of each unfinished image and accepts the first that is
-        possible. Images for which none is are finished.
+        Each round tries the next ten rectangles of each unfinished image and accepts the first
+        acceptable one. An image is finished when none of the ten is acceptable.
         """
         rectangles = draws.unflatten(1, (self.max_tries, _DRAWS)).permute(2, 0, 1).clone()
         rectangles[1] = torch.exp(self.max_log_aspect * (2 * rectangles[1] - 1))
@@ -100,7 +100,7 @@ class BlockMask:
         return torch.from_numpy(mask).flatten(1)
 
     def _rectangles(self, draws: Values, most: Values) -> tuple[Sides, Sides, Values]:
-        """Return first and last row and column of rectangles, (A, 10) each, and which fit."""
+        """Return (first, end) rows and columns of rectangles, (A, 10) each, and which fit."""
         area, aspect, down, right = draws
         area = self.min_patches + (most - self.min_patches).astype(np.float32) * area
         height, width = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
@@ -109,14 +109,14 @@ class BlockMask:
 
 
 def _side(size: Values, draw: Values, length: int) -> Sides:
-    """Return where ``size`` consecutive places at a drawn offset begin and end."""
+    """Return the (first, end) indices of ``size`` consecutive positions at a drawn offset."""
     free = (length - size).clip(min=0)
     first = np.minimum(np.floor(draw * (free + 1)), free)  # minimum: rounding may reach 1
     return first.astype(np.int64), (first + size).clip(max=length).astype(np.int64)
 
 
 def _num_unmasked(mask: Values, rows: Sides, columns: Sides) -> Values:
-    """Return the number of unmasked patches in each rectangle, from sums over all upper left ones.
+    """Return the number of unmasked patches in each rectangle, using a summed-area table.
 
     Args:
         mask: (A, h, w) bool.
@@ -133,7 +133,7 @@ def _num_unmasked(mask: Values, rows: Sides, columns: Sides) -> Values:
 
 
 def _between(sides: Sides, chosen: Any, length: int) -> Values:
-    """Return which of ``length`` places lie between the chosen sides: bool (A, length)."""
+    """Return a mask of the positions within the chosen sides, bool (A, ``length``)."""
     positions = np.arange(length)
     first, end = (side[chosen][:, None] for side in sides)
     return (positions >= first) & (positions < end)

@@ -60,10 +60,11 @@ def with_embed_dim(model: nn.Module, name: str, channels: int) -> nn.Module:
 
 
 def check_backbone(config: Config, channels: int) -> None:
-    """Raise UserError if ``config`` cannot train its model of timm or torchvision, or adapt it.
+    """Raise UserError if a timm or torchvision backbone, or ``backbone.lora``, does not fit a run.
 
     Name, arguments and sizes can only be checked by building the model. On the meta device this is
-    fast and needs no memory, so errors are reported before the run's folder is created.
+    fast and needs no memory, so errors are reported before the run's folder is created. Other
+    backbones are not checked.
     """
     if config.backbone.name not in LIBRARIES and config.backbone.lora is None:
         return
@@ -155,7 +156,7 @@ def count_features(model: nn.Module, name: str, channels: int) -> int:
         channels: Channels of the images, C.
 
     Raises:
-        UserError: If the model fails on a blank image or returns something else.
+        UserError: If the model fails on a blank image or does not return features (B, E).
     """
     errors = []
     device = next((tensor.device for tensor in model.parameters()), None)

@@ -31,14 +31,14 @@ def sinkhorn_knopp(
     removes them.
 
     Args:
-        scores: (B, K) of this rank, or (B, N, K), of which each of the N positions is balanced by
-            itself (CAPI, arXiv:2502.08769, section 3.2).
+        scores: (B, K) of this rank, or (B, N, K) to balance each of the N positions separately
+            (CAPI, arXiv:2502.08769, section 3.2).
         epsilon: Weight of the entropy; smaller values give harder assignments.
         iterations: Number of alternations.
         power: Prototype k, counted from 1, gets a share proportional to ``k ** -power``; for data
             whose classes have a long tail.
-        smallest: Number that is added to the sum of each sample. One whose scores are far below
-            those of others in all prototypes is then assigned to none of them.
+        smallest: Number added to the sum by which each sample is normalized. A sample whose scores
+            for all prototypes are far below those of other samples is then assigned to none.
 
     Returns:
         Assignments of the shape of ``scores``, in full precision. They sum to one over K, except

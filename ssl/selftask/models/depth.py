@@ -64,7 +64,7 @@ def _by_matcher(names: Sequence[str], matcher: Any) -> dict[str, int]:
 
 
 def _without_downsampling(backbone: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Leave out downsampling modules: children of a rarer type between whole stages."""
+    """Remove downsampling modules: siblings of stages that are not of the most common type."""
     counts = Counter(type(block) for block in blocks)
     between = {
         id(child)

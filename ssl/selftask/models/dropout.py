@@ -85,8 +85,8 @@ def draw_per_sample(modules: Iterable[nn.Module], seed: int) -> list[str]:
 def disable_stochastic_depth(network: nn.Module) -> None:
     """Set the rates of stochastic depth and dropout to 0, for layers of timm and torchvision.
 
-    Any other layer with an attribute ``drop_prob`` is also changed. The coordinates of RoPE are no
-    longer random either.
+    Any other layer with an attribute ``drop_prob`` is also changed. Random coordinates of RoPE are
+    disabled, too.
     """
     for layer in network.modules():
         if hasattr(layer, "aug_active"):
@@ -113,7 +113,7 @@ def set_uniform_stochastic_depth(network: nn.Module, rate: float) -> None:
 
 @functools.cache
 def _per_sample(library: Any, kind: _Kind) -> Any:
-    """Return a subclass of ``library`` that draws per sample during training steps."""
+    """Return a subclass of the layer class ``library`` that draws per sample in training steps."""
 
     def forward(self: Any, x: Tensor) -> Any:
         rate = getattr(self, kind.rate)
@@ -138,7 +138,7 @@ def _per_sample(library: Any, kind: _Kind) -> Any:
 
 
 def _keep(layer: Any) -> Keep:
-    """Return how a layer keeps rows; a layer of another kind than ``_KINDS`` scales none."""
+    """Return the probability and scale of kept rows; both are 1 for layers not in ``_KINDS``."""
     rate = getattr(layer, layer._rate_name) if hasattr(layer, "_rate_name") else 0.0
     scales = rate < 1 and getattr(layer, "scale_by_keep", True)
     return Keep(1 - rate, 1 / (1 - rate) if scales else 1.0)

@@ -37,22 +37,22 @@ class FeatureQueue(nn.Module):
 
     @torch.no_grad()
     def nearest(self, queries: Tensor) -> Tensor:
-        """Return the entries of largest cosine, for queries ``(..., dim)``.
+        """Return the entry with the largest cosine for each query, ``(..., dim)``.
 
-        Only for entries of one dimension. Call it before the queries are enqueued, or each query
-        finds itself.
+        Entries must be of shape ``(dim,)``. Call it before the queries are enqueued; otherwise each
+        query finds itself.
         """
         return self.nearest_few(queries, 1).squeeze(-2)
 
     @torch.no_grad()
     def nearest_few(self, queries: Tensor, count: int, *, after: Tensor | None = None) -> Tensor:
-        """Return the ``count`` entries of largest cosine, ``(..., count, dim)``, nearest first.
+        """Return the ``count`` nearest entries by cosine, ``(..., count, dim)``, nearest first.
 
         Args:
             queries: ``(..., dim)``.
             count: Number of entries.
-            after: Rows ``(B, dim)``: the entries are then those that the queue will have after
-                ``update(after)``. Every rank must call it.
+            after: Rows ``(B, dim)``. If given, search the entries that the queue will have after
+                ``update(after)``; every rank must then call this method.
         """
         similar = queries.to(self.rows.dtype) @ self.rows.T  # (..., K)
         if after is None:
@@ -76,15 +76,15 @@ class FeatureQueue(nn.Module):
         self.oldest.add_(len(rows)).remainder_(len(self))
 
     def _enqueued(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of all ranks that enter, and the indices of those that they replace."""
+        """Return the rows of all ranks to enqueue, and the indices of the entries they replace."""
         rows = all_gather_cat(rows)[-len(self) :].to(self.rows.dtype)  # (W * B, *shape)
         return rows, (torch.arange(len(rows), device=rows.device) + self.oldest) % len(self)
 
 
 class LabeledQueue(nn.Module):
-    """Queue of the latest features with their labels, which classifies a batch before it enters.
+    """Queue of the latest features and labels, which classifies a batch before enqueuing it.
 
-    Nothing is drawn: entries without an image have the label -1, and do not vote.
+    The initial entries have the label -1. Entries with this label do not vote.
 
     Args:
         length: Number of entries, K.
@@ -115,16 +115,16 @@ class LabeledQueue(nn.Module):
         self._pending: list[Tensor] = []
 
     def clear(self) -> None:
-        """Forget the batches since the last update."""
+        """Discard the batches added since the last update."""
         self._pending.clear()
 
     @torch.no_grad()
     def add(self, features: Tensor, labels: Tensor) -> None:
-        """Classify a batch of this rank, which enters at the next update.
+        """Classify a batch of this rank, to be enqueued by the next ``update``.
 
         Args:
             features: (B, E).
-            labels: (B,), -1 for images to leave out.
+            labels: (B,), -1 for unlabeled images, which do not count for the accuracy.
         """
         units = F.normalize(features.to(self.rows.dtype), dim=1)
         cosines = (units @ self.rows.T).masked_fill(self.labels < 0, -1e4)
@@ -136,7 +136,7 @@ class LabeledQueue(nn.Module):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Enter the batches of all ranks, in their order; every rank must call this method.
+        """Enqueue the batches of all ranks in rank order. Every rank must call this method.
 
         A step counts for the accuracy if the queue was full before it.
         """
@@ -155,7 +155,7 @@ class LabeledQueue(nn.Module):
         self.entered += len(rows)
 
     def take_accuracy(self) -> Tensor | None:
-        """Return the accuracy () since the last call; None if no step counted."""
+        """Return the accuracy since the last call, a scalar, or None if no step counted."""
         accuracy = self.hits / self.images.clamp(min=1) if self.counted else None
         for count in (self.hits, self.images, self.counted):
             count.zero_()
@@ -163,13 +163,13 @@ class LabeledQueue(nn.Module):
 
 
 def class_votes(cosine: Tensor, labels: Tensor, num_classes: int, temperature: float) -> Tensor:
-    """Return the weight of each class among the neighbors of each image: (B, C).
+    """Return the sum of the neighbors' weights for each class, (B, C).
 
     Args:
         cosine: (B, k), nearest first.
         labels: (B, k), labels of the neighbors.
         num_classes: Number of classes, C.
-        temperature: Temperature of the weights exp(cosine / temperature).
+        temperature: Temperature of the weights exp((cosine - largest cosine) / temperature).
     """
     # relative to the nearest: the same vote, without overflow
     weight = ((cosine - cosine[:, :1]) / temperature).exp()

@@ -28,8 +28,8 @@ def mlp(
 
     Args:
         sizes: Numbers of features, from input to output.
-        norm: Add BatchNorm, or the norm that this function builds for a width, before the
-            activation between layers.
+        norm: Add BatchNorm before each activation. If a function, it builds the norm for a given
+            number of features.
         bias: Add a bias to all layers except the last. It has no effect before a BatchNorm.
         last_norm: Add BatchNorm after the last layer.
         last_affine: Give this BatchNorm a scale and a shift.

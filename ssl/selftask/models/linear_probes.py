@@ -1,4 +1,4 @@
-"""Linear classifiers that are trained on a stream of batches, several learning rates at once.
+"""Linear classifiers that are trained on a stream of batches, for several learning rates at once.
 
 B images of this rank, E features, C classes, L learning rates.
 """
@@ -19,11 +19,11 @@ _EPS = 1e-6  # relative to the mean variance
 
 
 class LinearProbes(nn.Module):
-    """Softmax regressions by SGD with momentum 0.9, one for each learning rate.
+    """Softmax regressions trained by SGD with momentum 0.9, one for each learning rate.
 
     Features are standardized with running statistics and divided by sqrt(E), so that learning rates
     do not depend on their scale and width. The gradient of the cross-entropy is computed in closed
-    form, without autograd, and summed over ranks. Weights start at 0: nothing is drawn.
+    form, without autograd, and summed over ranks. Weights are initially 0.
 
     Args:
         lr: Learning rates (L,).
@@ -72,12 +72,12 @@ class LinearProbes(nn.Module):
         return gradient.view(-1, len(self.mean) + 1), moments.view(2, -1), hits, images[0]
 
     def clear(self) -> None:
-        """Forget the batches since the last update."""
+        """Discard the batches added since the last update."""
         self._sums.zero_()
 
     @torch.no_grad()
     def add(self, features: Tensor, labels: Tensor) -> None:
-        """Predict a batch of this rank and add it to the gradient of the next update.
+        """Predict a batch of this rank, and accumulate gradient and statistics for ``update``.
 
         Args:
             features: (B, E).
@@ -136,7 +136,7 @@ class LinearProbes(nn.Module):
         return self.recent.argmax()
 
     def take_accuracy(self) -> Tensor:
-        """Return the accuracies (L,) since the last call, each image before the update with it."""
+        """Return the accuracies (L,) since the last call; images are predicted before training."""
         accuracy = self.hits / self.images.clamp(min=1)
         self.hits.zero_()
         self.images.zero_()

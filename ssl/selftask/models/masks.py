@@ -67,7 +67,15 @@ class MultiBlockMask:
         self.most_context = max(1, min(most_left, int(max_context * self.num_patches)))  # K
 
     def draw(self, seed: int, key: Tensor) -> tuple[Indices, Indices]:
-        """Return patches of the context (B, K), and of each target (B, M, Q), for keys (B, 2)."""
+        """Draw the patches of the context and of the targets of each image.
+
+        Args:
+            seed: Seed of the run.
+            key: (B, 2), see ``random.keyed``.
+
+        Returns:
+            Indices and padding of the context, (B, K) each, and of the targets, (B, M, Q) each.
+        """
         num_blocks = self.num_targets + 1
         draws = uniform(seed, key, _DRAWS * num_blocks + self.num_patches)
         of_block = draws[:, : _DRAWS * num_blocks].view(-1, num_blocks, _DRAWS)
@@ -110,7 +118,7 @@ def rectangles(
 
 
 def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
-    """Return ``share * length`` consecutive places at a drawn offset: bool (..., length)."""
+    """Return a mask of ``share * length`` consecutive positions at a drawn offset."""
     size = (share * length).round()
     rest = length - size
     first = (draw * (rest + 1)).floor().minimum(rest)[..., None]  # minimum: rounding
@@ -121,7 +129,7 @@ def _stretch(share: Tensor, draw: Tensor, length: int) -> Tensor:
 def possible_areas(scale: Range, ratio: Range, grid: tuple[int, int]) -> list[int]:
     """Return the possible areas of ``rectangles`` in patches, to determine the size of tensors.
 
-    A side of h patches is rounded from between h - 1/2 and h + 1/2.
+    A side of h patches is the rounded value of a length between h - 1/2 and h + 1/2.
 
     Args:
         scale: Smallest and largest area, as a fraction of the image.

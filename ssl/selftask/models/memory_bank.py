@@ -59,7 +59,7 @@ class MemoryBank(nn.Module):
 
 
 def _last_occurrence(index: Tensor, size: int) -> Tensor:
-    """Return the last position of each number in ``index`` (n,), whose numbers are below ``size``.
+    """Return, for each value in ``index`` (n,), its last position; values are below ``size``.
 
     On a GPU, indexed writes of duplicates keep an arbitrary one, which may differ between ranks.
     """

@@ -17,10 +17,10 @@ from selftask.random.keyed import LAYER_DRAWS
 
 
 class PatchOutput(NamedTuple):
-    """Output of a network of patches: what its head predicts, and all that the backbone returned.
+    """Output of a network for patches: predictions of the head, and features of the backbone.
 
-    Further terms of a loss, in a subclass or a hook, can use all of it. It is a tuple, so that DDP,
-    FSDP and torch.compile find its tensors.
+    Loss terms of a subclass or a hook can use all fields. It is a tuple, so that DDP, FSDP and
+    torch.compile find its tensors.
     """
 
     prediction: Any
@@ -37,8 +37,8 @@ class Network(nn.Module):
     """``head(backbone(views))``, in one pass for each image size or for each view.
 
     Methods that need patches or hidden layers use a subclass. Its forward pass takes
-    ``batch.input``, passes images by ``self.extract`` or ``self.pooled``, and may return tensors in
-    any tuple or dict, such as ``PatchOutput``.
+    ``batch.input``, runs the backbone with ``self.extract`` or ``self.pooled``, and may return
+    tensors in any tuple or dict, such as ``PatchOutput``.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -64,7 +64,7 @@ class Network(nn.Module):
         return super().__call__(*args, **kwargs)
 
     def forward(self, views: Sequence[Tensor]) -> Tensor:
-        """V tensors (B, C, H, W) of any sizes -> (V, B, D) in the order of the views.
+        """Map V tensors (B, C, H, W) of any sizes to outputs (V, B, D), in the order of the views.
 
         Without ``per_view`` the head gets all views as one batch (V*B, E), so its BatchNorm
         statistics are over all views, as in the multi-crop of SwAV and DINO. Those of the backbone
@@ -83,8 +83,7 @@ class Network(nn.Module):
         Args:
             views: Views of one size, (B, C, H, W) each, or their images (V * B, C, H, W), view
                 after view.
-            **options: ``mask``, ``mask_token``, ``keep``, ``padding`` and ``layers``, see
-                ``models.features.extract``.
+            **options: Options of ``models.features.extract.extract``, such as ``mask``.
         """
         images = views if isinstance(views, Tensor) else torch.cat(list(views))
         features = extract(self.backbone, images, **options)
@@ -123,7 +122,7 @@ class Network(nn.Module):
 
 
 class MapNetwork(Network):
-    """Head of a feature map: images (B, C, H, W) -> ``head(map)``, for a map (B, E, h, w)."""
+    """Network whose head takes the feature map: images (B, C, H, W) -> ``head(map)``."""
 
     def forward(self, images: Tensor) -> PatchOutput:  # type: ignore[override]
         features = self.extract(images)

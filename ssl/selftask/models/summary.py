@@ -56,7 +56,7 @@ def opening_lines(
 
 
 def _name(backbone: Component) -> str:
-    """Return ``small_resnet``, or ``timm:vit_small_patch16_224`` for a library's model."""
+    """Return a backbone's name, such as ``small_resnet`` or ``timm:vit_small_patch16_224``."""
     model = backbone.args.get("model")
     return backbone.name if model is None else f"{backbone.name}:{model}"
 
@@ -66,7 +66,7 @@ def _count(module: nn.Module, *, trained: bool = False) -> int:
 
 
 def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
-    """Format the multiply-adds for an image of the first view's size, if they can be counted."""
+    """Format the multiply-adds for an image of the first view's size; empty if they are unknown."""
     side = output_side(next(iter(config.views.values())).transforms)
     is_sharded = any(hasattr(parameter, "to_local") for parameter in backbone.parameters())
     if side is None or is_sharded:  # the forward pass of a sharded model would be a collective
@@ -80,7 +80,7 @@ def _show_cost(backbone: nn.Module, config: Config, channels: int) -> str:
 
 
 def _views(number: int, name: str, group: ViewConfig) -> str:
-    """Format ``2 main of 224 x 224 pixels``, without the size if views keep the images' size."""
+    """Format views as ``2 main of 224 x 224 pixels``, without the size if it is not fixed."""
     side = output_side(group.transforms)
     size = "" if side is None else f" of {side} x {side} pixels"
     return f"{number} {name}{size}"
@@ -197,7 +197,7 @@ def _tracked(module: nn.Module, name: str) -> str:
 
 
 class _CountActivations(TorchDispatchMode):
-    """Sum of the elements in the outputs of operations that have FLOPs, by module."""
+    """Dispatch mode that counts elements in the outputs of operations with FLOPs, by module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
         self._list_moving()
 
     def get_classy_state(self) -> dict[str, Any]:
-        """Return torch's state, and the names of the parameters, which torch only numbers."""
+        """Return the state with the names of the parameters; torch's own state has only indices."""
         return {**super().get_classy_state(), "names": self._names}
 
     def set_classy_state(self, state: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ def build_optimizer(
         depths: Layer indices of the backbone's parameters by name, for ``layer_decay``.
         of_method: Rules of the method, which apply after those of ``optimizer.groups``.
         regroup: Function applied to the final groups of parameters; see ``Reduction.regroup``.
-        only: Parameters of this optimizer; None: all.
+        only: Parameters of this optimizer; None for all.
         key: Key of the section, for messages.
 
     Returns:
@@ -174,7 +174,7 @@ def build_optimizer(
 def _groups(
     settings: Iterable[Settings], config: OptimizerConfig, length: RunLength, batch: int
 ) -> list[dict[str, Any]]:
-    """Return a group for each combination of settings; ``adapt`` marks parameters LARS scales."""
+    """Return a group for each combination of settings; LARS and LAMB adapt those with ``adapt``."""
     schedules: dict[str, Any] = {}  # one object for equal sections, so that groups can be merged
 
     def schedule_of(section: float | dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ class Curve(ParamScheduler):  # type: ignore[misc]  # fvcore ships no types
 
 
 class Scaled(Curve):
-    """A schedule times a factor. Equal objects compare equal, so that their groups are merged."""
+    """A schedule times a factor; equal if both are equal, so that groups can be merged."""
 
     def __init__(self, schedule: Any, factor: float) -> None:
         super().__init__(lambda where: schedule(where) * factor)
@@ -55,5 +55,5 @@ def join(
 
 
 def geometric(start: float, end: float) -> Schedule:
-    """Return fvcore's exponential schedule, which Classy Vision lacks."""
+    """Return an exponential schedule from ``start`` to ``end``, by fvcore."""
     return Curve(ExponentialParamScheduler(start, end / start))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class FieldArguments:
-    """Config of an optimizer: a dataclass whose fields are its arguments."""
+    """Base class of dataclasses whose fields are the arguments of an optimizer."""
 
     optimizer: ClassVar[Any]
     """Class of torch's interface, called with parameter groups and the fields."""
@@ -15,6 +15,6 @@ class FieldArguments:
     """Arguments that are not fields."""
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
-        """Return the optimizer; a field ``sgd_momentum`` is its argument ``momentum``."""
+        """Return the optimizer; a field ``sgd_momentum`` is passed as ``momentum``."""
         arguments: Any = {f.name.removeprefix("sgd_"): getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return self.optimizer(groups, **self.options, **arguments)

@@ -112,7 +112,7 @@ def clip_adaptively(
     Args:
         parameters: Parameters whose gradients are clipped, if they have one.
         max_ratio: Largest ratio of a unit's gradient norm to its weight norm.
-        eps: Smallest weight norm, so that units with weights of zero can be trained.
+        eps: Lower bound of weight norms, so that units with weights of zero can be trained.
     """
     for parameter in parameters:
         if parameter.grad is None:

@@ -53,7 +53,7 @@ def _row(
 
 
 def _names(names: Sequence[str], most: int) -> str:
-    """Return names without their common modules, with numbers replaced by *."""
+    """Return names as one pattern, such as ``blocks.{*.weight, *.bias}``; * stands for numbers."""
     parts = [name.split(".") for name in names]
     columns = zip(*(part[:-1] for part in parts), strict=False)
     shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

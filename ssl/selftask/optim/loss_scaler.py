@@ -1,4 +1,4 @@
-"""Loss scaling for float16, whose smallest gradients would round to zero.
+"""Loss scaling for float16, in which small gradients would otherwise round to zero.
 
 The interface is that of ``torch.amp.GradScaler``, which skips a step silently. Here a gradient that
 overflows on any rank raises StepSkipped on all ranks, so that schedules, teachers, queues and the
@@ -91,7 +91,7 @@ class LossScaler(NoScaler):
             raise StepSkipped
 
     def update(self) -> None:
-        """Count a step without overflow; raise the scale if there have been enough of them."""
+        """Count a step without overflow; increase the scale after ``growth_interval`` of them."""
         self._log("loss_scale", self._scale)
         self._good_steps += 1
         if self._good_steps == self._config.growth_interval:
@@ -113,7 +113,7 @@ class LossScaler(NoScaler):
         return {"scale": self._scale, "_growth_tracker": self._good_steps}  # torch's names
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; the empty one of a run in another precision changes nothing."""
+        """Restore a state; an empty one, from a run in another precision, has no effect."""
         if state:
             self._scale, self._good_steps = state["scale"], state["_growth_tracker"]
 

@@ -72,7 +72,7 @@ def named_parameters(modules: Named) -> list[Parameter]:
 def divide(
     modules: Named, matches: Mapping[str, str | list[str]]
 ) -> dict[str | None, set[nn.Parameter]]:
-    """Return the trained parameters of each optimizer of ``optimizers``, and of ``optimizer``.
+    """Divide the trained parameters among ``optimizer`` and the sections of ``optimizers``.
 
     Args:
         modules: Named modules.
@@ -82,7 +82,7 @@ def divide(
         Parameters by name; None is the name of ``optimizer``.
 
     Raises:
-        UserError: If an optimizer would have no parameter, or a parameter two optimizers.
+        UserError: If an optimizer has no parameter, or a parameter belongs to two optimizers.
     """
     parameters = [p for p in named_parameters(modules) if p.value.requires_grad]
     rules = {name: GroupRule(match=match) for name, match in matches.items()}
@@ -132,7 +132,7 @@ def freeze_for_good(
 def frozen_until(
     modules: Named, rules: Sequence[GroupRule], length: RunLength
 ) -> list[tuple[int, nn.Parameter]]:
-    """Return the parameters that rules freeze at first, with the number of frozen steps.
+    """Return (number of frozen steps or 0, parameter) for each parameter that matches a rule.
 
     Args:
         modules: Named modules.
@@ -164,9 +164,10 @@ def assign_settings(
         modules: Named modules.
         config: The ``optimizer`` section.
         length: Length of the run, for rules that freeze parameters temporarily.
-        depths: Layer indices of the backbone's parameters, from 0; all others are above.
+        depths: Layer index of each backbone parameter by name, from 0; all other parameters
+            belong to the layer after the last.
         of_method: Rules of the method, which apply after those of the config.
-        only: Parameters of this optimizer; None: all.
+        only: Parameters of this optimizer; None for all.
         key: Key of the section, for messages.
 
     Raises:
@@ -223,7 +224,14 @@ def _keyed(key: str, rules: Sequence[GroupRule]) -> list[tuple[str, GroupRule]]:
 def check_matches(
     rule: GroupRule, key: str, matched: Sequence[Parameter], parameters: Sequence[Parameter]
 ) -> None:
-    """Raise UserError with the nearest names if a rule matches nothing."""
+    """Raise UserError with the nearest names if a rule matches nothing.
+
+    Args:
+        rule: The rule.
+        key: Key of the rule in the config, for the message.
+        matched: Parameters that match the rule.
+        parameters: All parameters, whose names are suggested.
+    """
     if matched:
         return
     names: set[str] = set()

@@ -1,7 +1,7 @@
 """Schedules: pure functions of progress ``where`` in [0, 1), without state.
 
-Classy Vision's and fvcore's schedulers are used if they exist. A learning rate that depends on a
-metric is the hook ``plateau``.
+Classy Vision's and fvcore's schedulers are used if they exist. Learning rates that depend on a
+metric are set by the hook ``plateau``.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 In the first step every block is recomputed, so that the step fits into memory if any choice does.
 Before its forward pass, each block is run once more to measure the memory that it would keep for
 the backward pass. The measurement uses the real images of every pass (multi-crop), and its result
-is freed immediately. Then the blocks to recompute are chosen, equally on all ranks, for the rest of
-the run.
+is freed immediately. After the backward pass, the blocks to recompute in the rest of the run are
+chosen, the same ones on all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class ActivationBudget:
             meter_with(block, _Meter(self, number))
 
     def finalize(self) -> None:
-        """Choose the blocks after the first backward pass. Every rank must call it at each step."""
+        """Choose the blocks after the first backward pass; later calls do nothing.
+
+        The first call is collective: every rank must make it.
+        """
         if not self.is_open:
             return
         self.is_open = False
@@ -81,7 +84,7 @@ class ActivationBudget:
         self._recomputed[number] += recomputed
 
     def close(self) -> None:
-        """Stop measuring when the backward pass begins. The next batch reuses the same memory."""
+        """Stop measuring once the backward pass begins, since later batches reuse its memory."""
         for block in self._blocks:
             meter_with(block, None)
 
@@ -89,9 +92,9 @@ class ActivationBudget:
 def choose(whole: Sequence[int], recomputed: Sequence[int], limit: int) -> set[int]:
     """Return the fewest blocks to recompute so that all blocks keep at most ``limit`` bytes.
 
-    Of blocks of equal size the first are chosen: when they are recomputed in the backward pass, the
-    activations of later blocks are already freed. If the limit cannot be met, all blocks that save
-    memory are returned.
+    If blocks save equally many bytes, the first ones are chosen: when they are recomputed in the
+    backward pass, the activations of later blocks are already freed. If the limit cannot be met,
+    all blocks that save memory are returned.
 
     Args:
         whole: Bytes kept by each block if it is not recomputed.

@@ -49,12 +49,12 @@ def _checkpointed(kind: Any) -> Any:
 
 
 def meter_with(block: nn.Module, meter: Any) -> None:
-    """Set or remove (None) the meter of each pass of a block of ``checkpoint_blocks``."""
+    """Set the meter that measures each forward pass of a checkpointed block; None removes it."""
     block._meter = meter
 
 
 def recompute(block: nn.Module, wanted: bool) -> None:
-    """Enable or disable recomputation of a block of ``checkpoint_blocks``."""
+    """Enable or disable recomputation of a block that ``checkpoint_blocks`` has prepared."""
     cast(Any, block)._is_recomputed = wanted
 
 

@@ -10,9 +10,10 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList)
 def find_blocks(network: nn.Module) -> list[nn.Module]:
     """Return the blocks of a network in order, such as transformer or residual blocks.
 
-    A block is a child of a ``Sequential`` or ``ModuleList`` that consists of several modules. A
-    stage that itself has a container of equal blocks is not a block; its children are. A network
-    without such children (a plain ``Sequential`` of layers) has no blocks.
+    A block is a child of a ``Sequential`` or ``ModuleList``, with parameters and at least two
+    children of its own. A stage, which has a container of blocks of one class, is not a block; the
+    blocks in its container are. A network without such modules (a plain ``Sequential`` of layers)
+    has no blocks.
     """
     blocks: list[nn.Module] = []
     _descend(network, in_container=False, blocks=blocks)
@@ -37,7 +38,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Return True if a module is a container of composite modules of one kind."""
+    """Return True if a module is a container of modules of one class that have children."""
     if not isinstance(module, _CONTAINERS):
         return False
     children = list(module)

@@ -1,4 +1,4 @@
-"""Build the parts configured by ``parallel:``. Nothing is built for a single process."""
+"""Set up gradient reduction, synchronized BatchNorm and activation checkpointing."""
 
 from __future__ import annotations
 

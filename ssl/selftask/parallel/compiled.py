@@ -16,7 +16,7 @@ from selftask.parallel.blocks import find_blocks
 
 
 def compile_function(function: Any, options: CompileConfig) -> Any:
-    """Compile a function or a module with torch.compile; raise UserError without its backend."""
+    """Compile a function or module with torch.compile; raise UserError for an unknown backend."""
     _check_backend(options.backend)
     return torch.compile(function, **asdict(options))
 
@@ -24,8 +24,9 @@ def compile_function(function: Any, options: CompileConfig) -> Any:
 def compile_blocks(network: nn.Module, options: CompileConfig) -> bool:
     """Compile the forward pass of each block, in place.
 
-    Sharding and activation checkpointing wrap single blocks, which a graph of the whole network
-    would not allow, and the gradients of a block can be reduced while others are computed.
+    Unlike a graph of the whole network, this works with sharding and activation checkpointing,
+    which wrap single blocks. The gradients of a block can also be reduced while those of other
+    blocks are computed.
 
     Returns:
         True if the network has blocks.
@@ -39,13 +40,13 @@ def compile_blocks(network: nn.Module, options: CompileConfig) -> bool:
 
 
 def compile_whole(network: nn.Module, options: CompileConfig) -> nn.Module:
-    """Return the network compiled as a whole; it shares the parameters."""
+    """Return a module that compiles the network as a whole and shares its parameters."""
     compiled: nn.Module = compile_function(network, options)
     return compiled
 
 
 def compile_calls(network: nn.Module, options: CompileConfig) -> None:
-    """Compile a network in place: what its calls run. Its parts and its state do not change."""
+    """Compile a network in place with ``nn.Module.compile``; submodules and state do not change."""
     _check_backend(options.backend)
     network.compile(**asdict(options))
 
@@ -68,8 +69,8 @@ def _check_backend(name: str) -> None:
 def _compiled(kind: Any, options: CompileConfig, layers: str, is_trained: bool) -> Any:
     """Return a subclass of ``kind`` with a compiled forward pass, shared by equal blocks.
 
-    Blocks of other layers, and those of teachers, get code of their own: torch compiles the same
-    code at most 8 times, and looks through all these graphs in each call.
+    Blocks with other layers, and frozen ones (of a teacher), get their own copy of the code: torch
+    compiles the same code at most 8 times, and checks all these graphs in each call.
     """
     forward = kind.forward
     if isinstance(forward, FunctionType):

@@ -29,6 +29,11 @@ class DDPReduction(Reduction):
     Parameters without a gradient are reported by name on every rank; with ``find_unused`` they keep
     their values. Plain DDP would hang, or fail one step later and report parameter indices only. As
     in the other reductions, buffers are not synchronized.
+
+    Args:
+        bucket_mb: Size of a bucket in MiB.
+        static_graph: As in ``DistributedDataParallel``.
+        find_unused: Whether parameters may have no gradient.
     """
 
     def __init__(

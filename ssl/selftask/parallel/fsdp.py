@@ -2,8 +2,9 @@
 
 The network is sharded block by block. Teachers are sharded in the same way, so that the moving
 average of parameters is computed on local shards. The method's own parameters (a predictor,
-prototypes) are not sharded and are reduced manually. Checkpoints contain full tensors, or shards
-with ``sharded``; either kind can be loaded. Full checkpoints do not depend on the number of ranks.
+prototypes) are not sharded, and their gradients are reduced manually. Checkpoints contain full
+tensors, or shards with ``train.sharded_checkpoints``; either kind can be loaded. Full checkpoints
+do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class FSDPReduction(Reduction):
     """``fully_shard`` for each block, then for the rest of a network.
 
     Args:
-        bucket_mb: Size of a bucket of unsharded parameters, in MiB.
+        bucket_mb: Size of a gradient bucket for unsharded parameters, in MiB.
         low_precision: Dtype of the forward pass; None for float32.
         shard_over: Ranks that share one copy: ``all``, those of a ``node``, or a number. Gradients
             are averaged over the copies (hybrid sharding).
@@ -176,7 +177,7 @@ class FSDPReduction(Reduction):
         return {key: _share(value, mine.get(key)) for key, value in state.items()}
 
     def regroup(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Split groups into sharded and unsharded parameters: a fused step cannot take both."""
+        """Split groups into sharded and unsharded parameters; fused optimizers cannot mix them."""
         self._parameters = [p for group in groups for p in group["params"]]
         self._layout: list[tuple[int, list[int]]] = []  # per new group: old group, places
         arranged, first = [], 0
@@ -262,7 +263,7 @@ def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 class Arrivals:
-    """Recorder of the names of parameters that got a gradient, which FSDP does not report.
+    """Recorder of the parameters that received a gradient, since FSDP does not report them.
 
     Gradients are accumulated on the unsharded parameters, which exist only while their block runs.
     """
@@ -279,7 +280,7 @@ class Arrivals:
         ]
 
     def _look(self, part: nn.Module, inputs: Any) -> None:
-        """Forward pre-hook: the parameters of this part have just been gathered."""
+        """Forward pre-hook: register gradient hooks on parameters that have just been gathered."""
         for name, p in self._network.named_parameters():
             if name in self._wanted and not isinstance(p, DTensor):
                 self._wanted.remove(name)
@@ -300,9 +301,9 @@ class Arrivals:
 
 
 def _share(value: Any, like: Any) -> Any:
-    """Return this rank's shard of a full tensor, cut from its own copy without communication.
+    """Return this rank's shard of a full tensor, sharded as ``like``, without communication.
 
-    A value that is already a shard is returned unchanged.
+    ``value`` is returned unchanged if it is already sharded, or if ``like`` is not sharded.
     """
     if not isinstance(like, DTensor) or isinstance(value, DTensor):
         return value

@@ -31,8 +31,8 @@ class InitialWeights:
 
     Args:
         device: Device of the run.
-        channels_last: Whether weights of convolutions get the memory format of the images, which
-            cuDNN would otherwise convert them to in each pass.
+        channels_last: Whether to store convolution weights in ``torch.channels_last``, so that
+            cuDNN need not convert them in each pass.
     """
 
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
@@ -141,7 +141,7 @@ class MetaInit(InitialWeights):
 
 
 def initial_weights(config: ParallelConfig, device: torch.device) -> InitialWeights:
-    """Return the class selected by ``parallel.meta_init``; one process draws its own weights."""
+    """Return ``MetaInit`` for FSDP with ``parallel.meta_init``, otherwise ``InitialWeights``."""
     is_sharded = config.reduce == "fsdp" and world_size() > 1
     if config.meta_init and is_sharded:
         return MetaInit(device)
@@ -151,7 +151,7 @@ def initial_weights(config: ParallelConfig, device: torch.device) -> InitialWeig
 
 
 def find_strays(module: nn.Module) -> list[str]:
-    """Return the names of tensors on the meta device in plain attributes of sub-modules."""
+    """Return the names of attributes with meta tensors that are neither parameters nor buffers."""
     return [
         ".".join(filter(None, (path, name)))
         for path, part in module.named_modules()
@@ -169,9 +169,9 @@ def _holds_meta(value: Any) -> bool:
 
 
 def _raise_on_all(error: Exception | None) -> None:
-    """Raise an error of any rank on every rank; the first rank's is raised there unchanged.
+    """Raise an error of any rank on every rank; rank 0 raises its own error unchanged.
 
-    An error on other ranks only is caused by the meta device, and becomes a UserError about it.
+    If only other ranks have errors, the meta device is the cause, and UserError is raised.
     """
     for_user = isinstance(error, UserError)
     text = None if error is None else str(error) if for_user else f"{type(error).__name__}: {error}"

@@ -1,9 +1,10 @@
 """Manual gradient reduction: flat buckets, sent during the backward pass.
 
 Buckets are launched in a fixed order, so every rank calls the same collectives in the same order,
-even if some parameters have no gradient on some ranks. With gloo they use groups of their own, so
-as not to queue behind collectives in the backward pass of the loss; with NCCL, one group carries
-all. gloo has no mean, so gradients are divided before they are sent.
+even if some parameters have no gradient on some ranks. With gloo, buckets use separate process
+groups, so that they do not queue behind collectives in the backward pass of the loss. With NCCL,
+all collectives use the default group. gloo has no mean, so gradients are divided before they are
+sent.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Bucket:
         self.work: Any = None
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Copy in a gradient while it is in the CPU cache. A missing gradient counts as zero."""
+        """Copy in a gradient, divided by the number of ranks. A missing one counts as zero."""
         sent, kept = self._places[parameter]
         gradient = parameter.grad
         if gradient is None:
@@ -64,13 +65,13 @@ class Bucket:
         self.missing.discard(parameter)
 
     def launch(self, group: dist.ProcessGroup | None) -> None:
-        """Start to average; gradients that are not copied in yet are copied first."""
+        """Copy in the remaining gradients, and start the all-reduce."""
         for parameter in list(self.missing):
             self.take(parameter)
         self.work = dist.all_reduce(self.sent, group=group, async_op=True)
 
     def finish(self) -> None:
-        """Wait until the gradients are means over ranks."""
+        """Wait for the all-reduce, after which the gradients are means over ranks."""
         self.work.wait()
         self.work = None
         if self.sent is not self.flat:
@@ -133,15 +134,15 @@ class ManualReduction(Reduction):
         self._next = 0
 
     def on_unused(self, message: str) -> None:
-        """Handle parameters without a gradient in the first step."""
+        """Warn about parameters without a gradient in the first step; subclasses may raise."""
         log.warning("%s\n  what no rank has a gradient for keeps its value", message)
 
     def _begin(self) -> None:
         """Find unused parameters in the first step, then build the buckets.
 
-        Hooks launch only buckets whose parameters have gradients on all ranks. A rank would launch
-        another one later than others do, and collectives of the loss in the same group would differ
-        in order.
+        Hooks launch only buckets whose parameters have gradients on all ranks. Ranks would launch
+        other buckets at different times, and thus in a different order relative to collectives of
+        the loss in the same group.
         """
         names = [name for name, _ in self._named]
         counts = count_ranks([p.grad is not None for _, p in self._named])
@@ -170,7 +171,7 @@ class ManualReduction(Reduction):
             hook.remove()
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Hook on a final gradient: launch complete buckets, in order."""
+        """Gradient hook: copy the gradient into its bucket, and launch full buckets in order."""
         if not self._listens:
             return
         assert isinstance(parameter, nn.Parameter)
@@ -192,8 +193,8 @@ class ManualReduction(Reduction):
     def _without_gradient_anywhere(self) -> list[nn.Parameter]:
         """Return the parameters of ``_idle`` that have no gradient on any rank in this step.
 
-        Collective, unless ``_idle`` is empty: hosts exchange which have one; no device is waited
-        for.
+        Unless ``_idle`` is empty, this is a collective on host tensors. It does not wait for the
+        device.
         """
         if not self._idle:
             return []
@@ -204,9 +205,9 @@ class ManualReduction(Reduction):
 def bucket_groups() -> list[dist.ProcessGroup | None]:
     """Return the process groups that buckets use in turn. Every rank must call this function.
 
-    gloo gets two of its own, which is faster than one (docs/benchmarks.md). The others, such as
-    NCCL, get the default group (None). Collectives of two NCCL groups at once may wait for each
-    other forever, and SyncBatchNorm and gathers use the default group in the same backward pass.
+    With gloo these are two new groups, which is faster than one (docs/benchmarks.md). Other
+    backends use the default group (None). With NCCL, concurrent collectives of two groups may
+    deadlock, and SyncBatchNorm and gathers use the default group in the same backward pass.
     """
     return [new_group(), new_group()] if dist.get_backend() == "gloo" else [None]
 
@@ -224,7 +225,10 @@ def _split_like(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def _split(parameters: list[nn.Parameter], most_bytes: float) -> list[list[nn.Parameter]]:
-    """Split parameters by dtype and device into lists of at most ``most_bytes``."""
+    """Split parameters by dtype and device into lists of at most ``most_bytes``.
+
+    A larger parameter gets a list of its own.
+    """
     groups: list[list[nn.Parameter]] = []
     is_open: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

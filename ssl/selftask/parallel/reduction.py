@@ -30,14 +30,14 @@ class Reduction:
         return network
 
     def regroup(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the optimizer's groups, split so that each holds one kind of tensor."""
+        """Return the optimizer's groups, split into sharded and unsharded parameters if needed."""
         return groups
 
     def register(self, named: Named) -> None:
         """Register all trained parameters with names, the same list on every rank."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Context of forward and backward of all batches of a step except the last."""
+        """Context for forward and backward passes of all batches of a step except the last."""
         return nullcontext()
 
     def reduce(self) -> None:
@@ -48,21 +48,21 @@ class Reduction:
         return state
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor for reading this rank's shard."""
+        """Return an uninitialized tensor of ``shape``, sharded over ranks if parameters are."""
         return torch.empty(shape, dtype=dtype)
 
     def shard_state(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's shard of the state dict of a full ``module``."""
+        """Return a full state dict with its tensors sharded like those of ``module``."""
         return state
 
     def rearrange(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert an optimizer's state dict to the parameter groups before ``regroup``."""
+        """Convert an optimizer's state dict to the parameter groups that ``regroup`` received."""
         return state
 
     def shard_state_of_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's shard of an optimizer's full state dict.
 
-        The parameter groups of ``state`` are those before ``regroup``, as ``rearrange`` returns.
+        ``state`` has the parameter groups before ``regroup``, as returned by ``rearrange``.
         """
         return state
 

@@ -41,10 +41,10 @@ class Ranks:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm of (N, C, ...) with the statistics of all rows of its ``ranks``.
+    """BatchNorm of (N, C, ...) with the statistics of the samples on all of its ``ranks``.
 
-    Equal to ``nn.BatchNorm`` on the concatenated batch; ranks may have different numbers of rows.
-    State and parameters are those of ``nn.BatchNorm``, and so is its behavior in eval mode.
+    Equivalent to BatchNorm on the concatenated batch; N may differ between ranks. Parameters,
+    buffers and eval mode are those of torch's BatchNorm.
     """
 
     ranks: Ranks
@@ -64,7 +64,7 @@ class SyncBatchNorm(_BatchNorm):
         return self._composed(input)
 
     def _fused(self, input: Tensor, momentum: float) -> Tensor:
-        """Normalize by torch's kernels; every rank must have at least one row."""
+        """Normalize with torch's CUDA kernels; every rank must have at least one sample."""
         follows = self.training and self.track_running_stats
         if follows:
             assert self.num_batches_tracked is not None
@@ -107,7 +107,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, unbiased_variance: Tensor) -> None:
-        """Update the running statistics; cumulative averages without a momentum."""
+        """Update the running statistics; they are cumulative averages if ``momentum`` is None."""
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -170,20 +170,20 @@ class _Fused(torch.autograd.Function):
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Return False under torch.compile as well, which fuses the composed operations."""
+    """Return True for CUDA tensors outside torch.compile, which fuses the composed operations."""
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return ``x`` in channels_last if it is, else contiguous."""
+    """Return ``x`` if it is in a channels_last format, else a contiguous tensor."""
     kept = (torch.channels_last, torch.channels_last_3d)
     return x if any(x.is_contiguous(memory_format=form) for form in kept) else x.contiguous()
 
 
 def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
-    """Replace every BatchNorm inside ``module`` by a synchronized one, with equal names and state.
+    """Replace every BatchNorm in ``module`` with a synchronized one of the same name and state.
 
-    Raises UserError for a subclass of BatchNorm with a forward pass of its own.
+    Raises UserError for BatchNorm classes other than BatchNorm1d, 2d and 3d of ``torch.nn``.
     """
     for name, part in module.named_modules():
         if not isinstance(part, _BatchNorm):

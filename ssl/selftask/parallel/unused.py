@@ -28,7 +28,12 @@ def count_ranks(present: Sequence[bool], group: dist.ProcessGroup | None = None)
 
 
 def describe(names: Sequence[str], counts: Sequence[int]) -> str:
-    """Describe the parameters that lack a gradient on some rank, one line each."""
+    """Return a message that lists parameters without a gradient on some rank, at most 12 by name.
+
+    Args:
+        names: Names of all parameters.
+        counts: Number of ranks on which each parameter has a gradient.
+    """
     size = world_size()
     missing = [(n, c) for n, c in zip(names, counts, strict=True) if c < size]
     lines = [

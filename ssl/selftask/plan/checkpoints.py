@@ -41,7 +41,8 @@ class CheckpointPlan:
 def checkpoint_size(task: FakeTask) -> int:
     """Return the size of a checkpoint file in bytes.
 
-    This is the size of the file with empty tensors, plus the size of the tensors.
+    It is the sum of the file with empty tensors, the tensors, and the generator states of the other
+    ranks.
     """
     with SIMULATED.of(1), task.mode:
         state = task_state.take(task)
@@ -70,7 +71,7 @@ def _file_size(state: Any) -> int:
 
 
 def plan_checkpoints(size: int, config: Config, *, mtbf_s: float, speed: float) -> CheckpointPlan:
-    """Return the checkpoint interval that loses the least time for a failure rate.
+    """Plan checkpoints at the interval that loses the least time for a failure rate.
 
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
     FGCS 22 (2006), eq. 37; its first term is Young's sqrt(2 * write * mtbf).

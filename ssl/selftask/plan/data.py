@@ -25,7 +25,11 @@ class PlannedData:
 
 
 def plan_data(config: Config, given: Assumptions) -> PlannedData:
-    """Open the data, or use the assumed number of samples.
+    """Return fake data with the sizes of the real data, or with the assumed number of samples.
+
+    Args:
+        config: Config of the run.
+        given: Assumptions of the plan; the data is not opened if they contain ``samples``.
 
     Raises:
         UserError: If the data cannot be opened and no number of samples is given, or if the size

@@ -101,7 +101,7 @@ class FakeData:
         return extras
 
     def _captions(self, size: int) -> Tensor:
-        """Return token ids (B, L) of captions with half the largest length."""
+        """Return token ids (B, L) of captions that have half the maximum length."""
         tokens = torch.zeros(size, self.tokenizer.length, dtype=torch.int64)
         tokens[:, : self.tokenizer.length // 2] = 1
         return tokens

@@ -20,7 +20,7 @@ _STEPS, _SECONDS = 3, 20.0  # number of steps to time; seconds after which no fu
 
 
 def measure(config: Config, data: FakeData) -> tuple[float, torch.device]:
-    """Return the images per second of one rank with its part of the batch, and the device.
+    """Return the images per second of one rank, with its share of the batch, and its device.
 
     The images are random and already on the device, so loading and communication are not measured.
     The first step is not timed.

@@ -47,7 +47,7 @@ def rank_memory(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
     """Return the memory of a rank at the peak of a step.
 
     Args:
-        config: Config of the run, which selects the reduction; that of ``task`` is simplified.
+        config: Config of the run, which selects the reduction; ``task.config`` is simplified.
         task: The fake task.
         cost: Cost of its simulated step.
     """
@@ -92,9 +92,10 @@ def _sharded(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
 
 
 def _of_backward(units: Units, prefetch: int) -> int:
-    """Return the bytes of gathered parameters and of the largest block's gradients.
+    """Return the bytes that a backward pass needs for gathered parameters and their gradients.
 
-    The gradients have the precision of the gathered parameters, and a float32 copy to send.
+    Only one block has such gradients at a time, and the largest one counts. They have the precision
+    of the gathered parameters, and are copied to float32 for the reduction.
     """
     largest = max(units.all(), key=lambda unit: unit.gathered)
     return units.in_a_pass(max(1, prefetch)) + largest.gathered + largest.trained

@@ -31,7 +31,15 @@ class Remedy:
 
 
 def remedies(plan: Plan, given: Assumptions) -> list[Remedy]:
-    """Return changes each of which makes the run fit; empty if it fits already or none helps."""
+    """Return changes, each of which alone makes the run fit into memory.
+
+    Args:
+        plan: Plan of the run.
+        given: Assumptions of the plan, with the memory of a device.
+
+    Returns:
+        The changes; an empty list if the run fits already, no change helps or memory is unknown.
+    """
     memory = given.memory
     if memory is None or plan.memory.fits(memory):
         return []

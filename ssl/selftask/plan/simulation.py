@@ -58,7 +58,7 @@ def simulate(task: FakeTask, images: int) -> StepCost:
     """Simulate a step in the middle of training, when gradients and optimizer state exist.
 
     Args:
-        task: A task of ``fake_task``.
+        task: A task created by ``fake_task``.
         images: Number of images in one batch of this rank.
     """
     _begin(task)
@@ -129,7 +129,7 @@ def _watch(task: FakeTask, tracker: StepTracker) -> list[RemovableHandle]:
 
 
 class _Passes:
-    """Counter of forward passes through the first block of a network, without recomputation."""
+    """Counter of forward passes through a network's first block; recomputation does not count."""
 
     def __init__(self, network: nn.Module) -> None:
         self.number = 0

@@ -102,7 +102,7 @@ class StepTracker(TorchDispatchMode):
 def _convolution_backward(
     gradient: Tensor, images: Tensor, weight: Tensor, *options: Any, out_val: Any
 ) -> int:
-    """Return the FLOPs: those of the forward pass for each computed gradient, of images and weight.
+    """Return the FLOPs: for each gradient, of images and weight, as many as in the forward pass.
 
     torch's own formula counts the weight gradient of a grouped convolution as if it had one group.
     """

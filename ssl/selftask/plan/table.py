@@ -53,7 +53,7 @@ def lines(plan: Plan) -> list[str]:
 
 
 def short(plan: Plan) -> str:
-    """Return the memory and whether it fits, in one line."""
+    """Return one line with the memory of a rank, and whether it fits if the limit is known."""
     return f"{show_bytes(plan.memory.total)} a rank (estimate){_verdict(plan)}"
 
 

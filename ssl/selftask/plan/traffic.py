@@ -29,7 +29,7 @@ def traffic(config: Config, task: FakeTask, cost: StepCost) -> Traffic:
     """Return the bytes that a rank sends in a step.
 
     Args:
-        config: Config of the run, which selects the reduction; that of ``task`` is simplified.
+        config: Config of the run, which selects the reduction; ``task.config`` is simplified.
         task: The fake task.
         cost: Cost of its simulated step.
     """

@@ -1,8 +1,8 @@
 """Random numbers drawn on the device as a pure function of (seed, epoch, sample) or (seed, batch).
 
-What a method draws for an image (a mask, a block) must not depend on worker, rank, batch or
-resume. There is therefore no generator: keys are hashed by ``splitmix64``, in int64 arithmetic on
-the device, which never waits for the host.
+A method's draws for an image (a mask, a block) must not depend on worker, rank, batch or resume.
+Therefore there is no generator. Keys are hashed by ``splitmix64``, in int64 arithmetic on the
+device, without synchronization with the host.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def uniform(seed: int, key: Tensor, n: int) -> Tensor:
     """Draw ``n`` numbers from [0, 1) for each sample.
 
     Draw j of a sample is a function of (seed, key, j) only: more draws or other samples in the
-    batch do not change it. The epoch-th number of the stream that starts at ``seed`` starts a
-    second stream; its index-th number starts the stream that is read here.
+    batch do not change it. The draws of a sample are the stream of ``splitmix64`` that starts at
+    ``splitmix64(splitmix64(s, epoch), index)``, where s is ``seed`` XOR a constant.
 
     Args:
         seed: Seed of the run.
-        key: int64 (B, 2), the loader's key of each sample: epoch and index. With a sampler that
-            repeats images, the first is epoch and number of the repeat, combined.
+        key: int64 (B, 2), the loader's key of each sample: epoch and index. A sampler that repeats
+            images combines the epoch with the number of the repeat.
         n: Number of draws for each sample.
 
     Returns:
@@ -48,8 +48,8 @@ def uniform(seed: int, key: Tensor, n: int) -> Tensor:
 def batch_uniform(seed: int, number: int, n: int, device: torch.device | str = "cpu") -> Tensor:
     """Draw ``n`` numbers from [0, 1) for a whole batch, equal on all ranks.
 
-    They are a function of (seed, number) only, and thus the same after a resume. Use them for a
-    choice that all images of a batch share, such as a crop size or a rotation.
+    They depend on (seed, number) only, so they are the same after a resume. Use them for a choice
+    that all images of a batch share, such as a crop size or a rotation.
 
     Args:
         seed: Seed of the run.
@@ -66,7 +66,8 @@ def batch_uniform(seed: int, number: int, n: int, device: torch.device | str = "
 def batch_normal(seed: int, number: int, n: int, device: torch.device | str = "cpu") -> Tensor:
     """Draw ``n`` standard normal numbers for a whole batch, equal on all ranks.
 
-    Like ``batch_uniform``, for example for random directions onto which features are projected.
+    They depend on (seed, number) only, as in ``batch_uniform``. Use them, for example, as random
+    directions onto which features are projected.
 
     Args:
         seed: Seed of the run.
@@ -90,7 +91,7 @@ def _of_batch(seed: int, number: int, n: int, device: torch.device | str) -> Ten
 
 
 class Keep(NamedTuple):
-    """How a layer of stochastic depth scales a row."""
+    """Keep probability and scale of a dropout or stochastic depth layer."""
 
     probability: float = 1.0
     """Probability that the row is kept."""
@@ -101,14 +102,14 @@ class Keep(NamedTuple):
 class LayerDraws:
     """Random words for dropout layers, a function of (seed, epoch, sample, view, layer).
 
-    There is one object per process. The words of a batch are drawn at once, on the host, ahead of
-    the step (``draw``). A layer reads its row of ``words``, which are set before each pass of
-    images through a backbone, without an operation on the device. ``extract`` and ``Network`` count
-    the views of a call, so methods do not have to. Without dropout layers nothing is computed.
+    There is one object per process. ``draw`` draws all words of a batch on the host, ahead of the
+    step. ``words`` is set before each forward pass of a backbone, and each layer reads its own row
+    of it. ``extract`` and ``Network`` count the views of a call, so methods do not have to. Without
+    dropout layers nothing is computed.
 
     Shape:
-        words: int64 (L, N), for L layers and the N rows of the batch that is passed; None outside
-        of training and without layers. Rows are samples, view after view.
+        words: int64 (L, N), for L layers and the N images of the forward pass: all samples of one
+        view, then those of the next. None outside of training and without layers.
     """
 
     def __init__(self) -> None:
@@ -123,7 +124,10 @@ class LayerDraws:
         self._seed = 0
 
     def reset(self, seed: int, layers: Sequence[Keep] = ()) -> None:
-        """Begin a run with these layers, numbered from 0."""
+        """Set the seed and the dropout layers of a new run, and discard earlier draws.
+
+        Layers are numbered from 0 in this order.
+        """
         self._seed, self._layers, self._limits = seed, [*layers], None
         self._num_views = 1
         self.stop()
@@ -148,12 +152,12 @@ class LayerDraws:
         return splitmix64(views, numbers[: self.num_layers])
 
     def start(self, key: Tensor, device: torch.device, table: Tensor | None = None) -> None:
-        """Begin a batch of the samples ``key`` (B, 2): one view of each.
+        """Begin a batch, and set the words for its first view.
 
         Args:
-            key: Keys on the CPU, as given by the loader.
+            key: (B, 2), on the CPU, as given by the loader.
             device: Device of the network.
-            table: Result of ``draw``, on the device; None: it is drawn now.
+            table: Result of ``draw``, on the device. None: the words are drawn now.
         """
         self._key, self._exchange = key, None
         self._table = self._drawn(device) if table is None else table
@@ -178,9 +182,10 @@ class LayerDraws:
         self._next_view = 0
 
     def enter_next(self, rows: int) -> None:
-        """Begin a pass of the next views of a call: ``rows`` images, view after view.
+        """Set the words for a forward pass of ``rows`` images, the next views of a call.
 
-        If these are not whole views of the batch, words do not change, and a layer warns.
+        If ``rows`` is not a multiple of the number of samples, the words do not change, and dropout
+        layers warn.
         """
         if self._table is not None:
             number, rest = divmod(rows, self._table.shape[2])
@@ -188,7 +193,7 @@ class LayerDraws:
                 self.enter(range(self._next_view, self._next_view + number))
 
     def enter(self, views: Sequence[int]) -> None:
-        """Set the words for a pass of the batch's samples in these views."""
+        """Set the words for a forward pass of these views of all samples of the batch."""
         if self._table is None:
             return
         first, end = min(views), max(views) + 1
@@ -204,7 +209,7 @@ class LayerDraws:
     def factors(self, layer: int, dtype: torch.dtype) -> Tensor:
         """Return the factor of each row (N,) for a layer that keeps or drops whole rows.
 
-        Those of all layers are computed at once, for the first layer of a pass.
+        The first call of a forward pass computes the factors of all layers.
         """
         assert self.words is not None
         if dtype not in self._factors:
@@ -213,7 +218,7 @@ class LayerDraws:
         return self._factors[dtype][layer]
 
     def _scales_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the scale of each layer, (L, 1), rounded as in a layer of its own."""
+        """Return the scales of all layers, (L, 1), rounded as a single layer rounds its own."""
         scales = torch.tensor([layer.scale for layer in self._layers], dtype=torch.float64)
         return scales.to(torch.promote_types(dtype, torch.float32)).to(dtype)[:, None]
 
@@ -223,11 +228,11 @@ class LayerDraws:
 
     @contextmanager
     def exchanged(self, exchange: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Context for a pass whose rows are samples that ranks have exchanged.
+        """Context manager for forward passes whose samples were exchanged or selected.
 
         Args:
-            exchange: Function that exchanges rows of a tensor (B, ...) between ranks, such as
-                ``shuffle_bn``.
+            exchange: Function that exchanges the rows of a tensor (B, ...) in the same way, such as
+                ``shuffle_bn``. It is applied to the words.
         """
         before = self._table, self.words
         if self._table is not None:
@@ -243,14 +248,14 @@ class LayerDraws:
             self._use(words)
 
     def _exchanged(self, table: Tensor) -> Tensor:
-        """Return the words (L, V, B) of the samples that this rank has received, if any."""
+        """Apply the function of ``exchanged``, if one is active, to words (L, V, B)."""
         if self._exchange is None:
             return table
         return self._exchange(table.permute(2, 0, 1)).permute(1, 2, 0).contiguous()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context for a network without dropout layers, for which nothing is computed."""
+        """Context manager for a network without dropout layers; it computes no words."""
         before = self._table, self.words
         self.stop()
         try:
@@ -261,7 +266,7 @@ class LayerDraws:
 
     @contextmanager
     def again(self, words: Tensor | None) -> Iterator[None]:
-        """Context that recomputes a forward pass with the ``words`` of the first one."""
+        """Context manager that sets ``words``, to repeat a forward pass with the same draws."""
         before = self.words
         self._use(words)
         try:
@@ -290,12 +295,12 @@ def keep_mask(words: Tensor, count: int, keep: float) -> Tensor:
 
 
 def _limit(keep: float) -> int:
-    """Return the int16 below which random bits mean True, with a probability of ``keep``."""
+    """Return the limit below which a random int16 lies with probability ``keep``."""
     return min(round(keep * 2**16), 2**16 - 1) - 2**15
 
 
 def _streams(seed: int, key: Tensor) -> Tensor:
-    """Return the start of each key's stream, int64 (B,)."""
+    """Return the start of each sample's stream, int64 (B,)."""
     epoch, index = key.unbind(dim=1)
     start = torch.full_like(epoch, as_signed(seed))
     return splitmix64(splitmix64(start, epoch), index)

@@ -37,7 +37,7 @@ def epoch_order(seed: int, epoch: int, n: int) -> SortedOrder | FeistelOrder:
 
 
 class SortedOrder:
-    """0..n-1 sorted by their hashes, for small n; sorting takes O(n log n) once."""
+    """Permutation of 0..n-1 by sorting hashes, for small n; takes O(n log n) once."""
 
     def __init__(self, seed: int, epoch: int, n: int) -> None:
         self.n = n
@@ -54,7 +54,7 @@ class SortedOrder:
 
 
 class FeistelOrder:
-    """0..n-1 permuted position by position, in O(1) memory."""
+    """Permutation of 0..n-1 that is computed position by position, in O(1) memory."""
 
     def __init__(self, seed: int, epoch: int, n: int) -> None:
         self.n = n
@@ -119,7 +119,7 @@ class _Network:
         self._keys = keys if tweaks is None else [key + tweaks for key in keys]
 
     def permute(self, values: np.ndarray) -> np.ndarray:
-        """Run the network once; the halves swap, and so do their widths."""
+        """Apply all rounds; each round swaps the two halves, and thus their widths."""
         left, right = values >> self._shift, values & self._widths[1]
         for number, key in enumerate(self._keys):
             left, right = right, left ^ (mix(right + key) & self._widths[number % 2])

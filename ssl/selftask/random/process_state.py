@@ -20,7 +20,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every generator, as plain tensors and Python scalars."""
+    """Return the states of all global generators, as tensors and plain Python values."""
     version, key, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, cached = numpy_state

@@ -31,7 +31,7 @@ def draw_rng(seed: int, epoch: int, index: int, view: int) -> np.random.Generato
 
 
 class ViewDraws:
-    """``draw_rng`` for many views in turn: one generator whose counter is set for each view."""
+    """Generators of many views in turn: a single generator whose counter is set for each view."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -55,9 +55,10 @@ class ViewDraws:
 
 
 def draw_at(rng: np.random.Generator, block: int) -> float:
-    """Return the draw at a block of the stream of ``rng``, in [0, 1), at any position of ``rng``.
+    """Return the first draw of a block of the stream of ``rng``, in [0, 1).
 
-    If ``rng`` is not a Philox generator, its next draw is returned.
+    Blocks have four draws and are numbered from 0. The position of ``rng`` has no effect and does
+    not change. If ``rng`` is not a Philox generator, its next draw is returned.
     """
     state: Any = rng.bit_generator.state
     if state["bit_generator"] != "Philox":
@@ -71,12 +72,12 @@ def draw_at(rng: np.random.Generator, block: int) -> float:
 def uniforms(
     seed: int, epochs: np.ndarray, indices: np.ndarray, view: int, count: int, start: int = 0
 ) -> np.ndarray:
-    """Return draws of many streams, bit for bit those of ``draw_rng``.
+    """Return uniform draws of many streams, bit-identical to those of ``draw_rng``.
 
     Args:
         seed: Seed of the run.
-        epochs: int64 (N,).
-        indices: int64 (N,).
+        epochs: int64 (N,), epoch of each sample.
+        indices: int64 (N,), index of each sample.
         view: Number of the view.
         count: Number of draws of each stream.
         start: Position of the first draw, a multiple of four.

@@ -51,8 +51,10 @@ class Registry:
     Args:
         kind: Name of the kind, such as method or hook.
         package: Package whose files register entries.
-        declares: A class attribute that every entry must set, and its values with their meaning.
-        build: Signature and result of the method ``build`` that every entry must have, if any.
+        declares: Name of a class attribute that every entry must set, and its allowed values, each
+            with its meaning. None: no attribute is required.
+        build: Signature and result of the method ``build`` that every entry must have, for
+            messages. Empty: no such method is required.
     """
 
     def __init__(
@@ -149,17 +151,17 @@ class Registry:
         return sorted({*self._index(), *self._registered})
 
     def address(self, name: str) -> Address:
-        """Return where ``name`` is registered; raise UnknownName with the nearest known name."""
+        """Return the Address of ``name``; raise UnknownName, with the nearest name, if unknown."""
         address = self._addresses.get(name) or self._index().get(name)
         if address is None:
             raise UnknownName(f"no {self.kind} named {name!r}; {nearest(name, self.names())}")
         return address
 
     def summary(self, name: str) -> str:
-        """Return the first docstring line of ``name``, or of its module, read from source.
+        """Return the first docstring line of ``name``, or else of its module, read from source.
 
-        For an object that is registered by a call instead of a decorator, return the first line of
-        its own docstring.
+        For an object that is registered by a call instead of a decorator, it is read from the
+        object itself.
         """
         if name in self._registered and name not in self._index():
             return (inspect.getdoc(self._registered[name]) or "").partition("\n")[0]
@@ -170,7 +172,7 @@ class Registry:
     def declared(self, name: str, attribute: str, default: Any) -> Any:
         """Return a class attribute of ``name`` that is a literal, such as ``views = 2``.
 
-        It is read from source if the module is not imported, also if a base sets it.
+        If the module is not imported, the value is read from the source of the class or a base.
 
         Args:
             name: A registered name.
@@ -178,7 +180,7 @@ class Registry:
             default: Returned if neither the class nor a base sets it.
 
         Raises:
-            UserError: If the source has another expression than a literal.
+            UserError: If the source sets it to an expression that is not a literal.
         """
         entry = self.entry(name)
         if not isinstance(entry, ClassSource):
@@ -196,9 +198,9 @@ class Registry:
             ) from error
 
     def entry(self, name: str) -> Any:
-        """Return the class or function if its module is imported, else the source of a class.
+        """Return the registered class or function, or its source if its module is not imported.
 
-        The result is a ClassSource for a class that is not imported, and None for a function.
+        The source of a class is a ClassSource; that of a function is None.
         """
         if name in self._registered:
             return self._registered[name]
@@ -206,13 +208,14 @@ class Registry:
         return class_source(address.module, address.path, f"{self.decorator}({name!r})")
 
     def is_shipped(self, name: str) -> bool:
-        """Return whether ``name`` is an entry of selftask, not of a user's or another package."""
+        """Return whether selftask itself registers ``name``, not a user or another package."""
         return name in self and self.address(name).module.startswith(f"{self.package}.")
 
     def config(self, name: str) -> Any:
-        """Return the config dataclass of ``name``, or its source if it is not imported, or None.
+        """Return the config dataclass of ``name``, or None if it has none.
 
-        It is the nested ``Config``, or the class itself if it is a dataclass.
+        It is the nested ``Config``, or the class itself if it is a dataclass. If the module is not
+        imported, the result is its ClassSource.
         """
         entry = self.entry(name)
         if isinstance(entry, ClassSource):

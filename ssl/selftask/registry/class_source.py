@@ -1,6 +1,6 @@
 """Classes read from source, with their bases, without importing their modules.
 
-A config is checked before modules that import torch are imported, which takes seconds. Bases and
+Importing torch takes seconds, so a config is checked before any module that imports it. Bases and
 their attributes are read like the class itself, from any module of the same package, in Python's
 method resolution order. Bases from other packages are ignored.
 """
@@ -76,7 +76,7 @@ class ClassSource(NamedTuple):
         return [kind.__dict__["source"] for kind in _stand_in(self).__mro__[:-1]]
 
     def member(self, name: str) -> ClassSource | None:
-        """Return a nested class, which may be inherited, or None."""
+        """Return the nested class ``name`` of this class or a base, or None."""
         for source in self.mro():
             for node in source.node.body:
                 if isinstance(node, ast.ClassDef) and node.name == name:
@@ -91,7 +91,7 @@ class ClassSource(NamedTuple):
         return nested
 
     def value_of(self, attribute: str) -> tuple[Path, ast.expr] | None:
-        """Return the file and expression that set a class attribute here or in a base, or None."""
+        """Return (file, expression) that sets an attribute in this class or a base, or None."""
         for source in self.mro():
             for node in reversed(source.node.body):
                 if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -103,7 +103,7 @@ class ClassSource(NamedTuple):
 
 @cache
 def _stand_in(source: ClassSource) -> type:
-    """Return an empty class with stand-ins of the bases, so that Python computes the order."""
+    """Return an empty class with the same bases, so that Python computes the resolution order."""
     return type(source.node.name, tuple(map(_stand_in, source.bases())), {"source": source})
 
 

@@ -97,7 +97,7 @@ def charts_html(
 
     Args:
         charts: The charts in order; charts without data are left out.
-        clocks: Clocks by key; curves without a key use ``""``.
+        clocks: Clocks by the keys in ``Curve.clock``, of which ``""`` is the default.
         marks: Events to draw as vertical lines.
         id: Id of the element; a page may have several.
 

@@ -30,7 +30,7 @@ _KNOWN = frozenset(
 
 
 def curves_section(record: RunRecord) -> Section:
-    """Return the section with all curves of a run, which is empty before the first row."""
+    """Return the section with all charts of a run; it is empty if no chart has data."""
     clocks = {"": clock_of(record)}
     marks = marks_of(record)
     return Section("Curves", charts_html(run_charts(record), clocks=clocks, marks=marks), "curves")
@@ -69,7 +69,7 @@ def clock_of(record: RunRecord) -> Clock:
 
 
 def marks_of(record: RunRecord) -> list[Mark]:
-    """Return the events that are drawn in the charts, at most the newest ``MAX_MARKS``."""
+    """Return the newest ``MAX_MARKS`` events of the kinds in ``MARKED``, to draw in charts."""
     marks = [
         Mark(event.get("step") or 0, str(event["event"]), str(event.get("text", "")))
         for event in record.events
@@ -212,7 +212,7 @@ def _chart(
 
 
 def _named(record: RunRecord, name: str, prefix: str) -> list[str]:
-    """Return the columns of parameter groups if there are any, else the column itself."""
+    """Return the columns that start with ``prefix``, or ``[name]`` if there are none."""
     return [column for column in record.columns if column.startswith(prefix)] or [name]
 
 
@@ -229,7 +229,7 @@ def _is_share(name: str, values: Sequence[float]) -> bool:
 
 
 def _by_scale(record: RunRecord, title: str, names: list[str]) -> Iterator[Chart]:
-    """Yield charts, each with columns of similar size."""
+    """Yield charts, each with columns of similar magnitude."""
     remaining = sorted(names, key=lambda name: _size(record, name))
     while remaining:
         least = _size(record, remaining[0])

@@ -176,6 +176,6 @@ def _unique(texts: Sequence[str]) -> list[str]:
 
 
 def _digest(script: str) -> str:
-    """Return the policy's source expression that allows this script but no injected script."""
+    """Return the hash by which the Content Security Policy allows a script."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -57,10 +57,10 @@ class Column:
 class RunRecord:
     """Contents of the files of a run folder as plain values, empty for missing files.
 
-    ``state`` is that of ``status.json``, with one exception: if it is ``running`` and the process
-    is not, it becomes ``hung`` or ``lost``, and the field ``lost`` has the reason. ``problems`` has
-    a line for each file or value that cannot be read. Values of unexpected types are left out. If
-    one of them is in ``status.json``, the state is ``unreadable``.
+    ``state`` is that of ``status.json``. If that is ``running`` but the run is not active, it is
+    replaced by ``hung`` or ``lost``, and the field ``lost`` has the reason. ``problems`` has a line
+    for each file or value that cannot be read. Values of unexpected types are left out. If
+    ``status.json`` has such a value, ``state`` is ``unreadable``.
     """
 
     folder: Path
@@ -140,17 +140,17 @@ class RunRecord:
 
     @property
     def epoch(self) -> float | None:
-        """Number of finished epochs at the last row."""
+        """Number of finished epochs at the last row, or None."""
         return next((row["epoch"] for row in reversed(self.rows) if "epoch" in row), None)
 
     @property
     def started(self) -> datetime | None:
-        """Start of the first attempt."""
+        """Time of the first event, the start of the first attempt, or None."""
         return _time_of(self.events[0]) if self.events else None
 
     @property
     def ended(self) -> datetime | None:
-        """Time of the last event or status, or the time of reading for an active run."""
+        """Time of reading if the run is active, else of the status, else of the last event."""
         if self.state == "running":
             return datetime.fromtimestamp(self.read_at).astimezone()
         if self.status.get("updated"):
@@ -195,7 +195,7 @@ class RunRecord:
     def _read_values(
         self, name: str, read: Callable[[Path], dict[str, Any]], kinds: Mapping[str, Kind]
     ) -> dict[str, Any]:
-        """Return the values of a file, without those of another kind than expected."""
+        """Return the values of a file, without those of unexpected types."""
         try:
             content = read(self.folder / name)
         except FileNotFoundError:

@@ -54,9 +54,10 @@ _NUMBERS = frozenset(
 
 
 def numeric_rows(rows: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of a ``metrics.jsonl`` with numeric values only, and a message or "".
+    """Return the rows of ``metrics.jsonl`` with numeric values only, and an error message or "".
 
-    Rows without a valid step are left out. Texts that hooks log are left out without a message.
+    Rows without a valid step are left out. Texts in columns of hooks are left out without a
+    message.
     """
     kept, wrong = [], 0
     for row in rows:
@@ -76,7 +77,7 @@ def total_steps(steps: Any, epochs: Any, row: Mapping[str, Any]) -> int | None:
     Args:
         steps: Largest number of steps, as in the config or the status, or None.
         epochs: Largest number of epochs, or None.
-        row: A row, whose step and epoch give the length of an epoch.
+        row: A row; its ``step`` and ``epoch`` give the number of steps of an epoch.
     """
     limits = [int(steps)] if is_number(steps) else []
     if is_number(epochs) and row.get("epoch") and "step" in row:
@@ -86,6 +87,6 @@ def total_steps(steps: Any, epochs: Any, row: Mapping[str, Any]) -> int | None:
 
 
 def valid_events(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Return the events without values of unexpected types, and a message or an empty string."""
+    """Drop values of unexpected types; return the events, and the first error message or ""."""
     problems = [problem for event in events for problem in drop_misfits(event, _EVENT)]
     return events, next(iter(problems), "")

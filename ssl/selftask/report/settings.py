@@ -34,7 +34,10 @@ def config_section(record: RunRecord) -> Section:
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of nested sections; lists and empty sections are values."""
+    """Yield the dotted key and the value of each setting of nested sections.
+
+    In a list of sections, the index is part of the key. Other lists and empty sections are values.
+    """
     for name, value in section.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:

@@ -58,7 +58,7 @@ def run_parts(record: RunRecord) -> dict[str, float]:
 
 
 def _weights(record: RunRecord) -> dict[int, int]:
-    """Return step of a row -> number of steps since the previous row."""
+    """Return the number of steps since the previous row, by the step of each row."""
     steps = record.columns["step_s"].steps if "step_s" in record.columns else []
     return {step: step - before for before, step in zip([0, *steps], steps, strict=False)}
 

@@ -30,7 +30,7 @@ def resumes(config: Config, out: Path) -> bool:
 
 
 def check_same_run(config: Config, out: Path) -> None:
-    """Raise UserError if ``out`` has checkpoints of a run with another config.
+    """Raise UserError if training would resume a run in ``out`` that has another config.
 
     The length of the run may change (train.epochs, train.max_steps). So may settings that do not
     affect the result: logging, checkpoints, hooks, evaluations, device, workers.

@@ -1,4 +1,4 @@
-"""Report errors and missing ranks before the process group exists, through files in the run."""
+"""Report errors and missing ranks before the process group exists, by files in the run folder."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def report_early_errors(out: str | Path) -> Iterator[None]:
 
 
 def find_early_error(out: Path, attempt: str) -> Failure | None:
-    """Return the first error that a rank wrote in this attempt, or None."""
+    """Return an error that a rank wrote in this attempt, or None."""
     for path in sorted((out / "errors").glob("early_rank*.json")):
         content = read_json(path)
         if content.get("attempt") == attempt:
@@ -68,8 +68,9 @@ def find_end_of_rank0(out: Path, attempt: str, since: float) -> Failure | None:
 
     Args:
         out: The run folder.
-        attempt: The attempt of this rank; ranks started by hand may have that of an earlier start.
-        since: Start of this rank; older files are ignored, as rank 0 may be started again.
+        attempt: Identifier of this attempt; if ranks are started by hand, earlier attempts may have
+            the same one.
+        since: Time at which this rank started. Older files are ignored, since rank 0 may restart.
     """
     early, status = read_json(_path(out, 0)), read_json(out / "status.json")
     is_over = status.get("state", "running") not in _PRESENT

@@ -69,7 +69,8 @@ class Ending:
             by: Name of the signal or cause.
 
         Returns:
-            0 if the job was requeued, else 128 + the signal's number, or 75 without a signal.
+            0 if the job was requeued, 1 if another rank has failed, else 128 + the signal's number,
+                or 75 without a signal.
         """
         return self._interrupted(by, f"checkpoint saved in {self.task.config.out}/checkpoints")
 
@@ -115,7 +116,7 @@ class Ending:
         return error.exit_code if isinstance(error, UserError) else 1
 
     def tell(self, failure: Failure) -> None:
-        """Log the failure and write the status; another rank does so if rank 0 is gone."""
+        """Log the failure. Rank 0 also writes the status; if it is gone, another rank does so."""
         first, *rest = failure.message.splitlines() or [""]
         line = f"RUN FAILED at step {self.step} on rank {failure.rank}: {first}"
         is_reported = self.status.failed_by_another()

@@ -1,7 +1,7 @@
 """Launch several ranks on this machine and wait for them.
 
 Each rank runs the same command. The parent process never imports torch. It forwards signals, waits
-for the ranks, and reports how the run ended if they could not.
+for the ranks, and reports how the run ended if the ranks could not.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def starts_ranks(config: Config) -> bool:
 
 
 def own_command(argv: list[str]) -> list[str]:
-    """Return the command line that runs ``selftask train`` with these words as this process runs.
+    """Return the command line of ``selftask train ARGV``, started in the way of this process.
 
     ``-m`` is used only if needed, since it puts the current folder first on the module search path.
     """
@@ -210,7 +210,8 @@ def own_command(argv: list[str]) -> list[str]:
 def end_with() -> Callable[[], None] | None:
     """Return a ``preexec_fn`` that makes the kernel send SIGTERM when this process dies.
 
-    Otherwise the children of a killed parent would keep running unnoticed.
+    Otherwise the children of a killed parent would keep running unnoticed. The result is None
+    except on Linux.
     """
     if not sys.platform.startswith("linux"):
         return None

@@ -94,7 +94,7 @@ def _own(out: Path, config: Config, at_once: int) -> list[str]:
 
 
 class Sweep:
-    """Starts runs in order, at most ``at_once`` at a time, and waits for all of them.
+    """Runner of a sweep: starts runs in order, at most ``at_once`` at a time.
 
     If runs are trained one at a time, they print to this terminal. Otherwise their output is only
     in ``log.txt``. A stop signal is forwarded to the active runs, and no further runs are started.
@@ -105,7 +105,7 @@ class Sweep:
         self.stopped = False
 
     def wait(self) -> int:
-        """Return 0, or the exit code of the first run that is not finished."""
+        """Train all runs; return 0, or the exit code of the first run that is not finished."""
         heeded = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
         before = {number: signal.signal(number, self._pass_on) for number in heeded}
         waiting = list(self.runs)
@@ -166,7 +166,7 @@ def _last_line(run: Run) -> str:
 
 
 def _table(runs: Sequence[Run]) -> list[str]:
-    """Return aligned lines: run, state, step, loss, and the last evaluation."""
+    """Return the lines of a table: run, state, step, loss and last evaluation."""
     rows = [_row(run) for run in runs]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([row.get(column, "-") for column in columns] for row in rows)]

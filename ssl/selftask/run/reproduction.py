@@ -38,7 +38,7 @@ def differences(
 
     Args:
         run: The run folder.
-        typed: ``import=`` words of the user; the run's own are not followed unless ``trust``.
+        typed: ``import=`` arguments of the user; those of the run are refused unless ``trust``.
         trust: Import code that the run or its recipe names.
     """
     there, here = read_environment(run), environment.describe()

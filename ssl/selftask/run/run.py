@@ -138,7 +138,7 @@ def run_task(task: Task, *, raises: bool = False) -> int:
 
 
 def _open_init(task: Task, channels: int) -> list[LogRecord]:
-    """Open the weights to start from before any rank creates the run folder; return log lines."""
+    """Open the initial weights before a rank creates the run folder; return the log lines."""
     if task.backbone is not None or (task.config.parallel.meta_init and task.world.rank):
         return []
     lines, level = MemoryHandler(sys.maxsize), LOGGER.level

@@ -135,7 +135,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _lock(file: IO[str]) -> None:
-    """Take a per-process lock, which workers do not inherit if they outlive a killed run."""
+    """Take a POSIX lock, which child processes that outlive a killed run do not hold."""
     import fcntl
 
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""State and requeue of the SLURM job around this process.
+"""State and requeueing of the SLURM job to which this process belongs.
 
 Used by rank 0 after a stop signal, and by the batch script (``slurm.batch_epilogue``) after ranks
 have died. Does not import torch.
@@ -89,8 +89,8 @@ def in_local_job() -> bool:
 def depart(by: str, launch: LaunchConfig, out: Path, *, first: bool) -> ExitDecision:
     """Requeue the job of an interrupted run if possible, and return how the run exits.
 
-    Every rank must call this function. From then on SIGTERM and SIGUSR2 are ignored, since SLURM
-    sends them right after a requeue.
+    Every rank must call this function. In a SLURM job, after a signal that SLURM may have sent, it
+    ignores SIGTERM and SIGUSR2 from then on, since SLURM sends them right after a requeue.
 
     Args:
         by: Stop reason, such as the name of a signal.
@@ -121,7 +121,7 @@ def depart(by: str, launch: LaunchConfig, out: Path, *, first: bool) -> ExitDeci
 
 
 def _local_requeue(by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDecision:
-    """Decide equally on all ranks, since submitit restarts the job if any rank requests it."""
+    """Return the same decision on all ranks: submitit requeues if any rank requests it."""
     most = min(launch.max_requeues, _MOST_LOCAL)
     remaining = most - int(os.environ.get(LOCAL_REQUEUES, "0"))
     if remaining > 0:
@@ -152,7 +152,7 @@ def _requeued(
 
 
 def requeue(job: Job, out: Path) -> str:
-    """Requeue the job under the same id and count it; return an error message, or nothing."""
+    """Requeue the job under the same id and count it; return an error message or ""."""
     done = command("scontrol", "requeue", job.id)
     if done.returncode != 0:
         code = f"scontrol ended with code {done.returncode}"

@@ -22,7 +22,7 @@ def _is_alive(status: dict[str, Any]) -> bool:
 
 
 class Status:
-    """Reads and writes the ``status.json`` of a run."""
+    """Reader and writer of the ``status.json`` of a run."""
 
     def __init__(self, config: Config) -> None:
         self.path = config.out_folder / "status.json"
@@ -30,7 +30,7 @@ class Status:
         self.started, self.started_clock = time.time(), time.monotonic()
 
     def read(self) -> dict[str, Any]:
-        """Return the content, or an empty dict if there is no file."""
+        """Return the content, or an empty dict if the file is missing or damaged."""
         return read_json(self.path)
 
     def failed_by_another(self) -> bool:

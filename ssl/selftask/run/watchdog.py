@@ -92,7 +92,7 @@ class Watch:
             self._await(lambda rank: board.has(f"left/{rank}"), range(1, self.size))
 
     def _leave_watch(self) -> Board | None:
-        """End the thread and return the board, with its time limit reduced to ``LEAVE_S``."""
+        """End the thread; return the board, with a time limit of ``LEAVE_S``, or None."""
         self._over.set()
         if self.board is not None:
             self.board.limit_s = LEAVE_S
@@ -257,14 +257,14 @@ class Watch:
         return Failure(0, f"rank 0 is gone: {why}; the others cannot go on", lost=lost)
 
     def _why(self) -> tuple[str, bool]:
-        """Return why a local process died, and False if the cause was a lack of memory."""
+        """Return why a local process died, and True unless it was killed for lack of memory."""
         memory = self._kills.explain()
         return (f"{memory}; {ADVICE}", False) if memory else ("killed from outside", True)
 
     def _stuck(self) -> Failure | None:
         """Return a failure if no rank has made progress for ``timeout_s``, or None.
 
-        Ranks that are not waiting in a collective are reported as the cause.
+        The cause is attributed to a rank that is not waiting in a collective, if there is one.
         """
         present = {r: s for r, (s, _) in self._heard.items() if not self._has_left(r)}
         if not present:

@@ -2,7 +2,7 @@
 
 It runs after srun, since killed ranks cannot report their end. It corrects ``status.json`` and the
 last log line, and requeues the job. If a rank was lost (killed from outside, or node failure), the
-job is requeued up to ``launch.max_requeues`` times, after other failures up to
+job is requeued up to ``launch.max_requeues`` times. After other failures it is requeued up to
 ``launch.max_restarts`` times. Does not import torch.
 """
 
@@ -85,7 +85,10 @@ def _next_attempt(
     record: Record,
     paths: submitit_files.JobPaths,
 ) -> str:
-    """Count the failure; return a text on the remaining attempts, empty if none remains."""
+    """Return a text on the remaining attempts, or an empty string if the job must not restart.
+
+    A failure that uses up one of ``launch.max_restarts`` is counted.
+    """
     if job is None:
         return ""
     early = code == USR2  # the signal before the time limit came before Python had a handler
@@ -165,7 +168,7 @@ class Record:
 
 
 def _cause(code: int, log: Path, record: Record) -> tuple[str, bool]:
-    """Return why the last attempt ended, and whether a rank was killed from outside.
+    """Return why the last attempt ended, and whether a rank was lost other than by out-of-memory.
 
     The cause is from the run's own report if there is one, otherwise from srun's message about the
     first task that ended.

@@ -25,7 +25,7 @@ class CodeSnapshot:
 
     @classmethod
     def of(cls, folder: Path) -> CodeSnapshot:
-        """Return the snapshot of the repository around the current folder, not yet copied.
+        """Return a snapshot of the repository that contains the current folder; copies nothing.
 
         Raises:
             UserError: If there is no git repository.
@@ -34,7 +34,7 @@ class CodeSnapshot:
         return cls(Path(top), folder)
 
     def place(self, path: Path) -> Path:
-        """Return the copied path of a path in the repository; other paths are unchanged."""
+        """Return where a path of the repository is copied to; return other paths unchanged."""
         whole = path.resolve()
         if not whole.is_relative_to(self.repository):
             return path

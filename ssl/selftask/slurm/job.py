@@ -49,7 +49,7 @@ def signal_delay_s(limit: int) -> int:
 
 @dataclass
 class Submission:
-    """One run as a picklable callable for submitit, equal in every task."""
+    """One run as a picklable callable for submitit, the same in every task."""
 
     config: dict[str, Any]  # resolved, as plain types; `resume` lets each attempt resume the run
     folder: str  # working directory of the submission, base of relative paths in the config
@@ -96,20 +96,20 @@ class Submission:
         return self.out
 
     def _count_requeue(self) -> None:
-        """Write the submission that the ranks of the next attempt read."""
+        """On rank 0, write the submission of the next attempt, with the requeue counted."""
         job = JobEnvironment()
         if job.global_rank == 0:
             again = replace(self, requeues=self.requeues + 1)
             DelayedSubmission(again).dump(job.paths.submitted_pickle)
 
     def checkpoint(self) -> DelayedSubmission:
-        """Return this submission to run after a requeue; its state is in the run folder."""
+        """Return this submission, to run again after a requeue; its state is in the run folder."""
         return DelayedSubmission(self)
 
     __submitit_checkpoint__ = checkpoint  # submitit 1.5.4 uses both names
 
     def read_config(self) -> Config:
-        """Return the config as an object."""
+        """Return ``config`` as a ``Config`` object."""
         from selftask.config.load import load_config
 
         with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +121,7 @@ class Submission:
 class Executor(SlurmExecutor):
     """submitit's SLURM executor, extended to return its script without SLURM.
 
-    ``teardown`` are shell lines after srun, which submitit itself takes from version 1.5.4 on.
+    ``teardown`` holds shell lines that run after srun; submitit supports them only since 1.5.4.
     """
 
     teardown: Sequence[str] = ()
@@ -181,7 +181,7 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
 
 
 def _check_lines(values: Mapping[str, Any]) -> None:
-    """Raise UserError for a text with a line break, which would begin a line of the script."""
+    """Raise UserError for control characters; line breaks would add lines to the script."""
     for key, value in values.items():
         if isinstance(value, str) and re.search(r"[\x00-\x1f\x7f]", value):
             raise UserError(f"{key}: {value!r}: the sbatch script needs it in one line")
@@ -204,7 +204,7 @@ def _before() -> list[str]:
 
 
 def python_path() -> list[str]:
-    """Return the folder that jobs need on PYTHONPATH to import selftask, unless it is installed."""
+    """Return the folders that PYTHONPATH needs to import selftask; none if it is installed."""
     root = str(Path(selftask.__file__).resolve().parents[1])
     return [] if root in site.getsitepackages() else [root]
 

@@ -27,7 +27,7 @@ from selftask.slurm.queue import CONTROLLER_ERRORS, LOCAL
 
 
 class _Executor(LocalExecutor):
-    """submitit's local executor with ranks that report a failure before their run has begun."""
+    """submitit's local executor, with ranks that also report failures before their run begins."""
 
     @property
     def _submitit_command_str(self) -> str:

@@ -19,7 +19,7 @@ OUT = "SELFTASK_OUT"  # environment variable with the run folder, set at submiss
 
 
 def main() -> None:
-    """Run the job that the environment names, as submitit does."""
+    """Run submitit's entry point; record an error that occurs before the run begins."""
     try:
         submitit_main()
     except Exception as error:

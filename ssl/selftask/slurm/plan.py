@@ -50,7 +50,7 @@ class Plan:
         return self.executor.script(len(self.submissions))
 
     def submit(self) -> list[SlurmJob[Any]]:
-        """Submit the runs, record their jobs in ``out/slurm``, and return the jobs."""
+        """Copy the snapshot, submit the runs and record their jobs in ``out``; return the jobs."""
         if self.snapshot is not None:
             self.snapshot.copy()
         handed_in = submit(self.submissions, self.executor)
@@ -156,10 +156,14 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
 
 
 def read_local(recipe: str, overrides: list[str]) -> tuple[list[Config], list[Submission]]:
-    """Check runs that train on this machine; return their configs, and the runs as callables.
+    """Check runs to be trained on this machine, and return their configs and submissions.
+
+    Args:
+        recipe: Name or path of the recipe.
+        overrides: ``key=value`` arguments, which may span a sweep.
 
     Raises:
-        UserError: As ``plan``.
+        UserError: If a config is invalid, a job is queued, or disk space is too small.
     """
     base, configs, _ = _read(recipe, expand_sweep(overrides))
     queue.check_idle(base)

@@ -53,9 +53,9 @@ def noted(out: Path) -> dict[Path, str]:
 
 
 def _recorded(out: Path) -> dict[Path, str]:
-    """Return run folder -> job id of the runs in and below a folder, as submitted.
+    """Return run folder -> job id, as recorded in a folder, of the runs in and below it.
 
-    Runs elsewhere are left out: the folder is a copy, and their jobs are not its own.
+    Runs elsewhere are left out: the folder is then a copy, and the jobs belong to the original.
 
     Raises:
         UnreadableFile: If the file is not one that ``note`` writes.
@@ -113,7 +113,8 @@ def note_suite(run: Path, jobs: Iterable[str]) -> None:
 def suite_jobs(run: Path) -> list[str]:
     """Return the ids of the jobs that evaluate the checkpoints of a run (``eval suite``).
 
-    Those of a record that names another run are left out: the folder is a copy.
+    The list is empty if the record names another run, since the folder is then a copy. Local jobs
+    are left out.
     """
     record = read_json(run / SUITE_JOBS)
     jobs = record.get("jobs")
@@ -123,10 +124,10 @@ def suite_jobs(run: Path) -> list[str]:
 
 
 def jobs_to_cancel(out: Path) -> dict[str, Path | None]:
-    """Return job id -> run folder for the run or sweep in ``out`` and the suites of its runs.
+    """Return job id -> run folder for a run or sweep, and for its active ``eval suite`` jobs.
 
-    If a suite is in the queue, only queued jobs are returned: the run may have ended long ago, and
-    ``scancel`` fails for a job that SLURM has forgotten.
+    If an ``eval suite`` job is queued or running, only queued or running jobs are returned: the run
+    may have ended long ago, and ``scancel`` fails for a job that SLURM has forgotten.
     """
     runs = noted(out)
     suites = {job: run for run in dict.fromkeys([out, *runs]) for job in suite_jobs(run)}
@@ -153,11 +154,11 @@ def stand(outs: list[Path]) -> list[RunLine]:
 
 
 def as_completed(outs: list[Path], *, poll_s: float = 30.0) -> Iterator[RunLine]:
-    """Yield the line of each job of ``stand`` once it has ended and is not queued again.
+    """Yield the line of each job, as in ``stand``, once it has ended and is not requeued.
 
     Args:
         outs: Folders of submitted runs and sweeps.
-        poll_s: Seconds between two looks at the queue.
+        poll_s: Seconds between two polls of the queue.
     """
     ended: set[str] = set()
     while True:
@@ -191,7 +192,7 @@ def _line_of_suite(run: Path, job: str, in_slurm: str) -> RunLine:
 
 
 def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
-    """Return the line with the job, and with the state of the run and its job combined.
+    """Return the line with its job added, and the states of run and job combined.
 
     Args:
         line: Line with the state from the files of the run.
@@ -258,7 +259,7 @@ def cancel(jobs: Mapping[str, Path | None]) -> None:
     """Cancel jobs; raise UserError with the message of ``scancel`` if it fails.
 
     Args:
-        jobs: Job id -> its run folder, or None for an id of SLURM that the user gave.
+        jobs: Job id -> its run folder, or None for a SLURM job id given by the user.
     """
     for job, run in jobs.items():
         if not is_job(job):
@@ -286,8 +287,8 @@ def _state_of_local(job: str) -> str:
 def _cancel_local(job: str, run: Path | None) -> None:
     """Send SIGTERM to the ranks of a local job, so that they save a checkpoint and stop.
 
-    Nothing is sent to a process that is not the job of this run, such as one that has got its
-    process id later.
+    Raises UserError if the process is not the job of this run, for example if its process id has
+    been reused.
     """
     pid = job.removeprefix(LOCAL)
     folder = _controlled_folder(job)
@@ -302,10 +303,10 @@ def _cancel_local(job: str, run: Path | None) -> None:
 
 
 def _controlled_folder(job: str) -> Path | None:
-    """Return the folder of logs of a local job from the command line of its process.
+    """Return the log folder of a running local job, read from its command line, or None.
 
-    None if there is no such process, or if it is not a local job's, or began after the job was
-    recorded in this folder.
+    None means that the process does not exist, is not a local job, or started after the job was
+    recorded (its process id has been reused).
     """
     shown = ("-ww", "-o", "lstart=", "-o", "command=", "-p", job.removeprefix(LOCAL))
     line = next(iter(lines("env", "LC_ALL=C", "ps", *shown)), "")
@@ -323,6 +324,6 @@ def _controlled_folder(job: str) -> Path | None:
 
 
 def lines(*words: str) -> list[str]:
-    """Return the output lines of a SLURM command; an empty list if it fails or is missing."""
+    """Return the output lines of a command; an empty list if it fails or is missing."""
     done = command(*words, timeout_s=60)
     return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def begin_phase(task: Task) -> None:
-    """Set the weights for the phase: averages in a test phase."""
+    """Set the weights for the phase: those of training, or averages in a test phase."""
     for optimizer in _averaging(task):
         optimizer.train() if task.train else optimizer.eval()
 

@@ -1,4 +1,4 @@
-"""Build the parts of a task, which assigns them: network and method, optimizer, hooks, meters."""
+"""Functions that build the parts of a task: network and method, optimizers, hooks, meters."""
 
 from __future__ import annotations
 
@@ -125,9 +125,10 @@ def _compile_parts(task: Task) -> None:
 
 
 def reductions(task: Task, initial: InitialWeights) -> dict[str | None, Reduction]:
-    """Build the reduction of gradients of each optimizer, by name as in ``optimizers``.
+    """Build the gradient reduction of each optimizer, by its name in ``optimizers``.
 
-    The first may shard network, teachers and frozen modules.
+    The reduction of ``optimizer``, whose name is None, may shard network, teachers and frozen
+    modules.
     """
     parallel, low = task.config.parallel, task.low_precision
     reduction = build_reduction(parallel, low)
@@ -245,12 +246,12 @@ def meters(task: Task) -> list[Any]:
 
 
 def in_order(hooks: Iterable[Any]) -> list[Any]:
-    """Return hooks in order of priority; hooks of Classy Vision have none."""
+    """Return hooks in order of priority, which is 50 for hooks of Classy Vision."""
     return sorted(hooks, key=lambda hook: getattr(hook, "priority", 50))
 
 
 def calls(hooks: Iterable[Any], points: Iterable[str]) -> dict[str, list[Any]]:
-    """Return the methods of the hooks that define a point, by point."""
+    """Return, for each point, the methods of the hooks that define it."""
     return {
         point: [getattr(hook, point) for hook in hooks if defines(hook, point)] for point in points
     }
@@ -267,7 +268,7 @@ def gradient_reductions(
             for ``optimizer``.
 
     Returns:
-        Functions by name of the optimizer, as in ``optimizers``.
+        Functions by the name of the optimizer in ``optimizers``; None for ``optimizer``.
     """
 
     def reduce(name: str | None) -> None:
@@ -290,7 +291,7 @@ def _sync_after_training(task: Task) -> None:
 
 
 def _build(registry: Registry, component: Component, out: Path) -> Any:
-    """Return the hook or meter of that name, from our registry or Classy Vision's."""
+    """Build the hook or meter of a component, from selftask's registry or Classy Vision's."""
     if component.name in registry:
         return registry[component.name](**component.args)
     return classy.build(registry.kind, component.name, component.args, out)

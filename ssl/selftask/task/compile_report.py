@@ -64,11 +64,11 @@ class CompileReport(Hook):
 
 
 class RecordedGraphs(Hook):
-    """Begins a step of CUDA graphs, and copies the loss, which is kept.
+    """Marks the start of each step for CUDA graphs, and copies the loss, which outlives the step.
 
     The outputs of all graphs, such as those of teachers and of accumulated batches, are valid until
-    the first graph of the next step runs. Then torch raises an error if they are read. torch would
-    guess where a step begins, and in a test phase take each network for a step.
+    the first graph of the next step runs. If they are read later, torch raises an error. Without
+    the marks torch guesses where a step begins, and in a test phase takes each network for a step.
     """
 
     priority: ClassVar[int] = 0
@@ -98,7 +98,7 @@ def _breaks() -> Counter[str]:
 
 
 def _shorten(reason: str) -> str:
-    """Return the first line of a reason, with the place in the user's code if it is given."""
+    """Return the first line of a reason, with file and line of the user's code if it has them."""
     location = re.search(r'File "([^"]+)", line (\d+)', reason)
     first = reason.strip().splitlines()[0]
     return f"{first} ({location[1]}:{location[2]})" if location else first

@@ -15,7 +15,7 @@ class FrozenParameters:
     collectives. Whether a parameter is frozen depends on the step only, so there is no state.
 
     Args:
-        frozen: Parameters, each with the number of steps in which it is frozen.
+        frozen: Pairs of a number of steps and a parameter that is frozen for so many steps.
     """
 
     def __init__(self, frozen: Iterable[tuple[int, nn.Parameter]]) -> None:

@@ -20,7 +20,7 @@ log = get_logger(__name__)
 
 
 def initialize(network: nn.Module, rules: Sequence[InitRule], out: Path) -> None:
-    """Draw the parameters of rules anew, in place, and write ``initial.txt`` into the run folder.
+    """Initialize the parameters that ``rules`` match, in place, and write ``initial.txt``.
 
     Args:
         network: The network, with the weights of ``init.backbone``.
@@ -28,7 +28,7 @@ def initialize(network: nn.Module, rules: Sequence[InitRule], out: Path) -> None
         out: The run folder.
 
     Raises:
-        UserError: If a rule matches no parameter, or its function refuses one.
+        UserError: If a rule matches no parameter, or its function cannot initialize one.
     """
     if not rules:
         return

@@ -67,7 +67,7 @@ def _iterate(task: Task) -> Iterator[int]:
 
 
 def _run_phase(task: Task) -> Iterator[int]:
-    """Do the steps of a train or test phase; yield those of training."""
+    """Run the steps of a train or test phase; yield the number of each train step."""
     while True:
         try:
             task.step()
@@ -97,7 +97,7 @@ def read_batches(task: Task, stop: int) -> Iterator[Batch]:
 
 
 def draws_of(task: Task) -> Draw | None:
-    """Return what the loader calls to draw for method and dropout layers; None: they draw nothing.
+    """Return the function with which the loader draws for method and dropout layers, or None.
 
     It runs in worker processes, which are forked when the first batch is read.
     """

@@ -60,7 +60,7 @@ def memory_report(task: Task) -> list[str]:
 
 
 def _bytes_of_a_sample(task: Task) -> dict[str, int]:
-    """Return the bytes that modules keep for the backward pass of one sample of this rank."""
+    """Return the bytes that each module keeps for the backward pass of one sample, by name."""
     LAYER_DRAWS.stop()
     here = task.length.batch_size // task.world.size
 

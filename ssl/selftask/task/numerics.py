@@ -32,7 +32,9 @@ FULL_PRECISION: AbstractContextManager[None] = nullcontext()
 def settle_precision(
     config: Config, device: torch.device, backbone: nn.Module | None = None
 ) -> Config:
-    """Replace ``train.precision=auto`` by its value on ``device``; the origin explains it.
+    """Return the config with ``train.precision=auto`` replaced by the value for ``device``.
+
+    The origin of the key states the reason.
 
     A run that resumes keeps the precision in the ``config.yaml`` of its folder. On a CPU the value
     depends on its instructions and the widths of the backbone, not on a measurement, so that two
@@ -66,12 +68,12 @@ def with_precision(config: Config, precision: Any, origin: str) -> Config:
 
 
 def is_settled(config: Config) -> bool:
-    """Return whether ``train.precision`` was ``auto`` and has got its value."""
+    """Return whether ``train.precision`` was ``auto`` and has been replaced by a value."""
     return config.place("train.precision").startswith("auto: ")
 
 
 def agree_on_precision(task: Task) -> None:
-    """Give every rank rank 0's value of ``train.precision=auto``. Collective call.
+    """Set ``train.precision=auto`` to the value of rank 0 on every rank. Collective call.
 
     CPUs of several machines may differ in their instructions.
     """

@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 
 def log_parts(task: Task) -> None:
-    """Log model, arithmetic and parameter groups; write all groups to ``groups.txt``."""
+    """Log model, run length, learning rate and parameter groups; write ``groups.txt``."""
     channels = task.data_module.channels
     lines = [*opening_lines(task.config, task.base_model, task.loss, channels)]
     task.opening["model"] = lines[-1].removeprefix("model: ")

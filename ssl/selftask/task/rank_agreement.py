@@ -33,9 +33,9 @@ compared itself, as the images are."""
 
 
 def open_same_data(config: Config, sources: Sources | None = None) -> Sources:
-    """Return the sources, opened if None, after all ranks have compared what they run.
+    """Return the sources, after checking that all ranks have the same config, code and images.
 
-    Every rank must call this function.
+    If ``sources`` is None, those of ``config.data`` are opened. Every rank must call this function.
 
     Raises:
         UserError: On every rank, if ranks have different configs, code or images.
@@ -99,7 +99,7 @@ def _compared(values: Any, key: Key = ()) -> dict[str, Any]:
 
 
 def _name_of_type(value: Any) -> str:
-    """Return a text for an object, the same in every process."""
+    """Return the type name of an object, which is the same in every process."""
     return type(value).__qualname__
 
 

@@ -113,7 +113,7 @@ class Recorder:
         """Append an event to ``events.jsonl``, on the first rank.
 
         Args:
-            kind: Kind of event, such as ``checkpoint``, ``evaluation`` or a new word.
+            kind: Kind of event: ``checkpoint``, ``evaluation``, or any other word.
             text: One line of text for readers.
             **data: Numbers and strings for programs.
         """

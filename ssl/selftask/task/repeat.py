@@ -25,7 +25,7 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
     following batches up to the one at which the failure was detected, at most ``train.log_every``
     steps later.
 
-    Every rank must call this function. All do, since the loss is the same on all of them.
+    Every rank must call this function; the error occurs on all, since they have the same loss.
 
     Args:
         task: The task whose step failed.

@@ -150,7 +150,7 @@ def _repeat(task: Task, parts: list[dict[str, Any]], state: dict[str, Any]) -> R
 
 @contextmanager
 def _watched(task: Task, result: Replay) -> Iterator[None]:
-    """Context that checks outputs of modules and gradients of parameters."""
+    """Context that records the first non-finite module output and all non-finite gradients."""
     handles: list[Any] = []
 
     def output_of(name: str) -> Any:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def forward(task: Task, batch: Batch) -> None:
-    """Compute output and local loss of a batch as a train step does, without calling hooks."""
+    """Compute output and local loss of a batch as a train step does, without the hooks.
+
+    Of all hook points, only ``on_forward`` of the method is called.
+    """
     task.last_batch = batch
     train = task.config.train
     if train.uses_compiler and train.compile_options.records_graphs:
@@ -32,7 +35,7 @@ def forward(task: Task, batch: Batch) -> None:
 
 
 def update_meters(task: Task, batch: Batch) -> None:
-    """Update each meter with its class scores and classes."""
+    """Update each meter with class scores and labels of a batch."""
     for meter in task.meters:
         scores, classes = task.loss.for_meter(meter, batch)
         train_set = task.train and isinstance(meter, Accuracy)

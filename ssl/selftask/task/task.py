@@ -156,7 +156,7 @@ class Task(Recorder, ClassyTaskNames):
         self.model = build.called_network(self)
 
     def build_optimizer(self) -> None:
-        """Build the optimizers and what depends on them."""
+        """Build the optimizers, the schedule of frozen parameters and the loss scaler."""
         self.optimizer, self.optimizers = build.optimizers(self)
         self.all_optimizers = [self.optimizer, *self.optimizers.values()]
         settings = [one for optimizer in self.all_optimizers for one in optimizer.settings]
@@ -165,7 +165,7 @@ class Task(Recorder, ClassyTaskNames):
         self.grad_scaler = build.grad_scaler(self)
 
     def build_hooks(self) -> None:
-        """Build hooks and meters, and list the calls of each point."""
+        """Build hooks and meters, and collect the functions to call at each point."""
         self.named_hooks = build.hooks(self)
         self.meters = build.meters(self)
         hooks = build.in_order(self.named_hooks.values())
@@ -209,7 +209,11 @@ class Task(Recorder, ClassyTaskNames):
         return self.reduction.no_sync()
 
     def reduce_gradients(self, optimizer: str | None = None) -> None:
-        """Average the gradients of an optimizer over ranks, without those of frozen parameters."""
+        """Average the gradients of an optimizer over ranks, and drop those of frozen parameters.
+
+        Args:
+            optimizer: Its name in ``optimizers``; None for ``optimizer``.
+        """
         self._reduce[optimizer]()
 
     def export_backbone(self) -> nn.Module:
@@ -226,7 +230,10 @@ class Task(Recorder, ClassyTaskNames):
         HEARTBEAT.step = self.clock.steps_done
 
     def skip_step(self) -> None:
-        """Count an abandoned step; only BatchNorm's running statistics may have changed."""
+        """Discard the gradients of an abandoned step, and count its batches as skipped.
+
+        The step must not have changed any state except BatchNorm's running statistics.
+        """
         for optimizer in self.all_optimizers:
             optimizer.zero_grad()
         self.loss.pending.clear()

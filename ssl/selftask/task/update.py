@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def forward(task: Task, batch: Batch) -> None:
-    """Compute output and loss of ``task.last_batch``; call the hook points up to the loss."""
+    """Compute output and loss of a batch; call ``on_forward`` and ``on_loss_and_meter``.
+
+    ``task.last_batch`` must be this batch, since hooks read it.
+    """
     with task.autocast():
         batch.output = task.model(batch.input)
         task.run_hooks("on_forward")
@@ -47,7 +50,7 @@ def update_weights(task: Task, loss: Tensor) -> None:
 
 
 def compute_gradients(task: Task, loss: Tensor) -> None:
-    """Compute the gradients of a scalar loss, scaled by ``task.grad_scaler``; average them."""
+    """Compute the scaled gradients of a scalar loss, and average them over ranks."""
     task.optimizer.zero_grad()
     task.grad_scaler.scale(loss).backward()
     task.reduce_gradients()

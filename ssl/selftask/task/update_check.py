@@ -30,7 +30,7 @@ class UpdateCheck:
         self.updates += 1
 
     def compare(self, steps: int) -> None:
-        """Compare the updates since the last call with the steps that the train step counted."""
+        """Warn if there were more updates since the last call than ``steps``, the counted steps."""
         updates, self.updates = self.updates, 0
         if updates > steps and not self.has_warned:
             self.has_warned = True

@@ -100,12 +100,12 @@ def _forward(task: Task, batch: Batch, chunks: list[slice]) -> tuple[Any, list[A
 
 
 def _join(parts: Sequence[Any], sizes: list[int], position: int, task: Task) -> Any:
-    """Join one tensor of the outputs of all chunks, to a leaf of the graph of the loss.
+    """Concatenate one tensor of the outputs of all chunks, as a leaf of the loss's graph.
 
     Args:
         parts: The tensor of each chunk, or a value that is no tensor.
         sizes: Number of samples of each chunk.
-        position: Number of the tensor in an output.
+        position: Index of the tensor in an output.
         task: The task.
     """
     if not isinstance(parts[0], Tensor):
@@ -125,7 +125,7 @@ def _join(parts: Sequence[Any], sizes: list[int], position: int, task: Task) -> 
 
 
 def _by_sample(x: Tensor, position: int, number: int, sample_dim: int) -> tuple[Tensor, int]:
-    """Return a tensor with its samples in one dimension, and the number of this dimension.
+    """Return a tensor with all samples along one dimension, and the index of this dimension.
 
     The first tensor of an output has them in ``sample_dim``. The others are features of a
     ``PatchOutput``, whose rows are the samples of each view, view after view.

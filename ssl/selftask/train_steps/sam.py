@@ -33,7 +33,7 @@ class SAM:
     """Whether the radius is relative to each weight (ASAM)."""
 
     def __call__(self, task: Task) -> None:
-        """Climb by ``rho`` along the gradient, take the gradient there, go back and update.
+        """Update with the gradient at the weights moved by ``rho`` along the first gradient.
 
         Both gradients are means over ranks. Teachers, memories, BatchNorm statistics, logs and
         hooks see the first forward pass only. Both passes have the same dropout draws.
@@ -54,7 +54,10 @@ class SAM:
     @contextmanager
     @torch.no_grad()
     def _climbed(self, task: Task) -> Iterator[None]:
-        """Context with weights plus eq. 2, ``rho * g / ||g||``; the loss scale cancels out."""
+        """Context in which eq. 2, ``rho * g / ||g||``, is added to the weights.
+
+        The scale of the loss cancels.
+        """
         groups = task.optimizer.param_groups
         weights = [p for group in groups for p in group["params"] if p.grad is not None]
         before = [p.detach().clone() for p in weights]

@@ -44,7 +44,7 @@ _BY_MEMORY = ("backbone.lora", "train.batch_size", "train.accumulate", "train.st
 
 
 def main(argv: list[str]) -> int:
-    """Choose, train, and compare the result with the start."""
+    """Choose the settings, train, and compare the features with those at the start."""
     if not argv or "=" in argv[0]:
         raise UserError(f"adapt needs a run or model before any key=value\n{USAGE}")
     from selftask.cli import train
@@ -66,8 +66,8 @@ def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
     A run to resume keeps its choices, since free memory may now lead to others.
 
     Raises:
-        UserError: If there is no such model or there are no images, or if its architecture is the
-            user's code and ``trust=true`` is not given.
+        UserError: If the model or ``data`` is missing, if ``weights=none``, or if the architecture
+            is the user's code and ``trust=true`` is not given.
     """
     from selftask.config.compose.overrides import import_plugins
     from selftask.models.weights.address import NONE, PRETRAINED, check_model
@@ -98,7 +98,7 @@ def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
 
 
 def _of_model(address: str, start: str, facts: dict[str, Any], recipe: str) -> Iterator[Choice]:
-    """Yield the settings that follow from the model: backbone, weights and normalization."""
+    """Yield the settings that follow from the model: backbone, weights, ``out``, normalization."""
     from selftask.config.load import load_config
 
     architecture = facts["architecture"]
@@ -119,7 +119,7 @@ def _of_model(address: str, start: str, facts: dict[str, Any], recipe: str) -> I
 def _chosen(
     sides: list[Choice], recipe: str, words: list[str], keys: set[str], assumptions: Any
 ) -> list[str]:
-    """Print all choices; return the words of those that the user has not overridden."""
+    """Make the remaining choices and print all; return those not overridden, as ``key=value``."""
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import open_data
     from selftask.run.compatibility import resumes
@@ -163,7 +163,7 @@ def _chosen(
 
 
 def _kept(made: Iterable[Choice], saved: dict[str, Any]) -> list[Choice]:
-    """Return the choices that a run's config has, with its values."""
+    """Return the choices whose keys are in a run's config ``saved``, with the values there."""
     kept = {}
     for choice in made:
         *sections, name = choice.key.split(".")
@@ -176,9 +176,9 @@ def _kept(made: Iterable[Choice], saved: dict[str, Any]) -> list[Choice]:
 
 
 def _trained_part(recipe: str, words: list[str], keys: set[str], assumptions: Any) -> list[Choice]:
-    """Return LoRA and a smaller batch if memory requires them, else nothing: all are trained.
+    """Return the choices of LoRA and a smaller batch that are needed to fit into memory.
 
-    A batch that the user has typed stays as it is.
+    The list is empty if all weights can be trained. A batch size set by the user is kept.
     """
     from selftask.config.load import load_config
     from selftask.config.values.budget import show_bytes
@@ -239,7 +239,10 @@ def _is_typed(key: str, keys: set[str]) -> bool:
 
 
 def conclude(config: Config) -> None:
-    """Print how the features compare with those at the start; export the best if they are worse."""
+    """Print how the features compare with those at the start.
+
+    Unless the last features are the best and better than those at the start, export the best ones.
+    """
     from selftask.logs import read_metrics
     from selftask.run.status import Status
 

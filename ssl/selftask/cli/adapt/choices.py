@@ -71,7 +71,7 @@ def choose_side(facts: dict[str, Any]) -> list[Choice]:
 def choose_schedule(
     num_images: int, batch: int, *, is_small: bool, has_layers: bool
 ) -> Iterator[Choice]:
-    """Yield length, learning rate and warm-up.
+    """Yield the choices of epochs, learning rate, layer decay and initially frozen parameters.
 
     Args:
         num_images: Number of training images.
@@ -97,14 +97,14 @@ def choose_schedule(
 
 
 def choose_preservation(num_images: int) -> Choice:
-    """Return the weight of the hook ``preserve``."""
+    """Return the choice of the weight of the hook ``preserve``."""
     weight = 1.0 if num_images < SOME else 0.3
     reason = "few images teach little" if num_images < SOME else "many images, more freedom"
     return Choice("hooks.preserve.weight", weight, f"{reason}; holds the features to the start")
 
 
 def choose_measures(*, has_labels: bool) -> Iterator[Choice]:
-    """Yield the choices of evaluations and of the checkpoint to keep."""
+    """Yield the choices of evaluation interval, checkpoint to keep and early stopping."""
     yield Choice("eval.every", "10%", "before, during and after")
     if has_labels:
         yield Choice("train.keep_best.metric", "knn_top1", "data and data.val have labels")

@@ -1,1 +1,1 @@
-"""`selftask data check|stats|show`."""
+"""The commands ``selftask data check``, ``stats`` and ``show``."""

@@ -82,7 +82,7 @@ def lines_of(statistics: Statistics, num_images: int) -> Iterator[str]:
 
 
 def normalize_line(statistics: Statistics) -> str:
-    """Return ``- {name: normalize, mean: [...], std: [...]}``."""
+    """Return the ``normalize`` transform as a line of YAML, with mean and std by image."""
     mean, std = _numbers(statistics.by_image.mean), _numbers(statistics.by_image.std)
     return f"- {{name: normalize, mean: {mean}, std: {std}}}"
 

@@ -1,4 +1,4 @@
-"""Frozen backbone of a checkpoint of a run."""
+"""Open the frozen backbone of a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selftask.errors import UserError
 
 
 def open_named(address: str, overrides: list[str]) -> tuple[Frozen, str]:
-    """Return a model, which may be ``RUN@STEP`` or ``RUN@best``, and its address without that.
+    """Open a model, or a checkpoint ``RUN@STEP`` or ``RUN@best``; return it and its run or address.
 
     Args:
         address: As for ``open_frozen``, or a checkpoint of a run.

@@ -110,7 +110,7 @@ def evaluate_frozen(
 
 
 def described(figures: dict[str, float], frozen: Frozen) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return the metrics with their intervals, and what is kept in the file of results beside them.
+    """Return the metrics with their intervals, and the other entries for ``evaluations.jsonl``.
 
     Args:
         figures: Metrics of ``evaluate_frozen``.
@@ -123,7 +123,7 @@ def described(figures: dict[str, float], frozen: Frozen) -> tuple[dict[str, floa
 
 
 def asked_words(name: str, overrides: list[str]) -> list[str]:
-    """Return overrides of the config: the evaluation with its fields, then all others."""
+    """Return config overrides that enable the evaluation, then ``overrides`` with full keys."""
     return [f"eval.evaluations={{{name}: {{}}}}", *_with_prefix(name, overrides)]
 
 
@@ -134,7 +134,7 @@ def _check_name(name: str) -> None:
 
 
 def _only(config: Config, name: str) -> Config:
-    """Return the config with no other evaluation."""
+    """Return the config with this evaluation only."""
     chosen = {name: config.eval.evaluations[name]}
     return replace(config, eval=replace(config.eval, evaluations=chosen))
 

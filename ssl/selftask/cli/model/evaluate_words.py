@@ -19,7 +19,7 @@ def take_model(name: str, argv: list[str], usage: str) -> tuple[str, list[str]]:
     """Return the address of the model and the ``key=value`` words after it.
 
     Raises:
-        UserError: If there is no model; with the usage of ``selftask eval NAME``.
+        UserError: If there is no model; the message includes ``usage``.
     """
     if not argv or "=" in argv[0]:
         raise UserError(f"eval {name} needs a run or model before any key=value\n{usage}")
@@ -29,7 +29,7 @@ def take_model(name: str, argv: list[str], usage: str) -> tuple[str, list[str]]:
 def take_options(
     name: str, words: list[str], kind: type[T], keys: Collection[str] = ()
 ) -> tuple[T, list[str]]:
-    """Return the options of an evaluation, and the words that are no fields of it.
+    """Return the options of an evaluation, and the words that set none of them.
 
     Args:
         name: Name of the evaluation, for messages.

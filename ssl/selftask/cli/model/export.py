@@ -128,7 +128,7 @@ def export_model(
         name: Name of the files, see ``rename_by_hash``; None: ``backbone``.
 
     Raises:
-        UserError: As ``export_run``, or if ``out`` is None.
+        UserError: As ``export_run``, or if ``out`` is None or ``to`` is ``checkpoint``.
     """
     from selftask.logs import info_on_stderr
     from selftask.models.weights.address import PRETRAINED, check_model
@@ -153,7 +153,10 @@ def export_model(
 
 @dataclass(frozen=True)
 class Average:
-    """Average of weights to export: of the hook ``kept``, or of the newest ``checkpoints``."""
+    """Average of weights to export: that of the hook ``kept``, or of the newest ``checkpoints``.
+
+    If both are None, the weights are not averaged.
+    """
 
     kept: str | None = None
     checkpoints: int | None = None
@@ -238,13 +241,16 @@ def _of_average(kept: str, state: Mapping[str, Any], name: str) -> bool:
 
 
 def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> Path:
-    """Write a backbone in a format of ``FORMATS`` that supports it; return the path of the file.
+    """Write a backbone in a format of ``FORMATS``; return the path of the written file.
 
     Args:
         backbone: The backbone.
         folder: Folder to write to.
         facts: Metadata, see ``save_backbone``.
-        to: The format.
+        to: The format, other than ``checkpoint``.
+
+    Raises:
+        UserError: If the format does not support the backbone, or a required package is missing.
     """
     from selftask.models.weights.export import check_library, save_backbone
     from selftask.models.weights.foreign import check_foreign, save_foreign

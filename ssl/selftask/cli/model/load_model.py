@@ -1,4 +1,4 @@
-"""Load frozen models and their images for `eval` and `features`."""
+"""Load frozen models and their images for ``eval`` and ``features``."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def without_old_val(words: list[str]) -> list[str]:
 
 
 def _has_lost_labels(config: Config) -> bool:
-    """Return whether other images than the run's have inherited its ``labels: false``."""
+    """Return whether ``data.path`` was overridden but the run's ``labels: false`` was not."""
     typed = [config.place(key).startswith("command line") for key in ("data.path", "data.labels")]
     return config.data.source.args.get("labels") is False and typed == [True, False]
 

@@ -1,4 +1,4 @@
-"""What is printed and kept of an evaluation beside its metrics: intervals and scores of images."""
+"""Additions to the metrics of an evaluation: confidence intervals and scores of images."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def layer_table(row: Mapping[str, float]) -> list[str]:
     """Return lines with the metrics of each hidden layer; none for fewer than two layers.
 
     Args:
-        row: Metrics and intervals by name, as of ``with_intervals``; ``knn_top1_layer3`` is the
-            metric ``knn_top1`` of layer 3.
+        row: Metrics and intervals by name, as returned by ``with_intervals``; ``knn_top1_layer3``
+            is the metric ``knn_top1`` of layer 3.
     """
     cells: dict[int, dict[str, str]] = {}
     for name, value in row.items():
@@ -59,7 +59,7 @@ def layer_table(row: Mapping[str, float]) -> list[str]:
 
 
 def image_scores(row: Mapping[str, float], sources: Sources) -> dict[str, Any]:
-    """Return the scores of test images by metric, and digests of the images; empty without any.
+    """Return per-image scores and digests of the data by metric; empty if no metric has scores.
 
     Args:
         row: Metrics by name; those of ``data.val_sets`` are called ``NAME/metric``.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SuiteJob:
-    """The command as a picklable callable for submitit; existing results are not repeated."""
+    """``selftask eval suite`` as a picklable callable for submitit; keeps existing results."""
 
     words: list[str]  # arguments of `selftask eval suite`
     folder: str  # working directory of the submission
@@ -52,7 +52,7 @@ class SuiteJob:
             raise RunError(f"{ENDED}{code}: see the log of the job in {self.out}/slurm")
 
     def checkpoint(self) -> DelayedSubmission:
-        """Return this job to run after a requeue."""
+        """Return this job, to be run again after a requeue."""
         return DelayedSubmission(self)
 
     __submitit_checkpoint__ = checkpoint  # submitit 1.5.4 uses both names

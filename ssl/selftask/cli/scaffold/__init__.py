@@ -1,1 +1,1 @@
-"""`selftask new`: templates for a method, hook, train step or project."""
+"""``selftask new``: templates for a method, hook, train step or project."""

@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_name(kind: str, name: str) -> None:
-    """Raise UserError if ``name`` is already a module or a registered name."""
+    """Raise UserError if ``name`` is not a lowercase identifier, or is a module or registered."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         meant = "".join(c if c.isalnum() else "_" for c in name).strip("_").lower()
         hint = f", such as {meant!r}" if meant.isidentifier() and meant != name else ""
@@ -90,7 +90,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _fill(kind: str, name: str) -> dict[Path, str]:
-    """Return path -> text of the files."""
+    """Return the texts of the files by path."""
     words = {
         "name": name,
         "dashed": name.replace("_", "-"),

@@ -10,7 +10,7 @@ _MANY = 2000  # largest number of names read from a folder; data sets have milli
 
 
 def path_candidates(text: str, endings: tuple[str, ...] = ()) -> list[str]:
-    """Return the folders (with a slash) and the files with these extensions that match ``text``."""
+    """Return folders (with a slash), and files with these endings, that begin with ``text``."""
     paths = []
     for shown, entry in _entries(text):
         if entry.is_dir():

@@ -32,7 +32,8 @@ def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[
 
     Args:
         config: The config.
-        hooks: Whether to include hooks. Reading a run does not need the packages of its loggers.
+        hooks: Whether to check hooks. False for a run that is only read: the packages that its
+            hooks need, such as loggers, may not be installed.
     """
     named: list[tuple[Component, Registry, Key]] = [
         (config.data.source, SOURCES, ("data",)),
@@ -64,7 +65,10 @@ def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[
 def _of_optimizer(
     optimizer: OptimizerConfig, key: Key, whole: dict[str, Any]
 ) -> Iterator[tuple[Key, str]]:
-    """Yield the problems of an optimizer, which finds its section under ``optimizer``."""
+    """Yield the problems of an optimizer and its schedules.
+
+    The ``problems`` method of its config finds its section at ``optimizer``, whatever the key is.
+    """
     component = Component(name=optimizer.name, args=optimizer.args)
     as_optimizer = {**whole, "optimizer": optimizer.to_dict()}
     for place, text in iter_problems(component, OPTIMIZERS, key, as_optimizer):

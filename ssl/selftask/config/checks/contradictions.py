@@ -30,7 +30,7 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 
 
 def contradictions(config: Config) -> Iterator[Problem]:
-    """Yield key and text of each contradiction in a config whose types are right."""
+    """Yield key and text of each contradiction in a config whose values have valid types."""
     yield from _length(config.train)
     yield from _validation(config.data, config.eval)
     yield from _engine(config.data)
@@ -60,7 +60,7 @@ def _length(train: TrainConfig) -> Iterator[Problem]:
 
 
 def _validation(data: DataConfig, evaluation: EvalConfig) -> Iterator[Problem]:
-    """Yield problems of validation sets and of the loss on them."""
+    """Yield problems of ``data.val_sets`` and ``eval.loss``."""
     for name in data.val_sets:
         if not re.fullmatch(r"[\w.-]+", name):
             text = f"data.val_sets: the name {name!r} may have letters, digits and ._- only"
@@ -141,7 +141,7 @@ def _parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Problem]
 
 
 def _device(train: TrainConfig, processes: int) -> Iterator[Problem]:
-    """Yield problems of device and precision for a number of processes."""
+    """Yield problems of device, precision and determinism, given the number of processes."""
     name = train.device
     kind, colon, _ = name.partition(":")
     if colon and kind in DEVICES:

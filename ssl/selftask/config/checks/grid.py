@@ -1,7 +1,7 @@
 """Image sizes: the short form ``image_size=96``, and checks against a patch grid.
 
 ``image_size`` is one key for the sizes of views, evaluation and a vision transformer's grid. It is
-a short form, as ``data=DIR`` is: it sets several keys, and the resolved config has only those.
+a short form that sets several other keys; the resolved config has only those.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ C = TypeVar("C", bound=Component)
 
 
 class _Setter:
-    """Decide by the order of layers which values ``image_size`` overrides.
+    """Decides which values ``image_size`` overrides: those that only earlier layers set.
 
     Attributes:
         overridden: Dotted keys of the overridden values.
-        problems: Key and text of each value that is set by the same layer as ``image_size``.
+        problems: Key and text of each conflict with a value that the same layer sets.
     """
 
     def __init__(self, layers: Layers) -> None:
@@ -34,7 +34,7 @@ class _Setter:
         self.problems: list[Problem] = []
 
     def may_set(self, keys: list[Key]) -> bool:
-        """Return whether ``image_size`` overrides the values at ``keys``."""
+        """Return whether ``image_size`` overrides all values at ``keys``; record the result."""
         depths, limit = [self._depth(key) for key in keys], self._depth(KEY)
         for key, depth in zip(keys, depths, strict=True):
             if depth == limit:
@@ -46,7 +46,7 @@ class _Setter:
         return True
 
     def _depth(self, key: Key) -> int:
-        """Return the index of the layer that sets ``key``, or -1."""
+        """Return the index of the last layer that sets ``key``, or -1."""
         sets = [layer.holds(key) or layer.replaces(key) for layer in self.layers]
         return max((index for index, is_set in enumerate(sets) if is_set), default=-1)
 
@@ -55,13 +55,13 @@ def with_image_size(config: Config, size: int, layers: Layers) -> tuple[Config, 
     """Return ``config`` with all its image sizes set for images of ``size`` pixels.
 
     The largest views get ``size``. Smaller views (multi-crop) and a resize before a crop keep their
-    ratio to it. A size that a later layer than ``image_size`` sets is kept, such as one of the
-    command line over one of the recipe. A different size set by the same layer is a problem.
+    ratio to it. A size is kept if a later layer than that of ``image_size`` sets it, for example
+    the command line after a recipe. A different size set by the same layer is a problem.
 
     Args:
         config: The config.
         size: Height and width of the images in pixels.
-        layers: Layers of the config, which tell where each value was set.
+        layers: Layers of the config, which contain the origin of each value.
 
     Returns:
         The config, and key and text of each problem.
@@ -88,7 +88,7 @@ def with_image_size(config: Config, size: int, layers: Layers) -> tuple[Config, 
 
 
 def _with_drawn_size(data: DataConfig, size: int, setter: _Setter) -> DataConfig:
-    """Return the data with ``size`` set for built-in sources with a ``size`` key (digits)."""
+    """Return the data with ``size`` set for sources that draw images in that size (digits)."""
     if not _has_size(data.source) or not setter.may_set([("data", "size")]):
         return data
 
@@ -108,7 +108,8 @@ def _resized_views(
 ) -> dict[str, ViewConfig]:
     """Return all groups of views resized.
 
-    A group without a known size is a problem, unless the images are drawn in the size.
+    A group without a known size is a problem, unless the source draws its images in this size
+    (``is_drawn``).
     """
     sizes = {name: nominal_size(group.transforms) for name, group in views.items()}
     largest = max((side for side in sizes.values() if side is not None), default=0)
@@ -129,7 +130,7 @@ def _resized_views(
 def _chosen(
     before: list[Component], after: list[Component], key: Key, setter: _Setter
 ) -> list[Component]:
-    """Return ``after``, or ``before`` if one of its sizes was set explicitly."""
+    """Return ``after``, or ``before`` if ``image_size`` may not override its sizes."""
     if after == before:
         return before
     changed = [
@@ -152,7 +153,7 @@ def undivided(backbone: Component, size: int) -> str | None:
 
 
 def resized_backbone(backbone: C, size: int) -> C:
-    """Return the backbone for images of ``size`` pixels, unchanged if it accepts any size."""
+    """Return the backbone for images of ``size`` pixels; unchanged if it has no size to set."""
     args = backbone.args
     if "img_size" in args and "patch_size" in args:
         return replace(backbone, args={**args, "img_size": size})
@@ -166,10 +167,10 @@ def resized_backbone(backbone: C, size: int) -> C:
 
 
 def resized_pipeline(transforms: list[Component], size: int) -> list[Component]:
-    """Return the transforms for images of ``size`` pixels.
+    """Return the transforms with an output of ``size`` pixels.
 
     Earlier sizes keep their ratio to the last one. If no transform changes the size, a resize and
-    a center crop are put first.
+    a center crop are inserted first.
     """
     nominal = nominal_size(transforms)
     if nominal is None and transforms and all(keeps_size(t) for t in transforms):
@@ -192,13 +193,13 @@ def nominal_size(transforms: list[Component]) -> int | None:
 
 
 def _sets_size(transform: Component) -> bool:
-    """Return whether the ``size`` of a transform is that of its images, in pixels."""
+    """Return whether the ``size`` of a transform is the size of its output, in pixels."""
     size = transform.args.get("size")
     return isinstance(size, int) and resizes(transform) not in (None, "unknown")
 
 
 def _scaled(value: Any, factor: float) -> Any:
-    """Return a component as plain yaml values, with its size and nested sizes times ``factor``."""
+    """Return a component, as plain values, with its size and nested sizes times ``factor``."""
     if isinstance(value, list):
         return [_scaled(item, factor) for item in value]
     if not isinstance(value, dict):
@@ -215,13 +216,13 @@ def _rounded(side: float, patch: int | None) -> int:
 
 
 def _has_size(source: Component) -> bool:
-    """Return whether a source makes images of the size that its config sets."""
+    """Return whether a source draws its images in the size that its config sets."""
     drawn = _declared(SOURCES, source, "drawn_in_size", False)
     return drawn and isinstance(source.args.get("size"), int)
 
 
 def _declared(registry: Registry, component: Component, attribute: str, default: Any) -> Any:
-    """Return a class attribute of a component that is registered, else the default."""
+    """Return a class attribute of a component, or the default if it is not registered."""
     name = component.name
     return registry.declared(name, attribute, default) if name in registry else default
 
@@ -249,7 +250,7 @@ def other_sizes(
     size: str = "img_size",
     dynamic: bool = True,
 ) -> Iterator[Problem]:
-    """Yield problems of views and evaluation for a backbone with one fixed grid.
+    """Yield problems of views and evaluation for a backbone with a fixed patch grid.
 
     A backbone that interpolates its position embeddings also accepts views of other sizes.
 
@@ -322,10 +323,10 @@ def title(backbone: Component) -> str:
 
 
 def _grid(backbone: Component) -> tuple[Key, Mapping[str, Any]]:
-    """Return the section and the values of img_size, patch_size and dynamic_img_size.
+    """Return key and values of the section with img_size, patch_size and dynamic_img_size.
 
-    A backbone that declares ``sizes_in`` keeps them in that section; its method ``grid`` returns
-    them.
+    If a backbone declares ``sizes_in``, they are in that inner section, and its method ``grid``
+    returns them.
     """
     section = _sizes_in(backbone)
     if section is None:
@@ -334,7 +335,7 @@ def _grid(backbone: Component) -> tuple[Key, Mapping[str, Any]]:
 
 
 def _sizes_in(backbone: Component) -> str | None:
-    """Return the section of a backbone's image size, from its source; None: its own section."""
+    """Return the inner section with a backbone's image size; None if it is in its own section."""
     section: str | None = _declared(BACKBONES, backbone, "sizes_in", None)
     return section
 

@@ -21,7 +21,7 @@ Problem = tuple[Key, str]
 
 
 def location_problems(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each file that cannot be read and for an ``out`` of unknown scheme."""
+    """Yield key and text of each problem of ``out``, ``resume`` and ``init``."""
     try:
         if is_remote(config.out):
             addresses.manager(config.out)
@@ -71,7 +71,7 @@ def _broken_rules(init: InitConfig) -> Iterator[Problem]:
 def _unreadable(
     key: Key, name: str, path: str, wanted: str, words: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Yield a problem unless the path is a file or folder; reading a pipe would block."""
+    """Yield a problem unless the path is a regular file or a folder; a pipe would block."""
     try:
         is_there = addresses.exists(path) if is_remote(path) else is_file(path) or is_folder(path)
     except UserError as error:
@@ -104,7 +104,7 @@ def uses_newest(config: Config) -> bool:
 
 
 def asked_checkpoint(config: Config) -> str:
-    """Return ``resume.checkpoint``; one below a remote ``out`` as a path in the local copy."""
+    """Return ``resume.checkpoint``; an address below a remote ``out`` becomes a local path."""
     asked, prefix = config.resume.checkpoint, f"{config.out.rstrip('/')}/"
     if is_remote(config.out) and asked.startswith(prefix):
         return str(config.out_folder / asked.removeprefix(prefix))

@@ -1,4 +1,4 @@
-"""Checks of optimizers: their schedules are complete, and the train step steps them."""
+"""Checks of optimizers: their schedules, their rules, and the train step that steps them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _problems(config: Config, optimizer: OptimizerConfig, key: Key) -> Iterator[
 
 
 def _named_problems(config: Config) -> Iterator[tuple[Key, str]]:
-    """Yield differences between ``optimizers`` and those that the train step steps."""
+    """Yield problems of ``optimizers`` with the train step and ``parallel.reduce``."""
     step = config.train.step.name
     stepped = TRAIN_STEPS.declared(step, "optimizers", ()) if step in TRAIN_STEPS else ()
     for name in config.optimizers:

@@ -41,7 +41,7 @@ def required(method: str) -> frozenset[str]:
 
 
 def requirement_problems(config: Config) -> Iterator[Problem]:
-    """Yield problems of batch, views, backbone and transforms, from what all of them declare."""
+    """Yield conflicts between the config and what its method and other components declare."""
     method, needs = config.method.name, required(config.method.name)
     least = METHODS.declared(method, "min_batch_size", 1)
     declared = METHODS.declared(method, "views", (1, None))

@@ -107,12 +107,12 @@ def _time_problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def option(key: str) -> str:
-    """Return ``cpus_per_task`` for ``cpus-per-task`` or ``--cpus-per-task``."""
+    """Return the name of an option with underscores: ``cpus_per_task`` for ``--cpus-per-task``."""
     return key.lstrip("-").replace("-", "_")
 
 
 def minutes(time: Any) -> int | None:
-    """Return a time limit of sbatch in whole minutes, rounded up, or None if it is invalid.
+    """Return a time limit of sbatch in minutes, rounded up, or None if it is invalid or 0.
 
     Accepted are minutes, ``minutes:seconds``, ``hours:minutes:seconds`` and
     ``days-hours[:minutes[:seconds]]``.

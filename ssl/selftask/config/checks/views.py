@@ -16,7 +16,7 @@ Problem = tuple[Key, str]
 
 
 def view_problems(config: Config) -> Iterator[Problem]:
-    """Yield key and text of each contradiction between views."""
+    """Yield key and text of each problem of groups of views and of lists of transforms."""
     yield from _groups(config.views)
     if config.data.augment_on == config.data.cache == "device":
         yield from _unbatched(config.views)
@@ -24,7 +24,7 @@ def view_problems(config: Config) -> Iterator[Problem]:
 
 
 def _groups(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
-    """Yield problems of groups whose views are made from the views of another group."""
+    """Yield problems of ``of``, ``image`` and ``count`` of groups of views."""
     if not views:
         yield ("views",), "views is empty: a method needs at least one group of views"
     above: list[str] = []
@@ -66,7 +66,7 @@ def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:
 
 
 def _pipelines(config: Config) -> Iterator[Problem]:
-    """Yield problems of lists of transforms that do not end with a normalization."""
+    """Yield a problem for each pipeline whose normalization is missing, repeated or not last."""
     for key, transforms in config.pipelines.items():
         names = [transform.name for transform in transforms]
         if key[0] == "eval" and not names and not config.eval.evaluations:
@@ -92,7 +92,7 @@ def normalizes(name: str) -> bool:
 
 
 def _declared(name: str, attribute: str, default: Any) -> Any:
-    """Return a class attribute of a transform."""
+    """Return a class attribute of a transform, or the default if it is not registered."""
     return TRANSFORMS.declared(name, attribute, default) if name in TRANSFORMS else default
 
 
@@ -123,7 +123,7 @@ def _not_affine(transform: Component, registry: Registry, key: Key) -> Iterator[
 
 
 def identical_views(config: Config) -> Iterator[str]:
-    """Yield a note for the groups whose views of an image are identical in every bit."""
+    """Yield a note for each set of groups whose views of an image are always identical."""
     origins: dict[str, list[Any]] = {}  # for each group, what each of its views is made of
     shown: list[tuple[Any, str]] = []
     for name, group in config.views.items():

@@ -59,7 +59,7 @@ def parse_overrides(texts: list[str]) -> tuple[list[Override], list[str]]:
 
 
 def _joined(texts: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each override, and how it must be written if it was split at spaces.
+    """Yield each override as given and as it must be written; they differ if it was split.
 
     ``train.epochs = 3`` and ``--epochs 3`` are several arguments, but one mistake.
     """
@@ -97,7 +97,7 @@ def import_plugins(overrides: Iterable[str]) -> None:
 
 
 def last_value(overrides: list[Override], key: Key) -> Any:
-    """Return the value that overrides give for a key, alone or in its section, or None."""
+    """Return the last value that overrides set for a key, directly or in its section, or None."""
     section: dict[str, Any] = {}
     for override in overrides:
         if override.key == key:
@@ -134,9 +134,9 @@ def parse_value(text: str, key: Key) -> hydra_types.Override | None:
 
 
 def _explain(text: str) -> str:
-    """Return why a value cannot be read.
+    """Return an error message for a value that cannot be read.
 
-    The messages of the parser itself are not used, since they name tokens of its grammar.
+    The parser's own messages are not used, since they name tokens of its grammar.
     """
     if text.rstrip().endswith(","):
         return "ends with a comma; a list is written key=[a,b], several runs key=a,b"

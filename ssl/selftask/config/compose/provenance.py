@@ -44,7 +44,7 @@ class Layer:
         return _value_at(self.values, key)[1]
 
     def replaces(self, key: Key) -> bool:
-        """Return whether this layer holds a list or a plain value at or above ``key``.
+        """Return whether this layer sets ``key``, or a section around it, to a non-section value.
 
         If so, merging ignored the value of earlier layers.
         """
@@ -54,7 +54,7 @@ class Layer:
         )
 
     def place(self, key: Key) -> str | None:
-        """Return the origin of ``key``, or else of the section that contains it."""
+        """Return the origin of ``key``, else of the section that contains it, else None."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.marks:
                 return self.marks[key[:length]]
@@ -87,7 +87,7 @@ class Layer:
 
 
 class Layers(list[Layer]):
-    """All layers, in which later ones override earlier ones."""
+    """List of all layers; later ones override earlier ones."""
 
     def place(self, key: Key) -> str | None:
         """Return the origin of the value at ``key``, or None if no layer sets it."""
@@ -99,7 +99,7 @@ class Layers(list[Layer]):
         return None
 
     def place_or_around(self, key: Key) -> str | None:
-        """Return the origin of ``key``, or else of a key inside it or of a section around it."""
+        """Return the origin of ``key``, else of a key inside it or a section around it, or None."""
         for length in range(len(key), 0, -1):
             place = self.place(key[:length]) or self._place_inside(key[:length])
             if place is not None:
@@ -107,9 +107,9 @@ class Layers(list[Layer]):
         return None
 
     def located(self, key: Key, text: str) -> str:
-        """Return the message of a problem with the value at ``key``, preceded by its origin.
+        """Return ``text``, a problem with the value at ``key``, preceded by the value's origin.
 
-        If the message already begins with the override (``key=value``), it is not repeated.
+        If the text already begins with the override (``key=value``), this is not repeated.
         """
         place = self.place_or_around(key)
         name, _, value = (place or "").removeprefix("command line: ").partition("=")
@@ -144,16 +144,16 @@ def _value_at(value: Any, key: Key) -> tuple[bool, Any]:
 def drop_replaced(merged: DictConfig, layers: Layers) -> tuple[dict[str, Any], list[str]]:
     """Return the merged values without the arguments of replaced components.
 
-    Fields that apply to every component of a section stay, such as the ``lr`` of an optimizer. A
-    method keeps those of the replaced method that it has as well.
+    Fields that apply to every component of a section are kept, such as the ``lr`` of an optimizer.
+    If a method is replaced, arguments that the new method also has are kept.
 
     Args:
         merged: The values of all layers.
-        layers: The layers, from which the arguments are removed as well.
+        layers: The layers; the arguments are removed from these, too.
 
     Returns:
-        Plain values with their references, and a note about the arguments of a replaced method
-        that its replacement does not have.
+        Plain values with unresolved references, and a list with a note about the dropped arguments
+        of a replaced method, if any.
     """
     values: dict[str, Any] = OmegaConf.to_container(merged)  # type: ignore[assignment]
     removed: list[str] = []
@@ -187,7 +187,7 @@ def _fields_of_method(name: Any) -> set[str]:
 
 
 def _last_renaming(layers: Layers, key: Key) -> int:
-    """Return the index of the last layer that changes the name of the section, or 0."""
+    """Return the index of the last layer that changes the ``name`` in the section, or 0."""
     name, renamed = None, 0
     for index, layer in enumerate(layers):
         section = layer.value(key)
@@ -201,7 +201,7 @@ def _last_renaming(layers: Layers, key: Key) -> int:
 
 
 def _named_sections(values: dict[str, Any]) -> list[Key]:
-    """Return the keys of all sections that may have a ``name``, also in lists of transforms."""
+    """Return the keys of all sections that may have a ``name``, including transforms in lists."""
     by_name = sorted({*NAMED_ENTRIES, OPTIMIZERS})
     entries = [(*key, name) for key in by_name for name in _names_in(values, key)]
     lists: list[Key] = [("eval", "transforms")]

@@ -2,8 +2,8 @@
 
 A recipe names its bases in ``defaults:``. They are merged in the order of the list, each after its
 own bases, and the file itself at ``_self_`` or, without it, at the end. Keys of each file are
-global; an entry has no group or package. Short forms are expanded before files are merged. A config
-of another framework is answered with the page of the documentation that translates it.
+global; an entry has no group or package. Short forms are expanded before files are merged. For a
+config of another framework, the error message names the documentation page that translates it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _layers_of(path: Path, bases: Bases, inheriting: tuple[Path, ...] = ()) -> I
     Args:
         path: The file.
         bases: Finds the bases.
-        inheriting: Files that are being read and inherit it.
+        inheriting: Files that inherit this one, directly or not, to detect cycles.
     """
     file = read_recipe(path, bases.addresses.get(path))
     if path in inheriting:
@@ -202,7 +202,7 @@ def _read_marks(node: yaml.Node | None, shown: str) -> dict[Key, str]:
 
 
 def _take_path_texts(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
-    """Return the values with paths as written text: the folder ``1e3`` is not 1000."""
+    """Return the values, with paths as the text in the file: the folder ``1e3`` is not 1000."""
     if isinstance(values, dict) and isinstance(node, yaml.MappingNode):
         inner = {str(name.value): value for name, value in node.value}
         return {

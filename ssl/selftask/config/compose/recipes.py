@@ -114,6 +114,10 @@ def locate(recipe: str, source: str | None) -> Path:
     The name of a method means its ``digits`` recipe, or its ``images`` recipe if ``data=`` gives
     other data.
 
+    Args:
+        recipe: Name of a method or recipe, or path of a file.
+        source: Name of the source that ``data=`` gives, or None.
+
     Raises:
         ConfigError: If there is no such recipe or file, with the nearest names.
     """
@@ -150,7 +154,7 @@ def is_recipe_file(name: str | Path) -> bool:
 
 
 def find_recipe(path: Path) -> Path | None:
-    """Return the recipe file at a path, whose extension may be missing, or None."""
+    """Return the recipe file at a path, with or without its extension, or None."""
     candidates = [path.with_name(path.name + ending) for ending in ENDINGS]
     return next(filter(is_file, [*candidates, path]), None)
 
@@ -206,7 +210,7 @@ class Bases:
         return next(filter(None, files), None) or _installed(name)
 
     def _address(self, entry: str, path: Path) -> str | None:
-        """Return the address of an entry, also if it is relative to a downloaded file; or None."""
+        """Return the address of an entry, which may be relative to a downloaded file, or None."""
         if is_remote(entry):
             return entry
         if path not in self.addresses or entry.startswith(("/", "~")):

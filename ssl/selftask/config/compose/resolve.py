@@ -1,4 +1,4 @@
-"""Resolve ``${...}`` references of merged values, and fill in what a recipe leaves out."""
+"""Resolve ``${...}`` references of merged values, and fill in values that a recipe omits."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ REFERENCE = "if you trust where it comes from, trust=true resolves it"
 def resolve(
     values: dict[str, Any], layers: Layers, problems: list[str], *, trust: bool
 ) -> dict[str, Any]:
-    """Return the values with references resolved and the short forms in them expanded.
+    """Return the values with references resolved, and short forms in the result expanded.
 
     Args:
         values: Merged values.
         layers: Their layers.
-        problems: Earlier problems, which are reported together with a wrong reference.
-        trust: Whether to use OmegaConf's resolvers. The text of a received config could take
-            secrets of this machine into an address by ``${oc.env:NAME}``. References to other keys
-            are resolved in any case.
+        problems: Earlier problems, to report together with an invalid reference.
+        trust: Whether to allow OmegaConf's resolvers. With ``${oc.env:NAME}``, a config from
+            somebody else could put secrets of this machine into an address. References to other
+            keys are always resolved.
 
     Raises:
         ConfigError: If a reference cannot be resolved.

@@ -140,10 +140,11 @@ def _expand_from(name: str, text: str, seen: tuple[str, ...]) -> dict[str, Any]:
 
 
 def look_up(name: str) -> dict[str, Any] | str | None:
-    """Return the entry of a name: a ``data:`` section or another short form; None without one.
+    """Return the catalog entry of a name, a ``data:`` section or another short form, or None.
 
     Raises:
-        UserError: If the catalog is invalid, or if the name resembles an entry and no file has it.
+        UserError: If the catalog is invalid; if the name only resembles an entry and no such file
+            exists; or if ``variable(name)`` is set for an entry without a path.
     """
     if not _NAME.fullmatch(name):
         return None

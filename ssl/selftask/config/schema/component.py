@@ -24,7 +24,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class HookComponent(Component):
-    """A hook with its arguments and its position among the others."""
+    """A hook with its arguments and its priority."""
 
     priority: int | None = None
     """Hooks run in the order of this number, lowest first; null: the hook's own priority."""
@@ -37,7 +37,7 @@ class HookComponent(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Which part of a backbone is trained, if not all of it."""
+    """Low-rank adapters (LoRA) and trained parameters of an otherwise frozen backbone."""
 
     rank: int = setting(8, min=0, also=["r", "lora_rank"])
     """Rank of the adapters: each adapted weight is W + alpha / rank * B A, with B of shape (out,
@@ -58,7 +58,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneComponent(Component):
-    """A backbone with its arguments, and the part of it that is trained."""
+    """A backbone with its arguments and its LoRA settings."""
 
     lora: LoRAConfig | None = None
     """Train low-rank adapters (LoRA) or chosen parameters in place of the whole backbone, such as
@@ -74,7 +74,7 @@ class Section:
     """Base of the sections of a config, which are frozen dataclasses."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml, with the keys of a flat component beside its own."""
+        """Return the section as in the yaml; the keys of a flat component are merged into it."""
         values: dict[str, Any] = {}
         for item in fields(self):  # type: ignore[arg-type]
             value = plain(getattr(self, item.name))

@@ -43,7 +43,7 @@ class LaunchConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """How processes train together; costs nothing with one process."""
+    """Reduction of gradients, sharding, synchronization of buffers, activation checkpointing."""
 
     reduce: Literal["manual", "ddp", "fsdp"] = setting("manual", also=["strategy", "backend"])
     """How gradients are reduced: by the train step itself, by DistributedDataParallel, or sharded

@@ -29,7 +29,7 @@ class ScaledLR:
     """How the rate is scaled: by batch / ``per``, or by its square root."""
 
     def factor(self, batch: int) -> float:
-        """Return the factor of the rate for ``batch`` samples in a step, over all ranks."""
+        """Return the factor of ``base`` for steps of ``batch`` samples over all ranks."""
         ratio = batch / self.per
         return ratio if self.rule == "linear" else math.sqrt(ratio)
 
@@ -57,7 +57,7 @@ class GroupRule:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the settings of the rule that are not null, with the schedule as a section."""
+        """Settings of the rule that are not null, with the schedule as a section."""
         made = {name: getattr(self, name) for name in ("lr", "weight_decay", "schedule", "freeze")}
         if isinstance(self.schedule, str):
             made["schedule"] = {"name": self.schedule}
@@ -113,11 +113,11 @@ class OptimizerConfig(Section):
     """Rules for some parameters; for each setting, the first matching rule applies."""
 
     def lr_section(self, batch: int, instead: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the complete schedule of the learning rate.
+        """Return the section of the complete schedule of the learning rate.
 
         Args:
-            batch: Number of samples in a step.
-            instead: Schedule of some parameters in place of ``schedule``.
+            batch: Number of samples in a step, over all ranks.
+            instead: Section of a schedule that replaces ``schedule``, for a rule of ``groups``.
         """
         if isinstance(self.lr, dict):
             kept = {key: self.lr[key] for key in _COMMON if key in self.lr}
@@ -138,7 +138,7 @@ class OptimizerConfig(Section):
         }
 
     def schedules(self, key: Key = ("optimizer",)) -> dict[Key, dict[str, Any]]:
-        """Return the sections of all schedules by their keys, that of the learning rate first.
+        """Return the sections of all schedules by key, beginning with the learning rate.
 
         Args:
             key: Key of this section.
@@ -159,7 +159,7 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class NamedOptimizerConfig(OptimizerConfig):
-    """A further optimizer, for some parameters, which ``optimizer`` then leaves out."""
+    """A further optimizer for parameters that ``optimizer`` then does not train."""
 
     match: str | list[str] = setting(missing="give the names of the modules that it trains")
     """Names of the modules whose parameters it trains, or patterns, as in ``optimizer.groups``."""

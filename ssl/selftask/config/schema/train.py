@@ -154,5 +154,5 @@ class TrainConfig(Section):
         return bool(self.compile) or self.step.name == "compiled"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the section as in the yaml, with the name of a step without arguments."""
+        """Return the section as in the yaml; a train step without arguments is just its name."""
         return {**super().to_dict(), **({} if self.step.args else {"step": self.step.name})}

@@ -36,7 +36,7 @@ class ViewConfig(Section):
 
 
 def num_views(views: Mapping[str, ViewConfig]) -> dict[str, int]:
-    """Return the number of views of an image that each group adds to a batch."""
+    """Return the number of views per sample that each group adds to a batch, by group."""
     made: dict[str, int] = {}
     for name, group in views.items():
         sources = made.get(group.of, 1) if group.of else len(group.images)
@@ -45,7 +45,7 @@ def num_views(views: Mapping[str, ViewConfig]) -> dict[str, int]:
 
 
 def total_views(section: Mapping[str, Any]) -> int:
-    """Return the number of views of an image for a ``views`` section, given as plain values."""
+    """Return the number of views per image of a ``views`` section given as plain values."""
     keys = ("count", "of", "image")
     groups = {name: ViewConfig(**{k: group[k] for k in keys}) for name, group in section.items()}
     return sum(num_views(groups).values())

@@ -12,13 +12,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """Return the number of CPU cores available to this process, also in a job or container."""
+    """Return the number of CPU cores that this process may use in its job or container."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(usable or 1, _quota()))
 
 
 def _quota() -> int:
-    """Return the CPU quota of a container in cores (control groups, version 2 and 1)."""
+    """Return the CPU quota of a container (cgroup v2 or v1) in cores; ``_MANY`` without one."""
     with suppress(OSError, ValueError):
         share, period = (_CGROUP / "cpu.max").read_text(encoding="ascii").split()
         return _MANY if share == "max" else math.ceil(int(share) / int(period))

@@ -1,4 +1,4 @@
-"""Memory budgets: ``8 GB``, or a share of all activations; bytes and counts as short texts."""
+"""Memory budgets, such as ``8 GB`` or a share of all activations; bytes and counts as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORDS = ("none", "blocks")  # in place of a budget: keep all activations, or inp
 
 @dataclass(frozen=True)
 class Budget:
-    """``value`` bytes, or ``value`` as a share of the bytes that are kept without a budget."""
+    """Memory budget: ``value`` bytes, or a share ``value`` of the bytes kept without a budget."""
 
     value: float
     unit: Literal["byte", "share"]
@@ -33,9 +33,9 @@ def show_bytes(size: float) -> str:
 
 
 def show_count(number: float, digits: int = 4) -> str:
-    """Format a number with at most ``digits`` digits: ``12``, ``697 k``, ``23.5 M``, ``4.1 G``.
+    """Format a number with at most ``digits`` significant digits: ``12``, ``697 k``, ``23.5 M``.
 
-    From 1e15 on it is written as ``2.30e+21``.
+    Numbers from 1e15 on are written like ``2.30e+21``.
     """
     if number >= 1e15:
         return f"{number:.2e}"
@@ -50,7 +50,7 @@ def parse_budget(text: float | str) -> Budget:
     """Parse ``8 GB``, ``512 MiB`` (K, M, G, T) or a share from 0 to 1.
 
     Raises:
-        ValueError: For any other text; the message has the accepted forms.
+        ValueError: For any other text; the message lists the accepted forms.
     """
     match = _PATTERN.fullmatch(str(text))
     if match is None:

@@ -15,13 +15,13 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(epochs?|steps?|%)?\s*")
 
 @dataclass(frozen=True)
 class Duration:
-    """``value`` epochs, steps or per cent of the whole training."""
+    """Length of ``value`` epochs, steps or percent of the whole training."""
 
     value: float
     unit: Literal["epoch", "step", "%"]
 
     def steps(self, steps_per_epoch: int, total_steps: int) -> int:
-        """Return the length in optimizer steps, rounded to the nearest."""
+        """Return the length in optimizer steps, rounded to the nearest integer."""
         whole = {"epoch": steps_per_epoch, "step": 1, "%": total_steps / 100}[self.unit]
         return round(self.value * whole)
 
@@ -30,7 +30,7 @@ def parse_duration(text: str | int) -> Duration:
     """Parse ``10 epochs``, ``0.5 epoch``, ``500 steps``, ``5%`` or a number of steps.
 
     Raises:
-        ValueError: For any other text; the message has the accepted forms.
+        ValueError: For any other text; the message lists the accepted forms.
     """
     match = None if isinstance(text, bool) else _PATTERN.fullmatch(str(text))
     if match is None:
@@ -51,9 +51,11 @@ def parse_duration(text: str | int) -> Duration:
 def intervals_in(
     every: int | str | Mapping[str, int | str] | None, length: RunLength
 ) -> list[tuple[int, int]]:
-    """Return pairs (first step, interval in steps), in order; an interval, or intervals by time.
+    """Return pairs (first step, interval in steps), sorted, as ``interval_at`` reads them.
 
-    Use ``interval_at`` to read them.
+    Args:
+        every: An interval, or a mapping from a time to the interval from then on. None: no pairs.
+        length: Length of the run.
     """
     if every is None:
         return []

@@ -47,11 +47,11 @@ class Schema:
     def hint(self, name: str, key: Key) -> str:
         """Return a hint such as ``did you mean 'optimizer.lr'?`` for an unknown key.
 
-        Keys inside the sections are known as well, and the names of keys in other frameworks.
+        Keys of inner sections and the names of keys in other frameworks are recognized.
 
         Args:
             name: The unknown key.
-            key: Key of the section with these fields.
+            key: Key of the section that has the fields of this schema.
         """
         for inner, field in self._inner_fields():
             if name in (field.name, *field.metadata.get("also", ())):
@@ -73,12 +73,12 @@ class Schema:
                         yield name, inner
 
     def __or__(self, other: Schema) -> Schema:
-        """Return the fields of both."""
+        """Return a schema with the fields of both and the owner of this one."""
         fields, types = {**self.fields, **other.fields}, {**self.types, **other.types}
         return Schema(fields, types, self.owner)
 
 
 def schema_of(registry: Registry, name: str) -> Schema:
-    """Return the schema of a component."""
+    """Return the schema of a registered component."""
     address, config = registry.address(name), registry.config(name)
     return Schema.of(executed(config), f"{name} ({show_path(address.path)}:{address.line})")

@@ -50,7 +50,7 @@ class Decoded(Wrapped):
         return image, int(self.store.labels[index])
 
     def extra(self, index: int, name: str) -> Any:
-        """Return decoded further images; texts and arrays come from the source."""
+        """Return an extra field: a further image from its store, or the source's text or array."""
         return self.images[name][index][0] if name in self.images else super().extra(index, name)
 
 
@@ -122,12 +122,15 @@ class Store:
 
     @staticmethod
     def open(pixels: Path, table: Path, channels: int) -> Store:
-        """Open a saved store; raises DamagedStore.
+        """Open a saved store.
 
         Args:
             pixels: File of the pixels.
             table: File of everything else.
             channels: Number of channels of each image.
+
+        Raises:
+            DamagedStore: If the table cannot be read, or ``pixels`` has the wrong size.
         """
         saved = load(table)
         if saved is None:
@@ -148,9 +151,9 @@ class Store:
 def store_name(source: Source, max_side: int | None) -> str:
     """Return the name of a source's store, which changes if files or pixels change.
 
-    The name is a hash of the source's description and limits of size, of all image names, of size
-    and modification time of those that are files, and of the pixels of a few images. The pixels
-    are included because images inside other files have no modification time.
+    It is a hash of the source's description, the size limits, the name of each image (with size
+    and modification time, if it is a file) and the pixels of a few images. The pixels are included
+    because images inside other files have no modification time.
     """
     number = len(source)
     what: list[Any] = [_VERSION, type(source).__name__, source.describe(), number]

@@ -38,7 +38,7 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
 
     With ``data.cache=ram`` each process of a run keeps its own images and shares them with its
     workers. With ``disk`` all processes of a machine share one file below ``$SELFTASK_CACHE``,
-    which the next run finds.
+    which later runs reuse.
 
     Args:
         source: Source of the images.
@@ -77,7 +77,7 @@ def _memory_file() -> IO[bytes]:
 
 
 class _Filling:
-    """Decoder of all images of a source into a file."""
+    """Writer of all decoded images of a source into one file."""
 
     def __init__(self, source: Source, data: DataConfig, bad_files: BadFiles) -> None:
         self.source = source
@@ -85,7 +85,7 @@ class _Filling:
         self.bad_files = bad_files
 
     def into(self, file: IO[bytes], free: Callable[[], int]) -> Store:
-        """Fill an empty file and map it; ``free()`` returns the bytes free where the file is."""
+        """Decode all images into an empty file and map it; ``free`` returns the free space."""
         started = time.perf_counter()
         store = Store(len(self.source), channels_of(self.source))
         images: Any = EvalBatches(
@@ -121,7 +121,7 @@ class _Filling:
             store.put(file, int(index), canvas[:height, :width], int(label))
 
     def _check_space(self, store: Store, free: int) -> None:
-        """Raise UserError if all images will not fit, estimated from the first ones."""
+        """Raise UserError if the images will not fit, as estimated from the first ones."""
         expected = store.length / max(1, int((store.sizes[:, 0] > 0).sum())) * len(self.source)
         if expected > _SHARE * (free + store.length):
             raise UserError(

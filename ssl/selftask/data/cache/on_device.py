@@ -151,7 +151,7 @@ class Cache:
 
 
 class CacheDataset(EvalDataset):
-    """Images of a source as they are cached, for ``EvalBatches``; bad ones are left out."""
+    """Images of a source as they are cached: untransformed, with sides up to ``max_side``."""
 
     def __init__(
         self, source: Source, max_side: int | None, extras: ExtrasReader | None = None
@@ -177,7 +177,7 @@ class CacheDataset(EvalDataset):
 
 
 class Planner:
-    """Makes batches without images from their keys: indices and the parameters of the views."""
+    """Planner of batches: for given keys, the image indices and the parameters of the views."""
 
     def __init__(self, cache: Cache, dataset: DeviceDataset) -> None:
         self.cache = cache
@@ -255,7 +255,14 @@ class CacheReader:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; on the host, without swapping."""
+    """Return the free memory of a device in bytes.
+
+    For a device that is no accelerator, this is the host memory that is available without
+    swapping.
+
+    Raises:
+        UserError: If the available host memory is unknown.
+    """
     available = (
         accelerator.free_bytes(device) if accelerator.is_accelerator(device) else available_bytes()
     )

@@ -76,7 +76,7 @@ class DeviceDataset(ViewDataset):
         extras: ExtrasReader | None = None,
         recorder: DrawRecorder | None = None,
     ) -> None:
-        """Images whose longer side is above ``max_side`` pixels are shrunk; None: no limit."""
+        """Set up the dataset; ``max_side`` limits images' sides in pixels (None: no limit)."""
         super().__init__(source, views, seed, extras, recorder)
         self.engine = engine
         self.max_side = max_side
@@ -90,7 +90,7 @@ class DeviceDataset(ViewDataset):
     def make(
         self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], list[Trace]]:
-        """Return the images to send, and the draws of all views."""
+        """Return the images to send to the device, and the draws of all views."""
         return self.engine.prepare(images, self.seed, epoch, index)
 
     def collate(self, samples: Iterable[Sample], buffer: BatchBuffer) -> DeviceBatch:
@@ -110,7 +110,7 @@ class DeviceDataset(ViewDataset):
 
 
 def shrunk(image: np.ndarray, longest: int) -> np.ndarray:
-    """Return an image (H, W, C) whose longer side has at most ``longest`` pixels, antialiased."""
+    """Shrink an image (H, W, C), antialiased, to at most ``longest`` pixels on its longer side."""
     height, width = image.shape[:2]
     scale = longest / max(height, width)
     if scale >= 1:

@@ -85,7 +85,7 @@ class Engine:
         self._draws: ViewDraws | None = None
 
     def _plan(self, views: list[int], position: int) -> list[Step]:
-        """Return the steps of some views, which are equal before this position."""
+        """Return the steps from ``position`` on, for views whose earlier steps are the same."""
         together: list[tuple[Operation, list[int]]] = []
         for view in views:
             for operation in self.programs[view].operations[position : position + 1]:
@@ -137,7 +137,9 @@ class Engine:
     def draw(
         self, sizes: Sequence[tuple[int, int]], seed: int, epoch: int, index: int
     ) -> list[Trace]:
-        """Return the draws of ``prepare`` for images of these sizes, if no worker is needed.
+        """Return the draws that ``prepare`` makes for images of these sizes.
+
+        All transforms must have batched versions; others would need the pixels.
 
         Args:
             sizes: Height and width of each image of the sample.
@@ -172,7 +174,7 @@ class Engine:
     ) -> Packed:
         """Do ``draw`` and ``pack`` for a batch, vectorized if all transforms support it.
 
-        No transform may need the worker.
+        All transforms must have batched versions.
 
         Args:
             seed: Seed of the run.
@@ -260,7 +262,7 @@ class Engine:
 
 
 def _join(steps: list[Step], position: int, arrays: list[list[Any]], joined: list[Any]) -> None:
-    """Join the arrays (B, ...) of a step's n views: (B * n, ...), the first n for one image."""
+    """Join each step's arrays (B, ...) of n views to (B * n, ...): n rows for each image."""
     for step in steps:
         each = [arrays[view][position] for view in step.views]
         joined[step.number] = (
@@ -281,7 +283,7 @@ def _apply(
     packed: Packed,
     made: dict[int, Tensor],
 ) -> None:
-    """Apply steps to images, and then those after them; put each view into ``made``."""
+    """Apply steps to images, and their next steps to the results; put all views into ``made``."""
     pending: list[tuple[Step, Tensor, Tensor | None]] = []
     for step in steps:
         times = 1 if step.operation.shares_images else len(step.views)
@@ -299,14 +301,14 @@ def _apply(
 
 
 def _repeat(values: Tensor, times: int) -> Tensor:
-    """Repeat each row so many times."""
+    """Repeat each row ``times`` times."""
     return values[:, None].expand(-1, times, *values.shape[1:]).flatten(0, 1)
 
 
 def _num_in_worker(made: Sequence[View], config: Mapping[str, ViewConfig]) -> list[int | None]:
-    """Return how many transforms of each view the worker applies; None: it makes no image.
+    """Return how many transforms of each view the worker applies; None: the device makes the view.
 
-    A view from which the worker makes another one is made by the worker, too.
+    If the worker makes a view from another one, it applies all transforms of that one, too.
     """
     numbers: list[int | None] = []
     for view in made:
@@ -325,7 +327,7 @@ def _draw(
     size: tuple[int, int],
     steps: list[Drawn],
 ) -> Trace:
-    """Draw for each operation on an image of this size, after the ``steps`` of the worker."""
+    """Append the draws of the operations to the worker's ``steps``; return them as a trace."""
     for operation in operations:
         transform = operation.transform
         steps.append(Drawn(transform, transform.draw(rng, *size), size))

@@ -40,7 +40,7 @@ class Operation(ABC):
         self.transform = transform
 
     def same(self, other: Operation) -> bool:
-        """Return whether ``apply`` is the same as that of the other operation."""
+        """Return whether ``apply`` of both operations gives the same result for the same arrays."""
         if type(self) is not type(other) or self.reads is None:
             return False
         of = self.transform, other.transform
@@ -60,7 +60,7 @@ class Operation(ABC):
         """
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:
-        """Draw and ``pack`` for all images at once; only if ``vectorized``.
+        """Draw parameters for all images at once and pack them; only if ``vectorized``.
 
         It takes the same draws from each image's stream as ``Transform.draw``.
 
@@ -75,8 +75,9 @@ class Operation(ABC):
         """Return the changed images, and leave the given ones unchanged.
 
         Args:
-            values: float32 (B, C, H, W), whole levels 0..255. If it ``shares_images``, parameters
-                may be for (B * n): the first n for the first image, and so on.
+            values: float32 (B, C, H, W), whole levels 0..255. If the operation ``shares_images``,
+                there may be parameters for B * n results: the first n for the first image, and so
+                on.
             packed: The arrays of ``pack``, on the device of the images.
             sizes: Height and width (B, 2) of each image in ``values``, for an operation that
                 ``crops``; None if the images fill it.
@@ -113,7 +114,8 @@ class UniformOperation(Operation):
 class RandomlyApplied(UniformOperation):
     """Base class of batched transforms that are applied with probability ``p``.
 
-    All images are changed, and the result is selected, so that no shape depends on a draw.
+    All images are changed, and then each image or its changed version is selected. So no shape
+    depends on a draw.
     """
 
     reads = ()
@@ -130,7 +132,7 @@ class RandomlyApplied(UniformOperation):
 
 
 class CustomOperation(Operation):
-    """User's transform with a method ``on_batch``, which keeps the size of the images.
+    """Batched version of a user's transform by its ``on_batch``, which must keep the image size.
 
     ``on_batch(images, params)`` gets float32 images (B, C, H, W) in 0..255, and a list with the
     result of ``draw`` for each image (None: unchanged). It returns the changed images, which are

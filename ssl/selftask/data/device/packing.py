@@ -15,7 +15,7 @@ from selftask.data.device.operation import Arrays
 
 @dataclass(frozen=True)
 class ViewParameters:
-    """What the images of a batch are before a view's transforms."""
+    """Sizes of the images of a batch before the transforms of a view."""
 
     canvas: tuple[int, int]
     """Largest height and width of the images."""
@@ -49,7 +49,7 @@ class Packed:
         return replace(self, numbers=self.numbers.pin_memory())
 
     def step(self, number: int) -> Any:
-        """Return the parameters of a step of the engine, as tensors by name, or its list."""
+        """Return a step's parameters: tensors by name, or the list of a user's transform."""
         step = self.steps[number]
         return step if isinstance(step, list) else {n: self._at(at) for n, at in step.items()}
 

@@ -15,8 +15,8 @@ def filter_matrix(
 ) -> Tensor:
     """Return weights that resample ``length`` inputs to ``num_out`` outputs.
 
-    The filter is Pillow's: it becomes wider if the image shrinks. Weights outside the crop are set
-    to zero, and the others are scaled up to sum to 1.
+    The filter is Pillow's: it becomes wider if the image shrinks. Weights outside the crop are
+    zero, and the others are normalized to sum to 1.
 
     Args:
         start: Index of the first input of each crop, (...).
@@ -46,7 +46,7 @@ def filter_matrix(
 
 @cache
 def _middles(count: int, device: torch.device) -> Tensor:
-    """Return the middles of ``count`` pixels."""
+    """Return the centers of ``count`` pixels: 0.5, 1.5, and so on."""
     return torch.arange(count, device=device, dtype=torch.float32).add_(0.5)
 
 
@@ -55,7 +55,7 @@ def _triangle(distance: Tensor) -> Tensor:
 
 
 def _cubic(distance: Tensor) -> Tensor:
-    """Pillow's cubic filter, with a = -0.5.
+    """Return the weights of Pillow's cubic filter, with a = -0.5; overwrites ``distance``.
 
     With f = max(0, 2 - distance) and e = max(0, f - 1) it is f^2 (f - 1) / 2 + e^2 - 2 e^3.
     """
@@ -98,5 +98,5 @@ def resample(
 
 
 def _converted(values: Tensor, kind: torch.dtype) -> Tensor:
-    """Return contiguous values of this type, with one copy (``to`` keeps strides of its type)."""
+    """Return contiguous values of type ``kind``, copied at most once."""
     return values.to(kind, memory_format=torch.contiguous_format).contiguous()

@@ -163,7 +163,10 @@ def sums_of(source: Source, index: int) -> Sums | None:
 
 
 def sums_of_pixels(pixels: np.ndarray) -> Sums:
-    """Return the sums of uint8 (H, W, C). They are below 2**53 and thus exact in float64."""
+    """Return the sums over an image, uint8 (H, W, C).
+
+    They are below 2**53 and thus exact in float64.
+    """
     if pixels.dtype != np.uint8 or pixels.ndim != 3:
         raise UserError(f"an image is {pixels.dtype} {pixels.shape}; uint8 (H, W, C) is expected")
     values = pixels.reshape(-1, pixels.shape[2]).astype(np.float64)

@@ -216,7 +216,7 @@ def _readable(source: Source, indices: Sequence[int]) -> Iterator[np.ndarray]:
 def _each(
     work: Callable[[int], T], indices: Sequence[int], seconds: float, most: int = MAX_IMAGES
 ) -> tuple[float, list[T]]:
-    """Call ``work`` until ``most`` results or ``seconds``; return mean seconds and results."""
+    """Call ``work`` for each index, within ``most`` and ``seconds``; return mean time, results."""
     done: list[T] = []
     spent = 0.0
     for index in indices:

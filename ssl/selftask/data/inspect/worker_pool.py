@@ -137,7 +137,7 @@ class _Worker(Generic[T]):
             yield self.assigned.popleft(), result
 
     def replace(self, reason: str) -> Iterator[tuple[int, Lost]]:
-        """Start another process; the image that the lost one was reading is not tried again."""
+        """Start another process, and yield ``Lost`` for the image that the old one was reading."""
         if self._reads:
             yield self.assigned.popleft(), Lost(reason)
         else:

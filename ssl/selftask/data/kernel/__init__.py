@@ -46,7 +46,7 @@ def available() -> bool:
 
 
 def absence() -> str | None:
-    """Return what to do if the compiled kernel is not installed, or None if it is."""
+    """Return a message with advice if the compiled kernel is not installed, else None."""
     if available():
         return None
     return (
@@ -56,7 +56,7 @@ def absence() -> str | None:
 
 
 def fits(height: int, width: int) -> bool:
-    """Return True if the kernel takes images of this size (rows count in multiples of 32)."""
+    """Return True if the kernel takes images of this size, with rows padded to multiples of 32."""
     return height * (width + 31) <= MAX_PIXELS and max(height, width) <= MAX_SIDE
 
 
@@ -78,7 +78,8 @@ def run(image: np.ndarray, program: Sequence[float] | np.ndarray, out: np.ndarra
         out: uint8 (rows, columns, 3), C-contiguous, of the size that the program gives.
 
     Raises:
-        ValueError: If an argument is invalid or they do not match; ``out`` is then unchanged.
+        ValueError: If an argument is invalid, or the arguments do not match. ``out`` is then
+            unchanged.
         RuntimeError: If the kernel is not installed.
     """
     if _augment is None:

@@ -108,8 +108,9 @@ class BadFiles:
     def add(self, bad: Iterable[BadImage]) -> None:
         """Record unreadable images.
 
-        Raises UserError if there is one and ``data.on_error`` is ``fail``, listed by an earlier
-        attempt or not, or if they exceed ``data.max_unreadable``.
+        Raises:
+            UserError: If there are more than ``data.max_unreadable`` allows. If ``data.on_error``
+                is ``fail``, for any image, even one that an earlier attempt has listed.
         """
         number_before = len(self)
         entries = self._record(bad)

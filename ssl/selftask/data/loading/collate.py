@@ -54,7 +54,7 @@ class RawBatch:
         return [(view.shape[1], view.shape[2]) for view in self.views]
 
     def with_draws(self, draw: Draw | None, new: Allocator) -> Self:
-        """Return the batch with ``drawn``; ``new`` allocates its arrays."""
+        """Return the batch with ``drawn`` set by ``draw``; ``new`` allocates its arrays."""
         if draw is None or not self.views:
             return self
 
@@ -82,7 +82,7 @@ class RawBatch:
         The key stays on the host, where draws are looked up.
 
         Args:
-            dataset: Dataset of the samples, which knows how the views become floats.
+            dataset: Dataset of the samples, which defines how views are converted to float.
             device: Device of the result.
         """
         views = iter(self.make_views(dataset, device))
@@ -197,7 +197,7 @@ class BatchBuffer:
         self._others: dict[int, set[tuple[int, ...]]] = {}  # view -> its shapes, if they differ
 
     def add(self, views: list[np.ndarray]) -> None:
-        """Copy views (H, W, C) of a sample into ``next``, except those that were written there."""
+        """Copy a sample's views (H, W, C) into ``next``, except those already written there."""
         if not self.views:
             self.views = [self.new((self._size, *view.shape), np.uint8) for view in views]
             self.next = [view[0] for view in self.views]

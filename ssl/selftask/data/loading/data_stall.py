@@ -57,7 +57,7 @@ class WaitWatch:
 
 
 def workers_advice(num_workers: int, cores: Cores) -> str | None:
-    """Return a problem of ``data.num_workers`` on these cores with advice, or None."""
+    """Return a message with advice if ``data.num_workers`` does not suit the cores, else None."""
     here = f"{cores.number} {plural('core', cores.number)}"
     if cores.processes > 1:
         here += f" for {cores.processes} processes"

@@ -121,8 +121,8 @@ def _check_storage(error: BadImage) -> None:
 class ViewDataset(Dataset):
     """Training samples: ``dataset[epoch, index]`` is a Sample with all views of one image.
 
-    An unreadable image is replaced by another one, a pure function of (seed, epoch, index). The
-    draws stay those of (epoch, index). So a sample does not depend on worker, rank or resume.
+    An unreadable image is replaced by another one, chosen by a hash of (seed, epoch, index). The
+    draws remain those of (epoch, index). So a sample does not depend on worker, rank or resume.
     ``Sample.index`` is that of the image shown, since methods with a memory bank keep a slot per
     image.
 
@@ -188,7 +188,7 @@ class ViewDataset(Dataset):
     def make(
         self, images: list[np.ndarray], epoch: int, index: int, out: Sequence[np.ndarray] = ()
     ) -> tuple[list[np.ndarray], list[Trace]]:
-        """Return the images to hand over, and the draws of all views if they are needed.
+        """Return the views of a sample, and the draws of all its views if they are recorded.
 
         Args:
             images: Images of the sample, uint8 (H, W, C).

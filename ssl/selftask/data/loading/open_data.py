@@ -53,8 +53,12 @@ def open_data(data: DataConfig) -> Sources:
 def open_received(config: Config, *, trust: bool) -> Sources:
     """Open the data of a run that may come from somebody else; see ``open_data``.
 
+    Args:
+        config: Config of the run.
+        trust: Whether to open addresses (``s3://...``) that are not from the command line.
+
     Raises:
-        UserError: If it is at an address that the user has not named, unless ``trust``.
+        UserError: If the data have such an address, and ``trust`` is False.
     """
     if not trust:
         refuse_addresses(config, "data")

@@ -15,7 +15,7 @@ from selftask.errors import UserError
 
 
 class Prefetcher:
-    """Returns the batches of ``make()`` in order; each is made one call earlier.
+    """Buffer that returns the batches of ``make()`` in order, each made one call ahead.
 
     On an accelerator with streams, the copies and kernels of ``make`` run on a side stream, during
     the previous step. A UserError of ``make`` is raised when its own batch is requested, after the

@@ -29,5 +29,5 @@ class Sample:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the key. Its first number also encodes the repeat of an image in an epoch."""
+        """Epoch of the key, whose first number also encodes the image's repeat in the epoch."""
         return epoch_of(self.key[0])

@@ -65,7 +65,7 @@ class SlotPool:
         return mmap.mmap(self._file, size, offset=start)
 
     def lent(self, slot: int, size: int) -> torch.Tensor:
-        """Return the bytes of a slot, uint8 (size,); it is freed with the last tensor on them."""
+        """Return a slot's bytes, uint8 (size,); the last tensor that uses them frees the slot."""
         mapping = self.map(slot, size)
         array: np.ndarray = np.ndarray((size,), np.uint8, buffer=mapping)
         weakref.finalize(array, _clear, mapping, os.getpid()).atexit = False
@@ -90,7 +90,7 @@ def _file_without_name() -> int:
 
 
 class SlotWriter:
-    """Writer of one worker: fills slots first, first + step, ... of a pool, a batch at a time."""
+    """Writer of a worker's batches to the slots ``first``, ``first + step``, ... of a pool."""
 
     def __init__(self, memory: SlotPool, first: int, step: int) -> None:
         self._memory = memory
@@ -112,7 +112,7 @@ class SlotWriter:
         return array
 
     def send(self, batch: RawBatch) -> RawBatch | SlotRef:
-        """Return what to send through the queue; the next array belongs to the next batch."""
+        """Finish a batch; return what to send: a SlotRef, or the batch itself if it has no slot."""
         if self._slot is None:
             return batch
         written = io.BytesIO()
@@ -149,7 +149,7 @@ class SlotRef:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that stores tensors over arrays of the slot by reference, and others by value."""
+    """Pickler that stores tensors in the slot by reference, and other tensors by value."""
 
     def __init__(self, file: io.BytesIO, starts: dict[int, int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

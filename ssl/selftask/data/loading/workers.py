@@ -77,7 +77,7 @@ def _as_it_is(batch: Any) -> Any:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Suppress torch's warning of many workers, which is printed twice for every loader."""
+    """Suppress torch's warning about many workers, printed twice for every loader."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield
@@ -85,13 +85,13 @@ def _without_advice() -> Iterator[None]:
 
 @cache
 def _warn_of_many(num_workers: int) -> None:
-    """Warn once, not for every loader, of more workers than cores."""
+    """Warn about more workers than cores, once and not for every loader."""
     if num_workers > cores():
         log.warning("data.num_workers=%d: more than the %d cores there are", num_workers, cores())
 
 
 class BatchReader:
-    """Iterator of one DataLoader over a sequence of batches of keys, with readable errors."""
+    """Iterator over the batches of a DataLoader, given their keys; errors are readable."""
 
     def __init__(
         self,
@@ -181,8 +181,8 @@ def _signals_of_the_main_process() -> Iterator[None]:
     """Context for starting workers that leaves signals to the main process.
 
     Workers start with STOP_SIGNALS blocked, so that none kills them before ``_start_worker`` runs.
-    The SIGCHLD handler installed by DataLoader is replaced by the earlier one: it raises in any
-    line of the main thread, such as one that writes a checkpoint. The next read detects a dead
+    DataLoader installs a SIGCHLD handler that may raise in any line of the main thread, such as
+    one that writes a checkpoint. The earlier handler is restored. The next read detects a dead
     worker anyway.
     """
     handler = signal.getsignal(signal.SIGCHLD)
@@ -199,9 +199,9 @@ def _start_worker(main: int, worker: int) -> None:
     """Ignore stop signals, watch the main process and use one thread.
 
     The main process handles the signals: it saves a checkpoint and then stops the workers. torch's
-    parent check starts too late: it takes the parent that a worker has when it begins to work. If
-    the main process died before that, the worker would wait forever. So run our own check against
-    the process id ``main``.
+    parent check starts too late: it records the parent of a worker when the worker begins its loop.
+    If the main process died before that, the worker would wait forever. So run our own check
+    against the process id ``main``.
     """
     threading.Thread(target=_leave_with, args=(main,), daemon=True).start()
     for number in STOP_SIGNALS:

@@ -18,7 +18,7 @@ def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
     """Return the class numbers of labels, int64 (N,).
 
     If all labels are non-negative integers, they are kept. Otherwise the sorted names are numbered
-    from 0. None and "" mean no label, -1.
+    from 0. The number of a missing label (None or "") is -1.
     """
     texts = ["" if label is None else str(label) for label in labels]
     names = name_classes(texts)
@@ -31,7 +31,7 @@ def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
 
 
 def name_classes(labels: Sequence[str | int | None]) -> list[str] | None:
-    """Return the class names in the order of ``number_labels``, or None if labels are integers.
+    """Return the class names by number, or None if all labels are non-negative integers.
 
     Numbers of 19 digits or more count as names, since not all of them fit 64 bits.
     """
@@ -44,13 +44,13 @@ def _is_number(name: str) -> bool:
 
 
 def refuse_misspelled(default: str, names: Sequence[str], key: str, file: str) -> None:
-    """Raise UserError if labels that may be missing seem to be there under a misspelled name.
+    """Raise UserError if one of ``names`` looks like a misspelling of ``default``.
 
     Args:
-        default: Name of the labels, which is none of ``names``.
+        default: Default name of the labels, which is not in ``names``.
         names: Names of the columns or arrays in the file.
-        key: Config key of the name.
-        file: The file, for the message.
+        key: Config key that sets the name of the labels.
+        file: Path of the file, for the message.
     """
     lower = {name.lower(): name for name in names}
     if close := get_close_matches(default, lower, n=1, cutoff=_ALIKE):
@@ -75,7 +75,7 @@ def label_top_folders(paths: Sequence[str]) -> np.ndarray | None:
 
 
 def name_top_folders(paths: Sequence[str] | PathTable, labels: np.ndarray | None) -> list[str]:
-    """Return the top folder of each class, given labels (N,); an empty list without labels."""
+    """Return the top folder of each class, by class number; an empty list without labels."""
     if labels is None:
         return []
     first = np.zeros(int(labels.max()) + 2, dtype=np.int64)  # first rows; the last is of label -1

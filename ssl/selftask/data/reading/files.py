@@ -1,12 +1,12 @@
 """Reading of whole files with time limits and retries.
 
 A path may not be a regular file, and its file system may not answer. A read that hangs in the
-kernel cannot be canceled: not by a signal, and on a hard NFS mount not at all. So a separate thread
+kernel cannot be canceled by a signal, and on a hard NFS mount not at all. So a separate thread
 reads while the caller waits, and a thread that hangs is abandoned. One thread per caller is kept
 for the next file: passing a file to a thread takes about 15 microseconds.
 
-Each process also writes the path that it reads to memory shared with its parent process. So the
-file that killed a worker can be reported (``last_file``).
+Each process also writes the path that it reads to memory shared with its parent process. The parent
+can then report the file that killed a worker (``last_file``).
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def set_policy(policy: Policy) -> None:
 
 
 def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = None) -> bytes:
-    """Read a regular file, also through a symbolic link, or a remote file.
+    """Return the content of a regular file or a remote file; symbolic links are followed.
 
     Args:
         path: Path or address of the file.
-        timeout_s: Seconds to wait for the file system; 0: no limit; None: as set by the Policy.
+        timeout_s: Seconds to wait for the file system; 0: no limit; None: ``POLICY.timeout_s``.
         retries: Number of retries after timeouts and transient errors, with growing pauses; None:
-            as set by the Policy.
+            ``POLICY.retries``.
 
     Raises:
         BadImage: If it is not a regular file, cannot be read, or was not read in time.
@@ -92,11 +92,11 @@ def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = 
 
 
 def read_sample(path: str) -> bytes | None:
-    """Read a part of a local file that changes with its content; None for a remote file.
+    """Return bytes that identify the content of a local file; None for a remote file.
 
     Returns:
-        The size, the first bytes and some from the middle: an image's header may be the same as
-        that of another image.
+        The size of the file, its first bytes, and bytes from its middle, since different images may
+        have the same header.
 
     Raises:
         BadImage: As in ``read_bytes``.
@@ -112,7 +112,7 @@ def with_retries(
     timeout_s: float | None = None,
     retries: int | None = None,
 ) -> T:
-    """Call ``read(path)`` with a time limit, and retry it with growing pauses.
+    """Return ``read(path)``, called with a time limit and retried after temporary errors.
 
     Args:
         read: Function to call.
@@ -123,7 +123,7 @@ def with_retries(
         retries: As in ``read_bytes``.
 
     Raises:
-        BadImage: If all attempts failed. UserError and MemoryError are not converted.
+        BadImage: If all attempts failed. UserError and MemoryError are raised unchanged.
     """
     timeout_s = POLICY.timeout_s if timeout_s is None else timeout_s
     retries = POLICY.retries if retries is None else retries
@@ -145,7 +145,7 @@ def with_retries(
 
 
 def is_transient(error: Exception) -> bool:
-    """Return whether the next attempt may succeed; TimeoutError is the kernel's or our own."""
+    """Return whether an error may be temporary: a timeout, or an errno in ``TRANSIENT``."""
     return isinstance(error, OSError) and (
         isinstance(error, TimeoutError) or error.errno in TRANSIENT
     )
@@ -157,7 +157,7 @@ def may_pass_remote(error: Exception) -> bool:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a regular file for reading; raises OSError for anything else."""
+    """Open a regular file for reading; raises OSError if it is not one or is too large."""
     return os.fdopen(_open(path)[0], "rb")
 
 
@@ -237,12 +237,16 @@ _STUCK: list[threading.Thread] = []
 
 
 def in_time(function: Callable[[str], T], path: str, timeout_s: float) -> T:
-    """Call ``function(path)``; raises TimeoutError after ``timeout_s`` seconds (0: no limit).
+    """Return ``function(path)``, called with a time limit; its exceptions are raised unchanged.
 
     Args:
         function: Function of a path.
         path: Its argument.
-        timeout_s: Time limit in seconds.
+        timeout_s: Time limit in seconds; 0: no limit.
+
+    Raises:
+        TimeoutError: If the call takes longer than the limit.
+        OSError: If a new thread is needed while ``MAX_STUCK`` threads hang.
     """
     if timeout_s <= 0:
         return function(path)

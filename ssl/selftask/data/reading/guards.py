@@ -12,9 +12,10 @@ from selftask.errors import UserError
 
 @contextmanager
 def no_traceback(message: str) -> Iterator[None]:
-    """Context manager that turns errors of a library into a UserError ``message: why``.
+    """Context manager that converts any exception to a UserError, ``{message}: {reason}``.
 
-    Parsers may raise any error on damaged headers, also MemoryError if a header has a wrong size.
+    Parsers may raise any exception on damaged files, even MemoryError if a header gives a wrong
+    size.
     """
     try:
         yield
@@ -26,12 +27,12 @@ def no_traceback(message: str) -> Iterator[None]:
 
 
 def check_memory(num_bytes: int, what: str, advice: str) -> None:
-    """Raise UserError if ``what``, which needs ``num_bytes``, does not fit into free memory.
+    """Raise UserError if data of this size do not fit into free memory.
 
     Args:
-        num_bytes: Bytes that are needed.
-        what: What needs them.
-        advice: What the user can do.
+        num_bytes: Size of the data.
+        what: Description of the data, for the message.
+        advice: What the user can do, for the message.
     """
     free = available_bytes()
     if free is not None and num_bytes > free:

@@ -12,9 +12,9 @@ _OTHERS: list[Any] = []  # opened by a parent process; never closed here
 
 
 class PerProcess(Generic[T]):
-    """Object that ``opener`` opens once in each process; pickled without the open object.
+    """Callable that returns an object, which ``opener`` opens on the first call in each process.
 
-    ``opener`` must be picklable: a module-level function, or a ``partial`` of one.
+    Only ``opener`` is pickled. It must be a module-level function, or a ``partial`` of one.
     """
 
     def __init__(self, opener: Callable[[], T]) -> None:

@@ -36,24 +36,28 @@ _HEAD = 65_536  # bytes searched for these markers; such a block is shorter
 
 
 def read_image(path: str) -> np.ndarray:
-    """Read an image file as upright RGB, uint8 (H, W, 3); of an animation the first frame.
+    """Read an image file as upright RGB, uint8 (H, W, 3).
 
-    The format is detected from the content, not from the name.
+    The format is detected from the content, not from the name. For animations, only the first frame
+    is read.
 
     Raises:
-        BadImage: If the path is not a file, the file was not read in time, its header has more
-            pixels than ``data.max_pixels`` (checked before decoding), or it cannot be decoded
-            completely.
+        BadImage: If the path is not a file, the file was not read in time, it exceeds
+            ``data.max_bytes``, ``data.max_scans`` or ``data.max_pixels`` (checked before decoding),
+            or it cannot be decoded completely.
     """
     return decode_image(read_bytes(path), path)
 
 
 def decode_image(data: bytes, name: str) -> np.ndarray:
-    """Decode the bytes of a file as ``read_image`` does, to uint8 (H, W, 3).
+    """Decode the content of an image file to upright RGB, uint8 (H, W, 3).
 
     Args:
         data: Content of the file.
         name: Name of the image for messages.
+
+    Raises:
+        BadImage: If the image exceeds a limit or cannot be decoded, as in ``read_image``.
     """
     try:
         check_size(len(data))
@@ -69,7 +73,7 @@ def decode_image(data: bytes, name: str) -> np.ndarray:
 
 
 def decode(data: bytes, name: str) -> np.ndarray:
-    """Decode an image or .npy file to uint8 (H, W, 3); raises BadImage about ``name``.
+    """Decode an image or .npy file to uint8 (H, W, 3); raises BadImage.
 
     Args:
         data: Encoded image, or content of a .npy file.
@@ -84,7 +88,7 @@ def decode(data: bytes, name: str) -> np.ndarray:
 
 
 def image_of(array: np.ndarray, name: str, channels: int = 3) -> np.ndarray:
-    """Convert an array to an image, uint8 (H, W, C); raises BadImage about ``name``.
+    """Convert an array to an image, uint8 (H, W, C); raises BadImage instead of ValueError.
 
     Args:
         array: As in ``from_array``.
@@ -98,9 +102,9 @@ def image_of(array: np.ndarray, name: str, channels: int = 3) -> np.ndarray:
 
 
 def _decode_jpeg(data: bytes) -> np.ndarray | None:
-    """Decode common JPEGs with libjpeg-turbo, in half of Pillow's time and with the same pixels.
+    """Decode common JPEGs with libjpeg-turbo: the pixels are Pillow's, in half the time.
 
-    Returns None for other and for damaged files, which are left to Pillow.
+    Returns None for other or damaged files, which Pillow then decodes.
     """
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
@@ -236,9 +240,8 @@ def _gray_to_rgb(gray: np.ndarray) -> np.ndarray:
 def _to_8_bit(array: np.ndarray, *, deep: bool = False) -> np.ndarray:
     """Scale numbers to uint8; ``from_array`` describes the assumed ranges.
 
-    Integers that do not have 16 bits often hold 8-bit values, so they are taken as such if all
-    values fit. With ``deep``, they are never taken as such: Pillow returns the pixels of deep files
-    as 32 bits.
+    Integers of a width other than 16 bits are assumed to be 8-bit values if all of them fit, unless
+    ``deep`` is True: Pillow returns pixels of more than 8 bits as 32-bit integers.
     """
     if array.dtype == np.bool_:
         return array.astype(np.uint8) * 255
@@ -260,7 +263,7 @@ def _refuse_bomb(size: tuple[int, int]) -> None:
 
 
 def _refuse_scans(data: bytes) -> None:
-    """Raise ValueError if a JPEG has too many scans, as each one is a pass over the image."""
+    """Raise ValueError if a JPEG has too many scans; decoding takes one pass for each."""
     if _count_marks(data) <= POLICY.max_scans:
         return
     scans = _count_scans(data)
@@ -269,7 +272,10 @@ def _refuse_scans(data: bytes) -> None:
 
 
 def _count_marks(data: bytes) -> int:
-    """Count _SCAN, also after the end of the image; faster than ``data.count``."""
+    """Count the occurrences of ``_SCAN``, an upper bound for the number of scans.
+
+    Faster than ``data.count``.
+    """
     values = np.frombuffer(data, np.uint8)
     pieces = (values[first : first + _PIECE + 1] for first in range(0, len(values), _PIECE))
     first, second = _SCAN
@@ -303,7 +309,7 @@ def _pixel_limit() -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return in words why an image cannot be read."""
+    """Return a short message for an error raised while reading an image."""
     if isinstance(error, UnidentifiedImageError):
         return "not an image (no known header)"
     if isinstance(error, OSError) and error.strerror:

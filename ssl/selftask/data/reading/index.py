@@ -104,10 +104,10 @@ def cached(
 
     Args:
         file: File of the index.
-        state: Returns size and modification time of each file with content of the index.
+        state: Returns size and modification time of each file that the index is made from.
         make: Makes the index.
-        always: Whether a short index is saved too, since making it is expensive. Changes within the
-            resolution of the clock are then not detected.
+        always: Save the index even if it is short, since making it is expensive. Changes within
+            the resolution of the clock are then not detected.
     """
     now = state()
     if (current := _load_current(file, now)) is not None:
@@ -198,7 +198,7 @@ def only_one(file: Path) -> Iterator[bool]:
     network file systems) or is read-only, all processes get True.
 
     Yields:
-        True if no other process makes the file; False, after waiting, if one did.
+        True if this process should make the file; False if another one did while it waited.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -219,5 +219,9 @@ def settled(mtime_ns: int, looked_ns: int) -> int:
     """Return the modification time to save; UNSURE if it is too recent to be reliable.
 
     Clocks of file systems are coarse: a second change within the same tick has the same time.
+
+    Args:
+        mtime_ns: Modification time of a file or folder.
+        looked_ns: Current time just before it was read.
     """
     return mtime_ns if looked_ns - mtime_ns > _GRANULE_S * 1e9 else UNSURE

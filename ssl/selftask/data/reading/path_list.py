@@ -82,7 +82,7 @@ class _Reading:
         return Index(header, arrays)
 
     def _take(self, piece: bytes) -> bytes:
-        """Parse a piece that has only paths."""
+        """Count the lines of a piece that has only paths, and return it unchanged."""
         if self._has_labels:
             raise self._mixed(self._line + 1)
         self._first_line = self._first_line or self._line + 1

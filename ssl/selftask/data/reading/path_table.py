@@ -29,7 +29,7 @@ class PathTable:
         Args:
             arrays: ``names``: N names as uint8, each followed by a one-byte separator;
                 ``offsets`` (N + 1,): start of each name, and the end of the last; ``firsts``
-                (F,): number of each folder's first name; ``folders`` and ``folder_offsets``: the
+                (F,): index of each folder's first name; ``folders`` and ``folder_offsets``: the
                 paths of the F folders in the same format.
         """
         table = cls.__new__(cls)
@@ -54,7 +54,7 @@ class PathTable:
         return os.fsdecode(folder + b"/" + name if folder else name)
 
     def hash_names(self, add: Callable[[bytes], None]) -> None:
-        """Update a hash with all paths; equal tables give the same hash."""
+        """Pass all paths to ``add``, a hash's update method; equal tables give the same hash."""
         names = np.array(self._names)
         names[self._offsets[1:] - 1] = 0  # equal tables may have different separators
         add(names.tobytes())
@@ -65,7 +65,7 @@ class PathTable:
 
 
 def arrays_of_paths(paths: Sequence[bytes]) -> dict[str, np.ndarray]:
-    """Return the arrays of a ``PathTable`` for whole paths."""
+    """Return the arrays of a ``PathTable`` of these paths, all in one unnamed folder."""
     lengths = np.fromiter((len(path) + 1 for path in paths), np.int64, len(paths))
     names = np.frombuffer(join_bytes(paths, b"\0"), dtype=np.uint8)
     return in_no_folder(names, np.append(0, np.cumsum(lengths)))

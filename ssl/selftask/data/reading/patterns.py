@@ -29,7 +29,7 @@ def fixed_folder(pattern: str) -> str:
 
 
 def match_files(pattern: str) -> list[str]:
-    """Return matching files, sorted. Names from braces without wildcards need not exist."""
+    """Return the matching files, sorted; names without wildcards are returned unchecked."""
     matches: set[str] = set()
     for expanded in expand_braces(pattern):
         if MAGIC.search(expanded):

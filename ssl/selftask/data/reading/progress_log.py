@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 class ScanProgress:
-    """Shows how many paths have been found; used by several threads.
+    """Progress display that counts the images and folders found by several threads.
 
     Args:
         where: The folder or file that is scanned.

@@ -78,10 +78,10 @@ def scan_folder(root: str, extensions: Sequence[str]) -> Index:
 def walk(
     root: str, endings: tuple[bytes, ...], earlier: Mapping[bytes, Folder] | None = None
 ) -> Iterator[list[Folder]]:
-    """Yield all folders level by level, then those behind links.
+    """Yield all real folders level by level, then those reached through symbolic links.
 
-    A folder that is reached by several paths counts for the first one. Real folders come before
-    links, then the order is by path.
+    Within a level, folders are sorted by path. A folder that is reached by several paths is listed
+    under the first one; its other paths are yielded as aliases, without content.
 
     Args:
         root: Top folder.
@@ -114,7 +114,7 @@ def walk(
 
 
 class _Looker:
-    """Lists folders; used by several threads."""
+    """Reader of folders, shared by several threads."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class _Looker:
         self._earlier = earlier
 
     def map_images(self, paths: list[tuple[bytes, int]]) -> list[Folder]:
-        """List these folders; folders that were removed meanwhile are left out."""
+        """Return the content of these folders, without those that no longer exist."""
         looked = (self._look_at(path, kind) for path, kind in paths)
         return [folder for folder in looked if folder is not None]
 
@@ -240,7 +240,7 @@ def _folder_paths(index: Index) -> list[bytes]:
 
 
 def _rows(index: Index | None) -> dict[bytes, Folder]:
-    """Return the folders of an index by path, as ``walk`` returned them."""
+    """Return the folders of an index by path, for the argument ``earlier`` of ``walk``."""
     if index is None:
         return {}
     paths = _folder_paths(index)

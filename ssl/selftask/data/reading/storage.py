@@ -59,13 +59,16 @@ def open_file(path: str) -> BinaryIO:
 
 
 def read_part(path: str, offset: int, size: int, name: str) -> bytes:
-    """Read ``size`` bytes of a file from ``offset`` on; raises BadImage about ``name``.
+    """Read a part of a local or remote file, which holds one image.
 
     Args:
         path: Path or address of the file.
-        offset: First byte.
+        offset: Position of the first byte.
         size: Number of bytes.
         name: Name of the image for messages.
+
+    Raises:
+        BadImage: If the part exceeds ``data.max_bytes``, cannot be read, or is truncated.
     """
     now_reading(name)
 
@@ -89,7 +92,7 @@ def read_part(path: str, offset: int, size: int, name: str) -> bytes:
 
 
 def _opened(path: str) -> io.FileIO:
-    """Return the file, which stays open. An evicted file is closed after its last reader ends."""
+    """Return a file from the cache of open files; an evicted one is closed after its last use."""
     file = _OPEN.pop(path, None) or io.FileIO(path)
     _OPEN[path] = file
     if len(_OPEN) > MAX_OPEN:
@@ -109,7 +112,15 @@ def _find_local(pattern: str, key: str) -> list[FileStat]:
 
 
 def stat_file(path: str, key: str) -> FileStat:
-    """Return the FileStat of a local file; raises UserError about ``key`` if there is none."""
+    """Return the FileStat of a local file.
+
+    Args:
+        path: Path of the file.
+        key: Config key for error messages.
+
+    Raises:
+        UserError: If there is no such file, or it is not a regular file.
+    """
     try:
         status = os.stat(path)
     except OSError as error:

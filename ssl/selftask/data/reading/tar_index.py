@@ -31,7 +31,7 @@ IMAGE_NAMES = (*(name.removeprefix(".") for name in EXTENSIONS), "npy")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which members of a sample to read: the extensions of its image and its label."""
+    """Extensions of the members to read from each sample: image and label."""
 
     image: str | None  # None: the first image
     label: str | None  # an extension such as `cls`, or `json.FIELD`; None: no labels
@@ -51,12 +51,14 @@ class _Shard:
 def index_shards(shards: list[FileStat], wanted: Wanted) -> Index:
     """Return the index of the images in these shards; make it if it is missing or out of date.
 
-    The index has one path per image, the name of its member, and further arrays: ``shard``
-    (N,) int32, and ``start`` and ``size`` (N,) int64 in bytes. Its header has ``damaged``, the
-    number of each damaged shard and the byte from which it is unreadable.
+    The paths of the index are the names of the members that hold the images. Its further arrays
+    locate these members: ``shard`` (N,) int32, an index into ``shards``, and ``start`` and ``size``
+    (N,) int64 in bytes. ``header["damaged"]`` has a pair for each damaged shard: its index, and the
+    byte from which it is unreadable.
 
     Raises:
-        UserError: If the shards have no images, or none of the requested labels.
+        UserError: If a shard cannot be read, there are no images, or the requested labels are
+            missing. Labels with the default extension ``cls`` may be missing.
     """
     described = json.dumps([VERSION, wanted.image, wanted.label, [shard.path for shard in shards]])
     file = store.index_file("tar", shards[0].path, described)
@@ -136,7 +138,7 @@ def _is_image(extension: str, wanted: Wanted) -> bool:
 
 
 def _read_label(file: BinaryIO, member: Member, wanted: str, seen: set[str]) -> str | None:
-    """Return the label in a member, its text or a field of its json; None if it has none."""
+    """Return the label in a member: its text, or a field of its JSON; None if missing."""
     if member.size > MAX_LABEL:
         return None
     file.seek(member.offset)

@@ -34,12 +34,12 @@ class Damaged(Exception):
 
 
 def walk(file: BinaryIO, path: str) -> Iterator[Member]:
-    """Yield the regular files of a tar in order: ustar, GNU's long names and pax.
+    """Yield the regular files of a tar in order; supports ustar, GNU long names and pax.
 
-    Iteration ends without error at the end of the file, also within the content of a member.
+    A truncated file, which ends within the content of a member, is not an error.
 
     Raises:
-        UserError: If the file is compressed, so that finding members would need reading it all.
+        UserError: If the file is compressed, so that it has no random access.
         Damaged: If a header is damaged.
     """
     offset = 0

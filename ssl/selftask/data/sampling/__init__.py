@@ -1,1 +1,1 @@
-"""The order of samples, registered by name."""
+"""Samplers, which define the samples of an epoch and their order; registered by name."""

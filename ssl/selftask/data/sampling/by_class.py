@@ -3,7 +3,8 @@
 An epoch is a list of slots sorted by class; each class has a fixed number of slots. They are filled
 with the images of the class in shuffled order, several times if there are too few images. So the
 number of samples per class is exact, and the images of a class differ in frequency by at most one.
-The samplers keep 8 bytes per image.
+Only ``few_classes`` has no slots: it goes through the classes in rounds. The samplers keep 8 bytes
+per image.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _BATCHES, _PLACES, _IMAGES = 1, 2, 3  # random streams of one seed
 
 
 class _ByClass(Sampler):
-    """Slots per class in proportion to a power of its frequency; subclasses define the order."""
+    """Base class of samplers whose slots per class are proportional to frequency ** power."""
 
     def __init__(self, config: Any, pool: Pool, *, power: float, num_samples: int | None) -> None:
         super().__init__(config, pool)
@@ -39,12 +40,12 @@ class _ByClass(Sampler):
         self._bounds = np.cumsum(self._quotas)
 
     def images(self, epoch: int, slots: np.ndarray) -> np.ndarray:
-        """Return the images (int64) in slots (P,) of an epoch."""
+        """Return the indices of the images in slots (P,) of an epoch, int64 (P,)."""
         classes = np.searchsorted(self._bounds, slots, side="right")
         return self.images_of(epoch, classes, slots - (self._bounds - self._quotas)[classes])
 
     def images_of(self, epoch: int, classes: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Return the images (int64) of samples given by class and number within the class.
+        """Return the indices of the images of samples, int64 (P,).
 
         Args:
             epoch: Epoch of the samples.
@@ -83,9 +84,9 @@ class Stratified(_ByClass):
     def order(self, epoch: int) -> EpochOrder:
         """Return an order of S batches, in which batch k has the slots k, k + S, k + 2 S, ...
 
-        The batches are shuffled, and so are the slots within a batch. The slots that do not fill a
-        batch are left out evenly over the list, and so from all classes. The list is rotated, so
-        that other slots are left out in each epoch.
+        The batches are shuffled, and so are the slots within a batch. If the number of slots is not
+        a multiple of the batch size, evenly spaced slots are left out, and so from all classes. The
+        list is rotated, so that other slots are left out in each epoch.
         """
         pool, total = self.pool, self.num_samples
         size, steps = pool.batch_size, total // pool.batch_size
@@ -182,9 +183,9 @@ class FewClasses(_ByClass):
         self.num_classes = num_classes
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return batches in rounds through all classes; each round has its own shuffled order.
+        """Return an order that goes through the classes in rounds, each in a new random order.
 
-        Classes that do not fill a batch at the end of a round are left out; they differ by round.
+        If the last classes of a round are too few for a batch, they are left out of this round.
         """
         per_batch, size = self.config.classes_per_batch, self.pool.batch_size
         orders = SetOrders(hash_words(self.pool.seed, _BATCHES), epoch)
@@ -225,7 +226,7 @@ def _complete_labels(pool: Pool) -> np.ndarray:
 
 
 def _whole_numbers(shares: np.ndarray, total: int) -> np.ndarray:
-    """Return integers that add up to ``total``, each within one of its share."""
+    """Return integers proportional to ``shares``, rounded so that they add up to ``total``."""
     exact = shares / shares.sum() * total
     whole = np.floor(exact).astype(np.int64)
     remaining = total - int(whole.sum())

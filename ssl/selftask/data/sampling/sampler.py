@@ -38,7 +38,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class FlatOrder:
-    """Order of an epoch, by a function of positions (P,) that returns indices (P,)."""
+    """Order of an epoch, defined by a function that maps positions (P,) to indices (P,)."""
 
     function: Callable[[np.ndarray], np.ndarray]
 
@@ -48,11 +48,12 @@ class FlatOrder:
 
 
 class Sampler(ABC):
-    """Images of an epoch and their order, the same on every rank; does not import torch.
+    """Base class of samplers: the images of an epoch and their order, the same on every rank.
 
-    Registered classes take their ``Config`` (None if they have none) and the pool, and raise
-    UserError for mistakes of the user. ``num_samples`` is the length of an epoch. ``repeats`` is
-    True if an image may come several times in an epoch; its parameters then differ each time.
+    Samplers do not import torch. Registered classes take their ``Config`` (None if they have none)
+    and the pool, and raise UserError for errors that the user must fix. ``num_samples`` is the
+    length of an epoch. ``repeats`` is True if an image may come several times in an epoch; its
+    augmentation parameters then differ each time.
     """
 
     repeats = False
@@ -64,7 +65,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch, in O(1) time for large sets."""
+        """Return the order of an epoch; this must take O(1) time for large data sets."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -85,12 +86,12 @@ def build_sampler(config: Config, source: Source) -> Sampler:
 
 
 class BatchSampler:
-    """Yields this rank's part of every global batch, from step ``start`` on, endlessly.
+    """Endless iterable of this rank's part of every global batch, from step ``start`` on.
 
     Global batch k of an epoch is ``order[k * B : (k + 1) * B]``, and rank r of W has its r-th
-    contiguous part of B / W. The last partial batch of an epoch is dropped. A part is a list of
-    keys (epoch, index). If the sampler repeats images, the number of the repeat is combined with
-    the epoch; ``epoch_of`` extracts the epoch.
+    contiguous part, of B / W samples. The last partial batch of an epoch is dropped. A part is a
+    list of keys (epoch, index). If the sampler repeats images, the number of the repeat is combined
+    with the epoch; ``epoch_of`` extracts the epoch.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class BatchSampler:
 
 
 def _repeat(epoch: int, position: int) -> int:
-    """Combine the epoch with a number for the repeat, so that each repeat has its own draws."""
+    """Combine the epoch with the sample's position, so that each repeat has its own draws."""
     return epoch + (position + 1) % _REPEATS * _EPOCHS
 
 

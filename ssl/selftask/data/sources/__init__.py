@@ -1,1 +1,1 @@
-"""Sources of images, registered by name; nothing here imports torch."""
+"""Image sources, registered by name; importing them does not import torch."""

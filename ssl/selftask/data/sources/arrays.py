@@ -148,12 +148,12 @@ def _unpack(file: Any, key: str, path: str) -> np.ndarray:
 
 
 def check_shape(shape: tuple[int, ...], channels: int, file: str) -> None:
-    """Raise UserError if an array of this shape is no image with this number of channels.
+    """Raise UserError if an array of this shape is not an image with this number of channels.
 
     Args:
         shape: Shape of an image in the file.
-        channels: ``data.channels``.
-        file: The file, for the message.
+        channels: Expected number of channels, ``data.channels``.
+        file: Path of the file, for the message.
     """
     try:
         from_array(np.zeros(shape, dtype=np.uint8), channels)
@@ -162,7 +162,17 @@ def check_shape(shape: tuple[int, ...], channels: int, file: str) -> None:
 
 
 def label_numbers(labels: np.ndarray, file: str) -> np.ndarray:
-    """Convert labels to int64 (N,): integers are kept, texts are numbered in sorted order."""
+    """Convert labels (N,) to class numbers, int64 (N,).
+
+    Integers are kept; texts are numbered by ``number_labels``.
+
+    Args:
+        labels: Whole numbers or texts, (N,).
+        file: Path of the file, for the message.
+
+    Raises:
+        UserError: If the labels are neither.
+    """
     if labels.dtype.kind in "US":
         return number_labels(labels.astype(str).tolist())
     whole = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None

@@ -21,7 +21,7 @@ from selftask.registry import register_source
 
 
 class DatasetSource(Source):
-    """Wraps a map-style data set whose items are an image or begin with (image, label).
+    """Source of a map-style data set, whose items are images or begin with (image, label).
 
     An item that is None counts as an unreadable image: another one takes its place.
 
@@ -57,7 +57,7 @@ class DatasetSource(Source):
         return self._pixels(image, index), _as_label(label)
 
     def extra(self, index: int, name: str) -> Any:
-        """Return an entry of the item's dict of extras; raises BadImage."""
+        """Return an extra field of an item; raises BadImage, or UserError if the item lacks it."""
         item = self._item(index)
         if not (isinstance(item, tuple | list) and len(item) > 2 and name in item[2]):
             raise UserError(

@@ -62,14 +62,14 @@ class FileSource(Source):
         self._copy_of = copy_of
 
     def decode(self, data: bytes, path: str) -> np.ndarray:
-        """Decode the content of a file to uint8 (H, W, C); raises BadImage about ``path``."""
+        """Decode the content of the file at ``path`` to uint8 (H, W, C); raises BadImage."""
         return decode_image(data, path)
 
     def path(self, index: int) -> str:
         return self.path_of_row(index)
 
     def path_of_row(self, row: int) -> str:
-        """Return an entry of ``paths`` as a path or address."""
+        """Return the full path or address of entry ``row`` of ``paths``."""
         path = self.paths[row]
         return path if is_remote(path) else os.path.join(self.root, path)
 
@@ -99,7 +99,7 @@ class FileSource(Source):
     def unreadable(self) -> dict[int, BadImage]:
         """Return the files whose header cannot be read; the result is cached.
 
-        Sets of more than MAX_HEADERS files and remote files are not checked.
+        Remote files are not checked, and no file if there are more than MAX_HEADERS.
         """
         if self._unreadable is None:
             rows = range(len(self) if self._checks_headers else 0)

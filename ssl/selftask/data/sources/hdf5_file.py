@@ -163,9 +163,9 @@ def _dataset(file: Any, key: str, path: str, field: str) -> Any:
 
 
 def _check_files(dataset: Any, path: Path, name: str) -> None:
-    """Raise UserError if a data set has its values in files elsewhere.
+    """Raise UserError if a data set has external storage or uses files outside its folder.
 
-    A received file could otherwise show any file of this machine as pixels.
+    Otherwise an HDF5 file from an untrusted source could expose any file of this machine as pixels.
     """
     if dataset.external:
         file = os.fsdecode(dataset.external[0][0])

@@ -124,7 +124,7 @@ def _split_folder(folder: str, split: str | None) -> str:
 
 
 def _open(folder: str, image_column: str | None) -> Any:
-    """Memory-map a data set; if ``image_column`` is given, only this column, not decoded."""
+    """Memory-map a data set, or only its ``image_column`` if given, whose images stay encoded."""
     import datasets
 
     try:
@@ -158,7 +158,7 @@ def _check_texts(dataset: Any, column: str, folder: str) -> None:
 
 
 def _number_type(feature: Any) -> str:
-    """Return the number type of an array or of nested lists; by default they become int64."""
+    """Return the dtype of a feature of arrays or nested lists; the default would be int64."""
     while not hasattr(feature, "dtype") or feature.dtype == "list":
         feature = feature.feature
     return str(feature.dtype)
@@ -179,7 +179,7 @@ def _image_column(dataset: Any, wanted: str | None, folder: str) -> str:
 
 
 def _labels(dataset: Any, wanted: str | None, folder: str) -> np.ndarray | None:
-    """Convert a column of numbers, class labels or texts to int64 (N,)."""
+    """Return the column of labels as class numbers, int64 (N,); None if there is none."""
     names = list(dataset.features)
     if wanted is not None and wanted not in names:
         raise UserError(f"data.labels: {folder} has no column {wanted!r}; {nearest(wanted, names)}")

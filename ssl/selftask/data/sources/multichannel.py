@@ -149,7 +149,7 @@ def _find(path: str) -> tuple[str, list[str]]:
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:
-    """Convert (H, W), (H, W, C) or (C, H, W) to (H, W, C); the first side is C if smallest."""
+    """Convert an array to (H, W, C); (C, H, W) is assumed if its first side is the smallest."""
     if array.ndim == 2:
         return array[..., None]
     if array.ndim != 3:

@@ -13,7 +13,7 @@ def require(package: str, extra: str, purpose: str) -> None:
     Args:
         package: Name of the package.
         extra: Extra of selftask that installs it.
-        purpose: What needs it, in the plural.
+        purpose: What needs the package, in the plural, such as ``HDF5 files``.
     """
     if importlib.util.find_spec(package) is None:
         raise UserError(

@@ -132,13 +132,13 @@ class TableSource(FileSource):
 
 
 def _kinds(config: TableSource.Config) -> dict[str, ExtraKind]:
-    """Return the names and kinds of the samples' further data."""
+    """Return the kind of each extra field, by name."""
     kinds: dict[str, ExtraKind] = {} if config.caption is None else {"caption": "text"}
     return kinds | dict.fromkeys(config.images, "image") | dict.fromkeys(config.numbers, "array")
 
 
 def _extra_columns(config: TableSource.Config) -> dict[str, tuple[str, str]]:
-    """Return config key and column of all further data, and of the sides of the box, by name."""
+    """Return (config key, column) of each extra field and of each side of the box, by name."""
     named = {} if config.caption is None else {"caption": ("caption", config.caption)}
     images = {name: (f"images.{name}", column) for name, column in config.images.items()}
     numbers = {column: ("numbers", column) for column in config.numbers}
@@ -147,7 +147,7 @@ def _extra_columns(config: TableSource.Config) -> dict[str, tuple[str, str]]:
 
 
 def _extra_of(index: Index, name: str) -> Any:
-    """Return the numbers or texts of all samples."""
+    """Return all values of an extra field: an array of numbers, or a table of texts."""
     prefix = f"{name}/"
     named = [(key, array) for key, array in index.arrays.items() if key.startswith(prefix)]
     parts = {key.removeprefix(prefix): array for key, array in named}

@@ -1,7 +1,8 @@
 """Copy files to a faster disk, atomically and only once; the next run uses the copies too.
 
 The copy of ``/data/x/1.jpg`` below ``/scratch`` is ``/scratch/data/x/1.jpg``. A copy is up to date
-if it has the time of the original. ``.checksums`` has one line per file: crc32, size, path.
+if it has the size and the modification time of the original. ``.checksums`` has one line per copied
+file: crc32, size, path.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ RAM = Path("/dev/shm")
 
 
 def folder_for(stage_to: str) -> Path:
-    """Make the folder of ``data.stage_to``; ``ram`` is this user's folder in shared memory.
+    """Create and return the folder of ``data.stage_to``; ``ram`` is one in shared memory.
 
     Raises:
-        UserError: If it cannot be made.
+        UserError: If it cannot be created.
     """
     if stage_to == "ram":
         if not RAM.is_dir():
@@ -55,13 +56,13 @@ def folder_for(stage_to: str) -> Path:
 
 
 def copy_path(folder: Path, path: str) -> str:
-    """Return the path of the copy of a file or folder."""
+    """Return the path below ``folder`` for the copy of a file or folder."""
     inside = path.replace("://", "/") if is_remote(path) else os.path.abspath(path)
     return f"{folder}/{inside.lstrip('/')}"
 
 
 def copy_files(files: list[FileStat], folder: Path) -> None:
-    """Copy missing files; other processes of this machine wait until they are copied.
+    """Copy missing or outdated files to ``folder``; other processes of this machine wait.
 
     Raises:
         UserError: If there is too little space, or a file cannot be copied.
@@ -86,7 +87,7 @@ def _is_copied(file: FileStat, folder: Path) -> bool:
 
 
 def _time_of_copy(file: FileStat) -> int:
-    """Return the time of the original in nanoseconds; of a remote file, a hash of its stamp."""
+    """Return the original's modification time in ns; for a remote file, a hash of its stamp."""
     if is_remote(file.path):
         return (zlib.crc32(file.stamp.encode()) & 0x7FFFFFFF) * 1_000_000_000
     return int(file.stamp)

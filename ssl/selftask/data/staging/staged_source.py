@@ -1,4 +1,4 @@
-"""Sources that read from copies of their files (``data.stage_to``) and name the originals."""
+"""Sources that read copies of their files (``data.stage_to``) but report the original paths."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class InFiles(Protocol):
 
 
 def copied(source: Source, stage_to: str) -> Source:
-    """Copy the files of a source, which then reads the copies, and return it.
+    """Copy the files of a source, make it read the copies, and return it.
 
-    If each image is a file, only the images of a subset are copied.
+    If each image is a file and ``source`` is a subset, only the images of the subset are copied.
 
     Args:
-        source: The original.
-        stage_to: A folder, or ``ram``.
+        source: Source, which is modified in place.
+        stage_to: Value of ``data.stage_to``: a folder, or ``ram``.
 
     Raises:
         UserError: If the files of the source are not known, or ``copy_files`` fails.
@@ -69,7 +69,7 @@ def _files_of(source: Source) -> list[FileStat]:
 
 
 def _paths(source: Source) -> Iterator[str]:
-    """Yield the paths of all images of a source, further ones of its samples too."""
+    """Yield the paths of all images of a source, including those in extra fields."""
     yield from map(source.path, range(len(source)))
     for name, kind in source.extras.items():
         if kind == "image":
@@ -77,7 +77,7 @@ def _paths(source: Source) -> Iterator[str]:
 
 
 def _stat(path: str) -> FileStat | None:
-    """Return a regular file, or None if it is missing or something else, such as a pipe."""
+    """Return the FileStat of a file; None if it is missing, unreadable or not a regular file."""
     if is_remote(path):
         (file,) = find_files([path], "data.stage_to")
         return file

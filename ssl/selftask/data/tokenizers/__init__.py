@@ -1,1 +1,1 @@
-"""Texts to token ids, registered by name; nothing here imports torch."""
+"""Tokenizers, which convert texts to token ids, registered by name; they do not import torch."""

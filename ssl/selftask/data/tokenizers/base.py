@@ -16,7 +16,7 @@ PADDING = 0  # id after the last token
 
 
 class Tokenizer(ABC):
-    """Converts a text to ``length`` token ids, the same in every process.
+    """Base class of tokenizers, which convert a text to ``length`` ids, the same in every process.
 
     The fields of a ``Config`` dataclass are the keys of ``data.tokenizer``; ``__init__(config)``
     raises UserError for errors that the user must fix.
@@ -33,10 +33,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return what identifies the vocabulary; recorded in checkpoints."""
+        """Return a text that identifies the tokenizer and its vocabulary; stored in checkpoints."""
 
     def __call__(self, text: str) -> np.ndarray:
-        """Return (length,) int64 ids of a text, padded with 0."""
+        """Return the token ids of a text, int64 (length,), padded with 0."""
         ids = np.full(self.length, PADDING, dtype=np.int64)
         tokens = self.encode(text)
         ids[: len(tokens)] = tokens

@@ -30,7 +30,7 @@ class Bytes(Tokenizer):
         self.lower = config.lower
 
     def encode(self, text: str) -> list[int]:
-        """Return start token, bytes and end token; white space is stripped and not repeated."""
+        """Return start token, bytes and end token; runs of white space become one space."""
         clean = " ".join((text.lower() if self.lower else text).split())
         content = clean.encode("utf-8", "surrogateescape")[: self.length - 2]
         return [START, *(byte + 1 for byte in content), END]

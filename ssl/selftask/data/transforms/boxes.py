@@ -18,13 +18,13 @@ Attempt = Callable[..., Any]
 
 
 def first_fit(rng: np.random.Generator, height: int, width: int, attempt: Attempt) -> Any:
-    """Return the first box that fits into an image of this size, or None after ``TRIES``.
+    """Return the first random box that fits into an image; None after ``TRIES`` attempts.
 
     Args:
         rng: Generator of the draws.
         height: Height of the image, in pixels.
         width: Width of the image, in pixels.
-        attempt: Function that computes a box from uniforms.
+        attempt: Function that computes a box from uniforms; see ``Attempt``.
     """
     for _ in range(TRIES):
         fits, box = attempt(rng.random(4).tolist(), height, width, SCALARS)
@@ -44,12 +44,12 @@ def random_box(
     """Return a box of random area and aspect ratio, which may be larger than the image.
 
     Args:
-        uniforms: Four numbers in [0, 1): for area, aspect ratio, left and top.
+        uniforms: Four numbers in [0, 1), or arrays: for area, aspect ratio, left and top.
         height: Height of the image, in pixels.
         width: Width of the image, in pixels.
         scale: Range of the box's area, as a fraction of the image's area.
         log_ratio: Range of the logarithm of width / height.
-        xp: ``SCALARS`` or NumPy.
+        xp: Math functions: ``SCALARS`` for numbers, NumPy for arrays.
 
     Returns:
         Left, top, width and height.

@@ -36,9 +36,10 @@ def by_groups(change: Callable[[np.ndarray], np.ndarray], image: np.ndarray) -> 
 
 
 def for_channels(transform: Any, channels: int) -> Any:
-    """Return the transform with ``channels`` set, if its class has an integer ``channels``.
+    """Return a copy of the transform with ``channels`` set, or the transform itself.
 
-    An instance attribute of that name is a config key and is kept.
+    It is set only if it is an integer attribute of the class. An instance attribute of that name is
+    a config key and is kept.
     """
     asks = isinstance(getattr(type(transform), "channels", None), int)
     if not asks or "channels" in vars(transform) or transform.channels == channels:
@@ -55,7 +56,7 @@ def channel_problems(transform: Any, channels: int) -> Iterator[str]:
 
 
 def list_problems(transforms: Iterable[Component], key: str, channels: int) -> Iterator[str]:
-    """Build the transforms of a list and yield their problems; ``key`` is its config key.
+    """Build the transforms of a list, and yield each config problem with its key.
 
     Args:
         transforms: Transforms in order.
@@ -73,7 +74,7 @@ def list_problems(transforms: Iterable[Component], key: str, channels: int) -> I
 
 
 def needs_rgb(what: str, channels: int, instead: str) -> Iterator[str]:
-    """Yield a problem if there are not three channels, which ``what`` needs.
+    """Yield a problem if the images do not have three channels.
 
     Args:
         what: Key and value that need three channels.

@@ -211,7 +211,10 @@ class ContrastNoise(UniformTransform):
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[float, float, np.ndarray | None]:
-        """Return the factor, and on the scale [0, 255] the offset and the noise (H, W, 1)."""
+        """Return the factor, the offset, and the noise (H, W, 1) or None.
+
+        Offset and noise are on the scale [0, 255].
+        """
         factor, offset = super().draw(rng, height, width)
         noise = None
         if self.noise:

@@ -54,7 +54,7 @@ class RandomResizedCrop(Transform):
             uniforms: Four numbers in [0, 1), or as many arrays (N,).
             height: Height of the image in pixels, a number or an array (N,).
             width: Width of the image in pixels, a number or an array (N,).
-            xp: ``SCALARS`` or NumPy.
+            xp: Math functions: ``SCALARS`` for numbers, NumPy for arrays.
         """
         left, top, w, h = random_box(uniforms, height, width, self.scale, self._log_ratio, xp)
         fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
@@ -111,7 +111,7 @@ class Resize(Transform):
     def draw(
         self, rng: np.random.Generator, height: int, width: int
     ) -> tuple[int, int, int, int] | None:
-        """Return height and width before and after, or None if the size is right; not random."""
+        """Return old height and width, then new height and width; None if they are equal."""
         if min(height, width) == self.size:
             return None
         if width <= height:

@@ -1,4 +1,4 @@
-"""Classes and functions of other libraries and of users, for Pillow images or arrays."""
+"""Transforms from other libraries or user code, for Pillow images or arrays."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Custom(Transform):
 
 
 def _describe(made: Any) -> str:
-    """Return the type of a result; of an array also its type of numbers and shape."""
+    """Describe the type of a result; for an array, also its dtype and shape."""
     of = f" of {made.dtype} {made.shape}" if isinstance(made, np.ndarray) else ""
     return f"a {type(made).__name__}{of}"
 

@@ -45,7 +45,7 @@ class VerticalFlip(Toggled):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomMatrix(UniformTransform, Resampled):
-    """Affine map whose parameters are its matrix, from output to input coordinates."""
+    """Base class of affine maps; parameters are the matrix from output to input coordinates."""
 
     def apply(self, image: np.ndarray, params: Matrix) -> np.ndarray:
         return warp(image, params, self.interpolation, self.fill)
@@ -109,16 +109,17 @@ class RandomAffine(RandomMatrix):
 def inverse_affine(
     size: tuple[Any, Any], degrees: Any, scale: Any, shift: tuple[Any, Any], xp: Any
 ) -> tuple[Any, ...]:
-    """Return the matrix (2x3, row by row) from output to input coordinates.
+    """Return the inverse of an affine map as a matrix (2x3, row by row).
 
-    All arguments but ``xp`` are numbers, or arrays for a batch.
+    The map rotates, scales and translates; its inverse maps output to input coordinates. All
+    arguments but ``xp`` are numbers, or arrays for a batch.
 
     Args:
         size: Width and height, in pixels.
         degrees: Clockwise rotation about the center.
         scale: Scaling about the center.
         shift: Translation after rotation and scaling, to the right and down, in pixels.
-        xp: ``SCALARS`` or NumPy.
+        xp: Math functions: ``SCALARS`` for numbers, NumPy for arrays.
     """
     center_x, center_y = size[0] / 2, size[1] / 2
     cos = xp.cos(xp.radians(degrees)) / scale

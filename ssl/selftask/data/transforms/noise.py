@@ -45,7 +45,7 @@ class _WithHoles(Transform):
             yield from needs_number(what, len(self.fill), channels, "or give one gray level")
 
     def hole(self, rng: np.random.Generator, left: int, top: int, right: int, bottom: int) -> Hole:
-        """Return a rectangle with its fill, which may be drawn.
+        """Return a rectangle and its fill values, which are drawn if ``fill`` is ``noise``.
 
         Args:
             rng: Generator of the draws.
@@ -91,7 +91,7 @@ class RandomErasing(_WithHoles):
             uniforms: Four numbers in [0, 1), or as many arrays (N,).
             height: Height of the image in pixels, a number or an array (N,).
             width: Width of the image in pixels, a number or an array (N,).
-            xp: ``SCALARS`` or NumPy.
+            xp: Math functions: ``SCALARS`` for numbers, NumPy for arrays.
         """
         of_area, of_ratio, of_left, of_top = uniforms
         turned = of_area, of_ratio, of_top, of_left  # because ``ratio`` is height / width
@@ -205,7 +205,7 @@ class SaltAndPepper(Transform):
 
 
 def _bytes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Draw random bytes as 64-bit words, in two thirds of the time of single bytes."""
+    """Return random bytes of this shape; drawn as 64-bit words, which saves a third of the time."""
     count = math.prod(shape)
     words = rng.integers(0, 2**64 - 1, -(-count // 8), dtype=np.uint64, endpoint=True)
     return words.astype("<u8", copy=False).view(np.uint8)[:count].reshape(shape)

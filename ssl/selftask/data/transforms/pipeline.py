@@ -114,7 +114,7 @@ def _run(
     width: int,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Run a kernel program whose result has this size; into ``out`` if its shape fits."""
+    """Return the result of a kernel program, of this size; in ``out`` if its shape fits."""
     if not program:
         return image
     if out is None or out.shape != (height, width, RGB):
@@ -154,7 +154,7 @@ class Normalizer:
         return torch.mul(values, scale, out=pixels).add_(shift)
 
     def _for_rows(self, width: int, device: torch.device) -> list[Tensor]:
-        """Return the constants for a row of pixels: three channels are too few to vectorize."""
+        """Return scale and shift repeated for a row, as three channels are too few to vectorize."""
         key = width, device
         if key not in self._rows:
             self._rows[key] = [c.repeat(width).to(device) for c in self._constants]

@@ -43,7 +43,7 @@ MIX_BINS = 10  # magnitude bins of AugMix, most severe last
 
 @dataclass(frozen=True, kw_only=True)
 class _Policy(Resampled):
-    """A sequence of random operations."""
+    """Base class of transforms that apply a sequence of random operations."""
 
     name: ClassVar[str]  # under which it is registered
 

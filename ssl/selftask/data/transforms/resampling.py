@@ -68,7 +68,7 @@ def _antialiased(image: np.ndarray, height: int, width: int, interpolation: str)
 def warp(
     image: np.ndarray, output_to_input: tuple[float, ...], interpolation: str, fill: int
 ) -> np.ndarray:
-    """Apply an affine map.
+    """Apply an affine map to an image and return the result, which has the same size.
 
     Args:
         image: uint8 (H, W, C).

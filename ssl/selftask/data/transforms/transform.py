@@ -96,7 +96,7 @@ class Transform(ABC):
         """Return the changed image, uint8 (H', W', C); ``image`` (H, W, C) is read-only."""
 
     def program(self, params: Any) -> Sequence[float] | None:
-        """Return a program of the compiled kernel (``data/kernel``), or None if it lacks the op."""
+        """Return a program for the compiled kernel (``data/kernel``), or None if not supported."""
         return None
 
     def source_matrix(self, params: Any, height: int, width: int) -> Matrix:
@@ -112,9 +112,9 @@ class Transform(ABC):
         return UNMOVED
 
     def numbers(self, params: Any) -> Sequence[float]:
-        """Return the numbers for ``batch.draws``, always equally many; none by default.
+        """Return the drawn parameters as numbers for ``batch.draws``; by default, there are none.
 
-        ``params`` is None if the transform leaves the image unchanged.
+        The count is always the same. ``params`` is None if the image is unchanged.
         """
         return ()
 
@@ -139,7 +139,7 @@ class UniformTransform(Transform):
             uniforms: ``num_uniforms`` numbers, or as many arrays (N,).
             height: Height of the image in pixels, a number or an array (N,).
             width: Width of the image in pixels, a number or an array (N,).
-            xp: ``SCALARS`` or NumPy.
+            xp: Math functions: ``SCALARS`` for numbers, NumPy for arrays.
 
         Returns:
             Whether the image is changed, and the parameters: a number or a flat tuple of numbers.
@@ -170,7 +170,7 @@ class RandomlyApplied(UniformTransform):
 
 @dataclass(frozen=True, kw_only=True)
 class Resampled(Transform):
-    """Transform that interpolates pixels, also from outside the image."""
+    """Base class of transforms that interpolate pixels; pixels outside the image get ``fill``."""
 
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     """How pixels are interpolated."""

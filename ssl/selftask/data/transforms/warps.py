@@ -100,7 +100,7 @@ class Elastic(Resampled):
     """Probability that the transform is applied."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray | None:
-        """Return displacements to the right and down in pixels, float32 (2, H, W)."""
+        """Return x and y offsets from each pixel to its source, float32 (2, H, W), or None."""
         if rng.random() >= self.p:
             return None
         noise = 2 * rng.random((2, height, width), dtype=np.float32) - 1
@@ -127,6 +127,6 @@ class Elastic(Resampled):
 
 
 def corners_of(height: int, width: int) -> np.ndarray:
-    """Return the coordinates of the corners as torchvision counts them, float32 (4, 2)."""
+    """Return (x, y) of the corner pixels, clockwise from the upper left, float32 (4, 2)."""
     right, bottom = width - 1, height - 1
     return np.array([[0, 0], [right, 0], [right, bottom], [0, bottom]], dtype=np.float32)

@@ -1,6 +1,6 @@
-"""Confusion of pixels and the metrics of segmentation.
+"""Confusion matrix of pixels, and metrics of semantic segmentation.
 
-C classes, S pixels a side.
+C classes, images of S x S pixels.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Confusion:
-    """Number of pixels of each class and predicted class, (C, C).
+    """Confusion matrix (C, C) of pixels; rows are true classes, columns are predicted ones.
 
     Args:
         num_classes: Number of classes, C.
@@ -22,7 +22,7 @@ class Confusion:
         self.counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
 
     def add(self, mask: Tensor, predicted: Tensor) -> None:
-        """Count pixels.
+        """Add pixels to the counts.
 
         Args:
             mask: Class numbers, integers of any shape; negative ones do not count.
@@ -33,7 +33,7 @@ class Confusion:
         self.counts += torch.bincount(key, minlength=size**2).view(size, size)
 
     def iou(self) -> Tensor:
-        """Return intersection over union by class, float64 (C,); NaN without pixels in either."""
+        """Return the IoU by class, float64 (C,); NaN for classes neither present nor predicted."""
         counts = self.counts.double()
         hits = counts.diagonal()
         return hits / (counts.sum(dim=0) + counts.sum(dim=1) - hits)
@@ -44,7 +44,7 @@ class Confusion:
         return counts.diagonal() / counts.sum(dim=1)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``miou``, ``accuracy`` of pixels and ``class_accuracy``, means over classes."""
+        """Return pixel ``accuracy``, and the means over classes ``miou`` and ``class_accuracy``."""
         counts = self.counts.double()
         return {
             "miou": float(self.iou().nanmean()),
@@ -54,7 +54,7 @@ class Confusion:
 
 
 def upsampled_classes(scores: Tensor, size: int) -> Tensor:
-    """Return the class with the highest score of each pixel, (S, S).
+    """Return the class with the highest interpolated score at each pixel, (S, S).
 
     Args:
         scores: Scores (C, h, w) of patches, interpolated bilinearly.

@@ -1,7 +1,7 @@
 """Folders of images with depth maps.
 
-``DIR/images`` has images in any sub-folders, and ``DIR/depths`` for each of them a file of the same
-name: an array ``.npy`` of depths, or a PNG of 16 bits. S pixels a side.
+``DIR/images`` has images, also in sub-folders. ``DIR/depths`` has a file of the same name for each
+image: a ``.npy`` array of depths, or a 16-bit PNG. Images are resized to S x S pixels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNKNOWN = 0.0  # depth of pixels that do not count
 class DepthImages(Squared):
     """Square images with the extra array ``depth``, float32 (S, S); UNKNOWN for missing values.
 
-    Depths are resized by the nearest pixel.
+    Depths are resized by nearest-neighbor interpolation.
 
     Args:
         root: Folder with ``images`` and ``depths``.

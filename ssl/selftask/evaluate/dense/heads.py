@@ -68,14 +68,14 @@ def sample_patches(
     masks_of: Callable[[Batch], Tensor],
     num_classes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a sample of labeled patches: features (M, E), shares (M, C), image numbers (M,).
+    """Return a sample of labeled patches: features (M, E), class shares (M, C), images (M,).
 
     Args:
         patches: Patch features.
         batches: The training images.
         options: Size and seed of the sample.
         num_images: Number of training images.
-        masks_of: Returns the class numbers (B, S, S) of a batch, negative for ignored pixels.
+        masks_of: Batch -> class numbers (B, S, S), negative for ignored pixels.
         num_classes: Number of classes, C.
     """
     memory = PatchMemory(options.memory, num_images, options.seed)
@@ -88,11 +88,11 @@ def sample_patches(
 
 
 def hits(scores: Tensor, shares: Tensor) -> Tensor:
-    """Return the number of pixels in the predicted class, counted in patches.
+    """Return the number of correctly classified pixels, in units of patches.
 
     Args:
         scores: Scores of patches (m, C).
-        shares: Shares of their classes (m, C).
+        shares: Class shares of the patches (m, C).
     """
     return shares.gather(1, scores.argmax(dim=1, keepdim=True)).sum()
 
@@ -104,17 +104,17 @@ def fit_heads(
     images: Tensor,
     quality: Quality = hits,
 ) -> tuple[dict[str, Scores], dict[str, float]]:
-    """Return the heads by name, and the chosen learning rate of the linear one, ``linear_lr``.
+    """Fit the heads; return them by name, and the chosen learning rate as ``linear_lr``.
 
     Args:
         options: Options of the heads.
         features: Patches in memory (M, E).
-        shares: Shares of their classes (M, C).
+        shares: Class shares of the patches (M, C).
         images: Their image numbers (M,).
-        quality: What the chosen learning rate maximizes on held-out images.
+        quality: Metric that the chosen learning rate maximizes on held-out images.
 
     Raises:
-        UserError: If there are fewer patches than neighbors, or one image for several rates.
+        UserError: If there are fewer patches than ``k``, or one image for several learning rates.
     """
     heads: dict[str, Scores] = {}
     facts: dict[str, float] = {}
@@ -165,7 +165,7 @@ def _best_rate(
 
 
 def check_choice(num_images: int) -> None:
-    """Raise UserError unless there are images to train on, and others to choose a rate on."""
+    """Raise UserError unless one image can be trained on and another held out to choose a rate."""
     if num_images < 2:
         raise UserError(
             "lr: 1 training image with labels leaves none to choose a learning rate on; give one, "

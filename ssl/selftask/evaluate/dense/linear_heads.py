@@ -49,11 +49,12 @@ def fit_linear_heads(
     weight_decay: float,
     seed: int,
 ) -> LinearHeads:
-    """Minimize the cross-entropy of pixels with one head for each learning rate.
+    """Train one linear head for each learning rate by the cross-entropy of pixels.
 
-    All pixels of a patch have its logits, so the mean cross-entropy of its pixels is that of their
-    shares of classes. AdamW from zeros, with batches of 1,024 patches and a cosine decay of the
-    learning rate to 0. All heads see the same batches, and none depends on the others.
+    All pixels of a patch share its logits, so their mean cross-entropy is that with the patch's
+    class shares as soft targets. Heads are trained by AdamW from zeros, with batches of 1,024
+    patches and a cosine decay of the learning rate to 0. All heads see the same batches, and none
+    depends on the others.
 
     Args:
         features: (M, E).

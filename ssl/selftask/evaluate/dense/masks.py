@@ -1,8 +1,8 @@
 """Folders of images with masks of class indices.
 
-``DIR/images`` has images in any sub-folders, and ``DIR/masks`` a PNG of the same name for each, of
-8 or 16 bits, palette or gray. ``DIR/classes.csv`` may name the classes, with columns ``index`` and
-``name``. S pixels a side, C classes.
+``DIR/images`` has images, also in sub-folders. ``DIR/masks`` has a PNG of the same name for each
+image, of 8 or 16 bits, palette or gray. ``DIR/classes.csv`` may name the classes, with columns
+``index`` and ``name``. Images are resized to S x S pixels; C classes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Classes:
         return len(self.indices)
 
     def numbers(self) -> np.ndarray:
-        """Return the class number of each index of a mask, int16 (65536,); IGNORED for others."""
+        """Return the class number by mask index, int16 (65536,); IGNORED for other indices."""
         numbers = np.full(_MOST, IGNORED, dtype=np.int16)
         numbers[list(self.indices)] = np.arange(len(self), dtype=np.int16)
         return numbers
@@ -58,7 +58,7 @@ class Classes:
 class MaskedImages(Squared):
     """Square images with the extra array ``mask``, int16 (S, S): class numbers or IGNORED.
 
-    Masks are resized to the same size by the nearest pixel.
+    Masks are resized by nearest-neighbor interpolation.
     """
 
     extras: Mapping[str, ExtraKind] = MappingProxyType({"mask": "array"})
@@ -76,7 +76,7 @@ class MaskedImages(Squared):
 
 
 class MaskFolder:
-    """Images and masks of a folder, of which all masks are read once.
+    """Images and masks of a folder. All masks are read once to check them and count pixels.
 
     Args:
         root: Folder with ``images`` and ``masks``.
@@ -89,8 +89,8 @@ class MaskFolder:
         pixels: Number of pixels of each index that counts.
 
     Raises:
-        UserError: If a mask is missing, unreadable, has another size than its image, an index that
-            is not in the table, or if no pixel counts.
+        UserError: If a mask is missing or unreadable, differs in size from its image, or has an
+            index that is not in the table, or if no pixel counts.
     """
 
     def __init__(
@@ -137,20 +137,20 @@ class MaskFolder:
         return total
 
     def open(self, size: int, classes: Classes) -> MaskedImages:
-        """Return the images and masks at a size in pixels."""
+        """Return the images and masks, resized to ``size`` x ``size`` pixels."""
         return MaskedImages(self.source, size, self.masks, classes)
 
 
 def companions(
     root: str, source: Source, key: str, folder: str, suffixes: Sequence[str]
 ) -> list[str]:
-    """Return the path of the file in ``root/folder`` with the name of each image.
+    """Return for each image the path of the file of the same name in ``root/folder``.
 
     Args:
         root: Folder with ``images`` and ``folder``.
         source: Source of the images below ``root/images``.
         key: Config key of the folder, for messages.
-        folder: Name of the folder, a plural.
+        folder: Name of the folder of these files, such as ``masks``.
         suffixes: Possible extensions of the files.
 
     Raises:
@@ -173,11 +173,11 @@ def companions(
 
 
 def folder_problem(root: str, second: str = MASKS, example: str = "NAME.png") -> str | None:
-    """Return what is missing in a folder of images with masks, or None.
+    """Return a message if a folder of images with masks is incomplete, else None.
 
     Args:
         root: The folder.
-        second: Name of the folder beside that of the images.
+        second: Name of the folder of masks or of other files, beside that of the images.
         example: Name of a file in it.
     """
     if is_remote(root):
@@ -227,7 +227,7 @@ def read_table(root: str) -> dict[int, str] | None:
 def classes_of(
     table: Mapping[int, str] | None, ignore: Collection[int], *pixels: Mapping[int, int]
 ) -> Classes:
-    """Return the classes of the table, or without one all indices with pixels."""
+    """Return the classes of the table, or of all indices with pixels, except ignored ones."""
     indices = sorted({index for part in pixels for index in part} if table is None else {*table})
     indices = [index for index in indices if index not in ignore]
     return Classes(indices, [str(i) if table is None else table[i] for i in indices])
@@ -256,7 +256,7 @@ def read_mask(path: str) -> np.ndarray:
 
 
 def check_size(mask: np.ndarray, path: str, image_path: str) -> None:
-    """Raise UserError if the size (H, W) of a mask is not that of its image by its header."""
+    """Raise UserError if a mask differs in size from its image; remote ones are not checked."""
     if is_remote(image_path):
         return
     try:

@@ -1,4 +1,4 @@
-"""A sample of labeled patches, of bounded size, and votes of the nearest of them.
+"""Sample of labeled patches of limited size, and votes of the nearest patches in it.
 
 B images of S x S pixels, N patches of each in a grid of h x w, M patches in memory, E features,
 C classes.
@@ -20,10 +20,10 @@ _ROWS = 512  # queries at once
 
 
 class PatchMemory:
-    """A uniform sample of the labeled patches of a sequence of images.
+    """Random sample of the labeled patches of a sequence of images.
 
-    Each image adds at most its share of the capacity, plus what earlier images did not use of
-    theirs. The sample depends on the seed and the images only.
+    Each image adds at most ``capacity / num_images`` patches, plus the number that earlier images
+    left unused. The sample depends on the seed and the images only.
 
     Args:
         capacity: Largest number of patches.
@@ -42,7 +42,7 @@ class PatchMemory:
         Args:
             maps: Patch features (B, E, h, w).
             shares: Share of each class in the patches (B, N, C), all 0 for patches without a label.
-            indices: Number of each image (B,), the key of its draws.
+            indices: Number of each image (B,), which selects the random stream of its draw.
         """
         patches = maps.flatten(2).transpose(1, 2)  # (B, N, E)
         is_labeled = shares.sum(dim=2).gt(0).cpu().numpy()
@@ -63,10 +63,10 @@ class PatchMemory:
 
 
 def class_shares(masks: Tensor, grid: Grid, num_classes: int) -> Tensor:
-    """Return the share of each class in the pixels of each patch that count: (B, N, C) float32.
+    """Return the share of each class in each patch's labeled pixels, (B, N, C) float32.
 
     Balazevic et al., Towards In-Context Scene Understanding, arXiv:2306.01667, section 3.1. Patches
-    without such pixels have zeros.
+    without labeled pixels have zeros.
 
     Args:
         masks: Class numbers (B, S, S), IGNORED for pixels that do not count.
@@ -89,13 +89,13 @@ def class_shares(masks: Tensor, grid: Grid, num_classes: int) -> Tensor:
 
 
 def vote(bank: Bank, shares: Tensor, queries: Tensor, k: int, temperature: float) -> Tensor:
-    """Return the mean of the classes of the k nearest patches, weighted by softmax: (Q, C).
+    """Return the weighted mean of the class shares of the k nearest patches, (Q, C).
 
     The weights are the softmax of cosine / temperature, as in arXiv:2306.01667, section 3.1.
 
     Args:
         bank: Features of the M patches in memory.
-        shares: Their classes (M, C).
+        shares: Class shares of these patches (M, C).
         queries: Patch features (Q, E).
         k: Number of neighbors.
         temperature: Temperature of the weights; with a large one all neighbors count alike.

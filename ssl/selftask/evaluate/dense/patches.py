@@ -58,7 +58,7 @@ class PatchFeatures:
     Args:
         backbone: A backbone with patches, see ``models.features``.
         size: Height and width of the images in pixels.
-        layer: Number of a hidden layer; None for the output.
+        layer: Number of a hidden layer, negative from the last; None for the output.
 
     Raises:
         UserError: If the backbone has no patches, no such layer, or does not accept the size.
@@ -127,7 +127,7 @@ class Squared(Wrapped):
 
 
 def limited(source: Source, images: int | None, seed: int) -> Source:
-    """Return a random choice of at most ``images`` images, in their order; None for all."""
+    """Return at most ``images`` randomly chosen images in their order, or all if None."""
     if images is None or images >= len(source):
         return source
     return Subset(source, Part(count=images, seed=seed))

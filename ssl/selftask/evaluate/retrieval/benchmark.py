@@ -100,7 +100,7 @@ def _of_classes(source: Source) -> Benchmark:
 
 
 def _of_buildings(source: Source, truth: Truth, path: Path) -> Benchmark:
-    """Return the parts of arXiv:1803.11285, section 3 (Radenovic et al.), or the original one."""
+    """Return revisited Oxford or Paris in parts (arXiv:1803.11285, section 3), or the original."""
     names = ImageNames(source)
     database = [names.find(name, f"truth={path}: imlist") for name in truth.images]
     queries = [

@@ -25,7 +25,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Truth:
-    """Content of a file."""
+    """Content of a ground-truth file of Oxford or Paris."""
 
     images: list[str]
     queries: list[str]

@@ -1,6 +1,6 @@
-"""Descriptors of images: pooled features, GeM or R-MAC of the last map, at several scales.
+"""Image descriptors at several scales: pooled output, or mean, GeM or R-MAC of the last map.
 
-A map is (E, h, w); a descriptor has E features and length 1.
+A feature map is (E, h, w); a descriptor has E features and length 1.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Descriptors:
 
     @torch.no_grad()
     def vectors(self, images: Tensor) -> list[Tensor]:
-        """Return the vectors (R, E) of an image (1, C, H, W) in each view, of length 1.
+        """Return unit vectors (R, E) for each scale and flip of an image (1, C, H, W).
 
         R is 1, or with ``rmac`` the number of regions.
         """
@@ -98,7 +98,7 @@ class Descriptors:
         return unit(whiten(unit(torch.cat(list(vectors)).mean(dim=0, keepdim=True))))[0]
 
     def to_whiten(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Return the vectors (R, E) of an image to which a whitening is fitted and applied."""
+        """Return the vectors (R, E) of an image that the whitening is fitted to."""
         if self.options.pool == "rmac":
             return torch.cat(list(vectors))
         return unit(torch.cat(list(vectors)).mean(dim=0, keepdim=True))

@@ -62,7 +62,7 @@ def evaluate_retrieval(
     """Return ``retrieval_map`` and ``retrieval_precision_at_K`` of each part of a benchmark.
 
     Means are over the queries of a part that have positives. Metrics of a named part have its name,
-    such as ``retrieval_easy_map``.
+    such as ``retrieval_easy_map``. ``queries``, ``database`` and ``dimensions`` are also returned.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).

@@ -10,7 +10,7 @@ from selftask.errors import UserError, nearest
 
 
 class ImageNames:
-    """Search for images by path or the end of a path, with or without the extension."""
+    """Lookup of images by path or the end of a path, with or without the extension."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -23,7 +23,7 @@ class ImageNames:
 
         Args:
             name: ``all_souls_000013``, ``jpg/all_souls_000013.jpg`` or a whole path.
-            where: The place of the name, for error messages.
+            where: Location of the name, such as a file and line, for error messages.
 
         Raises:
             UserError: If no image or several images match.

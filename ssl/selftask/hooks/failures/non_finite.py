@@ -57,7 +57,7 @@ class NonFiniteGuard(Hook):
             ``rollback`` skips the affected step and all later repeated steps.
         budget: Maximum number of consecutive steps that ``skip`` may skip.
         until: Global batch before which steps are repeated; 0 for ``skip``.
-        cause: The error because of which steps are repeated.
+        cause: The error that led to the repetition.
     """
 
     priority: ClassVar[int] = 65  # after hooks that change the loss, before it is logged
@@ -171,7 +171,7 @@ def describe(task: Task, what: str, here: Cause | None) -> str:
 
 
 def _cause_in(batch: Batch) -> Cause | None:
-    """Return the first non-finite part of this rank's batch."""
+    """Return the first non-finite part of this rank's batch, or None."""
     for name, views in batch.views.items():
         if not all(map(is_finite, views)):
             return Cause(0, f"its images are not finite (views {name})")

@@ -96,7 +96,7 @@ class GradientNoise(Hook):
 
 
 def estimate(small: float, big: float, small_size: float, size: float) -> tuple[float, float]:
-    """Return unbiased estimates of the trace of the noise's covariance and of |G|^2.
+    """Return unbiased estimates of the noise covariance's trace and of the true |gradient|^2.
 
     Args:
         small: Mean squared norm of gradients of ``small_size`` samples.

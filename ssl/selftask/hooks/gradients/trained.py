@@ -17,7 +17,7 @@ def updated_parameters(task: Task) -> list[nn.Parameter]:
 
 
 def parameters_of_optimizers(task: Task) -> list[nn.Parameter]:
-    """Return the parameters that all optimizers update."""
+    """Return the parameters of all optimizers of the task."""
     groups = [group for optimizer in task.all_optimizers for group in optimizer.param_groups]
     return [p for group in groups for p in group["params"]]
 

@@ -82,7 +82,7 @@ class Health(Hook):
         self.ratios = list(state.get("ratios", ()))
 
     def _log_loss(self, task: Task) -> float | None:
-        """Log chance_ratio; warn if the loss has stayed at chance. Return the ratio."""
+        """Log and return ``chance_ratio``; warn if the loss has stayed at chance."""
         chance = task.loss.chance_loss
         if not chance:
             return None
@@ -176,7 +176,7 @@ def embedding_std(rows: Tensor) -> Tensor:
 
 
 def mean_cosine(rows: Tensor) -> Tensor:
-    """Return the mean cosine of two different (N, E) rows, from -1 to 1."""
+    """Return the mean cosine over pairs of different (N, E) rows, from -1 to 1."""
     total = F.normalize(rows, dim=1).sum(dim=0)
     return (total.square().sum() - len(rows)) / (len(rows) * (len(rows) - 1))
 

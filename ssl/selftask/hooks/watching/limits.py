@@ -1,4 +1,4 @@
-"""Limits for detecting that a run does not learn, for the hook ``health`` and reports. No torch."""
+"""Limits to detect runs that do not learn, for the hook ``health`` and reports; without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIN_RANK = 1.2  # effective_rank below this is a collapse too
 
 
 def stays_at_chance(first: float, lowest: float) -> bool:
-    """Return True if a loss has not fallen below that of an uninformed network.
+    """Return True if a loss has not fallen below chance or, if larger, its first value.
 
     Args:
         first: The first chance_ratio of the run.

@@ -1,4 +1,4 @@
-"""Comparison of loader and device in the first steps."""
+"""Comparison of the speeds of loader and device in the first steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ QUEUED = 5  # steps after which the last timed one has ended, so that the host d
 
 
 class LoaderCheck(Hook):
-    """Advises in the first steps on a GPU if its workers make batches more slowly than it trains.
+    """Warns after the first steps if workers take longer for a batch than the device for a step.
 
-    Waiting itself shows later, since the workers begin with a store of batches, and the host runs
+    Training itself waits only later, since prefetched batches are used first and the host runs
     ahead of the device. The device is timed from the forward pass to the end of a step, without
-    waiting for it; workers time each batch. After ``LAST + QUEUED`` steps nothing is called any
-    more.
+    waiting for it; workers time each batch. After ``LAST + QUEUED`` steps the hook removes itself.
     """
 
     priority: ClassVar[int] = 90
@@ -39,7 +38,7 @@ class LoaderCheck(Hook):
 
     @staticmethod
     def applies(task: Task) -> bool:
-        """Return True if workers make the views of single batches for an accelerator."""
+        """Return True if workers augment for an accelerator and a step reads a single batch."""
         data, train = task.config.data, task.config.train
         made_by_workers = data.num_workers > 0 and data.augment_on == "cpu"
         return made_by_workers and is_accelerator(task.device) and train.accumulate == 1

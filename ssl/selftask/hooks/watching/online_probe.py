@@ -194,7 +194,7 @@ class OnlineProbe(Hook):
     # -- evaluation -----------------------------------------------------------------------------
 
     def before_evaluation(self, task: Task) -> None:
-        """Log the accuracy on the labeled validation sets, of which each rank has a part.
+        """Log the accuracy on the labeled validation sets, which are divided among the ranks.
 
         A network that is sharded over ranks is not evaluated.
         """
@@ -208,7 +208,7 @@ class OnlineProbe(Hook):
 
     @torch.no_grad()
     def _evaluate(self, task: Task, set_name: str) -> dict[str, Tensor]:
-        """Return the accuracy on a validation set, by the end of the column."""
+        """Return the accuracies on a validation set, by column suffix such as ``_layer3``."""
         backbone = task.base_model.backbone
         counts = {  # hits of each learning rate, images
             name: torch.zeros(len(self.lr) + 1, device=task.device) for name in self.probes
@@ -245,5 +245,5 @@ def _sizes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def _by_column(output: Tensor, hidden: dict[int, Tensor]) -> dict[str, Tensor]:
-    """Return the features of the backbone's output and of layers, by the end of their columns."""
+    """Return the features of the backbone's output and of layers, by column suffix."""
     return {"": output, **{f"_layer{number}": x for number, x in hidden.items()}}

@@ -153,7 +153,7 @@ class Timing(Hook):
         return ranges
 
     def _take(self) -> defaultdict[str, float]:
-        """Return milliseconds by section since the last call. Wait for the device."""
+        """Return milliseconds by section since the last call; wait for the device."""
         self._begin("hooks")
         spent: defaultdict[str, float] = defaultdict(float)
         for (section, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class MediaHook(Hook):
-    """A hook that sends images or histograms to writers once a period."""
+    """Base class of hooks that send images or histograms to writers once per period."""
 
     every: int | str = setting("1 epoch", duration=True, min=1)
     """Time between images or histograms; they are sent in the next logged step."""

@@ -65,7 +65,7 @@ class MLflow(TrackingWriter):
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return dotted keys and their values; lists stay whole."""
+    """Return the dotted keys of a config with their values; lists are not flattened."""
     pairs: list[tuple[str, Any]] = []
     for name, value in config.items():
         if isinstance(value, dict) and value:

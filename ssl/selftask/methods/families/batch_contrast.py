@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BatchContrast(Method):
-    """Method with SimCLR's head (arXiv:2002.05709, section 2.1), whose negatives are the batch."""
+    """Method with SimCLR's head (arXiv:2002.05709, section 2.1) and negatives from the batch."""
 
     loss_reduction = "gathered"  # views are negatives to those of all ranks
     views: ClassVar[NumViews | dict[str, NumViews]] = 2

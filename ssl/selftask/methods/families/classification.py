@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 
 class Classification(Method):
-    """Method with one classifier, or several by name, whose weighted losses are named terms.
+    """Method that trains one classifier, or several by name, whose weighted losses are added.
 
-    A subclass sets ``num_classes``, C, before ``build_network``, and computes ``score_loss``. The
-    network gets one view of an image, or several if a head begins with ``concat_views``.
+    A subclass sets ``num_classes``, C, before this class's ``build_network``, and computes
+    ``score_loss``. The network gets one view of an image, or several if a head begins with
+    ``concat_views``.
     """
 
     loss_reduction = "samples"
@@ -107,7 +108,7 @@ class Classification(Method):
         )
 
     def group_rules(self) -> list[GroupRule]:
-        """Freeze the backbone of a probe."""
+        """Freeze the backbone if ``freeze_backbone`` is set."""
         return [GroupRule(match="network.backbone", freeze=True)] * self.config.freeze_backbone
 
     def on_start(self, task: Task) -> None:
@@ -151,7 +152,11 @@ class Classification(Method):
         return sum(self.config.head_weights.get(name, 1.0) for name in self.config.heads or ("",))
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores:
-        """Return the classifier; the first one if there are several."""
+        """Return the classifier, or the first of several.
+
+        Raises:
+            UserError: If a classifier takes patch tokens.
+        """
         weights = weights_at(checkpoint, "model.head")
         num_classes = len([value for value in weights.values() if value.ndim == 2][-1])
         head = self.build_heads(embed_dim, num_classes) or nn.Linear(embed_dim, num_classes)

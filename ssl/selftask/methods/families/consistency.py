@@ -15,7 +15,7 @@ from selftask.models.precision import in_full_precision
 
 @dataclass(frozen=True, kw_only=True)
 class ConsistencyConfig:
-    """Keys of the term, for the config of a method."""
+    """Config keys of the CO2 term, a base class for the configs of methods."""
 
     consistency_weight: float = setting(0.0, min=0)
     """Weight of the term of CO2 (arXiv:2010.02217), alpha; 10 in its paper for MoCo v2."""

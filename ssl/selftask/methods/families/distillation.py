@@ -53,7 +53,7 @@ class Distillation(Method):
         """Return the teacher, and set ``out_dim`` to the width of its output, D.
 
         Raises:
-            UserError: If the teacher does not exist or does not match.
+            UserError: If the teacher does not exist, or does not match the method or its images.
         """
         trained = self.open_trained("teacher", task, scores=self.learns_scores)
         self.out_dim = trained.width
@@ -104,7 +104,7 @@ class QueueDistillation(Distillation):
         return (self.queue,)
 
     def rows(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the features of a batch for each queue, (B, D)."""
+        """Return the features (B, D) of a batch to enqueue, one tensor for each queue."""
         return (batch["targets"],)
 
     def on_update(self, task: Task) -> None:

@@ -20,7 +20,7 @@ Schedule: TypeAlias = float | dict[str, Any]
 
 
 def teacher_momentum(default: Schedule) -> Any:
-    """Declare the key ``momentum`` of a method with a default of its own."""
+    """Return the config field ``momentum`` of a method, with the given default."""
     return setting(default, of="schedules", min=0, max=1)
 
 
@@ -53,7 +53,7 @@ class EMATeacher(Method):
         self.momentum_at = build_schedule(self.config.momentum, task.length)
 
     def on_update(self, task: Task) -> None:
-        """Update the teacher after the network's own step."""
+        """Update the teacher after the optimizer step of the network."""
         super().on_update(task)
         momentum = self.momentum_at(task.where)
         self.teacher.update(self.averaged(task.base_model), momentum=momentum)
@@ -65,7 +65,8 @@ class EMATeacher(Method):
 class ProjectorTeacher(EMATeacher):
     """Method whose head is a ``ProjectorPredictor``, and whose teacher has no predictor.
 
-    The teacher returns projections (V, B, D); the network (V, B, 2, D), projection and prediction.
+    The teacher returns projections (V, B, D). The network returns both projections and predictions,
+    stacked as (V, B, 2, D).
     """
 
     per_view = True

@@ -17,7 +17,7 @@ from selftask.config.fields import setting
 
 @dataclass(frozen=True, kw_only=True)
 class HardMixingConfig:
-    """Keys of mixed negatives, for the config of a method with a queue."""
+    """Config keys of mixed negatives, a base class for the configs of methods with a queue."""
 
     mix_pairs: int = setting(0, min=0)
     """Number of negatives of a query that mix two hard entries of the queue (MoCHi,
@@ -37,11 +37,11 @@ class HardMixingConfig:
 
     @property
     def num_draws(self) -> int:
-        """Uniform draws for a query: two entries and a share, or one entry and a share."""
+        """Number of uniform draws per query: 3 per mixed pair, 2 per mix with the query."""
         return 3 * self.mix_pairs + 2 * self.mix_queries
 
     def mixing_problems(self, queue_size: int) -> Iterator[str]:
-        """Yield what is wrong for a queue of that length."""
+        """Yield an error message if the queue has fewer than ``mix_hardest`` entries."""
         if self.num_mixed and self.mix_hardest > queue_size:
             yield f"mix_hardest: {self.mix_hardest} is more than queue_size: {queue_size}"
 

@@ -3,8 +3,8 @@
 Hidden patches are replaced by a mask token (``MaskedNetwork``, requires ``"tokens"``), or left out
 and predicted from the others (``KeptNetwork``, requires ``"subset"``).
 
-B: images per rank, N: patches of an image, K of them kept, in M groups of Q predicted, E: width; H:
-hidden patches of an image at most.
+B: images per rank, N: patches of an image, K: patches that are kept, M: groups of Q patches to
+predict, H: maximum number of hidden patches of an image, E: width.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class MaskedPatches(Method):
     """Method that draws ``batch["mask"]`` for the first view; the network gets ``(images, mask)``.
 
-    ``check_grid`` is called for the size of the backbone before a run starts.
+    ``build_network`` calls ``check_grid`` for the grid of patches that the backbone is built for.
     """
 
     loss_reduction: ClassVar[Literal["samples", "gathered", "statistics"]] = "samples"
@@ -51,7 +51,7 @@ class MaskedPatches(Method):
         return MaskedNetwork(backbone, self.build_head(embed_dim(backbone)))
 
     def check_grid(self, grid: Grid) -> None:
-        """Raise UserError if there are no masks for a grid of patches."""
+        """Raise UserError if no masks can be drawn for a grid of patches; by default never."""
 
     def setup(self, task: Task) -> None:
         super().setup(task)
@@ -75,13 +75,13 @@ class MaskedPatches(Method):
         raise NotImplementedError(f"{type(self).__name__} draws no masks")
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the image and the patches that the network sees."""
+        """Return the images, and the same with hidden patches set to 0."""
         (images,) = batch.all_views
         return {"image": images, "masked": hide_patches(images, batch["mask"].flatten(1))}
 
 
 class MaskedNetwork(Network):
-    """Backbone with hidden patches replaced by a trained token, then the head.
+    """Backbone in which a trained token replaces hidden patches, followed by a head.
 
     Args:
         backbone: Backbone with ``"tokens"`` in its ``offers``.
@@ -145,7 +145,7 @@ class BlockMaskedPatches(MaskedPatches):
         return int(self.config.mask_ratio * grid[0] * grid[1])
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw masks; ``batch["hidden"]`` are indices (B, H) and their padding (B, H)."""
+        """Draw masks; set ``batch["hidden"]`` to hidden indices (B, H) and their padding (B, H)."""
         super().prepare_batch(batch, task)
         images, mask = batch.input
         batch["grid"] = adapter_of(task.base_model.backbone).grid(*images.shape[-2:])
@@ -161,7 +161,7 @@ class BlockMaskedPatches(MaskedPatches):
 
 
 class HiddenPatchNetwork(MaskedNetwork):
-    """Backbone with hidden patches replaced by a trained token, then the head at these patches."""
+    """Backbone in which a trained token replaces hidden patches, with a head for these patches."""
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> PatchOutput:  # type: ignore[override]
         images, mask, indices = inputs
@@ -170,11 +170,11 @@ class HiddenPatchNetwork(MaskedNetwork):
 
 
 def mean_of_hidden(losses: Tensor, padding: Tensor) -> Tensor:
-    """Return the mean over the hidden patches of an image, then over images.
+    """Return the mean over the hidden patches of each image, averaged over images.
 
     Args:
         losses: (B, H).
-        padding: (B, H) bool, True for entries that are no hidden patches.
+        padding: (B, H) bool, True for padding, which is ignored.
     """
     of_image = losses.masked_fill(padding, 0.0).sum(dim=1) / (~padding).sum(dim=1).clamp(min=1)
     return of_image.mean()
@@ -217,7 +217,7 @@ class KeptPatches(MaskedPatches):
                 )
 
     def build_kept(self, backbone: nn.Module, task: Task, num_out: int) -> KeptNetwork:
-        """Return encoder and decoder with MAE's initial weights, and ``num_out`` outputs each."""
+        """Return encoder and decoder with MAE's initial weights; ``num_out`` outputs per patch."""
         config = self.config
         self.num_kept(adapter_of(backbone).built_grid)
         return build_kept_network(
@@ -247,14 +247,14 @@ class KeptPatches(MaskedPatches):
         return kept
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
-        """Keep the patches with the lowest draws; the others are predicted as one group."""
+        """Draw the patches to keep; the others form one group to predict."""
         draws = uniform(seed, key, grid[0] * grid[1])  # (B, N)
         order = draws.argsort(dim=1, stable=True)
         num_kept = self.num_kept(grid)
         return Kept(order[:, :num_kept], order[:, None, num_kept:])
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the image and the patches that are encoded."""
+        """Return the images, and the same with patches that are not encoded set to 0."""
         images, keep = batch.all_views[0], batch["mask"].keep
         num_patches = keep.shape[1] + batch["mask"].asked[0].numel()
         hidden = keep.new_ones(len(keep), num_patches, dtype=torch.bool).scatter(1, keep, False)
@@ -262,7 +262,7 @@ class KeptPatches(MaskedPatches):
 
 
 class KeptNetwork(Network):
-    """Encoder of some patches, and a transformer that predicts others: (B, M, Q, outputs)."""
+    """Encoder of the kept patches, and a transformer that predicts others, (B, M, Q, outputs)."""
 
     def forward(self, inputs: tuple[Tensor, Kept]) -> PatchOutput:  # type: ignore[override]
         images, mask = inputs
@@ -288,12 +288,12 @@ def build_kept_network(
     depth: int,
     num_heads: int,
 ) -> KeptNetwork:
-    """Return a backbone with fixed positions and a predictor of patches.
+    """Return a network of a backbone and a patch predictor, both with fixed sine-cosine positions.
 
     Args:
         backbone: Backbone with ``"subset"`` in its ``offers``.
-        task: The task; a backbone whose weights were loaded (``init``) is not changed.
-        initialize: Sets the initial weights of predictor and backbone, in place.
+        task: The task; if ``init`` loads the backbone's weights, the backbone is not changed.
+        initialize: Function that sets the initial weights of a module in place.
         num_out: Number of outputs per patch.
         dim: Width of the predictor.
         depth: Blocks of the predictor.
@@ -319,10 +319,11 @@ def initialize_unless_loaded(
 
 @torch.no_grad()
 def initialize_as_mae(module: nn.Module) -> None:
-    """Initialize linear layers and patches with Xavier's uniform weights.
+    """Initialize linear layers and the patch embedding with Xavier's uniform weights, in place.
 
-    MAE (arXiv:2111.06377), appendix A.1. Biases are set to zero except that of the patch
-    embedding, as in its published code.
+    MAE (arXiv:2111.06377), appendix A.1. Biases of linear layers are set to zero, and the class
+    token to normal values of standard deviation 0.02. The bias of the patch embedding keeps its
+    value, as in the published code.
     """
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class MemoryContrast(Method):
-    """Method with ``self.memory``, an entry for each image, updated after each step.
+    """Method with ``self.memory``, which has an entry for each image, updated after each step.
 
     The config's ``loss`` is ``"nce"``, noise-contrastive estimation, or ``"info_nce"``, a softmax
-    over an image and its negatives. A subclass may have others, without negatives.
+    over an image and its negatives. A subclass may add losses that need no negatives.
     """
 
     loss_reduction = "samples"  # negatives come from the memory
@@ -72,7 +72,7 @@ class MemoryContrast(Method):
         return draws[:, :others]
 
     def on_forward(self, task: Task) -> None:
-        """Collect features for the memory; add NCE's constant, estimated in the first step."""
+        """Collect features for the memory; for NCE, set ``batch["normalizer"]``, its constant Z."""
         batch, features = task.last_batch, task.last_batch.output[0].detach()
         if self.config.loss == "nce":
             batch["normalizer"] = self.normalizer.of(
@@ -82,7 +82,10 @@ class MemoryContrast(Method):
             self.pending.append((batch.index, features))
 
     def contrast(self, batch: Batch, *features: Tensor) -> list[Tensor]:
-        """Return the losses of features (B, D) each, by entries of the images and negatives."""
+        """Return the loss of each tensor of features (B, D), averaged over images.
+
+        Positives are the images' own entries of the memory, negatives are ``batch["negatives"]``.
+        """
         entries, negatives = self.memory[batch.index], self.memory[batch["negatives"]]
         loss: Callable[..., Tensor] = noise_contrast.info_nce
         if self.config.loss == "nce":

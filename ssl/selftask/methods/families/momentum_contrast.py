@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class MomentumKeys(Method):
-    """Method with MoCo's head and keys of a teacher, which is that of ``EMATeacher``."""
+    """Method with MoCo's head and keys of a teacher; combine it with ``EMATeacher``."""
 
     views: ClassVar[NumViews | dict[str, NumViews]] = 2
     teacher: Teacher
@@ -48,9 +48,9 @@ class MomentumKeys(Method):
 
     @torch.no_grad()
     def shuffled_teacher(self, views: list[Tensor]) -> Any:
-        """Return the teacher's output for views that ``shuffle_bn`` has exchanged between ranks.
+        """Exchange views between ranks by ``shuffle_bn``, and return the teacher's output for them.
 
-        ``unshuffle_bn`` then returns the rows (B, ...) of this rank's own images.
+        Apply ``unshuffle_bn`` to an output (B, ...) to get the rows of this rank's own images.
         """
         exchanged = [shuffle_bn(view) for view in views]
         with LAYER_DRAWS.exchanged(shuffle_bn):
@@ -64,10 +64,10 @@ class MomentumKeys(Method):
 
 
 class MomentumContrast(MomentumKeys):
-    """Method with queues of keys.
+    """Method whose negatives are queues of older keys.
 
-    ``on_forward`` appends the keys of a batch to ``pending``, as a tuple of rows for each of
-    ``queues()``; they are enqueued after the step.
+    ``on_forward`` appends the keys of a batch to ``pending``, a tuple with one tensor for each of
+    ``queues()``. They are enqueued after the step.
     """
 
     # negatives come from the queue
@@ -99,7 +99,7 @@ class MomentumContrast(MomentumKeys):
             self.enqueue(*item)
 
     def enqueue(self, *keys: Tensor) -> None:
-        """Take an item of ``pending``: the rows of each of the queues, by default."""
+        """Enqueue an item of ``pending``: by default one tensor of keys for each of the queues."""
         for queue, rows in zip(self.queues(), keys, strict=True):
             queue.update(rows)
 

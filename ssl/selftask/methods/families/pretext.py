@@ -48,7 +48,7 @@ class Pretext(Method):
 class TilesPretext(Pretext):
     """Pretext task on the tiles of an image, which are the views of the group ``tiles``.
 
-    An image has A arrangements of P of its tiles; each has a class.
+    An image has A arrangements, each of P of its tiles. The network predicts their classes.
 
     Shape:
         Classes (B, A), and scores (B, A, C).
@@ -70,9 +70,9 @@ class TilesPretext(Pretext):
 
 
 class TilesNetwork(Network):
-    """T tiles (B, ...), numbers of the arranged tiles (B, A, P) -> scores (B, A, C).
+    """Network from T tiles (B, ...) and tile numbers (B, A, P) to scores (B, A, C).
 
-    The head takes the features of the tiles of an arrangement, (N, P, E).
+    The head gets the features (N, P, E) of the tiles of N = B * A arrangements.
     """
 
     def forward(self, inputs: tuple[list[Tensor], Tensor]) -> Tensor:  # type: ignore[override]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PrototypeHeads(Method):
-    """Method whose heads end in K prototypes; with ``EMATeacher``, whose scores are the targets."""
+    """Method whose heads end in K prototypes; combine it with ``EMATeacher`` for targets."""
 
     head_names: ClassVar[tuple[str, ...]] = ("head",)
     """Names of these heads in the network."""
@@ -103,13 +103,13 @@ class PrototypeHeads(Method):
         *,
         head: str = "head",
     ) -> Scores:
-        """Return a trained head of the teacher with its last temperature, for ``load_scores``.
+        """Load a trained head of the teacher, with its last temperature; used by ``load_scores``.
 
         Args:
             embed_dim: Number of features of the backbone, E.
             checkpoint: Checkpoint of a run.
-            center: (K,).
-            head: Name of the head in the network, which the method ``build_NAME`` builds.
+            center: Center of the teacher's scores, (K,).
+            head: Name of the head in the network; ``self.build_NAME`` builds it.
         """
         trained = getattr(self, f"build_{head}")(embed_dim)
         load_part(trained, checkpoint, f"method.teacher.network.{head}")
@@ -120,7 +120,7 @@ class PrototypeHeads(Method):
 
 
 class PrototypeLayer(Method):
-    """Method with ``self.prototypes``, a layer that scores unit features (..., D): (..., K)."""
+    """Method with ``self.prototypes``, a layer from unit vectors (..., D) to scores (..., K)."""
 
     prototypes: nn.Module
 
@@ -144,7 +144,9 @@ class PrototypeLayer(Method):
         return cosines
 
     def balanced(self, scores: Tensor, epsilon: float) -> Tensor:
-        """Return assignments of the images of all ranks by Sinkhorn-Knopp, (B, K).
+        """Return this rank's assignments (B, K), balanced over all ranks by Sinkhorn-Knopp.
+
+        The config of the subclass must have ``sinkhorn_iterations``.
 
         Args:
             scores: (B, K).
@@ -161,14 +163,14 @@ class PrototypeLayer(Method):
         temperature: float,
         targets: Targets = "sinkhorn",
     ) -> Scores:
-        """Return a trained head and the prototypes, for ``load_scores``.
+        """Load a trained head and the prototypes; used by ``load_scores``.
 
         Args:
             embed_dim: Number of features of the backbone, E.
             checkpoint: Checkpoint of a run.
             part: Path of the head in the checkpoint, such as ``model.head``.
             temperature: Temperature of the targets.
-            targets: How scores become probabilities.
+            targets: How scores become probabilities, see ``Scores``.
         """
         head = self.build_head(embed_dim)
         load_part(head, checkpoint, part)

@@ -4,12 +4,12 @@ Each is a dataclass of options with a method ``build() -> nn.Module``, or ``buil
 supports other numbers of channels than three.
 
 A class attribute ``offers`` lists what the backbone returns in addition to pooled features, in the
-words of ``Method.requires`` (``"tokens"``, ``"dense"``). Without it, this is known only after
+terms of ``Method.requires`` (``"tokens"``, ``"dense"``). Without it, this is known only after
 building.
 
-A method ``tiny`` returns name and arguments of a tiny network of the same kind for images of 32
-pixels, as in a recipe. Without it, a tiny recipe keeps the backbone. ``library`` names a slow
-module that ``build`` imports.
+A method ``tiny`` returns the config of a tiny backbone of the same kind for images of 32 pixels.
+Without it, a tiny recipe keeps the backbone. A class attribute ``library`` names a slow module that
+``build`` imports.
 
 A backbone of patches has fields ``img_size`` and ``patch_size``, and ``dynamic_img_size`` if its
 grid can change. A backbone that keeps these values in another field names that field in

@@ -24,7 +24,7 @@ _SIZED = ("vit_", "deit", "beit", "eva", "swin", "cait")
 
 
 def _tiny(model: str, **kept: Any) -> dict[str, Any]:
-    """Return a tiny network of selftask of the same kind: a transformer or a residual network."""
+    """Return the config of a tiny selftask transformer or ResNet, of the same kind as ``model``."""
     if "vit" in model or "swin" in model:
         return {"name": "vit_micro", "img_size": 32, "patch_size": 4, "depth": 2, **kept}
     return {"name": "small_resnet", "width": 8}
@@ -64,7 +64,7 @@ class Timm:
         return {**named, **fixed, **(self.args if fixed else {})}
 
     def in_timm(self) -> tuple[str, dict[str, Any]]:
-        """Return the name and the arguments."""
+        """Return the name and the arguments of the timm model."""
         return self.model, dict(self.args)
 
     @property
@@ -122,7 +122,7 @@ class Torchvision:
         return {}  # known only after building
 
     def in_timm(self) -> tuple[str, dict[str, Any]]:
-        """Return the name; timm has some of torchvision's models."""
+        """Return the name, which may be unknown to timm, and no arguments."""
         return self.model, {}
 
     @property
@@ -180,7 +180,7 @@ class Custom:
 
 
 def _name_problems(config: Timm | Torchvision) -> Iterator[str]:
-    """Yield the problem of an unknown name."""
+    """Yield an error message if the name of the model is unknown."""
     try:
         check_name(config.library, config.model)
     except UserError as error:
@@ -210,7 +210,7 @@ def _refuse_given(config: Timm | Torchvision, library: str, *weights: str) -> No
 
 
 def _without_classes(classifier: nn.Module) -> nn.Module:
-    """Return the layers of a classifier before its linear layer, if they flatten the features.
+    """Return a classifier without its linear layer, or an identity if it does not flatten.
 
     ConvNeXt's classifier is LayerNorm, Flatten and Linear; those of other models take flat
     features.

@@ -16,7 +16,8 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm whose statistics are those of a part of the batch (arXiv:1705.08741).
 
     In training, a batch is split into parts of at least ``size`` samples. Each part updates the
-    running statistics. In eval mode, and in its state, it is ``nn.BatchNorm2d``.
+    running statistics. In eval mode it computes the same as ``nn.BatchNorm2d``, and it has
+    the same state dict.
 
     Args:
         channels: Channels of the maps.

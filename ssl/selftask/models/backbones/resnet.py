@@ -39,7 +39,7 @@ class _ResNet(WithNorm):
         return self.architecture, {}
 
     def build(self, channels: int = 3) -> nn.Module:
-        """Build the torchvision model. ``fc`` is an identity, so it has no keys."""
+        """Build the torchvision model; ``fc`` is an identity, without keys in the state dict."""
         import torchvision  # slow to import
         from torch import nn
 

@@ -20,10 +20,10 @@ from selftask.random.splitmix import shift_right, splitmix64
 
 
 def draw_coordinates_per_sample(model: nn.Module) -> None:
-    """Make the RoPE of an Eva draw its random coordinates per sample, so that W ranks draw as one.
+    """Make the RoPE of timm's Eva draw its random coordinates per sample.
 
-    timm draws once for each pass, from torch's generator. A model whose RoPE is not random remains
-    unchanged.
+    W ranks then draw the same as one rank. timm draws once for each pass, from torch's generator. A
+    model whose RoPE is not random remains unchanged.
 
     Raises:
         UserError: If the RoPE is random but not of DINOv3's form.
@@ -98,11 +98,12 @@ def _begin_pass(model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 
 
 class CapiRope(nn.Module):
-    """CAPI's RoPE: coordinates from 0 to 1, and registers on the border of the encoded patches.
+    """CAPI's RoPE: coordinates from 0 to 1, and registers around the encoded patches.
 
-    The first half of a head's features is rotated by the row and the second by the column, and
-    feature i is paired with i + D / 2, as in the published code. There the frequencies are
-    parameters of each block; here they are fixed.
+    Registers are at equal distances on the bounding box of the encoded patches. The first half of a
+    head's features is rotated by the row and the second by the column, and feature i is paired with
+    i + D / 2, as in the published code. There the frequencies are parameters of each block; here
+    they are fixed.
 
     Args:
         dim: Features of an attention head, D.

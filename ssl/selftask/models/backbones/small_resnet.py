@@ -47,8 +47,8 @@ class SmallResNet(nn.Module):
     """A stem, three stages that each halve the resolution, and average pooling: (B, 4 * width).
 
     Unlike ResNet-18 with the CIFAR stem, the stem and the first stage also halve the resolution,
-    because most of the arithmetic would be there. The memory format is channels last, which is
-    twice as fast on CPUs.
+    because most of the arithmetic would be there. The data pipeline gives images in
+    ``torch.channels_last``, which is twice as fast on CPUs.
     """
 
     offers = ("dense", "hidden", "sparse")

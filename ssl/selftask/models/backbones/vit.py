@@ -93,7 +93,7 @@ class _ViT:
     def build(self, channels: int = 3) -> nn.Module:
         """Build timm's model with random weights.
 
-        The class token has a standard deviation of 0.02, as in DeiT, DINO and MAE.
+        The class token is drawn with a standard deviation of 0.02, as in DeiT, DINO and MAE.
         """
         from timm.layers import SwiGLU  # slow to import
         from timm.models import VisionTransformer
@@ -135,7 +135,7 @@ class _ViT:
         return name, {**self._sizes(), **self._rotations(), "qkv_bias": True}
 
     def _sizes(self) -> dict[str, Any]:
-        """Return arguments of both of timm's classes."""
+        """Return the arguments common to timm's VisionTransformer and Eva."""
         return {
             "img_size": self.img_size,
             "patch_size": self.patch_size,
@@ -150,7 +150,7 @@ class _ViT:
         }
 
     def _tokens(self) -> dict[str, Any]:
-        """Return arguments of timm's VisionTransformer."""
+        """Return further arguments of timm's VisionTransformer."""
         return {
             "reg_tokens": self.registers,
             "no_embed_class": self.registers > 0,  # as in DINOv2 with registers
@@ -158,7 +158,7 @@ class _ViT:
         }
 
     def _rotations(self) -> dict[str, Any]:
-        """Return arguments of timm's Eva."""
+        """Return further arguments of timm's Eva."""
         is_eva = self.positions == "rope_eva"
         return {
             "num_reg_tokens": self.registers,
@@ -173,7 +173,7 @@ class _ViT:
         }
 
     def _rotary(self, sizes: dict[str, Any]) -> nn.Module:
-        """Build timm's Eva."""
+        """Build timm's Eva from the result of ``_sizes`` and further arguments."""
         from timm.models import Eva
         from torch import nn
 

@@ -24,7 +24,8 @@ class Classifier(nn.Module):
     Args:
         backbone: Images (N, C, H, W) -> features (N, E).
         num_classes: Number of classes, C.
-        frozen: Whether the backbone is not trained; its parameters are frozen by a group rule.
+        frozen: Whether the backbone stays in eval mode. Its parameters are not frozen here, but by
+            a group rule of the method.
         head: Result of ``build_chain`` or a ``Heads``; None: one linear layer.
     """
 
@@ -41,7 +42,7 @@ class Classifier(nn.Module):
             nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
 
     def forward(self, images: Tensor | list[Tensor]) -> Any:
-        """Images -> scores (N, C), or a dict of scores by head name.
+        """Return the scores (N, C) of images, or a dict of scores by head name.
 
         For a list of V views the head gets features (V, N, E), see ``concat_views``.
         """

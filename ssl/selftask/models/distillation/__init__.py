@@ -1,1 +1,1 @@
-"""Frozen teachers and tokenizers: targets of scores and patches, codes, and networks of patches."""
+"""Targets from frozen teachers and tokenizers, vector quantization, and networks for patches."""

@@ -27,7 +27,7 @@ class PooledTeacher(Frozen):
     """
 
     def on_grid(self, images: Tensor, grid: Grid | None) -> tuple[Tensor, ...]:
-        """Return pooled features (B, D)."""
+        """Return a tuple of the pooled features (B, D); ``grid`` is ignored."""
         return (to_float32(self(images)),)
 
 
@@ -58,7 +58,7 @@ class PatchTeacher(Frozen):
 
 @torch.no_grad()
 def patches_on_grid(features: Features, grid: Grid | None) -> Tensor:
-    """Return the patches (B, h * w, D) of features, interpolated if they have another grid."""
+    """Return the patches of features, (B, h * w, D), interpolated to ``grid`` if theirs differs."""
     patches = to_float32(features.patches)
     if features.tokens.grid == grid:
         return patches
@@ -68,11 +68,11 @@ def patches_on_grid(features: Features, grid: Grid | None) -> Tensor:
 
 
 class PatchTokenizer(nn.Module):
-    """A trained backbone with a head of its patches: images -> the token of each patch, (B, N).
+    """A trained backbone with a head for patches: images -> the token of each patch, (B, N).
 
     Args:
         backbone: Backbone with ``"tokens"`` in its ``offers``.
-        head: Patches (B, N, D) -> scores of all tokens, of which the largest one is taken.
+        head: Patches (B, N, D) -> scores (B, N, num_tokens). The largest score gives the token.
         num_tokens: Number of tokens.
     """
 
@@ -91,7 +91,7 @@ class PatchTokenizer(nn.Module):
 class TokenTargets(Frozen):
     """A frozen tokenizer: images -> tokens (B, N), one for each patch of the student.
 
-    Images are enlarged or reduced so that the tokenizer has as many patches as the student.
+    Images are resized so that the tokenizer has the same grid of patches as the student.
 
     Args:
         tokenizer: Images -> tokens (B, N) int64, row by row; ``num_tokens`` is their number.

@@ -1,4 +1,4 @@
-"""Probabilities of a frozen teacher's scores.
+"""Conversion of a frozen teacher's scores into probabilities.
 
 V: views; N: rows, images or patches; K: classes or prototypes.
 """

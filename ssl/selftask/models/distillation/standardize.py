@@ -1,4 +1,4 @@
-"""Running mean and variance of teachers' features, to give all of them one scale.
+"""Standardization of teachers' features by their running mean and variance.
 
 S: features of all teachers side by side; D: features of one; W: ranks.
 """
@@ -37,24 +37,29 @@ class RunningMoments(nn.Module):
 
     @property
     def moments(self) -> Moments:
-        """The moments so far."""
+        """Current moments."""
         return Moments(self.mean, self.variance)
 
     def moved(self, batch: Moments, share: float) -> Moments:
-        """Return the moments of a mixture of the past and, with this share, of a batch."""
+        """Return the moments updated by a batch of weight ``share``, without storing them."""
         gap = batch.mean - self.mean
         mean = self.mean + share * gap
         variance = self.variance.lerp(batch.variance.to(self.variance.dtype), share)
         return Moments(mean, variance + share * (1 - share) * gap.square())
 
     def keep(self, moments: Moments) -> None:
-        """Set the moments."""
+        """Store the result of ``moved``."""
         self.mean.copy_(moments.mean)
         self.variance.copy_(moments.variance)
 
 
 def standardize(features: list[Tensor], moments: Moments) -> list[Tensor]:
-    """Return features (..., D) of several networks with mean 0 and variance 1."""
+    """Standardize the features of several networks to mean 0 and variance 1.
+
+    Args:
+        features: Of several networks, (..., D) each.
+        moments: Moments of these features side by side.
+    """
     widths = [part.shape[-1] for part in features]
     means, variances = (values.split(widths) for values in moments)
     return [
@@ -65,7 +70,9 @@ def standardize(features: list[Tensor], moments: Moments) -> list[Tensor]:
 
 @torch.no_grad()
 def moments_of(features: list[Tensor]) -> Moments:
-    """Return the moments over the images, and patches, of all ranks, which have equally many.
+    """Return the moments over the images and patches of all ranks.
+
+    Every rank must call this function, with the same number of images.
 
     Args:
         features: Of several networks, (..., D) each, side by side in the result.

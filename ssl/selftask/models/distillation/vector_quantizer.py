@@ -13,7 +13,7 @@ from selftask.models.precision import in_full_precision
 
 
 class VectorQuantizer(nn.Module):
-    """A codebook of unit vectors, which follows the vectors that are assigned to them.
+    """A codebook of unit vectors, each of which follows the vectors assigned to it.
 
     Args:
         num_codes: Number of codes, K.
@@ -37,17 +37,17 @@ class VectorQuantizer(nn.Module):
 
     @torch.no_grad()
     def forward(self, units: Tensor) -> Tensor:
-        """Return the index of the nearest code of unit vectors (..., D), (...)."""
+        """Return the index (...) of the nearest code for unit vectors (..., D)."""
         return self.scores(units).argmax(dim=-1)
 
     @torch.no_grad()
     def update(self, sums: Tensor, counts: Tensor, *, momentum: float) -> None:
-        """Move each code towards the mean of its vectors; codes without vectors stay.
+        """Move each code towards the mean of its vectors; codes without vectors are unchanged.
 
         Args:
             sums: Sum of the unit vectors of each code, over all ranks, (K, D).
-            counts: Their number, (K,).
-            momentum: Share of the codebook that stays.
+            counts: Number of vectors of each code, (K,).
+            momentum: Weight of the old codebook, in [0, 1].
         """
         means = F.normalize(sums.to(self.codebook.dtype), dim=1)
         means = torch.where(counts[:, None] > 0, means, self.codebook)
@@ -58,7 +58,7 @@ class VectorQuantizer(nn.Module):
 def code_sums(units: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
     """Return the sum of the vectors of each code (K, D), and their number (K,).
 
-    Sums are a matrix product, whose order is fixed, so that ranks and runs agree.
+    Sums are matrix products, whose order of summation is fixed, so that ranks and runs agree.
 
     Args:
         units: (n, D).

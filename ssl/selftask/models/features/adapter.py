@@ -33,8 +33,8 @@ class Adapter(ABC):
         mask_dim: Width of a mask token, equal to that of the patch embedding.
         interpolates: Whether ``extract`` interpolates positions for image sizes that the backbone's
             own forward pass rejects.
-        num_prefix: Number of prefix tokens in the output of a layer that is a sequence.
-        channels_last: Whether the output of a layer that is a map is (B, h, w, E).
+        num_prefix: Number of prefix tokens in the output of ``layer``, if this is a sequence.
+        channels_last: Whether the output of ``layer``, if this is a map, is (B, h, w, E).
     """
 
     offers: frozenset[str] = frozenset()

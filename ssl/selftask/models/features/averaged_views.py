@@ -14,13 +14,13 @@ from selftask.models.features.extract import adapter_of, fixed_size, interpolate
 
 
 class AveragedViews(nn.Module):
-    """Model whose output is its mean over views of each image.
+    """Wrapper that averages the output of a model over views of each image.
 
     Args:
         model: Images (B, C, H, W) -> features (B, E), such as a backbone or ``PooledLayers``.
         backbone: The backbone, which may be ``model``.
-        flip: Whether the mirror image of each view is another view.
-        scales: Image sizes of the views, relative to the images.
+        flip: Whether to add the mirror image of each view.
+        scales: Sizes of the views, relative to the size of the images.
 
     Raises:
         UserError: If the backbone accepts one image size only, and there are other scales.
@@ -50,7 +50,7 @@ class AveragedViews(nn.Module):
 
 
 def multiple_of(backbone: nn.Module) -> tuple[int, int]:
-    """Return the numbers of pixels that divide height and width of accepted images."""
+    """Return the pixels of which the height and width of images must be multiples."""
     if not interpolates(backbone):
         return 1, 1
     rows, columns = adapter_of(backbone).patch_size

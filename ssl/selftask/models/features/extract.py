@@ -67,10 +67,10 @@ def extract(
         keep: (B, K) indices of the patches to encode; the others are left out. Needs ``"subset"``.
         padding: (B, K) bool, True for padding in ``keep``. No other token attends to padding, and
             pooling ignores it; its own output is undefined.
-        attend: (B, N, N) bool, True for patches (last dimension) that a patch attends to; prefix
-            tokens attend to all, and no patch to them. Needs ``"attention"``.
-        visible: (B, K) indices of the patches that convolutions see. Maps have the size of the
-            image's; their values at other patches are undefined. Needs ``"sparse"``.
+        attend: (B, N, N) bool, True for patches (last dimension) that a patch attends to. Prefix
+            tokens attend to all tokens; no patch attends to prefix tokens. Needs ``"attention"``.
+        visible: (B, K) indices of the patches that convolutions see. Feature maps keep their full
+            size; their values at other patches are undefined. Needs ``"sparse"``.
         layers: Numbers of the hidden layers to return; negative ones count from the last. Needs
             ``"hidden"``.
 

@@ -1,4 +1,4 @@
-"""Pooled outputs of hidden layers, as a training step computes them.
+"""Pooled outputs of hidden layers, recorded during a training step.
 
 V views, B images, E features.
 """
@@ -18,7 +18,7 @@ from selftask.models.features.extract import adapter_of
 
 
 class LayerOutputs:
-    """Keeps the mean patch of hidden layers in the first pass of the backbone after ``take``.
+    """Recorder of the mean patch of hidden layers in the backbone's first pass after ``take``.
 
     Outputs are read by forward hooks and detached, so that the pass itself does not change.
 
@@ -43,7 +43,7 @@ class LayerOutputs:
             self.numbers = sorted({number % count for number in layers})
 
     def start(self) -> None:
-        """Start to keep outputs."""
+        """Register the forward hooks."""
         if self.numbers:
             adapter = adapter_of(self.backbone)
             self._handles = [
@@ -52,14 +52,14 @@ class LayerOutputs:
             ]
 
     def stop(self) -> None:
-        """Remove the forward hooks and forget the outputs."""
+        """Remove the forward hooks and discard the outputs."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._outputs.clear()
 
     def take(self) -> dict[int, Tensor]:
-        """Return the outputs (V * B, E) float32 by layer, and forget them."""
+        """Return the outputs (V * B, E) float32 by layer number, and discard them."""
         outputs, self._outputs = self._outputs, {}
         return outputs
 

@@ -14,11 +14,11 @@ from selftask.models.features.extract import adapter_of, extract
 
 
 class MLPOutputs(nn.Module):
-    """Backbone that returns the outputs of its last MLPs at the patches, (B, N, E) each.
+    """Wrapper of a backbone that returns its last MLPs' outputs at the patches, (B, N, E) each.
 
     Args:
         backbone: A transformer whose blocks have a module ``mlp``.
-        number: Number of blocks, counted from the last.
+        number: Number of last blocks whose outputs are returned.
 
     Raises:
         UserError: If the blocks have no such module.
@@ -35,7 +35,7 @@ class MLPOutputs(nn.Module):
             )
 
     def record(self) -> None:
-        """Register the hooks, once: ``torch.compile`` cannot trace that."""
+        """Register the forward hooks. Call it once; ``torch.compile`` cannot trace it."""
         for mlp in self._mlps()[-self.number :]:
             mlp.register_forward_hook(self._outputs.keep)
 
@@ -52,7 +52,7 @@ class MLPOutputs(nn.Module):
 
 
 class _Outputs:
-    """Keeps outputs during a pass of ``MLPOutputs``, and not when its backbone is used alone."""
+    """Outputs of one pass; none are kept if the backbone is called without ``MLPOutputs``."""
 
     kept: list[Tensor] | None = None
 

@@ -16,7 +16,7 @@ Pool: TypeAlias = Literal["mean", "prefix", "both"]
 
 
 class PooledLayers(nn.Module):
-    """Backbone whose output is the concatenated pooled output of several hidden layers.
+    """Wrapper that returns the concatenated pooled outputs of several hidden layers.
 
     Args:
         backbone: Backbone with ``"hidden"`` in its ``offers``.

@@ -1,9 +1,9 @@
 """Convolutional networks that see some patches of an image only: submanifold sparse convolutions.
 
-Computed densely, which saves no arithmetic. What mixes positions (convolutions, pooling) gets zeros
-for the hidden ones; what computes statistics over positions (BatchNorm, GroupNorm, global response
-normalization, global pooling) gets the visible ones alone. Visible positions therefore do not
-depend on the pixels of hidden patches; values at hidden positions are undefined.
+Layers are computed densely, which saves no arithmetic. Layers that mix positions (convolutions,
+pooling) get zeros at hidden positions. Layers with statistics over positions (BatchNorm, GroupNorm,
+global response normalization, global pooling) get only the visible positions. Visible positions
+therefore do not depend on the pixels of hidden patches; values at hidden positions are undefined.
 
 B images, K visible patches of a grid of h x w, H x W positions of a map, S visible ones of them.
 """
@@ -76,7 +76,7 @@ class VisiblePatches:
         return flat.unflatten(2, size)
 
     def _position(self, size: Grid) -> Tensor:
-        """Return the numbers of the visible positions of a map of H x W, (B, S)."""
+        """Return the flat indices of the visible positions of a map of H x W, (B, S)."""
         if size not in self._positions:
             assert self.indices is not None
             rows, columns = self._patch(size)
@@ -102,9 +102,9 @@ VISIBLE = VisiblePatches()
 
 
 def check_layers(network: nn.Module) -> None:
-    """Raise UserError if a layer of a network may mix positions in a way not handled here.
+    """Raise UserError if a layer of a network may mix visible and hidden positions.
 
-    A module with its own ``offers`` declares it instead.
+    A network with its own ``offers`` is not checked.
     """
     if hasattr(network, "offers"):
         return
@@ -119,7 +119,7 @@ def check_layers(network: nn.Module) -> None:
 
 
 def see_visible_patches(network: nn.Module) -> None:
-    """Make the layers of ``network`` leave out what is hidden, in passes within ``VISIBLE.only``.
+    """Make the layers of ``network`` ignore hidden patches in passes within ``VISIBLE.only``.
 
     Other passes do not change. Hooks are registered once; further calls have no effect.
     """

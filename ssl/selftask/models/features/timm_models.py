@@ -23,8 +23,8 @@ class TimmModel(Adapter):
     """Adapter of models with ``forward_intermediates`` and ``forward_head``.
 
     Layers are numbered as in timm: blocks of a transformer, stages of a hierarchical network.
-    Patches can be masked if the model begins with timm's ``PatchEmbed``, and left out by a ResNet
-    or ConvNeXt.
+    Patches can be masked if the model begins with timm's ``PatchEmbed``, and hidden from the
+    convolutions of a ResNet or ConvNeXt.
     """
 
     def __init__(self, model: Any) -> None:

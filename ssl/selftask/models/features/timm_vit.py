@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TimmViT(Adapter):
-    """Adapter for any class token, registers, fixed or dynamic size, and pooling."""
+    """Adapter of timm's VisionTransformer, with any prefix tokens, image size and pooling."""
 
     offers = frozenset({"dense", "hidden", "tokens", "subset", "attention"})
     interpolates = True
@@ -138,7 +138,7 @@ class TimmViT(Adapter):
 
 
 def _fill(x: Tensor, padding: Tensor) -> Tensor:
-    """Replace padding by the mean of the other patches, which changes no mean or maximum."""
+    """Replace padding by the mean of the other patches; mean and maximum do not change."""
     num_prefix = x.shape[1] - padding.shape[1]
     prefix, patches = x[:, :num_prefix], x[:, num_prefix:]
     mean = mean_token(patches, padding)[:, None]

@@ -129,7 +129,7 @@ def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
 
 
 def mean_token(tokens: Tensor, padding: Tensor) -> Tensor:
-    """Return the mean of tokens (B, K, E) without padding (B, K): (B, E)."""
+    """Return the mean (B, E) of the tokens (B, K, E) that are not padding (B, K)."""
     inside = ~padding[..., None]
     return (tokens * inside).sum(dim=1) / inside.sum(dim=1)
 
@@ -163,7 +163,7 @@ def resample(
 
 @in_full_precision
 def _multiply(x: Tensor, down: Tensor, across: Tensor) -> Tensor:
-    """(h, w, E), (h', h), (w', w) -> (h', w', E)."""
+    """Interpolate along both axes: (h, w, E), (h', h), (w', w) -> (h', w', E)."""
     rows = (down @ x.flatten(1)).unflatten(1, x.shape[1:])  # (h', w, E)
     return across @ rows
 
@@ -174,7 +174,7 @@ _MATRICES: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
 def _interpolation_matrix(like: Tensor, size: int, new_size: int) -> Tensor:
     """Return the weights (new_size, size) of torch's interpolation along one axis.
 
-    They are kept, except those of a compiled graph, whose memory the next call may overwrite, and
+    They are cached, except those of a compiled graph, whose memory the next call may overwrite, and
     those of fake tensors and other subclasses, which are valid in their context only.
     """
     if torch.compiler.is_compiling() or type(like.detach()) is not Tensor:
@@ -188,7 +188,7 @@ def _interpolation_matrix(like: Tensor, size: int, new_size: int) -> Tensor:
 
 @torch.no_grad()
 def _interpolated_units(like: Tensor, size: int, new_size: int) -> Tensor:
-    """Interpolate each unit vector of length ``size``; the results are the matrix's columns."""
+    """Return the interpolation matrix, whose columns are the interpolated unit vectors."""
     units = torch.eye(size, dtype=like.dtype, device=like.device)[None, None]
     columns = F.interpolate(units, size=(size, new_size), mode="bicubic", antialias=True)
     return columns[0, 0].mT.contiguous()  # (new_size, size)
@@ -210,7 +210,7 @@ def attention_mask(padding: Tensor, num_prefix: int) -> Tensor:
 
 
 def with_prefix(attend: Tensor, num_prefix: int) -> Tensor:
-    """Return the attention mask of prefix tokens, which attend to all tokens, and patches.
+    """Extend an attention mask of patches to prefix tokens, which attend to all tokens.
 
     Args:
         attend: (B, N, N) bool, True for patches that a patch attends to.

@@ -74,7 +74,8 @@ class TorchvisionStages(Adapter):
     """Adapter of torchvision models with stages: ResNet, ConvNeXt, Swin, VGG and others.
 
     Layers are numbered as in timm for a ResNet (0 is the stem), and as children of ``features``
-    otherwise. Patches of a Swin can be masked, and left out by a ResNet.
+    otherwise. Patches of a Swin can be masked; those of a ResNet can be hidden from its
+    convolutions.
     """
 
     def __init__(self, model: Any) -> None:

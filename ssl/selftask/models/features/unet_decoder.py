@@ -16,16 +16,16 @@ from selftask.models.features.sparse import VISIBLE, see_visible_patches
 
 
 class UNetDecoder(nn.Module):
-    """Double the resolution and halve the width up to the pixels, adding a map at each level.
+    """Decoder that adds a map at each level, then doubles the resolution and halves the width.
 
     Args:
         widths: Widths E of the maps, from the coarsest; each has twice the resolution of the one
-            before. There may be fewer than levels.
+            before. There may be fewer maps than levels.
         dim: Width at the coarsest resolution, divisible by ``stride``.
         stride: Pixels between positions of the coarsest map, a power of 2.
         channels: Channels of the image, C.
-        batch_norm: Whether maps are normalized by BatchNorm, with the statistics of visible
-            positions; else by LayerNorm. As the backbone does.
+        batch_norm: Whether maps are normalized by BatchNorm, with statistics of visible positions,
+            instead of LayerNorm; should match the backbone.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class UNetDecoder(nn.Module):
 
 
 class Densify(nn.Module):
-    """Fill the hidden positions of a map with a trained vector: (B, E, H, W) -> (B, D, H, W)."""
+    """Norm, trained vector at hidden positions, convolution: (B, E, H, W) -> (B, D, H, W)."""
 
     def __init__(self, width: int, dim: int, *, kernel: int, batch_norm: bool) -> None:
         from timm.layers import LayerNorm2d
@@ -86,7 +86,7 @@ def fill_hidden(x: Tensor, token: Tensor) -> Tensor:
 
 
 class _Up(nn.Module):
-    """Double the resolution, then two convolutions: (B, D, H, W) -> (B, D', 2H, 2W)."""
+    """Transposed convolution, then two convolutions: (B, D, H, W) -> (B, D', 2H, 2W)."""
 
     def __init__(self, wide: int, narrow: int) -> None:
         super().__init__()

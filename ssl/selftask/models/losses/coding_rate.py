@@ -1,4 +1,4 @@
-"""Coding rate: the logarithm of the volume that features of the images of all ranks fill.
+"""Coding rate: the logarithm of the volume spanned by the features of all ranks' images.
 
 Yu et al., Learning Diverse and Discriminative Representations via the Principle of Maximal Coding
 Rate Reduction, NeurIPS 2020, arXiv:2006.08558, equation 1.
@@ -21,7 +21,7 @@ from selftask.models.precision import in_full_precision
 def coding_rate(features: Tensor, *, epsilon: float) -> Tensor:
     """Return 1/2 ln det(I + D / (N * epsilon) * Z^T Z), equal on all ranks.
 
-    The determinant is that of the smaller of the products of features and of images.
+    If N < D, it is computed from the smaller matrix Z Z^T (N, N), whose determinant is equal.
 
     Args:
         features: Rows of Z on this rank, (..., B, D); N is the number of images of all ranks.

@@ -138,7 +138,7 @@ def _by_rank(rows: Tensor) -> Tensor:
 
 @functools.cache
 def _rows_between(rank: int, num_ranks: int, num_rows: int) -> tuple[list[int], list[int]]:
-    """Return how many rows ``shuffle_bn`` sends from a rank to each rank, and the other way."""
+    """Return the numbers of rows that ``shuffle_bn`` sends to and receives from each rank."""
 
     def count(source: int, to: int) -> int:  # of image numbers of a source, equal to `to` modulo W
         return len(range((to - source * num_rows) % num_ranks, num_rows, num_ranks))

@@ -13,21 +13,21 @@ from selftask.models.precision import in_full_precision, to_float32
 
 
 def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return 1 - cosine of features (..., D), a mean over rows."""
+    """Return 1 - cosine of student and teacher features (..., D), averaged over rows."""
     return 1 - F.cosine_similarity(to_float32(student), teacher, dim=-1).mean()
 
 
 def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
-    """Return -sum_k p log softmax(logits) of (..., K), a mean over rows."""
+    """Return -sum_k p log softmax(logits) of (..., K), averaged over rows."""
     return -(probs * F.log_softmax(to_float32(logits), dim=-1)).sum(dim=-1).mean()
 
 
 @in_full_precision
 def softened_distance(student: Tensor, teacher: Tensor, temperature: float, *, kl: bool) -> Tensor:
-    """Return T^2 times KL divergence or cross-entropy at temperature T, a mean over rows.
+    """Return T^2 times KL divergence or cross-entropy at temperature T, averaged over rows.
 
-    See section 2 of Hinton et al. (arXiv:1503.02531): because of T^2 the gradients do not depend on
-    the scale of T.
+    See section 2 of Hinton et al. (arXiv:1503.02531): the factor T^2 keeps the magnitude of
+    gradients roughly independent of T.
 
     Args:
         student: Logits (..., K).

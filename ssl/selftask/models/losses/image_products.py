@@ -13,9 +13,10 @@ from selftask.distributed.collectives import all_gather_cat, world_size
 
 
 def has_few_images(features: Tensor) -> bool:
-    """Return True if the images of all ranks are fewer than two times the features (..., B, D).
+    """Return True if all ranks together have fewer than 2 * D images, for features (..., B, D).
 
-    Gathering them then takes less traffic than an all-reduce of (D, D), which sends it twice.
+    Gathering the features then takes less traffic than an all-reduce of a (D, D) matrix, which
+    sends it twice.
     """
     return features.shape[-2] * world_size() < 2 * features.shape[-1]
 
@@ -28,8 +29,8 @@ def rows_of_all_ranks(x: Tensor) -> Tensor:
 def share_of_squared_norm(first: Tensor, second: Tensor) -> Tensor:
     """Return this rank's share of the squared norm of X^T Y; shares of all ranks sum to it.
 
-    Its gradient is that of the whole norm, although each product has a gradient in the rows of
-    this rank only: the other factor, of the same rows of all ranks, contributes as much.
+    Its gradient with respect to the rows of this rank is that of the whole norm. Since the other
+    factor of each product is detached and would contribute as much, the gradient is doubled.
 
     Args:
         first: X of this rank times that of all ranks, (..., B, n); the latter is detached.

@@ -21,7 +21,7 @@ def nuclear_norm(matrices: Tensor) -> Tensor:
 def inverse_root(matrices: Tensor) -> Tensor:
     """Return the symmetric inverse square roots of positive definite matrices (..., n, n).
 
-    Of A = L @ L.T it is L^-T times the polar factor of L.T.
+    For A = L @ L.T, the result is L^-T times the polar factor of L.T.
     """
     root = torch.linalg.cholesky_ex(matrices).L.mT
     return torch.linalg.solve_triangular(root, polar_factor(root), upper=True)
@@ -32,8 +32,9 @@ def polar_factor(matrices: Tensor) -> Tensor:
 
     Dynamically weighted Halley iteration (Nakatsukasa and Bai, Halley's method for the matrix sign
     function and polar decomposition, SIAM 2010): X <- X (a + b X^T X) (1 + c X^T X)^-1, with the
-    weights that are best for singular values between a lower bound and 1. Those below the bound,
-    the square root of the precision times the largest, may end between 0 and 1.
+    weights that are optimal for singular values between a lower bound and 1, after division by the
+    Frobenius norm. The bound is the square root of the machine epsilon. Singular values above it
+    become 1; smaller ones may end between 0 and 1.
 
     Args:
         matrices: (..., n, m).

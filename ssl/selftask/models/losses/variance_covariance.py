@@ -23,7 +23,7 @@ EPS = 1e-4  # added to variances, as in the paper
 def variance_covariance(features: Tensor) -> tuple[Tensor, Tensor]:
     """Return the variance and the covariance term of features.
 
-    A loss weights them by the same numbers on all ranks.
+    A loss must weight them by the same numbers on all ranks.
 
     Args:
         features: (..., B, D) for B images of this rank. Statistics are over the images of all
@@ -43,8 +43,8 @@ def variances_covariances(features: Tensor, every: Tensor | None = None) -> tupl
 
     Args:
         features: (..., B, D) for B images of this rank.
-        every: Features of the images of all ranks, (..., B * W, D), if they are there; else they
-            are gathered where this is cheaper than a sum of covariances.
+        every: Features of the images of all ranks, (..., B * W, D). If None, they are gathered if
+            this takes less traffic than an all-reduce of covariances.
     """
     if has_few_images(features):
         every = rows_of_all_ranks(features) if every is None else every.detach()
@@ -71,7 +71,7 @@ def _from_images(features: Tensor, every: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _from_features(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same, from the covariances (..., D, D)."""
+    """Compute the result of ``_from_images`` from the covariances (..., D, D)."""
     num_images = features.shape[-2] * world_size()
     centered = features - all_reduce_sum(features.sum(dim=-2, keepdim=True)) / num_images
     covariance = sum_with_equal_grad(centered.mT @ centered) / (num_images - 1)  # (..., D, D)

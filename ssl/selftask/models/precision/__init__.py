@@ -79,7 +79,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _raise(value: Any) -> Any:
-    """Return a value with its half-precision tensors as float32."""
+    """Return a value with its half-precision tensors converted to float32."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALF else value
     if isinstance(value, Batch):

@@ -18,12 +18,13 @@ MOST_TOKENS = 1024
 
 
 def gains_from_bfloat16(backbone: nn.Module) -> tuple[bool, str]:
-    """Return whether a CPU with bfloat16 instructions trains a network faster in it, and why.
+    """Return whether a network trains faster in bfloat16 on a CPU that supports it, and why.
 
-    Matrix products become faster, element-wise operations and casts of weights do not. The width is
-    the number of weights divided by the inputs and outputs of an image position, summed over linear
-    layers and convolutions: the multiply-adds for each number read or written. Grouped convolutions
-    are up to 2.2 times slower in bfloat16.
+    Matrix products become faster, element-wise operations and casts of weights do not. The mean
+    width of products is W / N, where W is the number of weights of all linear layers and
+    convolutions, and N is the number of their inputs and outputs at one position: it is the number
+    of multiply-adds for each number read or written. Grouped convolutions are up to 2.2 times
+    slower in bfloat16.
 
     Args:
         backbone: The network, on any device, also ``meta``.
@@ -43,10 +44,10 @@ def gains_from_bfloat16(backbone: nn.Module) -> tuple[bool, str]:
 
 
 def attend_by_products(modules: list[nn.Module], device: torch.device) -> int:
-    """Let timm's attention layers of some modules compute two products instead of torch's kernel.
+    """Make timm's attention layers use two matrix products instead of torch's fused kernel.
 
     torch's kernel for a CPU takes 1.3 to 5 times as long in bfloat16, mainly in the backward pass.
-    Only ``fused_attn`` of these layers is changed, so other models of the process keep their form.
+    Only ``fused_attn`` of these layers is changed, so other models of the process are unaffected.
 
     Args:
         modules: Modules that are trained or called in bfloat16; modified in place.
@@ -69,7 +70,7 @@ def attend_by_products(modules: list[nn.Module], device: torch.device) -> int:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return softmax(Q K^T / sqrt(F)) V, by the faster of two ways.
+    """Return softmax(Q K^T / sqrt(F)) V, computed by the faster of two methods.
 
     Args:
         query: (B, H, N, F), for H heads.

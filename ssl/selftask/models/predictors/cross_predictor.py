@@ -16,7 +16,7 @@ from selftask.models.precision.bfloat16 import attention
 
 
 class CrossPredictor(nn.Module):
-    """Transformer without self-attention: each patch to predict looks at the encoded tokens alone.
+    """Transformer without self-attention: patches to predict attend only to encoded tokens.
 
     Predictions do not depend on each other. Layers have no biases, and RMSNorm.
 
@@ -26,7 +26,7 @@ class CrossPredictor(nn.Module):
         dim: Width D of the predictor; ``dim / num_heads`` must be divisible by 4.
         depth: Number of blocks.
         num_heads: Attention heads of a block.
-        num_registers: Number R of registers with positions on the border of the encoded patches.
+        num_registers: Number R of registers, with positions on the encoded patches' bounding box.
         drop_path: Rate of stochastic depth in all blocks.
     """
 
@@ -111,7 +111,8 @@ class CrossAttention(nn.Module):
             x: Queries, (B, Q, D).
             rope: Sines and cosines of their positions, (B, 1, Q, 2 * F).
             context: (B, P + K, E).
-            context_rope: As ``rope``, of the last tokens of the context; others are not rotated.
+            context_rope: Like ``rope``, for the last R + K tokens of the context; others are not
+                rotated.
 
         Returns:
             (B, Q, D).

@@ -89,7 +89,7 @@ class PatchPredictor(nn.Module):
         return self.read(x, keep, asked)
 
     def read(self, tokens: Tensor, keep: Tensor, asked: Tensor) -> Tensor:
-        """Return what is predicted from the tokens after the blocks.
+        """Return the predictions (B, M, Q, num_out) from the output tokens of the last block.
 
         Args:
             tokens: (B * M, P + K + Q, D): prefix tokens, encoded patches, patches to predict.
@@ -130,8 +130,8 @@ def sincos_positions(dim: int, grid: tuple[int, int]) -> Tensor:
 def fix_sincos_positions(backbone: nn.Module) -> None:
     """Set the positions of a vision transformer to fixed sine-cosine ones, zero for prefix tokens.
 
-    MAE, appendix A.1, and I-JEPA. Rotary positions alone are left as they are. Raises UserError for
-    a transformer without any positions.
+    MAE, appendix A.1, and I-JEPA. Models with rotary positions only are unchanged. Raises UserError
+    for a transformer without any positions.
     """
     adapter = adapter_of(backbone)
     if adapter.positions is None:

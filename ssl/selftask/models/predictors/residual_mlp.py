@@ -1,4 +1,4 @@
-"""Prediction from each token by itself, as the head of AIM does."""
+"""Prediction from each token separately, as in the head of AIM."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from selftask.models.weights.read import backbone_state
 
 
 def kept_average(checkpoint: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """Return the backbone of the average ``name``, such as ``ema``, in a checkpoint.
+    """Return the averaged backbone weights ``name``, such as ``ema``, from a checkpoint.
 
     Buffers that are not averaged are taken from the trained network.
 

@@ -36,7 +36,7 @@ _NUMBERS = re.compile(r"[<>|=]?(\?|b1|[iu][1248]|f[248])")
 
 
 class _Dtype:
-    """A dtype; None unless it is of numbers."""
+    """A NumPy dtype, or None if it is not numeric."""
 
     def __init__(self, code: str) -> None:
         self.dtype = np.dtype(code) if _NUMBERS.fullmatch(code) else None
@@ -88,7 +88,7 @@ def _make_array(kind: Any, shape: Any, code: Any) -> Any:
 
 
 def _array_of_buffer(content: Any, kind: Any, shape: Any, order: Any, axes: Any = None) -> Any:
-    """Return an array of a pickle of protocol 5, or an empty one of other things than numbers."""
+    """Return an array from a pickle of protocol 5; it is empty if its dtype is not numeric."""
     dtype = _dtype(kind)
     if dtype is None or axes is not None:
         return _Array(0, bool)
@@ -191,7 +191,7 @@ for _numpy in ("numpy.core", "numpy._core"):  # renamed in NumPy 2
 
 
 class _TensorUnpickler(Outline):
-    """Rebuilds tensors and arrays; every other object becomes a placeholder."""
+    """Unpickler that rebuilds tensors and arrays; other objects become placeholders."""
 
     names = _NAMES
     objects = (_Dtype, _Array, StateDict, Placeholder)

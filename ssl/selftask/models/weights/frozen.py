@@ -51,7 +51,7 @@ class Frozen(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Return the digest alone."""
+        """Return only the digest."""
         destination = {} if destination is None else destination
         destination[f"{prefix}digest"] = self.digest
         return destination
@@ -59,7 +59,7 @@ class Frozen(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Raise UserError if the digest is that of other weights; keep the weights."""
+        """Raise UserError if the saved digest is of other weights; the weights are unchanged."""
         saved = state_dict.get(f"{prefix}digest")
         if saved is not None and not torch.equal(saved.cpu(), self.digest.cpu()):
             raise UserError(

@@ -20,7 +20,7 @@ _WHAT = "export: --to huggingface"
 
 
 def check_huggingface(backbone: nn.Module, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of ``config.json``: timm's model that computes the same, and its input.
+    """Return the content of ``config.json``: the equivalent timm model, and its input.
 
     Args:
         backbone: The backbone.
@@ -68,8 +68,8 @@ def save_huggingface(backbone: nn.Module, folder: Path, config: dict[str, Any]) 
 
     Args:
         backbone: The backbone.
-        folder: Folder in which ``huggingface`` is made.
-        config: What ``check_huggingface`` returned.
+        folder: Folder in which ``huggingface`` is created.
+        config: Result of ``check_huggingface``.
     """
     from safetensors.torch import save  # not save_file: its error on a full disk is not an OSError
 

@@ -2,7 +2,7 @@
 
 A file is flattened to one dict of tensors with dotted keys. Then the prefix is removed that leaves
 the most keys of the backbone, which is enough for most frameworks. ``LAYOUTS`` defines the
-exceptions: which of several networks to use, and other names of its parts.
+exceptions: which of several networks to use, and how to rename its keys.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Layout:
     renames: tuple[Rename, ...] = ()  # in this order
 
     def rename(self, key: str) -> str:
-        """Return the key under torchvision's or timm's name."""
+        """Convert a key to the name in torchvision or timm."""
         for pattern, replacement in self.renames:
             key = re.sub(pattern, replacement, key)
         return key
 
 
 def _stages(pattern: str, first: int) -> Rename:
-    """Return the renaming of a ResNet's stages, which a pattern (before)(number) matches."""
+    """Return the rename of a ResNet's stages, for a pattern with groups (before)(number)."""
     return pattern, lambda match: f"{match[1]}layer{int(match[2]) - first + 1}."
 
 

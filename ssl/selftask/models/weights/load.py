@@ -43,7 +43,7 @@ _COUNTER = "num_batches_tracked"
 
 
 def load_part(module: nn.Module, checkpoint: Mapping[str, Any], path: str) -> None:
-    """Load the weights of one module from a checkpoint; do nothing on the meta device of a plan.
+    """Load the weights of one module from a checkpoint, unless it is on the meta device.
 
     Args:
         module: Module to load into; all names and shapes must match.
@@ -56,7 +56,7 @@ def load_part(module: nn.Module, checkpoint: Mapping[str, Any], path: str) -> No
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Return True if a module has no memory: in a plan, or if another rank has its weights."""
+    """Return True if a module is on the meta device: in a plan, or if another rank loads it."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
@@ -135,8 +135,8 @@ def load_weights(
             there is none.
 
     Raises:
-        UserError: With missing and unexpected keys, differing shapes and nearest names, or if
-            several networks match. The module is then unchanged.
+        UserError: If too few tensors match, with missing and unexpected keys, differing shapes and
+            nearest names; or if several networks match. The module is then unchanged.
     """
     match = _match(module, state, what, _skipped(module, skip, what))
     share = len(match.found) / max(1, match.num_wanted)

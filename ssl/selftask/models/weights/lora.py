@@ -126,7 +126,7 @@ def _matched(names: Sequence[str], patterns: Iterable[str], key: str) -> set[str
 
 @torch.no_grad()
 def merged(backbone: nn.Module) -> nn.Module:
-    """Return a copy with adapters merged into the weights; the backbone itself without adapters."""
+    """Return a copy with adapters merged into the weights, or the backbone if it has none."""
     if not any(parametrize.is_parametrized(part) for part in backbone.modules()):
         return backbone
     backbone = deepcopy(backbone)

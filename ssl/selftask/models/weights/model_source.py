@@ -313,7 +313,7 @@ def _transforms(
     std: Sequence[float],
     interpolation: str = "bilinear",
 ) -> list[dict[str, Any]]:
-    """Resize the short side to ``resized``, crop ``size`` pixels at the center and normalize."""
+    """Return transforms: resize the short side to ``resized``, crop to ``size``, normalize."""
     return [
         {"name": "resize", "size": resized, "interpolation": interpolation},
         {"name": "center_crop", "size": size},

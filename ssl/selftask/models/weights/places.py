@@ -34,7 +34,7 @@ _UNEXPECTED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError,
 
 @contextmanager
 def written_by_selftask(origin: str | Path) -> Iterator[None]:
-    """Context in which errors of unexpected content become a UserError in one line.
+    """Context that converts errors caused by unexpected content to a UserError of one line.
 
     Args:
         origin: The file or run with the content, for the message.
@@ -118,7 +118,7 @@ class Saved:
 
 
 def find_weights(address: str) -> Exported | Saved:
-    """Return the backbone at an address.
+    """Return the location of the backbone at an address.
 
     Args:
         address: A run (its export, or else its newest checkpoint), the folder of an export or of a
@@ -160,14 +160,14 @@ def find_weights(address: str) -> Exported | Saved:
 
 
 def component(section: Mapping[str, Any]) -> Component:
-    """Return a section of a resolved config as a component; a backbone's ``lora`` is merged."""
+    """Return a section of a resolved config as a component, without ``lora`` of a backbone."""
     return Component(
         name=section["name"], args={k: v for k, v in section.items() if k not in ("name", "lora")}
     )
 
 
 def _warn_of_newer(run: Path, export: Exported) -> None:
-    """Warn if the export is older than the newest checkpoint, since the run was continued."""
+    """Warn if the export is not of the same step as the newest checkpoint."""
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     if newest is None or not is_file(export.meta):
         return

@@ -80,7 +80,7 @@ def of_networks(checkpoint: Mapping[str, Any], name: str) -> bool:
 
 
 def read_backbone(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint; of its tensors, read only the backbone's.
+    """Return the state of a checkpoint, reading only the tensors of the backbone.
 
     Raises UserError if it is damaged.
     """

@@ -55,7 +55,7 @@ class Scores:
     patches: Scores | None = None
 
     def width(self, backbone: nn.Module) -> int:
-        """Return the number of scores for a backbone's features, from a blank input."""
+        """Return the head's number of outputs, K, found by applying it to a zero feature vector."""
         like = next(backbone.parameters())
         with torch.no_grad(), in_eval_mode(self.head):
             return int(self.head(like.new_zeros(1, embed_dim(backbone))).shape[-1])
@@ -81,11 +81,11 @@ class TrainedNetwork:
 
 
 def open_features(module: FrozenModule, channels: int = 3) -> TrainedNetwork:
-    """Return a trained backbone.
+    """Return a trained backbone as a network whose outputs are its features.
 
     Args:
         module: A run, an exported file, a library's model, or your own class that maps images (B,
-            C, H, W) to features (B, D). ``RUN@best`` and ``RUN@STEP`` are one checkpoint of a run.
+            C, H, W) to features (B, D). ``RUN@best`` and ``RUN@STEP`` select a checkpoint of a run.
         channels: Number of channels of the images, for your own class.
 
     Raises:

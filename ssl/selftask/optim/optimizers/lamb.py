@@ -18,10 +18,12 @@ from selftask.registry import register_optimizer
 class LAMB(PerGroup):
     """LAMB: the update of a parameter w with gradient g at its step t, algorithm 2 of the paper::
 
-    m <- beta1 * m + (1 - beta1) * g
-    v <- beta2 * v + (1 - beta2) * g^2
-    r <- m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
-    w <- w - lr * |w| / |r| * r  (the ratio is 1 if adapt=False or a norm is zero)
+        m <- beta1 * m + (1 - beta1) * g
+        v <- beta2 * v + (1 - beta2) * g^2
+        r <- m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
+        w <- w - lr * |w| / |r| * r
+
+    The ratio |w| / |r| is replaced by 1 if adapt=False or a norm is zero.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class LAMB(PerGroup):
         torch._foreach_add_(parts, updates, alpha=-group["lr"])
 
     def _count(self, weight: Tensor) -> int:
-        """Count a step of the parameter, and return their number."""
+        """Increment and return the parameter's number of steps."""
         count: int = self.state[weight].get("step", 0) + 1
         self.state[weight]["step"] = count
         return count

@@ -23,10 +23,10 @@ class LARS(PerGroup):
         v <- momentum * v + rate * g
         w <- w - lr * v
 
-    With ``classic_momentum`` lr multiplies g instead of v, which differs while lr changes. ``|g|``
-    includes weight decay, as in the code of SimCLR and BYOL; with ``separate_norms`` it is the norm
-    of the gradient alone plus weight_decay * |w|. With ``clip_lr`` the rate is min(rate / lr, 1),
-    so that the effective rate never exceeds lr.
+    With ``classic_momentum`` lr multiplies g instead of v; the results differ only if lr changes.
+    ``|g|`` includes weight decay, as in the code of SimCLR and BYOL; with ``separate_norms`` it is
+    the norm of the gradient alone plus weight_decay * |w|. With ``clip_lr`` the rate is
+    min(rate / lr, 1), so that the effective rate never exceeds lr.
     """
 
     def __init__(

@@ -18,8 +18,10 @@ from selftask.registry import register_optimizer
 class Lion(PerGroup):
     """Lion: the update of a parameter w with gradient g, algorithm 2 of the paper::
 
-    w <- w - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w)
-    m <- beta2 * m + (1 - beta2) * g
+        w <- w - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w)
+        m <- beta2 * m + (1 - beta2) * g
+
+    The momentum m starts at zero.
     """
 
     def __init__(

@@ -22,14 +22,15 @@ from selftask.registry import register_optimizer
 
 
 class ScheduleFree(PerGroup):
-    """Base class: the update of y by a step's direction d and rate, algorithm 1 of the paper::
+    """Base class of schedule-free optimizers, algorithm 1 of the paper::
 
         z <- z - rate * d - rate * weight_decay * y
         c = rate^2 / (sum of rate^2 over all steps)
         x <- (1 - c) * x + c * z
         y <- (1 - interpolation) * z + interpolation * x
 
-    Parameters are y while training, and x after ``eval()``.
+    Subclasses define a step's direction d and rate. Parameters are y while training, and x after
+    ``eval()``.
     """
 
     def __init__(self, params: Any, *, interpolation: float, **options: float) -> None:
@@ -83,7 +84,7 @@ class ScheduleFree(PerGroup):
                     parameter.copy_(state["z"].lerp(state["x"], share))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states, and set the parameters to y: the weights in a checkpoint are x."""
+        """Load the states, and set the parameters to y; a checkpoint has x as weights."""
         super().load_state_dict(state_dict)
         self.train()
 
@@ -98,11 +99,13 @@ class ScheduleFreeSGD(ScheduleFree):
 
 
 class ScheduleFreeAdamW(ScheduleFree):
-    """Schedule-free AdamW at step t::
+    """Schedule-free AdamW: direction d and rate for a gradient g at step t::
 
-    v <- beta2 * v + (1 - beta2) * g^2
-    d = g / (sqrt(v) + eps)
-    rate = lr * sqrt(1 - beta2^t)
+        v <- beta2 * v + (1 - beta2) * g^2
+        d = g / (sqrt(v) + eps)
+        rate = lr * sqrt(1 - beta2^t)
+
+    The second moment v starts at zero, and steps count from 1.
     """
 
     def direction(

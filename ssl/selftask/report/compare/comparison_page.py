@@ -158,7 +158,7 @@ def comparison_sections(comparison: Comparison, link: Link) -> list[Section]:
 
     Args:
         comparison: The runs, ranked.
-        link: Returns the address of a run's report.
+        link: Function that returns the address of a run's report, empty if there is none.
     """
     script, style = static_text("compare.js"), static_text("compare.css")
     of_seeds = any(len(group.members) > 1 for group in comparison.groups)
@@ -236,7 +236,7 @@ def curve_label(group: Group, member: Member) -> str:
 
 
 def _switches(comparison: Comparison, drawn: Sequence[tuple[Group, Member]]) -> str:
-    """Return a switch for each group, for all charts at once."""
+    """Return checkboxes that show or hide the curves of a group in all charts."""
     if len(comparison.groups) < 2:
         return ""
     there = {id(group) for group, _ in drawn}

@@ -19,7 +19,7 @@ _PLACES = ("launch.", "resume.")
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return dotted key -> value as text; a model of a library is one value, ``timm:NAME``."""
+    """Return the values as text by dotted key; a library's model is one value, ``timm:NAME``."""
     texts = {key: _text(value) for key, value in settings.flat(config)}
     for key in [key for key in texts if key.endswith(".model")]:
         name = f"{key.removesuffix('model')}name"
@@ -63,7 +63,10 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return key -> short name: as many of the last parts of each key as make it unique."""
+    """Return the short name of each key: the fewest last parts of the key that are unique.
+
+    A last part ``name`` or ``enabled`` is dropped.
+    """
     names = {}
     for key in keys:
         parts = key.split(".")

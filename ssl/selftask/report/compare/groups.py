@@ -35,11 +35,11 @@ class Member:
         return self.settings.get(SEED, "")
 
     def final(self, column: str) -> float | None:
-        """Return the last value of a column."""
+        """Return the last value of a column, or None."""
         return self.record.last(column)
 
     def best(self, column: str) -> float | None:
-        """Return the best value of a column: the smallest or the largest, by its name."""
+        """Return the best value of a column, smallest or largest depending on its name, or None."""
         series = self.record.columns.get(column)
         if series is None:
             return None
@@ -84,7 +84,7 @@ class Group:
         return self._over([member.best(column) for member in self.counted])
 
     def cost(self, name: str) -> Interval | None:
-        """Return the mean of ``hours``, ``images_per_s`` or ``memory`` over the runs."""
+        """Return the mean of ``seconds``, ``images_per_s`` or ``memory`` over the runs."""
         return self._over([getattr(member, name) for member in self.counted])
 
     def _over(self, values: Sequence[float | None]) -> Interval | None:

@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def text(self) -> str:
-        """One line that says whether the runs differ."""
+        """The means, their difference with its interval, and the conclusion, in one line."""
         first, second = (
             f"{name} {mean:.4g}" for name, mean in zip(self.names, self.means, strict=True)
         )
@@ -53,15 +53,15 @@ class Pair:
 
 
 def paired(records: Sequence[RunRecord], names: Sequence[str]) -> list[Pair]:
-    """Return the differences of runs in the metrics that they have of the same test images.
+    """Return the differences between pairs of runs in metrics of the same test images.
 
-    The newest result counts. Results of the same metric are compared if the images of training and
-    test and the settings of the evaluation are the same. Of more than six runs only the first is
-    compared, with each other run.
+    The newest result of each metric is used. Results are compared if their training images, test
+    images and evaluation settings are the same. If there are more than six runs, only pairs with
+    the first run are compared.
 
     Args:
         records: The runs, best first.
-        names: A name for each.
+        names: Name of each run.
     """
     results = [dict(_results(record.folder)) for record in records]
     pairs = combinations(range(len(records)), 2)
@@ -81,7 +81,7 @@ def paired(records: Sequence[RunRecord], names: Sequence[str]) -> list[Pair]:
 
 
 def _results(folder: Path) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """Yield scores of the results of a run by metric, digests and settings, the newest last."""
+    """Yield (metric, digests, settings) and scores of each result of a run, newest last."""
     try:
         rows = read_ends(folder / FILE).rows
     except OSError:  # not evaluated, or not readable

@@ -11,7 +11,7 @@ from selftask.report.record import is_run
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the given run folder, or all run folders below it.
+    """Return ``folder`` if it is a run folder, or else all run folders below it.
 
     Raises:
         UserError: If there are none.

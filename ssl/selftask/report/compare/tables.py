@@ -174,7 +174,7 @@ def swatch(group: Group) -> str:
 
 
 def reports_from(folder: Path) -> Link:
-    """Return a function that returns the path of a run's report, relative to ``folder``."""
+    """Return a function from a run to the address of its report relative to ``folder``, or ""."""
 
     def link(member: Member) -> str:
         report = member.record.folder / "report.html"

@@ -22,11 +22,11 @@ FORMAT = f"2 {__version__}"  # increase the number if the content of a section c
 
 
 class SectionCache:
-    """Sections of a run by group, valid for a key of the weights, the config and the options.
+    """Cached sections of a run in groups; each group is valid for one key.
 
-    The cache is empty if its file is missing, damaged, of another version or of another user, whose
-    HTML would be part of the page; so no run folder holds it. Nothing is stored if the cache
-    folder is read-only.
+    A cache file that is missing, damaged, of another version or of another user is ignored. The
+    file is not in the run folder, since its HTML becomes part of the page and a run may come from
+    somebody else. Nothing is stored if the cache folder is read-only.
     """
 
     def __init__(self, run: Path) -> None:
@@ -34,7 +34,7 @@ class SectionCache:
         self._groups = self._read()
 
     def get(self, group: str, key: str) -> list[Section] | None:
-        """Return the sections of a group, or None.
+        """Return the sections of a group, or None if they are not cached with this key.
 
         Args:
             group: Name of the group.
@@ -46,7 +46,7 @@ class SectionCache:
         return [image_section(*fields) for fields in entry["sections"]]
 
     def put(self, group: str, key: str, sections: Sequence[Section]) -> None:
-        """Store the sections of a group, in place of those with another key.
+        """Store the sections of a group, replacing those that were stored before.
 
         Args:
             group: Name of the group.

@@ -43,7 +43,7 @@ class ByClass:
         return float(self.confusion.trace() / max(1, self.confusion.sum()))
 
     def mistakes(self, label: int) -> list[tuple[int, int]]:
-        """Return the wrongly predicted classes of a class with their counts, largest first."""
+        """Return the wrong predictions for images of a class with counts, most frequent first."""
         row = self.confusion[label].copy()
         row[label] = 0
         order = np.argsort(-row, kind="stable")
@@ -51,7 +51,7 @@ class ByClass:
 
 
 def by_class(features: np.ndarray, labels: np.ndarray) -> ByClass:
-    """Predict the class of each labeled image from its nearest labeled neighbors.
+    """Return the confusion matrix of k-NN predictions, each from the other labeled images.
 
     Args:
         features: (N, E).

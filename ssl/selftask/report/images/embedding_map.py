@@ -39,8 +39,8 @@ class Projection:
 def map_section(images: Gathered, projections: Mapping[str, Projection]) -> Section:
     """Return the section with the map; the first projection is shown first.
 
-    Each class has its own color and shape. If there are too many classes, only the most frequent
-    ones have.
+    Each class has its own combination of color and shape. If there are too many classes, the less
+    frequent ones share one.
     """
     sprite = Sprite("spot", _SIDE, BUDGET)
     tiles = [sprite.tile(sprite.add(pixels)) for pixels in images.thumbnails]
@@ -74,7 +74,7 @@ def _note(images: Gathered) -> str:
 
 
 def _marks(images: Gathered) -> dict[int, int]:
-    """Return class -> number of its color and shape, for classes that have their own."""
+    """Return the number of the mark (color and shape) of each class that has its own."""
     counts = Counter(images.labels[images.labels >= 0].tolist())
     frequent = sorted(label for label, _ in counts.most_common(_COLORS * len(_SHAPES)))
     return {label: number for number, label in enumerate(frequent)}

@@ -100,7 +100,7 @@ def _batches(config: Config, source: Source, device: torch.device) -> EvalBatche
 
 @dataclass
 class _Watched:
-    """Batches that keep thumbnails of their images while they are read."""
+    """Iterable over batches that stores thumbnails of all images, and inputs of some."""
 
     config: Config
     batches: EvalBatches

@@ -37,7 +37,7 @@ class Gathered:
         return self.class_text(int(self.labels[row]))
 
     def class_text(self, label: int) -> str:
-        """Return the name of a class, or its number without a name; empty for -1."""
+        """Return the name of a class, or its number if it has no name; empty for -1."""
         if label < 0:
             return ""
         return str(self.classes[label]) if label < len(self.classes) else str(label)

@@ -1,4 +1,4 @@
-"""Rows of samples with several images each, such as views; they wrap and scroll."""
+"""Rows of images, one for each sample, such as its views."""
 
 from __future__ import annotations
 

@@ -37,7 +37,10 @@ def pca(values: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tsne(features: np.ndarray) -> np.ndarray:
-    """Return the t-SNE (N, 2) of L2-normalized features, initialized with PCA."""
+    """Return t-SNE positions (N, 2) of L2-normalized features (N, E).
+
+    PCA reduces the features to at most 50 dimensions and initializes the positions.
+    """
     from sklearn.manifold import TSNE
 
     reduced, _ = pca(features, min(50, *features.shape))

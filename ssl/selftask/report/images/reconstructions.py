@@ -57,9 +57,9 @@ def reconstructions_of(config: Config, sources: Sources, checkpoint: Path) -> Se
 
 @torch.no_grad()
 def visualize(task: Task, sources: Sources) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return the images of ``Method.visualize``, uint8 (B, H, W, C) by name, and names of the rows.
+    """Return the images of ``Method.visualize`` by name, and the names of the B samples.
 
-    The task does not change, except for ``last_batch``.
+    Images are uint8 (B, H, W, C). The task does not change, except for ``last_batch``.
     """
     batch = first_batch(task.config, sources, NUM_IMAGES)
     batch.views = {name: [v.to(task.device) for v in group] for name, group in batch.views.items()}

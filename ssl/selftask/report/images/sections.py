@@ -41,11 +41,11 @@ _FEWEST_FOR_TSNE = 15  # images
 
 @dataclass(kw_only=True)
 class ImageSections:
-    """Maker of the image sections of one run.
+    """Builder of the report sections that show images of one run.
 
     Args:
         run: The run folder, on this machine.
-        images: Number of images for which features are computed.
+        images: Number of images for which features are computed; 0 for no sections.
         trust: Allow code that the run names.
         tell: Called with progress messages.
     """

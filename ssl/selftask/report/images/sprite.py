@@ -103,9 +103,10 @@ class Sprite:
 
 
 def thumbnail(image: np.ndarray, side: int) -> np.ndarray:
-    """Return an image uint8 (H, W, C) as RGB, with its longest side near ``side``.
+    """Return an image uint8 (H, W, C) as RGB, with a longest side of at most ``side``.
 
-    With more than three channels the first three are used, with one or two the first one, in gray.
+    Of more than three channels, the first three are used. Of one or two channels, the first is
+    shown in gray.
     """
     seen = Image.fromarray(np.ascontiguousarray(as_seen(image))).convert("RGB")
     longest = max(seen.size)
@@ -152,7 +153,7 @@ def _data_uri(image: Image.Image, quality: int) -> str:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the paths as printable text, without the folders or the file that all share."""
+    """Return paths as printable text, without the leading folders or the file that all share."""
     parts = [path.split("/") for path in paths]
     shared = 0
     if len(parts) > 1:

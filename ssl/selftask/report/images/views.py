@@ -1,4 +1,4 @@
-"""Show the views of some training images that the network received."""
+"""Section with views of some training images, as the network received them."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Weights:
 def trained_on(run: Path) -> dict[str, Any] | None:
     """Return the fingerprint of the training images in the newest checkpoint of a run.
 
-    None without a checkpoint, or if it is sharded or damaged.
+    None if there is no checkpoint, or if it is sharded, damaged or has no fingerprint.
     """
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     if newest is None or newest.is_dir():
@@ -68,7 +68,7 @@ def trained_on(run: Path) -> dict[str, Any] | None:
 
 
 def find_weights(run: Path) -> Weights | None:
-    """Return the export of a run, or its newest checkpoint if that is newer; None without both."""
+    """Return the export of a run, or its newest checkpoint if that is newer; None if neither."""
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     exported = run / "export" / WEIGHTS
     step = _exported_step(run) if exported.is_file() else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def show_seconds(seconds: float) -> str:
-    """Format a length of time in its two largest units."""
+    """Format a duration, rounded to seconds below 1 min, to minutes below 1 day, else to hours."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"

@@ -46,12 +46,12 @@ class RunLine:
 
     @property
     def share(self) -> float | None:
-        """Finished steps divided by all steps."""
+        """Finished steps divided by all steps, or None if unknown."""
         return self.step / self.total_steps if self.step is not None and self.total_steps else None
 
 
 def read_line(folder: Path, now: float | None = None) -> RunLine:
-    """Return the line of a run folder; ``note`` names a file that cannot be read.
+    """Return the summary of a run folder; if a file cannot be read, ``note`` names it.
 
     Args:
         folder: The run folder, which may be incomplete or missing.
@@ -64,7 +64,7 @@ def read_line(folder: Path, now: float | None = None) -> RunLine:
 
 
 def unreadable(folder: Path, error: OSError) -> RunLine:
-    """Return the line of a folder whose files cannot be read."""
+    """Return the summary of a run folder with a file that cannot be read."""
     path, reason = Path(error.filename or folder), error.strerror or str(error)
     reason = reason if isinstance(error, UnreadableFile) else reason.lower()
     inside = path.is_relative_to(folder) and path != folder

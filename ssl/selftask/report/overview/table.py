@@ -80,7 +80,7 @@ def columns_of(lines: Iterable[RunLine], chosen: Sequence[str] = ()) -> list[str
 
     Args:
         lines: The runs.
-        chosen: Columns of metrics; if empty, the loss and the newest evaluations.
+        chosen: Columns of metrics; if empty, the loss, three evaluations and the throughput.
 
     Raises:
         UserError: If no run has a chosen column.
@@ -97,7 +97,7 @@ def columns_of(lines: Iterable[RunLine], chosen: Sequence[str] = ()) -> list[str
 
 
 def check_column(name: str, known: Iterable[str]) -> None:
-    """Raise UserError if there is no such column."""
+    """Raise UserError if there is no such column, unless ``known`` is empty."""
     every = {*known, *_FIXED}
     if every != set(_FIXED) and name not in every:
         raise UserError(f"no run has a column {name!r}; {nearest(name, every)}")

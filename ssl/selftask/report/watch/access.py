@@ -68,7 +68,7 @@ class Access:
         return text is not None and hmac.compare_digest(text.encode(), self.token.encode())
 
     def knows_reader(self, cookies: str) -> bool:
-        """Return whether a ``Cookie`` header has the token."""
+        """Return whether a ``Cookie`` header has the token; also True if none is needed."""
         try:
             cookie = SimpleCookie(cookies).get(COOKIE)
         except CookieError:
@@ -77,7 +77,7 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """Value of ``Set-Cookie``, for a cookie of this server only that scripts cannot read."""
+        """Value of ``Set-Cookie``: a cookie hidden from scripts, and not sent from other sites."""
         return f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Strict"
 
 

@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def parse_request(self) -> bool:
-        """Read the rest of a request; until then its connection may be replaced."""
+        """Read the rest of a request, after which its connection is no longer replaced."""
         complete = super().parse_request()
         self.server.set_waiting(self.connection, False)
         return complete

@@ -23,7 +23,7 @@ class Site:
 
     Args:
         root: The folder of runs.
-        read_lines: Function that returns a line for each run below it, with the state of its job.
+        read_lines: Function that returns the summaries of all runs, with the states of their jobs.
     """
 
     def __init__(self, root: Path, read_lines: Callable[[], Sequence[RunLine]]) -> None:
@@ -43,7 +43,7 @@ class Site:
         return whole.relative_to(self.root).as_posix()
 
     def split(self, parts: Sequence[str]) -> tuple[str, list[str]]:
-        """Return the run named by the first parts of a path, and the remaining parts."""
+        """Return the name of the run in the first parts of a path, and the remaining parts."""
         lines = self.lines()
         for count in range(len(parts), 0, -1):
             name = "/".join(parts[:count])
@@ -52,7 +52,7 @@ class Site:
         raise NotThere
 
     def folder(self, name: str) -> Path:
-        """Return the folder of a run, unless it is a link that leads out of the folder of runs."""
+        """Return the folder of a run; raise NotThere if it is missing or outside of ``root``."""
         lines = self.lines()
         if name not in lines:
             raise NotThere
@@ -67,7 +67,7 @@ class Site:
             return self._runs.setdefault(folder, LiveRun(folder))
 
     def file(self, name: str, parts: Sequence[str]) -> Path:
-        """Return a file of a run that may be read: a record, a checkpoint or an export."""
+        """Return a text file, checkpoint or export of a run; raise NotThere for other paths."""
         folder = self.folder(name)
         is_text = len(parts) == 1 and parts[0] in TEXTS
         if not is_text and not (len(parts) == 2 and parts[0] in _WEIGHTS):

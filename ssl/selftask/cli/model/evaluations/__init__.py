@@ -1,1 +1,1 @@
-"""Commands of ``selftask eval`` with a page of usage of their own."""
+"""Commands of ``selftask eval`` that have their own usage text."""

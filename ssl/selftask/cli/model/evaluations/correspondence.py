@@ -1,4 +1,4 @@
-"""``selftask eval correspondence``: find the patches of an image again after a known warp."""
+"""``selftask eval correspondence``: match the patches of two views related by a known warp."""
 
 from __future__ import annotations
 

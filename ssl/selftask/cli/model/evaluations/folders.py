@@ -1,4 +1,4 @@
-"""Folders of images with masks or depth maps, as words of a command."""
+"""Parse ``data=DIR`` and ``data.val=DIR`` for folders of images with masks or depth maps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from selftask.errors import UserError
 
 
 def take_folders(words: list[str], second: str, example: str) -> tuple[dict[str, str], list[str]]:
-    """Return the folders ``data`` and ``data.val`` by key, and words that open their images.
+    """Return the folders ``data`` and ``data.val`` by key, and words with settings to open them.
 
     Args:
         words: ``key=value`` words of the command.
