@@ -22,7 +22,11 @@ from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import check_library
-from selftask.models.weights.huggingface import check_huggingface, save_huggingface
+from selftask.models.weights.huggingface import (
+    describe_for_huggingface,
+    preprocessing_problem,
+    save_huggingface,
+)
 from selftask.models.weights.model_source import open_model
 
 
@@ -130,7 +134,7 @@ def test_transformers_and_timm_load_it_from_a_folder(
     size = args.get("img_size", 32)
     facts: dict[str, Any] = {"architecture": {"name": name, "args": args}, "channels": channels}
     facts["input_size"] = size
-    folder = save_huggingface(backbone, tmp_path, check_huggingface(backbone, facts))
+    folder = save_huggingface(backbone, tmp_path, describe_for_huggingface(backbone, facts))
     images = torch.randn(2, channels, size, size)
     expected = backbone.eval()(images)
     model = AutoModel.from_pretrained(folder).eval()
@@ -139,7 +143,7 @@ def test_transformers_and_timm_load_it_from_a_folder(
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_input_of_a_run_stands_in_the_folder(
+def test_the_processor_does_what_the_transforms_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -158,9 +162,39 @@ def test_the_input_of_a_run_stands_in_the_folder(
 
 
 @pytest.mark.parametrize(
+    ("transforms", "message"),
+    [
+        ([{"name": "resize", "size": 72}, {"name": "center_crop", "size": 64}], None),
+        ([], "images of other sizes than 224 are resized; in eval.transforms they are not"),
+        ([{"name": "resize", "size": 64}], "and eval.transforms has resize"),
+        ([{"name": "resize", "size": 48}, {"name": "center_crop", "size": 64}], "has resize, cen"),
+        ([{"name": "center_crop", "size": 96}, {"name": "resize", "size": 64}], "center_crop, re"),
+    ],
+)
+def test_other_preprocessing_is_warned_of(
+    transforms: list[dict[str, Any]], message: str | None
+) -> None:
+    sizes = [transform["size"] for transform in transforms]
+    facts: dict[str, Any] = {"architecture": {"name": "resnet18", "args": {}}}
+    facts |= {"transforms": [*transforms, {"name": "normalize"}], "input_size": [None, *sizes][-1]}
+    backbone = build_backbone(Component(name="resnet18"))
+    problem = preprocessing_problem(describe_for_huggingface(backbone, facts))
+    assert problem is None if message is None else message in (problem or "")
+
+
+def test_a_fixed_size_of_the_model_is_that_of_its_images() -> None:
+    """Once an AssertionError of timm, for images of 224 pixels."""
+    args = {"img_size": 48, "patch_size": 8}
+    facts: dict[str, Any] = {"architecture": {"name": "vit_micro", "args": args}, "transforms": []}
+    backbone = build_backbone(Component(name="vit_micro", args=args))
+    config = describe_for_huggingface(backbone, {**facts, "input_size": 32})
+    assert config["pretrained_cfg"]["input_size"] == [3, 48, 48]
+
+
+@pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("small_resnet", {}, "small_resnet is no model of timm; transformers loads backbones of"),
+        ("small_resnet", {}, "only backbones timm:NAME, .* and this is small_resnet; --to safet"),
         ("resnet18", {"stem": "cifar"}, "timm's resnet18 does not load these weights: size mism"),
         ("vit_micro", {"swiglu": True}, "timm has no named model with backbone.swiglu: true"),
         ("vit_micro", {"positions": "rope_capi"}, "named model with backbone.positions: rope_capi"),
@@ -173,7 +207,7 @@ def test_what_transformers_cannot_load_is_refused(
 ) -> None:
     backbone = build_backbone(Component(name=name, args=args))
     with pytest.raises(UserError, match=f"export: --to huggingface: .*{message}"):
-        check_huggingface(backbone, {"architecture": {"name": name, "args": args}})
+        describe_for_huggingface(backbone, {"architecture": {"name": name, "args": args}})
 
 
 def test_only_a_run_has_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

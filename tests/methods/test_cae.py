@@ -15,6 +15,8 @@ from minitask import loss_of, predicted
 from selftask.batch import Batch
 from selftask.config.schema import FrozenModule
 from selftask.methods.cae import CAE, FeatureDecoder, Predictions
+from selftask.models.features.extract import adapter_of
+from selftask.models.predictors.patch_predictor import sincos_positions
 
 # open-mmlab/mmselfsup for seeds 0 and 500: both terms, gradients of scores and of features
 FIGURES = [
@@ -55,16 +57,34 @@ def test_chance_is_the_loss_of_equal_scores_and_of_zeros() -> None:
     assert loss.item() == pytest.approx(method.chance_loss)
 
 
-def test_the_decoder_sees_predicted_features_alone() -> None:
+def test_the_decoder_sees_predicted_features_and_positions_alone() -> None:
     head: Any = FeatureDecoder(8, (4, 4), dim=16, depth=2, num_heads=2, num_tokens=6).double()
     asked = torch.tensor([[3, 9, 14]])
     first, second = (head(draw(seed, 1, 6, 8), asked, (4, 4)) for seed in (0, 1))
     assert not torch.allclose(first[1], second[1])
-    kept = head.regressor.forward
     head.regressor.forward = lambda *args: first[0]
     again = head(draw(1, 1, 6, 8), asked, (4, 4))
     assert torch.equal(again[1], first[1])
-    head.regressor.forward = kept
+    head.regressor.forward = lambda *args: torch.ones(1, 3, 8, dtype=torch.float64)
+    (scores,) = head(draw(1, 1, 6, 8), asked, (4, 4))[1]
+    assert not torch.allclose(scores[0], scores[1])
+
+
+def test_tokens_are_those_of_the_masked_patches(tmp_path: Path) -> None:
+    """And a network that loads no weights has fixed sine-cosine positions."""
+    task = tiny.task("cae", tmp_path, "run", "method.mask_ratio=0.25")
+    task.prepare()
+    positions = adapter_of(task.base_model.backbone).positions
+    assert not positions.requires_grad
+    width = positions.shape[-1]
+    assert torch.equal(positions[0, -64:].detach(), sincos_positions(width, (8, 8)))
+    task.on_start(), task.on_phase_start(), task.step()
+    batch, asked = task.last_batch, task.last_batch["mask"].asked[:, 0]
+    tokens = task.loss.tokenizer.on_grid(batch.all_views[0], (8, 8))
+    assert asked.shape[1] == 16 and len(tokens.unique()) > 1
+    for image, numbers in enumerate(asked.tolist()):
+        assert batch["tokens"][image].tolist() == [tokens[image, n].item() for n in numbers]
+    task.close()
 
 
 def test_targets_are_the_masked_patches_encoded_alone(tmp_path: Path) -> None:

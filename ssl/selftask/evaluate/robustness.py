@@ -24,6 +24,7 @@ from selftask.data.transforms.pipeline import build_pipeline
 from selftask.errors import UserError, nearest
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.knn import KNN
+from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
 from selftask.evaluate.offline import eval_batches
 from selftask.evaluate.online import evaluated_model
 from selftask.logs import get_logger
@@ -58,6 +59,8 @@ class RobustnessOptions:
         for name in self.corruptions:
             if name not in STRENGTHS:
                 yield f"corruptions: there is no {name!r}; {nearest(name, STRENGTHS)}"
+        if len({*self.corruptions}) < len(self.corruptions):
+            yield "corruptions: a name stands twice"
 
 
 def measure_robustness(
@@ -71,8 +74,8 @@ def measure_robustness(
 ) -> dict[str, float]:
     """Return the errors of k-NN on clean and on corrupted test images.
 
-    Images are corrupted before they are normalized. The draws depend on ``train.seed``, the image
-    and nothing else.
+    Images are corrupted before they are normalized. The draws depend on ``train.seed`` and on the
+    position of the image among the test images.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -88,40 +91,55 @@ def measure_robustness(
         corruption, the mean over strengths; ``test_images``.
 
     Raises:
-        UserError: If there are no test images or labels.
+        UserError: If there are no test images, labels or neighbors, or the features of several
+            layers. Known labels are checked before features are computed.
     """
     if sources.val is None:
         raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
-    test, model = sources.val, evaluated_model(backbone, config.eval).to(device)
-    if options.images is not None:
-        test = Subset(test, Part(count=min(options.images, len(test))))
-    knn = KNN(k=[options.k])
+    if len(config.eval.layers) > 1:
+        raise UserError(
+            "eval.layers: robustness is measured for one layer, such as eval.layers=[-1]"
+        )
+    test, knn = sources.val, Component(name="knn", args={"k": [options.k]})
+    if options.images is not None and options.images < len(test):
+        test = Subset(test, Part(count=options.images))
+    counts = LabelCounts.of_sources(Sources(sources.train, test))
+    if counts is not None:
+        check_label_counts({"knn": knn}, counts)
+    plain, model = config.eval.transforms, evaluated_model(backbone, config.eval).to(device)
+    side = _side_of(test, plain, options.corruptions)
 
     def features(source: Source, key: str, transforms: list[Component]) -> Features:
         changed = replace(config, eval=replace(config.eval, transforms=transforms))
-        return extract_features(model, eval_batches(changed, source, device, key), device=device)
+        batches = eval_batches(changed, source, device, key)
+        result = extract_features(model, batches, device=device)
+        if transforms is plain and (unreadable := batches.bad_files.summary()):
+            tell(f"warning: {unreadable}")
+        return result
 
-    plain = config.eval.transforms
-    bank = features(sources.train, "data", plain)
+    def error(shown: Features) -> float:
+        return 1 - KNN(k=[options.k])(bank, shown)["knn_top1"]
 
-    def error(transforms: list[Component]) -> float:
-        return 1 - knn(bank, features(test, "data.val", transforms))["knn_top1"]
-
-    side = _side_of(test, plain)
-    clean = error(plain)
+    bank, shown = features(sources.train, "data", plain), features(test, "data.val", plain)
+    if shared := count_shared_images(bank, shown):
+        tell(f"warning: {shared} of {len(shown)} test images are also training images")
+    clean = error(shown)
     tell(f"{'clean':15} {clean:.3f}")
     errors: dict[str, float] = {}
     for name in options.corruptions:
-        each = [error(corrupted(plain, name, s, side)) for s in STRENGTHS[name]]
-        errors[name] = sum(each) / len(each)
-        tell(f"{name:15} {errors[name]:.3f}   {' '.join(f'{one:.3f}' for one in each)}")
+        of_strengths = [
+            error(features(test, "data.val", corrupted(plain, name, strength, side)))
+            for strength in STRENGTHS[name]
+        ]
+        errors[name] = sum(of_strengths) / len(of_strengths)
+        tell(f"{name:15} {errors[name]:.3f}   {' '.join(f'{e:.3f}' for e in of_strengths)}")
     mean = sum(errors.values()) / len(errors)
     row = {
         "clean_error": clean,
         "corruption_error": mean,
         "relative_corruption_error": mean - clean,
     }
-    return row | {f"{name}_error": e for name, e in errors.items()} | {"test_images": len(test)}
+    return row | {f"{name}_error": e for name, e in errors.items()} | {"test_images": len(shown)}
 
 
 def corrupted(
@@ -166,11 +184,17 @@ def _num_before_normalize(transforms: list[Component]) -> int:
     return names.index("normalize") if "normalize" in names else len(names)
 
 
-def _side_of(source: Source, transforms: list[Component]) -> int:
+def _side_of(source: Source, transforms: list[Component], corruptions: list[str]) -> int:
     """Return the shorter side of the first readable image before it is normalized, in pixels."""
-    shown = transforms[: _num_before_normalize(transforms)]
-    dataset = EvalDataset(source, build_pipeline(shown, "eval.transforms", channels_of(source)))
+    before = transforms[: _num_before_normalize(transforms)]
+    dataset = EvalDataset(source, build_pipeline(before, "eval.transforms", channels_of(source)))
     for index in range(len(source)):
         for view in dataset.sample((0, index)).views:  # none if it cannot be read
-            return min(view.shape[:2])
+            height, width = view.shape[:2]
+            if height != width and "pixelate" in corruptions:
+                raise UserError(
+                    f"corruptions: pixelate needs square images, and eval.transforms gives {width}x"
+                    f"{height}; add center_crop there, or leave pixelate out"
+                )
+            return min(height, width)
     raise UserError("data.val: no image can be read")

@@ -254,7 +254,11 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
     """
     from selftask.models.weights.export import check_library, save_backbone
     from selftask.models.weights.foreign import check_foreign, save_foreign
-    from selftask.models.weights.huggingface import check_huggingface, save_huggingface
+    from selftask.models.weights.huggingface import (
+        describe_for_huggingface,
+        preprocessing_problem,
+        save_huggingface,
+    )
     from selftask.models.weights.onnx_file import check_onnx, save_onnx
 
     if to in LIBRARIES:
@@ -263,11 +267,13 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
         check_foreign(backbone, to)
     if to == "onnx":
         check_onnx()
-    config = check_huggingface(backbone, facts) if to == "huggingface" else None
+    config = describe_for_huggingface(backbone, facts) if to == "huggingface" else None
     path = save_backbone(backbone, folder, facts)
     if to == "onnx":
         return save_onnx(backbone, folder, facts)
     if config is not None:
+        if problem := preprocessing_problem(config):
+            print(f"warning: AutoImageProcessor of this folder: {problem}", file=sys.stderr)
         return save_huggingface(backbone, folder, config)
     return save_foreign(backbone, folder, to) if to in FOREIGN else path
 

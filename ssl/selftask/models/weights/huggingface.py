@@ -11,16 +11,17 @@ from torch import nn
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone, embed_dim
+from selftask.models.features.extract import fixed_size
 from selftask.models.weights.export import check_features, portable_state, write_whole
 from selftask.registry import BACKBONES
 
 FOLDER = "huggingface"
-_SIZE = 224  # pixels, if neither the transforms nor the backbone have a size
+_SIZE = 224  # pixels, if neither the model nor the transforms have a size
 _WHAT = "export: --to huggingface"
 
 
-def check_huggingface(backbone: nn.Module, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of ``config.json``: the equivalent timm model, and its input.
+def describe_for_huggingface(backbone: nn.Module, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of ``config.json``: timm's model that computes the same, and its input.
 
     Args:
         backbone: The backbone.
@@ -33,32 +34,50 @@ def check_huggingface(backbone: nn.Module, facts: dict[str, Any]) -> dict[str, A
     built = BACKBONES[architecture.name](**architecture.args)
     if not hasattr(built, "in_timm"):
         raise UserError(
-            f"{_WHAT}: {architecture.name} is no model of timm; transformers loads backbones of "
-            "timm, vit_* and resnet*. --to safetensors writes the weights alone"
+            f"{_WHAT}: only backbones timm:NAME, vit_* and resnet* can be loaded by transformers, "
+            f"and this is {architecture.name}; --to safetensors writes the weights alone"
         )
     try:
-        model, args = built.in_timm()
-        theirs = build_backbone(
-            Component(name="timm", args={"model": model, "args": args}), channels
-        )
+        name, args = built.in_timm()
+        model = build_backbone(Component(name="timm", args={"model": name, "args": args}), channels)
     except UserError as error:
         raise UserError(f"{_WHAT}: {str(error).removeprefix('backbone.model: ')}") from error
-    size = facts.get("input_size") or args.get("img_size") or _SIZE
-    check_features(backbone, theirs, what=f"{_WHAT}: timm's {model}", shape=(channels, size, size))
-    known = getattr(theirs, "pretrained_cfg", {})
+    size = _side(model, facts)
+    check_features(backbone, model, what=f"{_WHAT}: timm's {name}", shape=(channels, size, size))
+    of_timm = getattr(model, "pretrained_cfg", {})
     return {
-        "architecture": model,
+        "architecture": name,
         "num_classes": 0,
         "num_features": embed_dim(backbone),
         "model_args": {**args, **({} if channels == 3 else {"in_chans": channels})},
         "pretrained_cfg": {
-            **_input(facts, channels, size),
+            **_preprocessing(facts, channels, size),
             "num_classes": 0,
-            "first_conv": known.get("first_conv"),
-            "classifier": known.get("classifier"),
+            "first_conv": of_timm.get("first_conv"),
+            "classifier": of_timm.get("classifier"),
         },
         "selftask": facts,
     }
+
+
+def preprocessing_problem(config: dict[str, Any]) -> str | None:
+    """Return how the preprocessing of ``config.json`` differs from the evaluation's, if it does.
+
+    It can be a resize of the shorter side and a crop of at most this size, and ``normalize``.
+
+    Args:
+        config: What ``describe_for_huggingface`` returned.
+    """
+    facts, size = config["selftask"], config["pretrained_cfg"]["input_size"][-1]
+    sizes = [(t["name"], t.get("size")) for t in facts["transforms"] if t["name"] != "normalize"]
+    if not sizes:
+        return f"images of other sizes than {size} are resized; in eval.transforms they are not"
+    names = [name for name, _ in sizes]
+    if names == ["resize", "center_crop"] and sizes[0][1] >= sizes[1][1] == size:
+        return None
+    return (
+        f"resize, center_crop of {size} and normalize, and eval.transforms has {', '.join(names)}"
+    )
 
 
 def save_huggingface(backbone: nn.Module, folder: Path, config: dict[str, Any]) -> Path:
@@ -81,7 +100,16 @@ def save_huggingface(backbone: nn.Module, folder: Path, config: dict[str, Any]) 
     return out
 
 
-def _input(facts: dict[str, Any], channels: int, size: int) -> dict[str, Any]:
+def _side(model: Any, facts: dict[str, Any]) -> int:
+    """Return the height and width of images: the model's, if fixed, or those of the evaluation."""
+    fixed = fixed_size(model)
+    if fixed is not None:
+        return fixed[0]
+    of_timm: int = getattr(model, "pretrained_cfg", {}).get("input_size", (_SIZE,))[-1]
+    return facts.get("input_size") or of_timm
+
+
+def _preprocessing(facts: dict[str, Any], channels: int, size: int) -> dict[str, Any]:
     """Return timm's description of the evaluation's transforms."""
     resize = next((t for t in facts.get("transforms", []) if t["name"] == "resize"), {"size": size})
     normalization = facts.get("normalization") or {}

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     from selftask.evaluate.robustness import RobustnessOptions, measure_robustness
 
     options, words = take_options("robustness", overrides, RobustnessOptions)
-    frozen, run = open_named(address, words)
+    frozen, address = open_named(address, words)
     row = measure_robustness(
         frozen.backbone,
         frozen.config,
@@ -41,5 +41,5 @@ def main(argv: list[str]) -> int:
         tell=announce,
     )
     print(json_row(row))
-    keep(run, "robustness", overrides, frozen.facts.get("step"), row)
+    keep(address, "robustness", overrides, frozen.facts.get("step"), row)
     return 0
