@@ -66,6 +66,9 @@ def test_freezing_of_the_first_rule_counts() -> None:
     rules = [GroupRule(match="head", freeze="1 epoch"), GroupRule(match="head.weight", freeze=3)]
     steps = {id(p): steps for steps, p in frozen_until(named, rules, LENGTH)}
     assert steps == {id(named[0][1].head.weight): 8, id(named[0][1].head.bias): 8}
+    rules = [GroupRule(match="head.bias", freeze=False), *rules]
+    steps = {id(p): steps for steps, p in frozen_until(named, rules, LENGTH)}
+    assert steps == {id(named[0][1].head.weight): 8, id(named[0][1].head.bias): 0}
 
 
 class Layer(Method):

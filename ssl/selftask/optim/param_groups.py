@@ -134,15 +134,20 @@ def frozen_until(
 ) -> list[tuple[int, nn.Parameter]]:
     """Return (number of frozen steps or 0, parameter) for each parameter that matches a rule.
 
+    The first matching rule that has ``freeze`` counts, as in ``assign_settings``.
+
     Args:
         modules: Named modules.
         rules: Rules of the config and the method, in order of precedence.
         length: Length of the run, for durations that are not in steps.
     """
     return [
-        (next(filter(None, steps), 0), parameter.value)
-        for parameter in named_parameters(modules)
-        if (steps := [_frozen_steps(r.freeze, length) for r in rules if parameter.matches(r)])
+        (
+            _frozen_steps(next((r.freeze for r in matches if r.freeze is not None), None), length),
+            p.value,
+        )
+        for p in named_parameters(modules)
+        if (matches := [rule for rule in rules if p.matches(rule)])
     ]
 
 
