@@ -58,7 +58,7 @@ def test_more_images_need_fewer_epochs() -> None:
     assert epochs == sorted(epochs, reverse=True) and len(set(epochs)) == 4
 
 
-def test_mistakes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_of_adapt_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     for words, text in (
         (["data=digits"], "adapt needs a run or model before any key=value"),
         (["timm:resnet18"], "adapt: data is missing"),

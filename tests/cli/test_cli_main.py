@@ -72,7 +72,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["config", "train.epochs=3"], "error: config needs a RECIPE before any key=value"),
     ],
 )
-def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_commands_and_bad_arguments_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(message)

@@ -164,7 +164,7 @@ def test_an_answer_takes_less_than_300_ms() -> None:
     assert min(costs) < 0.3, "CPU seconds"
 
 
-def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_and_missing_shells_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bsh"]) == 2
     assert "did you mean 'bash'?" in capsys.readouterr().err
     assert main(["completion"]) == 2

@@ -101,7 +101,7 @@ def test_from_a_run_on_the_images_of_the_run(
         (["torchvision:resnet18", "weights=none", "data=digits", "train.epoch=3"], "train.epochs"),
     ],
 )
-def test_mistakes_are_told(
+def test_bad_arguments_of_finetune_are_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["finetune", *words]) == 2

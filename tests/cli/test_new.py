@@ -59,7 +59,7 @@ def test_ruff_accepts_them(written: Path, rules: list[str], command: list[str]) 
         (["method"], "new needs a kind and a NAME"),
     ],
 )
-def test_mistakes(
+def test_taken_and_invalid_names_are_refused(
     argv: list[str],
     message: str,
     written: Path,

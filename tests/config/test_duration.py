@@ -26,7 +26,7 @@ def test_in_steps(text: str | int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["ten epochs", "-1", "5 hours", "", "1.5 steps", "101%", True])
-def test_what_is_none(text: str) -> None:
+def test_invalid_durations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"duration|whole|more than"):
         parse_duration(text)
 

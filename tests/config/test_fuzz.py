@@ -40,7 +40,9 @@ def loads(recipe: str, overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_settings(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_settings_load_or_are_refused_briefly(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     draw = random.Random(seed)
     known = [*keys(load_config("simclr/digits", []).to_dict()), "", "..", "x[0]", "~train", "-x"]

@@ -32,7 +32,9 @@ from selftask.config.values.coerce import Mismatch, convert
         ("mean", Literal["sum", "mean"], "mean"),
     ],
 )
-def test_fits(value: Any, annotation: Any, expected: Any) -> None:
+def test_values_are_converted_to_their_annotation(
+    value: Any, annotation: Any, expected: Any
+) -> None:
     converted = convert(value, annotation)
     assert converted == expected
     assert type(converted) is type(expected)
@@ -57,7 +59,7 @@ def test_fits(value: Any, annotation: Any, expected: Any) -> None:
         (5, dict[str, Any], "key: value pairs"),
     ],
 )
-def test_does_not_fit(value: Any, annotation: Any, message: str) -> None:
+def test_values_of_the_wrong_type_are_refused(value: Any, annotation: Any, message: str) -> None:
     with pytest.raises(Mismatch) as error:
         convert(value, annotation)
     assert message in str(error.value)

@@ -147,7 +147,9 @@ def test_the_command_writes_a_png(tmp_path: Path, capfd: pytest.CaptureFixture[s
         (["simclr/images"], "data"),
     ],
 )
-def test_mistakes_are_told(argv: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_of_data_show_are_refused(
+    argv: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["data", "show", *argv]) == 2
     error = capfd.readouterr().err
     assert said in error

@@ -279,7 +279,9 @@ def test_check_needs_no_torch(tmp_path: Path) -> None:
         (["stats", "digits", "--max", "-3"], "expected a number"),
     ],
 )
-def test_mistakes_are_told(argv: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_of_data_check_and_stats_are_refused(
+    argv: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["data", *argv]) == 2
     error = capfd.readouterr().err
     assert said in error

@@ -92,7 +92,7 @@ def test_floats_gray_and_patterns(tmp_path: Path) -> None:
     assert build(path=str(odd))[1][0].tolist() == np.full((4, 5, 3), 7).tolist()
 
 
-def test_errors(arrays: Path) -> None:
+def test_wrong_bands_and_damaged_arrays_are_reported(arrays: Path) -> None:
     def fails(match: str, **args: Any) -> None:
         with pytest.raises(UserError, match=match):
             build(**{"path": str(arrays), "value_range": [0, 1], **args})

@@ -91,13 +91,13 @@ def test_which_file_counts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("xyzw: /x", "neither a folder nor in the catalog; did you mean 'xyzw'"),
     ],
 )
-def test_mistakes(text: str, match: str) -> None:
+def test_broken_catalogs_are_refused(text: str, match: str) -> None:
     Path("catalog.yaml").write_text(text)
     with pytest.raises(UserError, match=match):
         expand_source("xyz" if text.startswith("xyzw") else "x")
 
 
-def test_in_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalog_names_are_expanded_in_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALF_ENV", "/half")
     config = load_config("simclr", ["data=imagenet"])
     assert config.data.source.args["path"] == "/data/imagenet/train"

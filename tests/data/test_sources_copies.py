@@ -202,7 +202,9 @@ def test_many_processes_copy_once(tree: Path, tmp_path: Path) -> None:
     assert len((tmp_path / "fast" / ".checksums").read_text().splitlines()) == 6
 
 
-def test_errors(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_copies_are_refused(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = build("folder", path=str(tree))
     usage = shutil.disk_usage(tmp_path)._replace(free=4 * 4096)
     with monkeypatch.context() as patch:

@@ -55,7 +55,9 @@ def test_order_labels_and_stride(clips: str) -> None:
     assert levels(pickle.loads(pickle.dumps(by_clip))) == levels(by_clip)
 
 
-def test_errors(clips: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_huge_and_missing_frames_are_reported(
+    clips: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run" / "clip2" / "f9.png").write_bytes(b"nothing")
     with pytest.raises(BadImage, match=r"run/clip2/f9\.png: not an image"):
         build(path=clips)[2]

@@ -116,12 +116,12 @@ def test_parts_are_disjoint_and_leave_nothing(digits: Source, more: dict[str, An
         ({"per_class": 1}, r"per_class=1: expected true or false"),
     ],
 )
-def test_mistakes(digits: Source, value: Any, match: str) -> None:
+def test_impossible_subsets_are_refused(digits: Source, value: Any, match: str) -> None:
     with pytest.raises(UserError, match=match):
         subset_of(digits, value)
 
 
-def test_in_a_config() -> None:
+def test_subset_keys_of_a_config_split_one_set_without_overlap() -> None:
     """A training and a validation set out of one, from the command line and back from its yaml."""
     split = ["data.subset={part: 0, of: 2, seed: 5}", "data.val.split=train"]
     config = load_config("simclr/digits", [*split, "data.val.subset={part: 1, of: 2, seed: 5}"])

@@ -252,7 +252,7 @@ def test_members_that_are_passed_over_are_counted(tmp_path: Path) -> None:
         )
 
 
-def test_errors(
+def test_missing_empty_and_compressed_shards_are_refused(
     shards: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -261,7 +261,9 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (["data", "simclr/digits", "train.seeds=1"], "did you mean 'train.seed'?"),
     ],
 )
-def test_mistakes_are_told(argv: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_of_bench_data_are_refused(
+    argv: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *argv]) == 2
     assert said in capfd.readouterr().err
 

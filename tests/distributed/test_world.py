@@ -48,7 +48,7 @@ def world(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> World:
     return read_world()
 
 
-def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_the_world_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world(monkeypatch, {}) == World(0, 1, 0, 1, "python")
     assert world(monkeypatch, {"NODE_RANK": "0"}) == World(0, 1, 0, 1, "python")
 

@@ -232,7 +232,7 @@ def test_a_killed_rank_is_named(mine: Path, capsys: pytest.CaptureFixture[str]) 
     assert "FAILED: rank 1: was killed by SIGKILL" in output
 
 
-def test_wrong_words() -> None:
+def test_bad_arguments_of_check_are_refused() -> None:
     for words, message in (
         (["simclrr"], "no method named 'simclrr'; did you mean 'simclr'"),
         (["simclr", "--ranks", "1,x"], "--ranks '1,x': expected numbers above 0"),
@@ -279,7 +279,7 @@ def test_all_are_those_of_ones_own_too(mine: Path, monkeypatch: pytest.MonkeyPat
     ],
     ids=lambda words: " ".join(words).rpartition("projects/")[2],
 )
-def test_more_recipes(
+def test_more_recipes_are_the_same_at_any_world_size(
     words: list[str], forget_names: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, output = check(capsys, *words)

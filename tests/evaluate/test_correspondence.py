@@ -189,7 +189,7 @@ def test_command_on_a_run_and_on_a_transformer(
         (["MODEL", "data=RAMPS/nothing"], "nothing"),
     ],
 )
-def test_mistakes(
+def test_bad_arguments_of_eval_correspondence_are_refused(
     words: list[str], message: str, ramps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word.replace("RAMPS", str(ramps)) for word in words]

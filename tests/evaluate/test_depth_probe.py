@@ -117,7 +117,7 @@ def spoil(folder: Path, change: str) -> None:
         ("", ["images=1"], "lr: 1 training image with labels leaves none"),
     ],
 )
-def test_mistakes(
+def test_damaged_depth_maps_and_bad_arguments_of_eval_depth_are_refused(
     change: str,
     words: list[str],
     message: str,

@@ -164,7 +164,7 @@ def test_classes_that_are_absent() -> None:
     assert got == {"knn_top1": 0.5}
 
 
-def test_only_test_classes() -> None:
+def test_knn_neighbors_are_of_the_test_classes() -> None:
     train, test = _set(150, 0), _set(60, 1)
     test = test[torch.isin(test.targets, torch.tensor([1, 3]))]
     known = torch.isin(train.targets, torch.tensor([1, 3]))

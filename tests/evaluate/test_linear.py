@@ -69,7 +69,7 @@ def test_finds_the_minimum_that_scikit_learn_finds(
     assert held_out.loss == pytest.approx(log_loss(test.targets, expected.exp()), rel=0.02)
 
 
-def test_only_test_classes(digits: tuple[Features, Features]) -> None:
+def test_linear_top1_is_among_the_test_classes(digits: tuple[Features, Features]) -> None:
     train, test = digits
     train = train[torch.arange(150)]
     test = test[torch.isin(test.targets, torch.tensor([1, 8]))]

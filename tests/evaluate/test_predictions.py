@@ -191,7 +191,7 @@ def test_figures_are_those_of_test(tmp_path: Path, capsys: pytest.CaptureFixture
         (["unknown.npz"], "no image has a label"),
     ],
 )
-def test_mistakes(
+def test_bad_files_and_arguments_of_eval_predictions_are_refused(
     words: list[str],
     message: str,
     given: tuple[Tensor, Tensor],

@@ -326,7 +326,7 @@ def test_unreadable_images_are_left_out(
         ),
     ],
 )
-def test_mistakes(
+def test_bad_arguments_of_eval_retrieval_are_refused(
     words: list[str],
     message: str,
     model: Path,

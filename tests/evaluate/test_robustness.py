@@ -138,7 +138,9 @@ def test_errors_are_those_of_a_search_by_hand(tmp_path: Path) -> None:
     assert rows[1].split()[2:] == [f"{value:.3f}" for value in brightness]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_robustness_repeats_its_row_and_records_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     words = tiny.overrides("simclr", tmp_path, "run", "train.max_steps=2")
     assert main(["train", "simclr/digits", *words]) == 0

@@ -405,7 +405,7 @@ def edit_mask(root: Path, change: str) -> None:
         ("", ["data.subset=1"], "lr: 1 training image with labels leaves none"),
     ],
 )
-def test_mistakes(
+def test_damaged_masks_and_bad_arguments_of_eval_segmentation_are_refused(
     change: str,
     words: list[str],
     message: str,

@@ -274,7 +274,7 @@ def test_results_are_in_the_report(run: Path) -> None:
         (["RUN", "--folow"], "there is no option --folow; did you mean '--follow'?"),
     ],
 )
-def test_mistakes(
+def test_bad_arguments_of_eval_suite_are_refused(
     words: list[str], message: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", "suite", *(word.replace("RUN", str(trained)) for word in words)]) == 2

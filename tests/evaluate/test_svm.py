@@ -59,7 +59,7 @@ def test_is_the_optimum_of_the_squared_hinge_loss() -> None:
     assert row["svm_map"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_only_test_classes() -> None:
+def test_svm_top1_is_among_the_test_classes() -> None:
     train, test = blobs(90, 0), blobs(60, 1)
     test = test[test.targets != 1]
     x, x_test = (F.normalize(part.features.double(), dim=1).numpy() for part in (train, test))

@@ -119,7 +119,7 @@ def test_without_labels(tmp_path: Path) -> None:
     task.close()
 
 
-def test_refused_in_words(tmp_path: Path) -> None:
+def test_mixup_without_strength_and_odd_batches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one of them must be above 0"):
         tiny.task("supervised", tmp_path, "run", "hooks.mixup={mixup: 0, cutmix: 0}")
     task = tiny.task("supervised", tmp_path, "run", "hooks.mixup={}", "train.batch_size=15")

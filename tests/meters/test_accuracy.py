@@ -132,7 +132,7 @@ def test_impossible_configs_are_told() -> None:
     assert not list(schema().problems({}))
 
 
-def test_only_test_classes() -> None:
+def test_accuracy_ranks_only_the_test_classes() -> None:
     """Scores of other classes are left out before the best ones are taken."""
     scores, _ = _scores()
     scores[:, 0] += 9

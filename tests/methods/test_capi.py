@@ -251,7 +251,7 @@ def test_teacher_sees_whole_images_and_its_momentum_is_that_of_the_authors_code(
     assert actual == pytest.approx(MOMENTUM, abs=1e-9)
 
 
-def test_it_learns() -> None:
+def test_capi_training_lowers_the_loss() -> None:
     losses = _task(momentum=0.99).run(9).losses
     assert losses[-1] < losses[0]
     assert all(math.isfinite(loss) for loss in losses)

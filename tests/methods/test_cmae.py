@@ -51,7 +51,7 @@ def test_the_feature_is_that_of_all_patches_and_no_prefix_token() -> None:
     torch.testing.assert_close(decoder(encoded, keep, asked), expected)
 
 
-def test_extremes() -> None:
+def test_contrast_loss_of_perfect_and_of_equal_predictions() -> None:
     """Predictions at orthogonal targets reach the floor; the same for all images: 2 tau ln B."""
     eye = torch.eye(4, dtype=torch.float64)
     floor = 0.14 * (math.log(math.exp(1 / 0.07) + 3) - 1 / 0.07)

@@ -108,6 +108,8 @@ def test_weight_of_the_term(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["simclr", "moco"])
-def test_any_world_size(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_consistency_loss_is_the_same_on_one_and_two_ranks(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["check", method, "method.consistency_weight=3", "--ranks=1,2", "--steps=2"]
     assert main(words) == 0, capsys.readouterr().out

@@ -144,7 +144,7 @@ def test_the_teacher_drops_no_paths() -> None:
     assert task.loss.teacher.network.backbone.blocks[2].drop_path1.drop_prob == 0.0
 
 
-def test_it_learns() -> None:
+def test_data2vec_training_lowers_the_loss() -> None:
     losses = _task(momentum=0.99).run(8).losses
     assert losses[-1] < 0.98 * losses[0]
     assert all(math.isfinite(loss) for loss in losses)

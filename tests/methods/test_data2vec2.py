@@ -214,7 +214,7 @@ def test_teacher_has_fixed_positions_and_the_momentum_of_the_authors_code() -> N
     assert actual == pytest.approx(DECAY, abs=1e-9)
 
 
-def test_it_learns() -> None:
+def test_data2vec2_training_lowers_the_loss() -> None:
     losses = _task().run(9).losses
     assert losses[-1] < losses[0]
     assert all(math.isfinite(loss) for loss in losses)

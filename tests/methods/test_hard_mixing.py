@@ -96,7 +96,9 @@ def test_negatives_are_mixed_from_the_start_time_and_resumed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_any_world_size(symmetric: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hard_mixing_is_the_same_on_one_and_two_ranks(
+    symmetric: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["check", "moco", f"method.symmetric={symmetric}".lower(), *WORDS[:2], "--ranks=1,2"]
     assert main([*words, "method.mix_start=0"]) == 0, capsys.readouterr().out
 

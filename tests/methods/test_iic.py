@@ -45,7 +45,7 @@ def test_loss_is_the_mutual_information_by_its_definition() -> None:
     assert loss_of(IIC(IIC.Config()), output).item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_extremes() -> None:
+def test_iic_loss_of_agreeing_and_of_constant_predictions() -> None:
     """The same sure class in both views: -ln K; one class for all images: 0."""
     sure = 100 * torch.eye(6, dtype=torch.float64)[None, :, None].expand(2, 6, 1, 6)
     method = IIC(IIC.Config())

@@ -205,7 +205,7 @@ def test_positions_are_fixed_and_loaded_weights_stay() -> None:
 # -- the run -----------------------------------------------------------------------------------
 
 
-def test_it_learns() -> None:
+def test_ijepa_training_lowers_the_loss() -> None:
     losses = _task().run(8).losses
     assert losses[-1] < 0.98 * losses[0]
 

@@ -214,7 +214,7 @@ def test_backbone_is_exported_under_timms_names() -> None:
     assert task.base_model.embedding.shape == (2, 12)
 
 
-def test_it_learns() -> None:
+def test_mae_training_lowers_the_loss() -> None:
     losses = _task().run(8).losses
     assert losses[-1] < 0.98 * losses[0]
 

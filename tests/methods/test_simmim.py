@@ -101,7 +101,7 @@ def test_hidden_pixels_do_not_reach_the_network(backbone: Any) -> None:
 
 
 @pytest.mark.parametrize("backbone", [_vit, _swin])
-def test_it_learns(backbone: Any) -> None:
+def test_simmim_training_lowers_the_loss(backbone: Any) -> None:
     losses = _task(backbone).run(8).losses
     assert losses[-1] < 0.98 * losses[0]
     assert all(math.isfinite(loss) for loss in losses)

@@ -75,7 +75,7 @@ def test_groups_move_at_each_step_and_are_set_anew_by_k_means() -> None:
     assert torch.equal(method.groups, expected)
 
 
-def test_extremes() -> None:
+def test_grouping_loss_of_perfect_and_of_equal_predictions() -> None:
     """Predictions at their groups: the floor of cosines 1 and 0; the same for all: ln K."""
     groups = torch.eye(4, dtype=torch.float64)
     group = torch.arange(4)[None]

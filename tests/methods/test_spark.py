@@ -109,7 +109,7 @@ def test_batch_norm_follows_visible_positions_alone(method: str) -> None:
 
 
 @BOTH
-def test_it_learns(method: str) -> None:
+def test_spark_and_fcmae_training_lowers_the_loss(method: str) -> None:
     """From the first epoch, of three batches, to the tenth."""
     config = {"decoder_dim": 8, "mask_ratio": 0.5, "normalize_pixels": False}
     task = MiniTask(method, config, backbone=TinyConvolutions, sizes=(8,), lr=1.0, epochs=10)

@@ -115,7 +115,7 @@ def test_blocks_keep_their_names() -> None:
         (["train.compile=step"], r"train\.step=compiled"),
     ],
 )
-def test_refused(options: list[str], text: str) -> None:
+def test_contradictory_compile_options_are_refused(options: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         load_config("simclr/digits", options)
 

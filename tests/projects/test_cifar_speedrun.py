@@ -86,7 +86,7 @@ def colors(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["patches", "network"])
-def test_the_script(recipe: str, tmp_path: Path) -> None:
+def test_speedrun_script_trains_and_prints_its_table(recipe: str, tmp_path: Path) -> None:
     data = colors(tmp_path / "data")
     own = {
         "patches": ["backbone.filters=20", "train.epochs=1"],

@@ -128,7 +128,7 @@ def digit_files(folder: Path, count: int) -> Path:
 
 
 @pytest.mark.slow
-def test_the_walk(tmp_path: Path) -> None:
+def test_readme_commands_keep_the_scores_of_the_vissl_weights(tmp_path: Path) -> None:
     """The README's commands: the file of VISSL's layout is evaluated as the same weights are."""
     data = digit_files(tmp_path / "data", 160)
     data_words = [f"data={data / 'train'}", f"data.val={data / 'test'}", "data.num_workers=0"]

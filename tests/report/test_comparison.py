@@ -121,7 +121,9 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_the_page(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_report_lists_its_groups_and_every_run(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", "s"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[1] == str(sweep / "report.html")

@@ -50,7 +50,9 @@ def test_values_of_the_command_line_come_first(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_the_verdict_and_writes_the_page_to_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = folder / "page.html"
     assert main(["report", str(folder / "run"), f"out={other}"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -72,7 +74,7 @@ def test_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_what_it_refuses(
+def test_missing_runs_and_unwritable_pages_are_refused(
     words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", *(word.format(folder) for word in words)]) == 2
@@ -110,7 +112,7 @@ def test_a_report_that_hangs_does_not_hold_the_run(
     assert "not written within 0.05 s" in caplog.text
 
 
-def test_after_a_failure(tmp_path: Path) -> None:
+def test_failed_runs_get_a_report_page(tmp_path: Path) -> None:
     assert train(tmp_path, "hooks.fault_injection={at: 4}") == 1
     page = (tmp_path / "run/report.html").read_text()
     assert "failed at step" in page and "✗ failed" in page

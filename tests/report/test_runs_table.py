@@ -128,7 +128,7 @@ def test_jobs_of_slurm_are_in_the_same_table(
         (["--watch"], "--watch needs a terminal"),
     ],
 )
-def test_mistakes(
+def test_bad_arguments_of_runs_are_refused(
     runs: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["runs", *words]) == 2

@@ -158,7 +158,7 @@ def test_the_first_row_does_not_wait() -> None:
     assert data_wait(two) == pytest.approx(0.75)
 
 
-def test_how_it_ended() -> None:
+def test_headline_reports_how_the_run_ended() -> None:
     failed = {"state": "failed", "step": 7, "rank": 3, "error": "no memory. Try less\ntrace"}
     verdict = judge(rows(), [], failed)
     assert (verdict.kind, verdict.headline) == ("bad", "failed at step 7 on rank 3: no memory")

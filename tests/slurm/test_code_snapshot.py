@@ -50,7 +50,7 @@ def test_jobs_import_from_the_copy(repository: Path, fake: Fake) -> None:
     assert not code.exists(), "a dry run copies nothing"
 
 
-def test_mistakes_are_told(
+def test_snapshots_too_large_or_outside_git_are_refused(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code_snapshot, "MAX_MB", 1e-6)

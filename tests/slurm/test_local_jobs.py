@@ -213,7 +213,7 @@ def test_what_a_local_job_is_given(
         (["--cluster=debug", "train.seed=1,2"], "one run in this process: no sweep"),
     ],
 )
-def test_mistakes_are_told(
+def test_wrong_clusters_nodes_and_sweeps_are_refused(
     more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["submit", *words_of(tmp_path), *more]) == 2

@@ -45,7 +45,7 @@ def test_all_mistakes_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["data=no/such/folder"], "no/such/folder"),
     ],
 )
-def test_refused(
+def test_bad_slurm_settings_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], message: str
 ) -> None:
     assert submit(tmp_path, *wrong, "--dry-run") == 2
@@ -157,7 +157,7 @@ def test_a_run_is_not_submitted_twice(tmp_path: Path, fake: Fake) -> None:
         (1.5, None),
     ],
 )
-def test_minutes(time: Any, expected: int | None) -> None:
+def test_slurm_time_limits_are_converted_to_minutes(time: Any, expected: int | None) -> None:
     assert minutes(time) == expected
 
 

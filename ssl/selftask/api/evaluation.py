@@ -36,7 +36,7 @@ def evaluate(
 
     Args:
         model: A run, a file, ``RUN@STEP``, ``timm:NAME`` and so on, as for the command; a ``Run``
-            or a ``Model``. A ``Model`` has its own image size and weights.
+            or a ``Model``, with which ``image_size`` and ``weights`` cannot be given.
         name: Name of the evaluation.
         data: Training images: a value of ``data=`` or a map-style data set, as for ``train``; None
             for those of the run.

@@ -210,7 +210,7 @@ def read_back(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _read_table(path: Path) -> Any:
-    """Return DCP's table of tensor locations; its own read_metadata() would run any pickle."""
+    """Return DCP's table of tensor locations; its own read_metadata() would unpickle anything."""
     with (path / ".metadata").open("rb") as file:
         return _TableUnpickler(file, _METADATA).load()
 

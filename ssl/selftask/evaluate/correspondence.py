@@ -130,10 +130,10 @@ def evaluate_correspondence(
 
 
 def draw_warp(options: Correspondence, index: int) -> Tensor:
-    """Draw the affine map (2, 3) from positions in the second view to those in the whole image.
+    """Draw the affine map (2, 3) from (x, y) in the second view to (x, y) in the whole image.
 
-    The second view is a square inside the image, which is scaled, rotated and mirrored. The draws
-    depend on the seed and the number of the image only.
+    Both are in [0, 1]. The second view is a square inside the image, scaled, rotated and possibly
+    mirrored. The draws depend on the options and the number of the image only.
 
     Args:
         options: Ranges of the draws.

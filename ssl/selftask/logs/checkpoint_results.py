@@ -23,7 +23,7 @@ _COUNTS = ("train_images", "test_images", "classes", "chance")  # the same for a
 
 @dataclass(frozen=True)
 class CheckpointResults:
-    """Results of one run under the same settings."""
+    """Evaluation results of a run's checkpoints for one set of settings."""
 
     run: Path
     settings: Sequence[str]  # words of the command line that affect the results

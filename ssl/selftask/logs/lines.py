@@ -27,8 +27,8 @@ def get_logger(name: str) -> logging.Logger:
 def start_log(folder: Path, rank: int) -> None:
     """Set up logging of a run.
 
-    Rank 0 logs to the console and ``log.txt``, other ranks to ``log_rankN.txt`` only. Handlers of
-    the root logger receive no messages until ``stop_log``.
+    Rank 0 logs to the console and ``log.txt``, other ranks to ``log_rankN.txt`` only. selftask's
+    messages are not propagated to the root logger until ``stop_log``.
 
     Args:
         folder: The run folder.
@@ -60,7 +60,7 @@ class _FromRoot(logging.Handler):
 
 
 def show_root_lines_of(package: str) -> None:
-    """Log what a package logs on the root logger, from level INFO, until ``stop_log``.
+    """Also log a package's messages on the root logger, from level INFO, until ``stop_log``.
 
     Further calls before ``stop_log`` have no effect.
     """

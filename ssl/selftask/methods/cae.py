@@ -141,7 +141,10 @@ class CAE(KeptPatches):
 
 
 class ContextNetwork(Network):
-    """Encoder of the kept patches, and of the masked ones without gradients."""
+    """Encoder of the kept patches, and a head that predicts the masked ones.
+
+    Its targets are the encoder's features of the masked patches, without gradients.
+    """
 
     def forward(self, inputs: tuple[Tensor, Kept]) -> PatchOutput:  # type: ignore[override]
         images, mask = inputs

@@ -24,9 +24,9 @@ from selftask.registry import register_method
 class DCL(BatchContrast):
     """DCL (arXiv:2110.06848): SimCLR without the positive in the denominator, for small batches.
 
-    Loss: ``-cos(z1, z2)/tau + log sum exp(z1.n/tau)`` over the other images' views n alone (eq. 5);
-    weighted by 2 minus a softmax of similarities in eq. 6, through which the gradient flows, while
-    lightly detaches it.
+    Loss: ``-cos(z1, z2)/tau + log sum exp(z1.n/tau)`` over views n of other images only (eq. 5).
+    With ``sigma`` (DCLW, eq. 6) the first term is weighted by ``2 - N softmax(cos(z1, z2)/sigma)``
+    over the N images. The weight has a gradient, unlike in the library lightly.
 
     Published: ImageNet linear top-1 of SimCLR with this loss 68.2 at batch 256 after 200 epochs
     (abstract).
@@ -35,8 +35,8 @@ class DCL(BatchContrast):
 
     Differs from the authors' code:
 
-    * Negatives, and the softmax of ``sigma``, are over the images of all ranks; there over those of
-      one.
+    * Negatives, and the softmax of ``sigma``, are over the images of all ranks; in the authors'
+      code, over those of one rank.
     """
 
     paper = "Yeh et al., Decoupled Contrastive Learning, ECCV 2022"

@@ -323,12 +323,14 @@ class DINOv2Network(Network):
 def patch_cross_entropy(
     scores: Tensor, targets: Tensor, weights: Tensor, *, temperature: float
 ) -> Tensor:
-    """Return the weighted sum of -sum_k p log q over masked patches; eq. 2 of iBOT.
+    """Return the weighted sum of -sum_k p_k log q_k over M masked patches (eq. 2 of iBOT).
+
+    Here p are the targets, and q = softmax(scores / temperature).
 
     Args:
         scores: Scores of the student, (M, K).
-        targets: (M, K).
-        weights: (M,).
+        targets: Probabilities of the teacher, (M, K).
+        weights: Weight of each patch, (M,).
         temperature: Temperature of the student.
     """
     log_probs = F.log_softmax(scores / temperature, dim=1)

@@ -35,7 +35,8 @@ class SEED(QueueDistillation):
 
     Differs from the authors' code:
 
-    * The teacher's features are those of its backbone; there of its projection head.
+    * The teacher's features are those of its backbone; in the authors' code, of its projection
+      head.
     """
 
     paper = "Fang et al., SEED: Self-supervised Distillation For Visual Representation, ICLR 2021"

@@ -75,14 +75,15 @@ class SimCLR(BatchContrast):
 
 @in_full_precision
 def info_nce(*views: Tensor, temperature: float) -> Tensor:
-    """Return NT-Xent of this rank's VB rows among the VBW of all ranks, averaged over view pairs.
+    """Return the NT-Xent loss of this rank's views, averaged over images and pairs of views.
 
-    The denominator of a pair has the positive and all views of other images. With two views this is
+    Each of V * B rows (V views of B images) is compared with the V * B * W rows of W ranks. The
+    denominator of a pair has the positive and all views of other images. With two views this is
     eq. 1; with more, the other views of the same image are left out.
 
     Args:
-        *views: (B, D) each, not necessarily normalized.
-        temperature: tau.
+        *views: V tensors (B, D), not necessarily normalized.
+        temperature: Temperature of the similarities, tau.
     """
     cosines, same = view_cosines(views)
     logits = cosines / temperature  # (VB, VBW)

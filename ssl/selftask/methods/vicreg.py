@@ -23,11 +23,12 @@ from selftask.registry import register_method
 class VICReg(Method):
     """VICReg (arXiv:2105.04906): two views agree, and features vary and are uncorrelated.
 
-    Loss: ``lambda |z1 - z2|^2 + mu mean max(0, 1 - std) + nu sum_(i != j) cov_ij^2 / D`` (eq. 6).
+    Loss: ``lambda |z1 - z2|^2 / D + mu mean max(0, 1 - std) + nu sum_(i != j) cov_ij^2 / D``
+    (eq. 6, with a mean of squares as in the authors' code).
 
     Published: ImageNet linear top-1 of ResNet-50 73.2 (authors' README).
 
-    Use it without a teacher or negatives, also for two different networks or kinds of data.
+    Use it if neither a teacher nor negatives are wanted.
     """
 
     paper = (

@@ -136,7 +136,10 @@ class LinearProbes(nn.Module):
         return self.recent.argmax()
 
     def take_accuracy(self) -> Tensor:
-        """Return the accuracies (L,) since the last call; images are predicted before training."""
+        """Return the accuracy of each learning rate since the last call, (L,); reset the counts.
+
+        Each batch is predicted before the probes are trained on it.
+        """
         accuracy = self.hits / self.images.clamp(min=1)
         self.hits.zero_()
         self.images.zero_()

@@ -92,7 +92,7 @@ class MultiBlockMask:
 
 
 def _scaled(draws: Tensor, context: Range, targets: Range) -> Tensor:
-    """Map draws (B, M + 1) from [0, 1) to the range of the context or of the targets."""
+    """Map draws (B, M + 1) from [0, 1): column 0 to the context's range, others to the targets'."""
     parts = zip(draws.split([1, draws.shape[1] - 1], dim=1), (context, targets), strict=True)
     return torch.cat([low + (high - low) * part for part, (low, high) in parts], dim=1)
 

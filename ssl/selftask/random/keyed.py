@@ -284,8 +284,8 @@ def keep_mask(words: Tensor, count: int, keep: float) -> Tensor:
     The probability is rounded to a multiple of 2**-16 and is at most 1 - 2**-16.
 
     Args:
-        words: int64 (N,), the random word of each row.
-        count: Number of entries per row; each word gives four.
+        words: A random word for each row, int64 (N,).
+        count: Number of entries per row; above 4, further words are derived from the row's word.
         keep: Probability, from 0 to 1.
     """
     bits = words[:, None]

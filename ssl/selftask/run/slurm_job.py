@@ -89,8 +89,8 @@ def in_local_job() -> bool:
 def depart(by: str, launch: LaunchConfig, out: Path, *, first: bool) -> ExitDecision:
     """Requeue the job of an interrupted run if possible, and return how the run exits.
 
-    Every rank must call this function. In a SLURM job, after a signal that SLURM may have sent, it
-    ignores SIGTERM and SIGUSR2 from then on, since SLURM sends them right after a requeue.
+    Every rank must call this function. In a SLURM job, after a signal that SLURM may have sent,
+    this process ignores SIGTERM and SIGUSR2, since SLURM sends them right after a requeue.
 
     Args:
         by: Stop reason, such as the name of a signal.

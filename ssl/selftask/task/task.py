@@ -209,11 +209,7 @@ class Task(Recorder, ClassyTaskNames):
         return self.reduction.no_sync()
 
     def reduce_gradients(self, optimizer: str | None = None) -> None:
-        """Average the gradients of an optimizer over ranks, and drop those of frozen parameters.
-
-        Args:
-            optimizer: Its name in ``optimizers``; None for ``optimizer``.
-        """
+        """Average an optimizer's gradients over ranks, and drop those of frozen parameters."""
         self._reduce[optimizer]()
 
     def export_backbone(self) -> nn.Module:
@@ -230,10 +226,7 @@ class Task(Recorder, ClassyTaskNames):
         HEARTBEAT.step = self.clock.steps_done
 
     def skip_step(self) -> None:
-        """Discard the gradients of an abandoned step, and count its batches as skipped.
-
-        The step must not have changed any state except BatchNorm's running statistics.
-        """
+        """Discard the gradients of an abandoned step; BatchNorm's statistics may have changed."""
         for optimizer in self.all_optimizers:
             optimizer.zero_grad()
         self.loss.pending.clear()

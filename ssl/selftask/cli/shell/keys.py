@@ -154,7 +154,7 @@ def _ends(place: Place | None) -> Iterator[str]:
 
 
 def _values(key: str, named: dict[str, str]) -> list[str]:
-    """Return the values of a key that can be listed: names, choices, true and false."""
+    """Return the values of a key that can be listed: names, choices, true, false, null and {}."""
     place = place_of(tuple(key.split(".")), named)
     if place is None:
         return []

@@ -21,7 +21,7 @@ C = TypeVar("C", bound=Component)
 
 
 class _Setter:
-    """Decides which values ``image_size`` overrides: those that only earlier layers set.
+    """Decides which values ``image_size`` overrides: those that only earlier config layers set.
 
     Attributes:
         overridden: Dotted keys of the overridden values.

@@ -234,10 +234,10 @@ def classes_of(
 
 
 def read_mask(path: str) -> np.ndarray:
-    """Return the indices of a mask, integers (H, W).
+    """Read a mask: the index of the class of each pixel, integers (H, W).
 
     Raises:
-        UserError: If it cannot be read or is no image of indices.
+        UserError: If the file cannot be read, or is not an image of class indices.
     """
     try:
         with Image.open(io.BytesIO(read_bytes(path))) as image:

@@ -103,7 +103,7 @@ class MaskedNetwork(Network):
 
 
 class BlockMaskedPatches(MaskedPatches):
-    """Method that hides blocks of patches, as BEiT does, and predicts something at these alone.
+    """Method that hides blocks of patches, as BEiT does; its loss is that of these patches only.
 
     The network gets ``(images, mask, indices)``, and its head the hidden patches (B, H, E).
     """

@@ -70,12 +70,12 @@ def standardize(features: list[Tensor], moments: Moments) -> list[Tensor]:
 
 @torch.no_grad()
 def moments_of(features: list[Tensor]) -> Moments:
-    """Return the moments over the images and patches of all ranks.
+    """Return mean and variance of each feature over the images and patches of all ranks, (S,) each.
 
     Every rank must call this function, with the same number of images.
 
     Args:
-        features: Of several networks, (..., D) each, side by side in the result.
+        features: Features of each network, (..., D). D may differ between networks; S is the sum.
     """
     each = [torch.var_mean(part.flatten(0, -2), dim=0, correction=0) for part in features]
     variances, means = zip(*each, strict=True)

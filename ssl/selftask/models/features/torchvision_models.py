@@ -73,9 +73,9 @@ class TorchvisionViT(Adapter):
 class TorchvisionStages(Adapter):
     """Adapter of torchvision models with stages: ResNet, ConvNeXt, Swin, VGG and others.
 
-    Layers are numbered as in timm for a ResNet (0 is the stem), and as children of ``features``
-    otherwise. Patches of a Swin can be masked; those of a ResNet can be hidden from its
-    convolutions.
+    Layers are numbered as in timm for a ResNet (0 is the stem), as the stem (0) and the stages of
+    ``trunk_output`` for a RegNet, and as children of ``features`` otherwise. A Swin supports mask
+    tokens. A ResNet supports sparse encoding: its convolutions do not see masked patches.
     """
 
     def __init__(self, model: Any) -> None:
