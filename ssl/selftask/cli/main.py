@@ -149,7 +149,7 @@ def _print_error(message: str) -> None:
 
 
 def _hides_interrupt(error: BaseException) -> bool:
-    """Return whether an error hides a KeyboardInterrupt, as OmegaConf's errors do."""
+    """Return whether an error is a KeyboardInterrupt or was raised during one."""
     context = error.__context__
     return isinstance(error, KeyboardInterrupt) or (
         context is not None and _hides_interrupt(context)

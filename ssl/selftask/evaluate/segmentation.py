@@ -133,7 +133,7 @@ class SegmentationResult:
         return row
 
     def by_class(self) -> dict[str, float]:
-        """Return ``segmentation_knn_iou/CLASS`` of the classes with pixels."""
+        """Return the IoU of each class with pixels, by column: ``segmentation_HEAD_iou/CLASS``."""
         return {
             f"segmentation_{head}_iou/{name}": value
             for head, confusion in self.confusions.items()

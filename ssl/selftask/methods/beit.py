@@ -124,7 +124,10 @@ class BEiT(BlockMaskedPatches):
         batch["tokens"] = tokens.gather(1, batch["hidden"][0])
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the cross-entropy of scores (B, P * H, K) with the tokens, for each prediction."""
+        """Return the cross-entropy with the tokens: ``tokens``, and ``branch`` if there is a branch.
+
+        ``output.prediction`` has the scores (B, H, K), or (B, 2 * H, K) with the branch.
+        """
         terms = ("tokens", "branch") if self.config.branch_depth else ("tokens",)
         scores = to_float32(output.prediction).chunk(len(terms), dim=1)  # (B, H, K) each
         tokens, (_, padding) = batch["tokens"], batch["hidden"]

@@ -68,7 +68,7 @@ class MFM(Method):
     std: Tensor
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Return the backbone with a linear layer to the pixels of each location."""
+        """Return the backbone and a linear layer that predicts the pixels of each map location."""
         self.check_backbone(backbone)
         channels = task.data_module.channels
         (group,) = (group for group in task.config.views.values() if group.count)

@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 
 class ActivationBudget:
-    """Memory budget of the blocks of one network; does nothing without blocks."""
+    """Chooses which blocks to recompute, to keep activations in a memory budget."""
 
     def __init__(self, blocks: Sequence[nn.Module], budget: Budget) -> None:
         self._blocks, self._budget = blocks, budget

@@ -60,7 +60,7 @@ def location_problems(config: Config) -> Iterator[Problem]:
 
 
 def _broken_rules(init: InitConfig) -> Iterator[Problem]:
-    """Yield regular expressions of ``init.rename`` that cannot be compiled, with a reason."""
+    """Yield a problem for each rule of ``init.rename`` with an invalid pattern or replacement."""
     for index, (pattern, replacement) in enumerate(init.rename):
         try:
             re.sub(pattern, replacement, "")

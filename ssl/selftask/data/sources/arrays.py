@@ -164,7 +164,7 @@ def check_shape(shape: tuple[int, ...], channels: int, file: str) -> None:
 def label_numbers(labels: np.ndarray, file: str) -> np.ndarray:
     """Convert labels (N,) to class numbers, int64 (N,).
 
-    Integers are kept; texts are numbered by ``number_labels``.
+    Whole numbers are kept, as int64; strings are numbered by ``number_labels``.
 
     Args:
         labels: Whole numbers or texts, (N,).

@@ -114,7 +114,10 @@ def _run(
     width: int,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the result of a kernel program, of this size; in ``out`` if its shape fits."""
+    """Run a kernel program on an image (H, W, 3); return uint8 (height, width, 3).
+
+    An empty program returns the image. The result is written to ``out`` if its shape is right.
+    """
     if not program:
         return image
     if out is None or out.shape != (height, width, RGB):

@@ -223,9 +223,10 @@ def with_statistics(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_masked_biases(state: dict[str, Tensor], backbone: State) -> dict[str, Tensor]:
-    """Return the state of a DINOv3 file with biases as timm has them: of q and v, or none.
+    """Convert the attention biases in the state of a DINOv3 file to timm's layout.
 
-    In such a file a mask keeps the biases of k at 0, and in most released models all biases are 0.
+    A DINOv3 file has one bias for q, k and v, and a mask that sets the part of k to 0. timm has
+    separate biases of q and v, or none, as in most released models, whose biases are all 0.
     The periods of RoPE and the norm of local crops are dropped. Other files are returned unchanged.
     """
     masks = [key for key in state if key.endswith(".qkv.bias_mask")]
