@@ -4,7 +4,7 @@ Section 2 of the paper; ``branch_depth`` adds the class token's branch of BEiT v
 2022, arXiv:2208.06366, section 3.3).
 
 B: images per rank, N: patches of an image, H: hidden ones at most, E: width of the backbone, K:
-tokens, P: predictions of a hidden patch, 2 with the branch and else 1.
+tokens.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class BEiT(BlockMaskedPatches):
         batch["tokens"] = tokens.gather(1, batch["hidden"][0])
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the cross-entropy with the tokens: ``tokens``, and ``branch`` if there is a branch.
+        """Return the cross-entropy with the tokens: ``tokens``, and ``branch`` if there is one.
 
         ``output.prediction`` has the scores (B, H, K), or (B, 2 * H, K) with the branch.
         """
