@@ -72,7 +72,7 @@ def test_blur_and_pixels(level: int, image: np.ndarray) -> None:
     expected = gaussian_filter(rough.astype(np.float64), (sigma * 64 / 224,) * 2 + (0,))
     change = np.abs(expected - rough)[8:-8, 8:-8].mean()
     error = np.abs(shown("gaussian_blur", sigma, rough) - expected)[8:-8, 8:-8].mean()
-    assert error < max(0.05 * change, 1)
+    assert error < 0.05 * change + 0.3 < change  # 0.25: rounding to levels
     share = STRENGTHS["pixelate"][level]
     small = Image.fromarray(image).resize((round(64 * share),) * 2, Image.Resampling.BILINEAR)
     large = np.asarray(small.resize((64, 64), Image.Resampling.NEAREST), dtype=np.float64)

@@ -14,7 +14,7 @@ from figures import draw
 from minitask import loss_of, predicted
 from selftask.batch import Batch
 from selftask.config.schema import FrozenModule
-from selftask.methods.cae import CAE, FeatureDecoder, Predictions
+from selftask.methods.cae import CAE, MaskedPredictions, RegressorDecoder
 from selftask.models.features.extract import adapter_of
 from selftask.models.predictors.patch_predictor import sincos_positions
 
@@ -38,7 +38,7 @@ def test_loss_is_that_of_published_code(case: int) -> None:
     scores = draw(seed + 1, 10, NUM_TOKENS).requires_grad_()
     features = draw(seed + 2, 10, 8).requires_grad_()
     tokens = (torch.arange(10) * 7 % NUM_TOKENS).view(2, 5)
-    prediction = Predictions(
+    prediction = MaskedPredictions(
         features.view(2, 5, 8), scores.view(2, 5, NUM_TOKENS), draw(seed + 3, 10, 8).view(2, 5, 8)
     )
     batch = Batch(views={}, labels=tokens, index=tokens, key=tokens, added={"tokens": tokens})
@@ -51,14 +51,14 @@ def test_loss_is_that_of_published_code(case: int) -> None:
 def test_chance_is_the_loss_of_equal_scores_and_of_zeros() -> None:
     targets = draw(0, 2, 5, 8)
     targets = targets / targets.square().mean().sqrt()
-    prediction = Predictions(torch.zeros(2, 5, 8), torch.zeros(2, 5, NUM_TOKENS), targets)
+    prediction = MaskedPredictions(torch.zeros(2, 5, 8), torch.zeros(2, 5, NUM_TOKENS), targets)
     tokens, method = torch.zeros(2, 5, dtype=torch.int64), _cae()
     loss = loss_of(method, predicted(prediction), tokens=tokens)
     assert loss.item() == pytest.approx(method.chance_loss)
 
 
 def test_the_decoder_sees_predicted_features_and_positions_alone() -> None:
-    head: Any = FeatureDecoder(8, (4, 4), dim=16, depth=2, num_heads=2, num_tokens=6).double()
+    head: Any = RegressorDecoder(8, (4, 4), dim=16, depth=2, num_heads=2, num_tokens=6).double()
     asked = torch.tensor([[3, 9, 14]])
     first, second = (head(draw(seed, 1, 6, 8), asked, (4, 4)) for seed in (0, 1))
     assert not torch.allclose(first[1], second[1])
@@ -102,7 +102,7 @@ def test_targets_are_the_masked_patches_encoded_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([mask.keep, asked], 1).sort(1).values[0], torch.arange(64))
 
     def blanked(patches: Tensor) -> Any:
-        """Predictions for images in which these patches are black."""
+        """MaskedPredictions for images in which these patches are black."""
         side = images.shape[-1] // 8
         blank = images.unflatten(2, (8, side)).unflatten(4, (8, side)).clone()  # B C 8 s 8 s
         for image, numbers in enumerate(patches.tolist()):

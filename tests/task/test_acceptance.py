@@ -165,7 +165,8 @@ TINY = Sizes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "check", ["speed", "loader", "bare_loop", "precision", "compile", "commands"]
+    "check",
+    ["speed", "loader", "bare_loop", "precision", "compile", "compiled_speed", "commands"],
 )
 def test_what_cannot_be_imagined_runs_on_the_cpu(
     check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from selftask.task import Task
 
 
-class Predictions(NamedTuple):
+class MaskedPredictions(NamedTuple):
     """Outputs for the masked patches."""
 
     features: Tensor
@@ -61,11 +61,6 @@ class CAE(KeptPatches):
     Published: ImageNet fine-tuned top-1 of ViT-B 83.3 (mmselfsup).
 
     Use it in place of ``beit`` if the encoder's features are to be used without fine-tuning.
-
-    Differs from the authors' code:
-
-    * Masked patches are drawn one by one; there in blocks.
-    * The regressor attends to the kept patches alone; there also to the masked ones.
     """
 
     paper = (
@@ -103,7 +98,7 @@ class CAE(KeptPatches):
         self.num_kept(grid)
         self.tokenizer = open_tokenizer(self, task)
         self.num_tokens: int = self.tokenizer.num_tokens
-        head = FeatureDecoder(
+        head = RegressorDecoder(
             embed_dim(backbone),
             grid,
             dim=config.decoder_dim,
@@ -154,10 +149,10 @@ class ContextNetwork(Network):
             targets = self.extract(images, keep=masked).patches
         grid = adapter_of(self.backbone).grid(*images.shape[-2:])
         predicted, scores = self.head(features.tokens.sequence, masked, grid)
-        return PatchOutput(Predictions(predicted, scores, targets), features, mask)
+        return PatchOutput(MaskedPredictions(predicted, scores, targets), features, mask)
 
 
-class FeatureDecoder(nn.Module):
+class RegressorDecoder(nn.Module):
     """Regressor from kept patches to features of others, and decoder from these to scores.
 
     Args:

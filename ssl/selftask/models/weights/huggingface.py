@@ -69,7 +69,11 @@ def preprocessing_problem(config: dict[str, Any]) -> str | None:
         config: What ``describe_for_huggingface`` returned.
     """
     facts, size = config["selftask"], config["pretrained_cfg"]["input_size"][-1]
-    sizes = [(t["name"], t.get("size")) for t in facts["transforms"] if t["name"] != "normalize"]
+    sizes = [
+        (t["name"], t.get("size"))
+        for t in facts.get("transforms") or ()
+        if t["name"] != "normalize"
+    ]
     if not sizes:
         return f"images of other sizes than {size} are resized; in eval.transforms they are not"
     names = [name for name, _ in sizes]
@@ -111,7 +115,9 @@ def _side(model: Any, facts: dict[str, Any]) -> int:
 
 def _preprocessing(facts: dict[str, Any], channels: int, size: int) -> dict[str, Any]:
     """Return timm's description of the evaluation's transforms."""
-    resize = next((t for t in facts.get("transforms", []) if t["name"] == "resize"), {"size": size})
+    resize = next(
+        (t for t in facts.get("transforms") or () if t["name"] == "resize"), {"size": size}
+    )
     normalization = facts.get("normalization") or {}
     return {
         "input_size": [channels, size, size],

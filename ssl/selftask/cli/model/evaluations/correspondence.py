@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from selftask.cli.model.checkpoint_model import open_named
-from selftask.cli.model.evaluate_words import take_model, take_options
-from selftask.cli.model.kept_results import keep
+from collections.abc import Callable
+from typing import Any
+
+from selftask.cli.model.evaluations.measured import print_measured
 from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.logs import announce, json_row
 
 USAGE = f"""\
 usage: selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
@@ -30,19 +30,13 @@ seed=0        of the choice of images and of the warps
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
-    address, overrides = take_model("correspondence", argv, USAGE)
-    from selftask.evaluate.correspondence import Correspondence, evaluate_correspondence
+    return print_measured("correspondence", argv, USAGE, _load)
 
-    options, words = take_options("correspondence", overrides, Correspondence)
-    frozen, address = open_named(address, words)
-    row = evaluate_correspondence(
-        frozen.backbone,
-        frozen.config,
-        frozen.sources,
-        options,
-        device=frozen.device,
-        tell=announce,
-    )
-    print(json_row(row))
-    keep(address, "correspondence", overrides, frozen.facts.get("step"), row)
-    return 0
+
+def _load() -> tuple[type[Any], Callable[..., dict[str, float]]]:
+    from selftask.evaluate.correspondence import (
+        Correspondence,
+        evaluate_correspondence,
+    )  # need torch
+
+    return Correspondence, evaluate_correspondence

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from selftask.cli.model.checkpoint_model import open_named
-from selftask.cli.model.evaluate_words import take_model, take_options
-from selftask.cli.model.kept_results import keep
+from collections.abc import Callable
+from typing import Any
+
+from selftask.cli.model.evaluations.measured import print_measured
 from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.logs import announce, json_row
 
 USAGE = f"""\
 usage: selftask eval robustness RUN_OR_MODEL [data=DIR] [data.val=DIR] [key=value ...]
@@ -27,19 +27,10 @@ k=20          number of neighbors that vote
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the errors, and append them to the run's ``evaluations.jsonl``."""
-    address, overrides = take_model("robustness", argv, USAGE)
-    from selftask.evaluate.robustness import RobustnessOptions, measure_robustness
+    return print_measured("robustness", argv, USAGE, _load)
 
-    options, words = take_options("robustness", overrides, RobustnessOptions)
-    frozen, address = open_named(address, words)
-    row = measure_robustness(
-        frozen.backbone,
-        frozen.config,
-        frozen.sources,
-        options,
-        device=frozen.device,
-        tell=announce,
-    )
-    print(json_row(row))
-    keep(address, "robustness", overrides, frozen.facts.get("step"), row)
-    return 0
+
+def _load() -> tuple[type[Any], Callable[..., dict[str, float]]]:
+    from selftask.evaluate.robustness import RobustnessOptions, measure_robustness  # need torch
+
+    return RobustnessOptions, measure_robustness
