@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.methods.families.ema_teacher import EMATeacher
+from selftask.methods.families.neighbor_targets import NeighborTargets
 from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.network import Network
 from selftask.models.precision import in_full_precision
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 
 
 @register_method("byol")
-class BYOL(EMATeacher):
+class BYOL(NeighborTargets, EMATeacher):
     """BYOL (arXiv:2006.07733): predicts an EMA teacher's output for another view.
+
+    With ``queue_size`` it is NNBYOL (NNCLR's paper, arXiv:2104.14548): the target is the nearest
+    neighbor of the teacher's output among those of earlier images.
 
     Loss: ``2 - 2 cos(p1, sg t2)``, and the same with the views exchanged (eq. 2).
 
@@ -48,9 +52,7 @@ class BYOL(EMATeacher):
     per_view = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EMATeacher.Config):
-        out_dim: int = setting(256, min=1, tiny=16)
-        """Width of the output of projector and predictor, D."""
+    class Config(NeighborTargets.Config, EMATeacher.Config):
         hidden_dim: int = setting(4096, min=1, tiny=32)
         """Width of the hidden layers of projector and predictor."""
 
@@ -67,12 +69,13 @@ class BYOL(EMATeacher):
         return Network(network.backbone, network.head.projector, per_view=True)
 
     def on_forward(self, task: Task) -> None:
-        task.last_batch["projection"] = self.teacher(task.last_batch.input)  # (2, B, D)
+        batch = task.last_batch
+        batch["targets"] = self.nearest(self.teacher(batch.input), task)  # (2, B, D)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return the sum of eq. 2 in both directions; ``output`` (2, B, 2, D)."""
         _, prediction = output.unbind(2)  # (2, B, D)
-        return regression_loss(prediction, batch["projection"].flip(0))
+        return regression_loss(prediction, batch["targets"].flip(0))
 
 
 @in_full_precision

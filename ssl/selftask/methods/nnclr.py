@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.methods.base import Method
-from selftask.models.feature_queue import FeatureQueue
+from selftask.methods.families.neighbor_targets import NeighborTargets
 from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.losses.contrast import gathered_cross_entropy
-from selftask.models.precision import in_full_precision, to_float32
+from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @register_method("nnclr")
-class NNCLR(Method):
+class NNCLR(NeighborTargets):
     """NNCLR (arXiv:2104.14548): contrasts a view with a neighbor of the other view in a queue.
 
     Loss: ``CE(nn(z1).p2/tau)``, and the same with the views exchanged (eq. 3).
@@ -49,9 +48,7 @@ class NNCLR(Method):
     min_batch_size = 2
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
-        out_dim: int = setting(256, min=1, tiny=16)
-        """Width of projector and predictor, D."""
+    class Config(NeighborTargets.Config):
         hidden_dim: int = setting(2048, min=1, tiny=32)
         """Width of the projector's two hidden layers."""
         predictor_dim: int = setting(4096, min=1, tiny=32)
@@ -60,10 +57,6 @@ class NNCLR(Method):
         """Length of the queue in which neighbors are searched, in images; K."""
         temperature: float = setting(0.1, above=0)
         """Temperature of the similarities, tau."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.queue = FeatureQueue(config.queue_size, config.out_dim)
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build projector and predictor; the projector's last layer has BatchNorm, too."""
@@ -77,23 +70,15 @@ class NNCLR(Method):
     def setup(self, task: Task) -> None:
         self.num_pairs = task.length.batch_size
 
-    @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Set ``batch["neighbors"]`` (2, B, D); collect the first view for the queue."""
+        """Set ``batch["neighbors"]``, (2, B, D)."""
         batch = task.last_batch
-        units = F.normalize(to_float32(batch.output[:, :, 0]), dim=2)  # (2, B, D)
-        batch["neighbors"] = self.queue.nearest(units)
-        if task.train:
-            self.pending.append(units[0])
+        batch["neighbors"] = self.nearest(batch.output[:, :, 0], task)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return eq. 3 in both directions, averaged; ``output`` (2, B, 2, D)."""
         prediction = output[:, :, 1]
         return neighbor_loss(prediction, batch["neighbors"], temperature=self.config.temperature)
-
-    def on_update(self, task: Task) -> None:
-        for units in self.take_pending():
-            self.queue.update(units)
 
     @property
     def chance_loss(self) -> float:

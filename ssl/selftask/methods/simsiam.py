@@ -6,6 +6,7 @@ V: views of an image, two in the paper; B: images per rank, D: width of the proj
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,18 +14,22 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema.optimizer import GroupRule
-from selftask.methods.base import Method
+from selftask.methods.families.neighbor_targets import NeighborTargets
 from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
+if TYPE_CHECKING:
+    from selftask.task import Task
+
 
 @register_method("simsiam")
-class SimSiam(Method):
+class SimSiam(NeighborTargets):
     """SimSiam (arXiv:2011.10566): predicts the projection of the other view, without a teacher.
 
     With more than two views it is FastSiam (Pototzky et al., GCPR 2022): the target of a view is
-    the mean of the projections of the others.
+    the mean of the projections of the others. With ``queue_size`` it is NNSiam (NNCLR's paper,
+    arXiv:2104.14548): projections are replaced by their nearest neighbors among earlier images.
 
     Loss: ``-cos(p1, sg z2)``, and the same with the views exchanged, halved (eq. 2).
 
@@ -37,7 +42,7 @@ class SimSiam(Method):
     per_view = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(NeighborTargets.Config):
         out_dim: int = setting(2048, min=1, tiny=16)
         """Width of the projector, D."""
         hidden_dim: int = setting(512, min=1, tiny=8)
@@ -63,10 +68,14 @@ class SimSiam(Method):
             return []
         return [GroupRule(match="network.head.predictor", schedule="constant")]
 
+    def on_forward(self, task: Task) -> None:
+        """Set ``batch["targets"]``, (V, B, D)."""
+        batch = task.last_batch
+        batch["targets"] = self.nearest(batch.output[:, :, 0].detach(), task)
+
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return eq. 2 with the mean of the other views as target; ``output`` (V, B, 2, D)."""
-        projection, prediction = output.unbind(2)
-        return similarity_loss(prediction, projection)
+        return similarity_loss(output[:, :, 1], batch["targets"])
 
 
 @in_full_precision
