@@ -62,7 +62,6 @@ class CMAE(MAE, EMATeacher):
 
     paper = "Huang et al., Contrastive Masked Autoencoders Are Stronger Vision Learners, TPAMI 2024"
     columns = {
-        "masked_pixels": "Term of the loss: pixels of the masked patches.",
         "image_contrast": "Term of the loss: contrast with the teacher's outputs of all images.",
     }
     loss_reduction = "gathered"  # negatives are the teacher's outputs on all ranks
@@ -123,7 +122,7 @@ class CMAE(MAE, EMATeacher):
             output.prediction.image, batch["target"], temperature=config.temperature
         )
         return {
-            "masked_pixels": super().forward(of_pixels(output), batch),
+            **self.terms(of_pixels(output), batch),
             "image_contrast": config.contrast_weight * contrast,
         }
 

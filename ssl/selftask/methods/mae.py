@@ -14,11 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.distributed.collectives import gather_cat_with_grad
+from selftask.methods.families.frequencies import PixelFilter, low_frequencies, without
 from selftask.methods.families.masked_patches import KeptPatches
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.network import PatchOutput
-from selftask.models.precision import to_float32
+from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -26,8 +29,11 @@ if TYPE_CHECKING:
 
 
 @register_method("mae")
-class MAE(KeptPatches):
+class MAE(PixelFilter, KeptPatches):
     """MAE (arXiv:2111.06377): reconstructs an image from a quarter of its patches.
+
+    With ``low_pass`` it is PixMIM (arXiv:2303.02416), with ``uniformity_weight`` U-MAE
+    (arXiv:2210.08344).
 
     Loss: ``mean (x - x')^2`` of hidden patches, standardized.
 
@@ -35,33 +41,67 @@ class MAE(KeptPatches):
     by CMAE's README).
 
     Use it to fine-tune a transformer; cheap for each image, weak by k-NN.
+
+    Differs from the authors' code:
+
+    * PixMIM's low frequencies are a disc around frequency 0; there around half a frequency below.
+    * U-MAE's term compares the pooled features of the images of all ranks; there class tokens,
+      which are most transformers' pooled features, on each GPU alone.
     """
 
     paper = "He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022"
+    columns = {
+        "masked_pixels": "Term of the loss: pixels of the masked patches.",
+        "uniformity": "Term of the loss: features of all images differ (U-MAE).",
+    }
 
     @dataclass(frozen=True, kw_only=True)
     class Config(KeptPatches.Config):
         normalize_pixels: bool = True
         """Whether each target patch is normalized to mean 0 and variance 1, table 1d."""
+        low_pass: int = setting(0, min=0)
+        """Frequencies of the image from here on are no part of the target, in periods per image; 0:
+        all are. PixMIM: 40 of 224 pixels.
+        """
+        uniformity_weight: float = setting(0.0, min=0)
+        """Weight of U-MAE's term, the mean squared cosine of the features of all pairs of images;
+        0.01 in its paper.
+        """
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the network with the paper's initial weights and fixed positions.
 
         A loaded backbone keeps its own.
         """
+        if self.config.low_pass:
+            self.read_moments(task)
         self.patch_size = adapter_of(backbone).patch_size[0]
         return self.build_kept(backbone, task, task.data_module.channels * self.patch_size**2)
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
         batch = task.last_batch
-        patches = patchify(batch.all_views[0], self.patch_size)  # (B, N, P)
+        images = batch.all_views[0]
+        if self.config.low_pass:
+            high = ~low_frequencies(images.shape[-2:], self.config.low_pass, images.device)
+            filtered = without(to_float32(images * self.std + self.mean), high).abs()
+            images = (filtered - self.mean) / self.std
+        patches = patchify(images, self.patch_size)  # (B, N, P)
         pixels = gather_tokens(patches, batch["mask"].asked[:, 0])  # (B, M, P)
         batch["pixels"] = normalize(pixels) if self.config.normalize_pixels else pixels
 
-    def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the mean squared error over masked patches only."""
-        return F.mse_loss(to_float32(output.prediction[:, 0]), batch["pixels"])  # (B, M, P)
+    def forward(self, output: PatchOutput, batch: Batch) -> Tensor | dict[str, Tensor]:
+        """Return the mean squared error over masked patches only, and U-MAE's term."""
+        terms = self.terms(output, batch)
+        return terms if len(terms) > 1 else terms["masked_pixels"]
+
+    def terms(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
+        """Return the weighted terms of the loss; ``output.prediction`` (B, 1, M, P)."""
+        prediction, weight = to_float32(output.prediction[:, 0]), self.config.uniformity_weight
+        terms = {"masked_pixels": F.mse_loss(prediction, batch["pixels"])}
+        if weight:
+            terms["uniformity"] = weight * mean_squared_cosine(output.features.pooled)
+        return terms
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
         """Return the image, the kept patches, and the prediction of the others.
@@ -90,7 +130,21 @@ class MAE(KeptPatches):
     @property
     def chance_loss(self) -> float | None:
         """Loss of the mean of each patch, which is its variance: 1, with ``normalize_pixels``."""
-        return 1.0 if self.config.normalize_pixels else None
+        config = self.config
+        return 1.0 if config.normalize_pixels and not config.uniformity_weight else None
+
+
+@in_full_precision
+def mean_squared_cosine(features: Tensor) -> Tensor:
+    """Return the mean squared cosine of all pairs of rows of all ranks, also of a row with itself.
+
+    The term of U-MAE (arXiv:2210.08344).
+
+    Args:
+        features: (B, E).
+    """
+    units = F.normalize(features, dim=1)
+    return (units @ gather_cat_with_grad(units).T).square().mean()
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.data.transforms.normalize import moments_of
 from selftask.errors import UserError
-from selftask.methods.base import Method
+from selftask.methods.families.frequencies import PixelFilter, low_frequencies, without
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.heads import pixel_decoder
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @register_method("mfm")
-class MFM(Method):
+class MFM(PixelFilter):
     """MFM (arXiv:2206.07706): predicts the frequencies that were removed from an image.
 
     Loss: ``|F(x) - F(x')|`` of the frequencies F that were removed (eq. 4).
@@ -64,20 +63,11 @@ class MFM(Method):
                 f"{type(backbone).__name__} is not known; take a ResNet, ConvNeXt or ViT"
             )
 
-    mean: Tensor  # (C, 1, 1), of the views' normalization
-    std: Tensor
-
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Return the backbone and a linear layer that predicts the pixels of each map location."""
         self.check_backbone(backbone)
-        channels = task.data_module.channels
-        (group,) = (group for group in task.config.views.values() if group.count)
-        moments = moments_of([part.to_dict() for part in group.transforms], channels)
-        if moments is None:
-            raise UserError("views: mfm changes pixels in [0, 1]; end the transforms by normalize")
-        for name, values in zip(("mean", "std"), moments, strict=True):
-            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
-        stride = adapter_of(backbone).stride
+        self.read_moments(task)
+        stride, channels = adapter_of(backbone).stride, task.data_module.channels
         return MapNetwork(backbone, pixel_decoder(embed_dim(backbone), channels, stride))
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
@@ -101,18 +91,6 @@ class MFM(Method):
         return {"image": images, "filtered": batch.input, "prediction": output.prediction}
 
 
-def low_frequencies(size: tuple[int, int], radius: int, device: torch.device) -> Tensor:
-    """Return a mask (H, W) in the order of ``torch.fft``, True in a disc around frequency 0.
-
-    Args:
-        size: Height and width of the images in pixels.
-        radius: Radius of the disc, in periods per image.
-        device: Device of the mask.
-    """
-    squares = [(torch.fft.fftfreq(n, device=device) * n).round().square() for n in size]
-    return squares[0][:, None] + squares[1] < radius**2
-
-
 def remove(pixels: Tensor, removed: Tensor) -> Tensor:
     """Set frequencies of images to zero, and clamp the resulting pixels to [0, 1].
 
@@ -120,8 +98,7 @@ def remove(pixels: Tensor, removed: Tensor) -> Tensor:
         pixels: (B, C, H, W), in [0, 1].
         removed: (B, H, W) bool, True for frequencies to remove.
     """
-    spectrum = torch.fft.fft2(to_float32(pixels)).masked_fill(removed[:, None], 0.0)
-    return torch.fft.ifft2(spectrum).real.clamp(0, 1)
+    return without(to_float32(pixels), removed).real.clamp(0, 1)
 
 
 def frequency_distance(predicted: Tensor, images: Tensor, removed: Tensor) -> Tensor:
