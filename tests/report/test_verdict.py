@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from selftask.data.loading.data_stall import TOO_MUCH
 from selftask.hooks.watching.limits import COLLAPSED, MIN_RANK
-from selftask.report.verdict import collapse_limits, data_wait, judge
+from selftask.report.record import RunRecord
+from selftask.report.verdict import Verdict, collapse_limits, data_wait, verdict_of
 
 FINISHED = {"state": "finished", "step": 200}
 CHANCE = 6.236
@@ -36,6 +38,10 @@ def rows(number: int = 40, every: int = 5, **columns: Any) -> list[dict[str, Any
             row["chance_ratio"] = row["loss"] / CHANCE
         made.append({name: value for name, value in row.items() if value is not None})
     return made
+
+
+def judge(rows: Any, events: Any, status: Any, **more: Any) -> Verdict:
+    return verdict_of(RunRecord(Path("run"), rows=rows, events=events, status=status, **more))
 
 
 def evaluated(*pairs: tuple[int, float]) -> list[dict[str, Any]]:
@@ -116,12 +122,13 @@ def test_collapse_with_its_step(column: str, limit: float) -> None:
 
 def test_the_limits_are_those_of_the_run() -> None:
     config = {"hooks": {"health": {"collapsed": 0.6, "min_rank": 3}}}
-    assert collapse_limits(config) == (0.6, 3.0)
+    assert collapse_limits(RunRecord(Path("run"), config=config)) == (0.6, 3.0)
     assert judge(rows(), [], FINISHED, config=config).headline.startswith(
         "collapsed from the start"
     )
     for hooks in (None, {"health": None}, {"health": {}}, "broken"):
-        assert collapse_limits({"hooks": hooks}) == (COLLAPSED, MIN_RANK)
+        record = RunRecord(Path("run"), config={"hooks": hooks})
+        assert collapse_limits(record) == (COLLAPSED, MIN_RANK)
 
 
 def test_nothing_is_trained() -> None:

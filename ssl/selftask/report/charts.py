@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from selftask.report.page import escape, json_data
+from selftask.report.record import Clock
 
 MAX_POINTS = 2000  # per curve
 MAX_POINTS_OF_PAGE = 40_000  # about 16 bytes each
@@ -66,15 +67,6 @@ class Chart:
     note: str = ""
     smooth: bool = True
     from_zero: bool = False
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Epochs and seconds of training by step, for other units of the x axis."""
-
-    steps: Sequence[int]
-    epochs: Sequence[float]
-    seconds: Sequence[float]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from selftask.logs.checkpoint_results import tables
-from selftask.report.charts import Chart, Clock, Curve, Format, Line, Mark, charts_html
+from selftask.report.charts import Chart, Curve, Format, Line, Mark, charts_html
 from selftask.report.page import Section
 from selftask.report.record import RunRecord, columns_of
 from selftask.report.verdict import collapse_limits
@@ -31,8 +31,7 @@ _KNOWN = frozenset(
 
 def curves_section(record: RunRecord) -> Section:
     """Return the section with all charts of a run; it is empty if no chart has data."""
-    clocks = {"": clock_of(record)}
-    marks = marks_of(record)
+    clocks, marks = {"": record.clock}, marks_of(record)
     return Section("Curves", charts_html(run_charts(record), clocks=clocks, marks=marks), "curves")
 
 
@@ -54,18 +53,6 @@ def run_charts(record: RunRecord) -> list[Chart]:
         ),
         _memory(record),
     ]
-
-
-def clock_of(record: RunRecord) -> Clock:
-    """Return epochs and training time by step, without the time between attempts."""
-    steps, epochs, seconds = [0], [0.0], [0.0]
-    for row in record.rows:
-        if "step_s" not in row or row["step"] <= steps[-1]:
-            continue
-        seconds.append(seconds[-1] + row["step_s"] * (row["step"] - steps[-1]))
-        epochs.append(row.get("epoch", 0.0))
-        steps.append(row["step"])
-    return Clock(steps, epochs, seconds)
 
 
 def marks_of(record: RunRecord) -> list[Mark]:
@@ -150,7 +137,7 @@ def _others(record: RunRecord) -> Iterator[Chart]:
 
 
 def _embeddings(record: RunRecord) -> Iterator[Chart]:
-    least_std, least_rank = collapse_limits(record.config)
+    least_std, least_rank = collapse_limits(record)
     yield _chart(
         record,
         "Spread of embeddings",

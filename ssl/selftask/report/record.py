@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -51,6 +51,15 @@ class Column:
 
     steps: list[int]
     values: list[float]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Epochs and seconds of training by step, without the time between attempts; from step 0."""
+
+    steps: Sequence[int]
+    epochs: Sequence[float]
+    seconds: Sequence[float]
 
 
 @dataclass
@@ -178,6 +187,23 @@ class RunRecord:
     def columns(self) -> dict[str, Column]:
         """The numeric columns of the rows, in order of appearance."""
         return columns_of(self.rows)
+
+    @cached_property
+    def clock(self) -> Clock:
+        """Epochs and training time at each row of training."""
+        steps, epochs, seconds = [0], [0.0], [0.0]
+        for row in self.rows:
+            if "step_s" not in row or row["step"] <= steps[-1]:
+                continue
+            seconds.append(seconds[-1] + row["step_s"] * (row["step"] - steps[-1]))
+            epochs.append(row.get("epoch", 0.0))
+            steps.append(row["step"])
+        return Clock(steps, epochs, seconds)
+
+    @property
+    def evaluation_s(self) -> float:
+        """Seconds of all evaluations during training."""
+        return sum(self.columns["eval_s"].values) if "eval_s" in self.columns else 0.0
 
     def last(self, name: str) -> float | None:
         """Return the last value of a column, or None."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from selftask.report.overview.durations import show_seconds
 from selftask.report.page import Section, escape
 from selftask.report.record import RunRecord
@@ -25,21 +27,18 @@ def step_parts(record: RunRecord) -> dict[str, float]:
     These are the parts that the hook ``timing`` measures. Without the hook, they are waiting for
     data and everything else.
     """
-    parts: dict[str, float] = {}
-    weights = _weights(record)
+    clock, parts = record.clock, {}
+    weights = {step: step - before for before, step in pairwise(clock.steps)}
     for name, column in record.columns.items():
         if name.startswith(PARTS):
-            pairs = [(weights.get(step, 0), v) for step, v in zip(column.steps, column.values)]  # noqa: B905
+            pairs = [(weights.get(s, 0), v) for s, v in zip(column.steps, column.values)]  # noqa: B905
             total = sum(weight for weight, _ in pairs)
             if total:
                 parts[name.removeprefix(PARTS)] = sum(w * v for w, v in pairs) / total / 1e3
-    if parts:
+    share = data_wait(record.rows)
+    if parts or share is None or not clock.steps[-1]:
         return parts
-    share, seconds = data_wait(record.rows), _seconds(record)
-    steps = sum(weights.values())
-    if share is None or not steps:
-        return {}
-    step = seconds / steps
+    step = clock.seconds[-1] / clock.steps[-1]
     return {"waiting for data": share * step, "everything else": (1 - share) * step}
 
 
@@ -48,27 +47,12 @@ def run_parts(record: RunRecord) -> dict[str, float]:
 
     Empty if no step or no time of start and end is recorded.
     """
-    trained = _seconds(record)
-    evaluated = sum(record.columns["eval_s"].values) if "eval_s" in record.columns else 0.0
+    trained, evaluated = record.clock.seconds[-1], record.evaluation_s
     if not trained or not record.started or not record.ended:
         return {}
     total = (record.ended - record.started).total_seconds()
     stopped = max(0.0, total - trained - evaluated)
     return {"training": trained, "evaluations": evaluated, "start, stop, pauses": stopped}
-
-
-def _weights(record: RunRecord) -> dict[int, int]:
-    """Return the number of steps since the previous row, by the step of each row."""
-    steps = record.columns["step_s"].steps if "step_s" in record.columns else []
-    return {step: step - before for before, step in zip([0, *steps], steps, strict=False)}
-
-
-def _seconds(record: RunRecord) -> float:
-    column = record.columns.get("step_s")
-    weights = _weights(record)
-    if column is None:
-        return 0.0
-    return sum(weights[s] * v for s, v in zip(column.steps, column.values, strict=True))
 
 
 def _bars(title: str, note: str, parts: dict[str, float], *, milliseconds: bool) -> str:

@@ -55,49 +55,19 @@ class Verdict:
 
 def verdict_of(record: RunRecord) -> Verdict:
     """Return the verdict on a run."""
-    return judge(
-        record.rows,
-        record.events,
-        record.status,
-        config=record.config,
-        environment=record.environment,
-        lost=record.lost,
-    )
-
-
-def judge(
-    rows: Sequence[Mapping[str, Any]],
-    events: Sequence[Mapping[str, Any]],
-    status: Mapping[str, Any],
-    *,
-    config: Mapping[str, Any] | None = None,
-    environment: Mapping[str, Any] | None = None,
-    lost: str = "",
-) -> Verdict:
-    """Return the verdict on a run.
-
-    Args:
-        rows: Rows of ``metrics.jsonl``.
-        events: Events of ``events.jsonl``.
-        status: Content of ``status.json``.
-        config: Content of ``config.yaml``, for limits that the run has changed and for advice.
-        environment: Content of ``environment.json``, for advice.
-        lost: Reason why a run with the status ``running`` is not active; empty if it is.
-    """
-    config, environment = config or {}, environment or {}
-    trained = [row for row in rows if "lr" in row and row.get("loss") is not None]
-    columns = columns_of(trained)
-    learning, learns = _learning(columns, rows, events, config)
+    rows = record.rows
+    columns = columns_of(row for row in rows if "lr" in row and row.get("loss") is not None)
+    learning, learns = _learning(columns, record)
     others = [
         *_evaluations(rows),
         *_narrower(columns),
-        *_data_wait(rows, config, environment),
-        *_evaluation_time(rows),
-        *(Finding("warning", text) for text in unreadable_sentences(status)),
-        *_interruptions(events),
-        *_warnings(events),
+        *_data_wait(record),
+        *_evaluation_time(record),
+        *(Finding("warning", text) for text in unreadable_sentences(record.status)),
+        *_interruptions(record.events),
+        *_warnings(record.events),
     ]
-    ended = _ended(rows, events, status, lost)
+    ended = _ended(record)
     if ended is None:
         return Verdict(learning.kind, learning.text, others, learns)
     headline, _, more = ended.text.partition(". ")  # advice follows the first sentence of an error
@@ -106,21 +76,15 @@ def judge(
     return Verdict(ended.kind, headline, shown, learns)
 
 
-def collapse_limits(config: Mapping[str, Any]) -> tuple[float, float]:
+def collapse_limits(record: RunRecord) -> tuple[float, float]:
     """Return the limits of emb_std and effective_rank below which embeddings have collapsed."""
-    hooks = config.get("hooks")
-    health = hooks.get("health") if isinstance(hooks, dict) else None
-    limits = health if isinstance(health, dict) else {}
-    return float(limits.get("collapsed", COLLAPSED)), float(limits.get("min_rank", MIN_RANK))
+    std, rank = (record.setting(f"hooks.health.{name}") for name in ("collapsed", "min_rank"))
+    return COLLAPSED if std is None else float(std), MIN_RANK if rank is None else float(rank)
 
 
-def _ended(
-    rows: Sequence[Mapping[str, Any]],
-    events: Sequence[Mapping[str, Any]],
-    status: Mapping[str, Any],
-    lost: str,
-) -> Finding | None:
+def _ended(record: RunRecord) -> Finding | None:
     """Return how the run ended, or None if it finished or is still running."""
+    status = record.status
     state = status.get("state")
     step = status.get("step")
     at = f" at step {step:,}" if isinstance(step, int) else ""
@@ -134,32 +98,27 @@ def _ended(
         by = f" by {status['by']}" if status.get("by") else ""
         after = "waits in the queue" if state == "requeued" else "the same command resumes it"
         return Finding("warning", f"{state}{at}{by}; {after}")
-    if lost:
-        return Finding("bad", f"does not run any more: {lost}")
-    if state is None and not rows and not events:
+    if record.lost:
+        return Finding("bad", f"does not run any more: {record.lost}")
+    if state is None and not record.rows and not record.events:
         return Finding("plain", "nothing is recorded yet")
     return None
 
 
-def _learning(
-    columns: Mapping[str, Column],
-    rows: Sequence[Mapping[str, Any]],
-    events: Sequence[Mapping[str, Any]],
-    config: Mapping[str, Any],
-) -> tuple[Finding, bool | None]:
+def _learning(columns: Mapping[str, Column], record: RunRecord) -> tuple[Finding, bool | None]:
     """Return whether the run learns, in words, and as a bool or None if unknown."""
     if "loss" not in columns:
         return Finding("plain", "no step is logged yet"), None
-    if collapse := _collapse(columns, config):
+    if collapse := _collapse(columns, record):
         return Finding("bad", collapse), False
-    if still := _frozen(columns, events):
+    if still := _frozen(columns, record.events):
         return Finding("bad", still), False
     last = columns["loss"].steps[-1]
     if len(columns["loss"].steps) < MIN_ROWS or last < FROM_STEP:
         return Finding(
             "plain", f"too early to say whether it learns: {last} {plural('step', last)}"
         ), None
-    loss, gain = _fall(columns["loss"]), _gain(rows)
+    loss, gain = _fall(columns["loss"]), _gain(record.rows)
     ratio = columns.get("chance_ratio")
     if ratio is not None and last >= CHANCE_STEPS:
         return _against_chance(ratio, loss, gain)
@@ -195,9 +154,9 @@ def _against_chance(ratio: Column, loss: Trend, gain: Trend) -> tuple[Finding, b
     return Finding("bad", f"at chance: {facts}; the loss is {now:.2f} times chance"), False
 
 
-def _collapse(columns: Mapping[str, Column], config: Mapping[str, Any]) -> str | None:
+def _collapse(columns: Mapping[str, Column], record: RunRecord) -> str | None:
     """Return a text on when the embeddings collapsed, or None."""
-    least_std, least_rank = collapse_limits(config)
+    least_std, least_rank = collapse_limits(record)
     for name, limit, what in (
         ("emb_std", least_std, "embeddings of different images are almost the same"),
         ("effective_rank", least_rank, "embeddings vary in one direction only"),
@@ -330,36 +289,26 @@ def data_wait(rows: Sequence[Mapping[str, Any]]) -> float | None:
     return waited / total
 
 
-def _data_wait(
-    rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], environment: Mapping[str, Any]
-) -> list[Finding]:
-    share = data_wait(rows)
-    if share is None or share <= TOO_MUCH or rows[-1]["step"] < LONG_ENOUGH:
+def _data_wait(record: RunRecord) -> list[Finding]:
+    share = data_wait(record.rows)
+    if share is None or share <= TOO_MUCH or record.rows[-1]["step"] < LONG_ENOUGH:
         return []
-    text = f"waiting for data {share:.0%} of the time: {_data_advice(config, environment)}"
-    return [Finding("warning", text)]
+    return [Finding("warning", f"waiting for data {share:.0%} of the time: {_data_advice(record)}")]
 
 
-def _data_advice(config: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
-    data, launch = config.get("data"), config.get("launch")
-    data = data if isinstance(data, dict) else {}
-    processes = (launch if isinstance(launch, dict) else {}).get("processes")
-    workers, cpus = data.get("num_workers"), environment.get("cpus")
+def _data_advice(record: RunRecord) -> str:
+    processes = record.setting("launch.processes")
+    workers, cpus = record.setting("data.num_workers"), record.environment.get("cpus")
     advice = None
     if isinstance(workers, int) and isinstance(cpus, int):
         advice = workers_advice(workers, Cores(cpus, processes if type(processes) is int else 1))
-    if data.get("cache") == "none" and data.get("name") in DECODED:
+    if record.setting("data.cache") == "none" and record.setting("data.name") in DECODED:
         return f"set data.cache=ram{f', or: {advice}' if advice else ''}"
     return advice or "cheaper or fewer views, or smaller images (data.max_side), would help"
 
 
-def _evaluation_time(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    spent = sum(row["eval_s"] for row in rows if row.get("eval_s"))
-    steps, trained = 0, 0.0
-    for row in rows:
-        if row.get("step_s"):
-            trained += row["step_s"] * max(0, row["step"] - steps)
-            steps = row["step"]
+def _evaluation_time(record: RunRecord) -> list[Finding]:
+    spent, trained = record.evaluation_s, record.clock.seconds[-1]
     if not trained or spent <= MANY_EVALUATIONS * trained or spent < 60:
         return []
     text = f"evaluations took {show_seconds(spent)} beside {show_seconds(trained)} of training"

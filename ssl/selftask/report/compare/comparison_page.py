@@ -18,7 +18,7 @@ from selftask.report.compare.tables import (
     run_table,
     swatch,
 )
-from selftask.report.curves import chance_loss, clock_of
+from selftask.report.curves import chance_loss
 from selftask.report.overview.table import count_states, small_is_good
 from selftask.report.page import Section, escape, static_text, write_page
 from selftask.report.record import RunRecord
@@ -190,7 +190,7 @@ def _curves(comparison: Comparison) -> str:
     drawn = [(g, m) for g in comparison.groups for m in g.members][:MOST_CURVES]
     names = [*comparison.evaluations, *_TITLES]
     charts = [_chart(name, drawn) for name in dict.fromkeys(names)]
-    clocks = {member.name: clock_of(member.record) for _, member in drawn}
+    clocks = {member.name: member.record.clock for _, member in drawn}
     num_hidden = len(comparison.members) - len(drawn)
     note = (
         f"<p class='muted'>the {MOST_CURVES} best runs; {num_hidden} are not drawn</p>"

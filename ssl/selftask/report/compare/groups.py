@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from selftask.report.compare.differences import SEED, differing, flat, identity, short_names
 from selftask.report.compare.interval import Interval, interval
-from selftask.report.curves import clock_of
 from selftask.report.overview.run_line import RunLine, read_line
 from selftask.report.overview.table import small_is_good
 from selftask.report.record import RunRecord
@@ -48,7 +47,7 @@ class Member:
     @property
     def seconds(self) -> float | None:
         """Training time, without the time between attempts; None if no step was logged."""
-        return clock_of(self.record).seconds[-1] or None
+        return self.record.clock.seconds[-1] or None
 
     @property
     def images_per_s(self) -> float | None:
