@@ -61,7 +61,7 @@ class Chart:
     """
 
     title: str
-    curves: Sequence[Curve]
+    curves: Sequence[Curve] = ()
     lines: Sequence[Line] = ()
     format: Format = "number"
     note: str = ""

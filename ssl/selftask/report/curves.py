@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from selftask.logs.checkpoint_results import tables
-from selftask.report.charts import Chart, Curve, Format, Line, Mark, charts_html
+from selftask.report.charts import Chart, Curve, Line, Mark, charts_html
 from selftask.report.page import Section
 from selftask.report.record import RunRecord, columns_of
 from selftask.report.verdict import collapse_limits
@@ -29,6 +30,23 @@ _KNOWN = frozenset(
 )
 
 
+CHARTS = {
+    "loss": Chart("Loss", note="chance: the loss of a network that knows nothing"),
+    "chance_ratio": Chart(
+        "Loss relative to chance", lines=[Line("chance", 1.0)], note="1: nothing learned"
+    ),
+    "lr": Chart("Learning rate", smooth=False, from_zero=True),
+    "weight_decay": Chart("Weight decay", smooth=False, from_zero=True),
+    "emb_std": Chart("Spread of embeddings", note="emb_std: 1 is even, 0 is a collapse"),
+    "effective_rank": Chart(
+        "Effective rank of embeddings", note="number of directions in which embeddings vary"
+    ),
+    "images_per_s": Chart("Images per second", from_zero=True),
+    "data_wait": Chart("Waiting for data", format="percent", from_zero=True),
+    "step_s": Chart("Time per step", format="seconds", from_zero=True),
+}  # by their first column, without curves; also of comparisons
+
+
 def curves_section(record: RunRecord) -> Section:
     """Return the section with all charts of a run; it is empty if no chart has data."""
     clocks, marks = {"": record.clock}, marks_of(record)
@@ -37,20 +55,33 @@ def curves_section(record: RunRecord) -> Section:
 
 def run_charts(record: RunRecord) -> list[Chart]:
     """Return the charts of a run; a chart without data has no curves."""
+    least_std, least_rank = collapse_limits(record)
+    decays = record.columns.get("weight_decay")
+    is_scheduled = decays is not None and len(set(decays.values)) > 1  # else it is in the config
+    columns = {
+        "lr": _rates(record),
+        "weight_decay": ["weight_decay"] if is_scheduled else [],
+        "emb_std": ["emb_std", "mean_cosine"],
+        "step_s": ["step_s", "step_s_median"],
+    }
+    lines = {
+        "loss": chance_lines(chance_loss(record)),
+        "emb_std": [Line("collapse", least_std)],
+        "effective_rank": [Line("collapse", least_rank)],
+    }
+    charts = [
+        _filled(
+            replace(chart, lines=lines.get(name, chart.lines)), record, columns.get(name, [name])
+        )
+        for name, chart in CHARTS.items()
+    ]
+    of_loss = 2  # the loss, and relative to chance
     return [
-        _loss(record),
-        _chance(record),
+        *charts[:of_loss],
         *_evaluations(record),
         *_of_checkpoints(record),
         *_others(record),
-        _chart(record, "Learning rate", _named(record, "lr", "lr/"), smooth=False, from_zero=True),
-        *_weight_decay(record),
-        *_embeddings(record),
-        _chart(record, "Images per second", ["images_per_s"], from_zero=True),
-        _chart(record, "Waiting for data", ["data_wait"], format="percent", from_zero=True),
-        _chart(
-            record, "Time per step", ["step_s", "step_s_median"], format="seconds", from_zero=True
-        ),
+        *charts[of_loss:],
         _memory(record),
     ]
 
@@ -75,28 +106,16 @@ def chance_loss(record: RunRecord) -> float | None:
     return statistics.median(chances) if chances else None
 
 
-def _loss(record: RunRecord) -> Chart:
-    chance = chance_loss(record)
-    lines = [] if chance is None else [Line(f"chance {chance:.4g}", chance)]
-    note = "" if chance is None else "dashed: the loss of a network that knows nothing"
-    return _chart(record, "Loss", ["loss"], lines=lines, note=note)
-
-
-def _chance(record: RunRecord) -> Chart:
-    return _chart(
-        record,
-        "Loss relative to chance",
-        ["chance_ratio"],
-        lines=[Line("chance", 1.0)],
-        note="1: nothing learned",
-    )
+def chance_lines(chance: float | None) -> list[Line]:
+    """Return the line of the loss of an uninformed network, if it is known."""
+    return [] if chance is None else [Line(f"chance {chance:.4g}", chance)]
 
 
 def _evaluations(record: RunRecord) -> Iterator[Chart]:
     """Yield charts of columns of evaluation rows, such as ``knn_top1``."""
     names = [name for name in _evaluated(record) if name not in _KNOWN]
     accuracies = [name for name in names if _is_share(name, record.columns[name].values)]
-    yield _chart(record, "Evaluations", accuracies, smooth=False)
+    yield _filled(Chart("Evaluations", smooth=False), record, accuracies)
     yield from _by_scale(record, "Evaluations", [n for n in names if n not in accuracies])
 
 
@@ -136,31 +155,6 @@ def _others(record: RunRecord) -> Iterator[Chart]:
     yield Chart("Time in each part of a step", curves, format="seconds", from_zero=True)
 
 
-def _embeddings(record: RunRecord) -> Iterator[Chart]:
-    least_std, least_rank = collapse_limits(record)
-    yield _chart(
-        record,
-        "Spread of embeddings",
-        ["emb_std", "mean_cosine"],
-        lines=[Line("collapse", least_std)],
-        note="emb_std: 1 is even, 0 is a collapse",
-    )
-    yield _chart(
-        record,
-        "Effective rank of embeddings",
-        ["effective_rank"],
-        lines=[Line("collapse", least_rank)],
-        note="number of directions in which embeddings vary",
-    )
-
-
-def _weight_decay(record: RunRecord) -> Iterator[Chart]:
-    """Yield a chart of the weight decay if it has a schedule; a constant is in the config."""
-    column = record.columns.get("weight_decay")
-    if column and len(set(column.values)) > 1:
-        yield _chart(record, "Weight decay", ["weight_decay"], smooth=False, from_zero=True)
-
-
 def _memory(record: RunRecord) -> Chart:
     names = {
         "memory_mb": "host",
@@ -177,30 +171,22 @@ def _memory(record: RunRecord) -> Chart:
     return Chart("Memory", curves, format="bytes", smooth=False, from_zero=True)
 
 
-def _chart(
-    record: RunRecord,
-    title: str,
-    names: list[str],
-    *,
-    lines: list[Line] | None = None,
-    format: Format = "number",
-    note: str = "",
-    smooth: bool = True,
-    from_zero: bool = False,
-) -> Chart:
+def _filled(chart: Chart, record: RunRecord, names: Sequence[str]) -> Chart:
+    """Return a chart with the curves of these columns."""
     curves = [
         Curve(name, column.steps, column.values)
         for name in names[:MAX_CURVES]
         if (column := record.columns.get(name))
     ]
+    note = chart.note
     if len(names) > MAX_CURVES:
         note = f"{note} the first {MAX_CURVES} of {len(names)}".strip()
-    return Chart(title, curves, lines or (), format, note, smooth, from_zero)
+    return replace(chart, curves=curves, note=note)
 
 
-def _named(record: RunRecord, name: str, prefix: str) -> list[str]:
-    """Return the columns that start with ``prefix``, or ``[name]`` if there are none."""
-    return [column for column in record.columns if column.startswith(prefix)] or [name]
+def _rates(record: RunRecord) -> list[str]:
+    """Return the columns of learning rates: one of each parameter group, or that of all."""
+    return [column for column in record.columns if column.startswith("lr/")] or ["lr"]
 
 
 def _evaluated(record: RunRecord) -> list[str]:
@@ -226,7 +212,7 @@ def _by_scale(record: RunRecord, title: str, names: list[str]) -> Iterator[Chart
         remaining = [name for name in remaining if name not in together]
         ordered = [name for name in record.columns if name in together]
         shown = ordered[0] if len(ordered) == 1 else title
-        yield _chart(record, shown, ordered)
+        yield _filled(Chart(shown), record, ordered)
 
 
 def _size(record: RunRecord, name: str) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from selftask.errors import UserError, nearest, plural, shorten
-from selftask.report.charts import Chart, Curve, Format, Line, charts_html
+from selftask.report.charts import Chart, Curve, charts_html
 from selftask.report.compare.groups import Comparison, Group, Member, compare
 from selftask.report.compare.paired import Pair, paired
 from selftask.report.compare.tables import (
@@ -18,22 +19,14 @@ from selftask.report.compare.tables import (
     run_table,
     swatch,
 )
-from selftask.report.curves import chance_loss
+from selftask.report.curves import CHARTS, chance_lines, chance_loss
 from selftask.report.overview.table import count_states, small_is_good
 from selftask.report.page import Section, escape, static_text, write_page
 from selftask.report.record import RunRecord
 
 MOST_CURVES = 40  # the curves of this many runs are drawn, best runs first
-_TITLES = {
-    "loss": "Loss",
-    "chance_ratio": "Loss relative to chance",
-    "emb_std": "Spread of embeddings",
-    "effective_rank": "Effective rank of embeddings",
-    "lr": "Learning rate",
-    "images_per_s": "Images per second",
-    "data_wait": "Waiting for data",
-}
-_FROM_ZERO = ("lr", "images_per_s", "data_wait")
+_DRAWN = ("loss", "chance_ratio", "emb_std", "effective_rank", "lr", "images_per_s", "data_wait")
+# columns that have a chart, besides evaluations
 
 
 def write_comparison(folders: Sequence[Path], path: Path, sort: str = "") -> Comparison:
@@ -188,7 +181,7 @@ def pairs_of(comparison: Comparison) -> list[Pair]:
 
 def _curves(comparison: Comparison) -> str:
     drawn = [(g, m) for g in comparison.groups for m in g.members][:MOST_CURVES]
-    names = [*comparison.evaluations, *_TITLES]
+    names = [*comparison.evaluations, *_DRAWN]
     charts = [_chart(name, drawn) for name in dict.fromkeys(names)]
     clocks = {member.name: member.record.clock for _, member in drawn}
     num_hidden = len(comparison.members) - len(drawn)
@@ -218,14 +211,9 @@ def _chart(name: str, drawn: Sequence[tuple[Group, Member]]) -> Chart:
         )
         chance = chance_loss(member.record) if name == "loss" else None
         chances |= set() if chance is None else {float(f"{chance:.4g}")}
-    lines = (
-        [Line(f"chance {chance:.4g}", chance) for chance in chances] if len(chances) == 1 else []
-    )
-    lines += [Line("chance", 1.0)] if name == "chance_ratio" else []
-    smooth = name in ("loss", "chance_ratio", "images_per_s", "data_wait")
-    title = _TITLES.get(name, name)
-    format: Format = "percent" if name == "data_wait" else "number"
-    return Chart(title, curves, lines, format, smooth=smooth, from_zero=name in _FROM_ZERO)
+    chart = CHARTS.get(name, Chart(name, smooth=False))
+    lines = chance_lines(chances.pop()) if len(chances) == 1 else chart.lines
+    return replace(chart, curves=curves, lines=lines)
 
 
 def curve_label(group: Group, member: Member) -> str:
