@@ -21,17 +21,17 @@ from selftask.report.images.projections import pca
 def test_neighbors_are_those_of_float64() -> None:
     features = np.random.default_rng(1).normal(size=(200, 16)).astype(np.float32)
     queries = [3, 50, 199]
-    neighbors = nearest_neighbors(torch.from_numpy(features), queries, 5)
+    nearest, similar = nearest_neighbors(torch.from_numpy(features), queries, 5)
     distances = cosine_distances(features.astype(np.float64))
     np.fill_diagonal(distances, np.inf)
-    for query, rows, cosines in zip(queries, neighbors.rows, neighbors.cosines, strict=True):
+    for query, rows, cosines in zip(queries, nearest, similar, strict=True):
         assert rows.tolist() == np.argsort(distances[query])[:5].tolist()
         assert np.allclose(1 - cosines, np.sort(distances[query])[:5], atol=1e-6)
 
 
 def test_few_images_have_few_neighbors() -> None:
-    neighbors = nearest_neighbors(torch.eye(3), [0], 8)
-    assert sorted(neighbors.rows[0].tolist()) == [1, 2]
+    nearest, _ = nearest_neighbors(torch.eye(3), [0], 8)
+    assert sorted(nearest[0].tolist()) == [1, 2]
 
 
 @pytest.mark.parametrize("shape", [(50, 7), (9, 30), (12, 12)], ids=["tall", "wide", "square"])

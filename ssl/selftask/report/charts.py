@@ -83,7 +83,6 @@ def charts_html(
     *,
     clocks: dict[str, Clock] | None = None,
     marks: Sequence[Mark] = (),
-    id: str = "charts",
 ) -> str:
     """Return the HTML of charts and their controls: x axis, smoothing, logarithmic y axis.
 
@@ -91,7 +90,6 @@ def charts_html(
         charts: The charts in order; charts without data are left out.
         clocks: Clocks by the keys in ``Curve.clock``, of which ``""`` is the default.
         marks: Events to draw as vertical lines.
-        id: Id of the element; a page may have several.
 
     Returns:
         HTML, or an empty string if no chart has data.
@@ -113,11 +111,12 @@ def charts_html(
         for chart in charts
     )
     return (
-        f'<div class="charts" data-charts="{escape(id)}">{_CONTROLS}'
-        f'<div class="grid">{boxes}</div></div>{json_data(data, id)}'
+        f'<div class="charts" data-charts="{_ID}">{_CONTROLS}'
+        f'<div class="grid">{boxes}</div></div>{json_data(data, _ID)}'
     )
 
 
+_ID = "charts"  # of the element with the data
 _CONTROLS = """<form class="controls">
 <label>x axis <select name="x"><option value="steps">steps</option>
 <option value="epochs">epochs</option><option value="seconds">time</option></select></label>

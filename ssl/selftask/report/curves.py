@@ -31,7 +31,7 @@ _KNOWN = frozenset(
 
 
 CHARTS = {
-    "loss": Chart("Loss", note="chance: the loss of a network that knows nothing"),
+    "loss": Chart("Loss"),
     "chance_ratio": Chart(
         "Loss relative to chance", lines=[Line("chance", 1.0)], note="1: nothing learned"
     ),
@@ -108,7 +108,7 @@ def chance_loss(record: RunRecord) -> float | None:
 
 def chance_lines(chance: float | None) -> list[Line]:
     """Return the line of the loss of an uninformed network, if it is known."""
-    return [] if chance is None else [Line(f"chance {chance:.4g}", chance)]
+    return [] if chance is None else [Line(f"chance {chance:.4g}: nothing learned", chance)]
 
 
 def _evaluations(record: RunRecord) -> Iterator[Chart]:

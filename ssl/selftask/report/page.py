@@ -67,13 +67,9 @@ def json_data(content: Any, id: str) -> str:
     return f'<script type="application/json" id="{escape(id)}">{_shareable(text)}</script>'
 
 
+@cache
 def static_text(name: str) -> str:
     """Return the text of a script or style sheet in ``report/static``."""
-    return _static(name)
-
-
-@cache
-def _static(name: str) -> str:
     return (STATIC / name).read_text(encoding="utf-8")
 
 
@@ -95,9 +91,13 @@ def page_html(
         connect: ``connect-src`` of the Content Security Policy; a page in a file needs none.
     """
     shown = [section for section in sections if section.html]
-    base = [_static("uplot/uPlot.iife.min.js"), _static("page.js"), _static("charts.js")]
+    base = [
+        static_text("uplot/uPlot.iife.min.js"),
+        static_text("page.js"),
+        static_text("charts.js"),
+    ]
     code = _unique([*base, *scripts, *(section.script for section in shown)])
-    styles = [_static("uplot/uPlot.min.css"), _static("page.css")]
+    styles = [static_text("uplot/uPlot.min.css"), static_text("page.css")]
     styles = _unique([*styles, *(section.style for section in shown)])
     policy = "; ".join(
         (
@@ -137,14 +137,7 @@ def page_html(
 """
 
 
-def write_page(
-    path: Path,
-    title: str,
-    sections: Sequence[Section],
-    *,
-    top: str = "",
-    scripts: Sequence[str] = (),
-) -> None:
+def write_page(path: Path, title: str, sections: Sequence[Section], *, top: str = "") -> None:
     """Write the page atomically, so that a reader never sees an incomplete page.
 
     Args:
@@ -152,13 +145,12 @@ def write_page(
         title: As in ``page_html``.
         sections: As in ``page_html``.
         top: As in ``page_html``.
-        scripts: As in ``page_html``.
 
     Raises:
         OSError: If the file cannot be written.
     """
     with replacing(path) as temporary:
-        temporary.write_text(page_html(title, sections, top=top, scripts=scripts), encoding="utf-8")
+        temporary.write_text(page_html(title, sections, top=top), encoding="utf-8")
 
 
 def _section(section: Section) -> str:

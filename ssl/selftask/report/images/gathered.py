@@ -27,11 +27,6 @@ class Gathered:
     def __len__(self) -> int:
         return len(self.names)
 
-    @property
-    def has_labels(self) -> bool:
-        """True if any image has a label."""
-        return bool((self.labels >= 0).any())
-
     def label_text(self, row: int) -> str:
         """Return the class of an image as text, or an empty string."""
         return self.class_text(int(self.labels[row]))

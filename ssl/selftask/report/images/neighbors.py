@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,33 +20,28 @@ _SIDE = 96
 _NEIGHBORS = 8
 
 
-@dataclass(frozen=True)
-class Neighbors:
-    """Nearest neighbors of Q images among N: row indices and cosines (Q, k), nearest first."""
-
-    queries: np.ndarray
-    rows: np.ndarray
-    cosines: np.ndarray
-
-
-def nearest_neighbors(features: Tensor, queries: Sequence[int], k: int) -> Neighbors:
+def nearest_neighbors(
+    features: Tensor, queries: Sequence[int], k: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Find the ``k`` nearest other images of each query by cosine similarity.
 
     Args:
         features: (N, E).
         queries: Row indices of the Q query images.
         k: Number of neighbors; all other images if there are fewer.
+
+    Returns:
+        Row indices and cosines (Q, k), nearest first.
     """
     asked = torch.as_tensor(list(queries), dtype=torch.int64)
-    bank = Bank(features)
     normalized = F.normalize(features[asked], dim=1)
-    cosine, row = bank.nearest(normalized, min(k, len(features) - 1), asked)
-    return Neighbors(asked.numpy(), row.numpy(), cosine.numpy())
+    cosine, row = Bank(features).nearest(normalized, min(k, len(features) - 1), asked)
+    return row.numpy(), cosine.numpy()
 
 
 def neighbors_section(images: Gathered, queries: Sequence[int]) -> Section:
     """Return the section with a row for each query: the image, then its nearest neighbors."""
-    neighbors = nearest_neighbors(torch.from_numpy(images.features), queries, _NEIGHBORS)
+    nearest, similar = nearest_neighbors(torch.from_numpy(images.features), queries, _NEIGHBORS)
     sprite = Sprite("near", _SIDE, BUDGET)
     rows = [
         f"<div class=near-row>{_query(images, sprite, query)}<ol>"
@@ -56,23 +50,18 @@ def neighbors_section(images: Gathered, queries: Sequence[int]) -> Section:
             for row, cosine in zip(rows.tolist(), cosines.tolist(), strict=True)
         )
         + "</ol></div>"
-        for query, rows, cosines in zip(
-            neighbors.queries.tolist(), neighbors.rows, neighbors.cosines, strict=True
-        )
+        for query, rows, cosines in zip(queries, nearest, similar, strict=True)
     ]
-    html = f"<p class=muted>{_note(images, neighbors)}</p>{''.join(rows)}"
+    html = f"<p class=muted>{_note(images, queries, nearest)}</p>{''.join(rows)}"
     return image_section("Nearest neighbors", html, "neighbors", sprite)
 
 
-def _note(images: Gathered, neighbors: Neighbors) -> str:
+def _note(images: Gathered, queries: Sequence[int], nearest: np.ndarray) -> str:
     text = (
         f"For random images, the nearest of {len(images):,} {escape(images.what)} by cosine "
         "distance (1 - cosine) of the backbone's features; 0 is the same direction."
     )
-    if not images.has_labels:
-        return text
-    labels = images.labels
-    pairs = labels[neighbors.queries][:, None], labels[neighbors.rows]
+    pairs = images.labels[list(queries)][:, None], images.labels[nearest]
     have_labels = (pairs[0] >= 0) & (pairs[1] >= 0)
     if not have_labels.any():
         return text

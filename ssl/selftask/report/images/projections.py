@@ -21,13 +21,8 @@ def pca(values: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
         Scores (N, K) and shares (K,).
     """
     centered = np.asarray(values, dtype=np.float64) - values.mean(axis=0, dtype=np.float64)
-    if centered.shape[1] <= centered.shape[0]:
-        variances, axes = np.linalg.eigh(centered.T @ centered)
-        variances, axes = variances[::-1], axes[:, ::-1]
-    else:
-        _, singular, rows = np.linalg.svd(centered, full_matrices=False)
-        variances, axes = singular**2, rows.T
-    axes, variances = axes[:, :components], variances.clip(min=0)
+    variances, axes = np.linalg.eigh(centered.T @ centered)  # ascending
+    axes, variances = axes[:, ::-1][:, :components], variances[::-1].clip(min=0)
     signs = np.sign(axes[np.abs(axes).argmax(axis=0), np.arange(axes.shape[1])])
     scores = np.zeros((len(centered), components))
     scores[:, : axes.shape[1]] = centered @ (axes * signs)

@@ -10,12 +10,12 @@ from torch import nn
 
 from selftask.checkpoint.manifest import CHECKSUM, DamagedCheckpoint, checksum, read_file
 from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
-from selftask.config.schema import Component, Config
+from selftask.config.schema import Config
 from selftask.logs import read_json
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import META, WEIGHTS
-from selftask.models.weights.model_source import describe_model
-from selftask.models.weights.read import backbone_state, read_backbone, read_state
+from selftask.models.weights.model_source import open_model
+from selftask.models.weights.read import backbone_state, read_backbone
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,7 @@ class Weights:
             UserError: If the file is damaged, or names code and ``trust`` is False.
         """
         if self.exported:
-            facts = describe_model(str(self.path), trust=trust)
-            backbone = build_backbone(Component(**facts["architecture"]), facts["channels"])
-            backbone.load_state_dict(read_state(self.path))
-            return backbone.eval()
+            return open_model(str(self.path), trust=trust)[0]
         state = read_backbone(self.path)
         backbone = build_backbone(config.backbone, state.get("channels", 3))
         backbone.load_state_dict(backbone_state(state))

@@ -180,7 +180,7 @@ class Handler(BaseHTTPRequestHandler):
         if not rest and not urlsplit(self.path).path.endswith("/"):
             self._redirect(pages.run_url(name))  # links on the page are relative to this address
         elif not rest:
-            self._page(pages.run_page(name, site.run(name).record()))
+            self._page(pages.run_page(name, site.record(name)))
         else:
             self._file(site.file(name, rest))
 

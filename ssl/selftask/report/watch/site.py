@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from selftask.report.overview.run_line import RunLine
-from selftask.report.record import FILES
-from selftask.report.watch.live_run import Cached, LiveRun
+from selftask.report.record import FILES, RunRecord
+from selftask.report.watch.cached import Cached
 
 TEXTS = frozenset((*FILES, "groups.txt"))  # files of a run that are shown as text
 _WEIGHTS = ("checkpoints", "export")  # folders whose files can be downloaded
@@ -30,7 +31,7 @@ class Site:
         self.root = root.resolve()
         self._read_lines = read_lines
         self.lines = Cached(self._lines)
-        self._runs: dict[Path, LiveRun] = {}
+        self._records: dict[Path, Cached[RunRecord]] = {}
         self._lock = threading.Lock()
 
     def _lines(self) -> dict[str, RunLine]:
@@ -61,10 +62,12 @@ class Site:
             raise NotThere
         return folder
 
-    def run(self, name: str) -> LiveRun:
+    def record(self, name: str) -> RunRecord:
+        """Return the record of a run; raise UserError if it is no longer a run folder."""
         folder = self.folder(name)
         with self._lock:
-            return self._runs.setdefault(folder, LiveRun(folder))
+            read = self._records.setdefault(folder, Cached(partial(RunRecord.read, folder)))
+        return read()
 
     def file(self, name: str, parts: Sequence[str]) -> Path:
         """Return a text file, checkpoint or export of a run; raise NotThere for other paths."""
