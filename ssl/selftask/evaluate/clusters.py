@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.errors import UserError
@@ -45,17 +46,34 @@ class Clusters:
         k = self.k or len(classes)
         if len(test) < k:
             raise UserError(f"clusters: {k} clusters of {len(test)} images; give more images")
-        units = F.normalize(test.features, dim=1)
-        generator = torch.Generator().manual_seed(self.seed)
-        best = -torch.inf
-        for _ in range(self.restarts):
-            centers, cluster = spherical_kmeans(
-                units, k, iterations=self.iterations, generator=generator
-            )
-            cosines = float((units * centers[cluster]).sum(dtype=torch.float64))
-            if cosines > best:
-                best, assigned = cosines, cluster
-        return agreement(assigned.cpu().numpy(), target.cpu().numpy())
+        cluster = best_clusters(
+            F.normalize(test.features, dim=1),
+            k,
+            restarts=self.restarts,
+            iterations=self.iterations,
+            seed=self.seed,
+        )
+        return agreement(cluster.cpu().numpy(), target.cpu().numpy())
+
+
+def best_clusters(units: Tensor, k: int, *, restarts: int, iterations: int, seed: int) -> Tensor:
+    """Return the cluster (N,) of each unit vector (N, E), of the best of several runs of k-means.
+
+    Args:
+        units: (N, E).
+        k: Number of clusters, K.
+        restarts: Number of runs, of which that with the largest sum of cosines counts.
+        iterations: Iterations of each run.
+        seed: Seed of the initial centers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    best = -torch.inf
+    for _ in range(restarts):
+        centers, cluster = spherical_kmeans(units, k, iterations=iterations, generator=generator)
+        cosines = float((units * centers[cluster]).sum(dtype=torch.float64))
+        if cosines > best:
+            best, assigned = cosines, cluster
+    return assigned
 
 
 def agreement(cluster: np.ndarray, target: np.ndarray) -> dict[str, float]:

@@ -150,6 +150,13 @@ _GENERAL = (
         "feature_uniformity", "below 0", "Uniformity of the features; lower is more uniform.", _EVAL
     ),
     Column(
+        "cluster_learnability",
+        "0 to 1",
+        "Share of images whose nearest other image is in the same cluster of k-means.",
+        _EVAL,
+    ),
+    Column("intrinsic_dimension", "", "Dimension of the features by TwoNN.", _EVAL),
+    Column(
         "train_probe_top1",
         "0 to 1",
         "Accuracy of a linear classifier trained beside the network, on the training images since "

@@ -34,7 +34,7 @@ COMMANDS = {
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
 
 USAGE = f"""\
-usage: selftask eval knn|linear|svm|clusters|spectrum RUN_OR_MODEL ... [key=value ...]
+usage: selftask eval knn|linear|svm|clusters|spectrum|clid RUN_OR_MODEL ... [key=value ...]
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
        selftask eval views RUN [images=1000] [views=10] [key=value ...]
        selftask eval segmentation|depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
@@ -47,10 +47,10 @@ usage: selftask eval knn|linear|svm|clusters|spectrum RUN_OR_MODEL ... [key=valu
               or RUN@STEP or RUN@best: a checkpoint of a run (weights=ema: its average)
 data=DIR      the labeled images to learn from; default: those of the run
 data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbors;
-              spectrum needs no labels
+              spectrum and clid need no labels
 {WEIGHTS}
-Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. linear, svm and clusters
-repeat with seeds=3. Prints one JSON line last, with 95 % intervals over the test images;
+Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. linear, svm, clusters
+and clid repeat with seeds=3. Prints one JSON line last, with 95 % intervals over the test images;
 with several models, one after each, which names the model.
 `selftask eval retrieval --help` says more of that one, likewise of those below it.
 {VERBOSITY}"""
