@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import tiny
 from ranks import run_ranks
 from selftask.distributed.collectives import rank, world_size
+from selftask.distributed.world import World
 from selftask.errors import ConfigError, UserError
 from selftask.evaluate.online import evaluate_task
 from selftask.hooks.base import function_hook
@@ -216,6 +217,70 @@ def test_columns_are_the_accuracies_of_the_saved_classifiers(tmp_path: Path) -> 
     assert rows[-1]["step"] == 12
 
 
+@pytest.mark.parametrize("method", ["byol", "ibot"])
+def test_probes_of_the_teacher(method: str, tmp_path: Path) -> None:
+    """The run is the same, a resume continues them, and figures are those of its backbone."""
+    of_teacher = "hooks.online_probe={lr: [3], teacher: true}"
+    train(tmp_path, "without", method=method)
+    for stop in ("train.stop_at=5", "train.stop_at=null"):
+        train(tmp_path, "parts", of_teacher, stop, method=method)
+    task = train(tmp_path, "whole", of_teacher, method=method)
+    assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
+    states = {out: tiny.last_state(tmp_path / out) for out in ("whole", "parts", "without")}
+    assert tiny.differences(states["whole"], states["parts"]) == []
+    rows = tiny.rows(tmp_path / "whole")
+    assert without_probe(rows) == tiny.rows(tmp_path / "without")
+    state = states["whole"]["hooks"]["online_probe"]["_teacher"]
+    for name in ("whole", "without"):
+        states[name]["hooks"].pop("online_probe", None)
+        states[name].pop("history", None)
+    assert tiny.differences(states["whole"], states["without"]) == []
+    backbone = task.loss.teacher.network.backbone.eval()
+    with torch.no_grad():
+        right = [
+            hits(state, pooled(backbone, batch.all_views[0]), batch.labels)
+            for batch in task.data_module.test_samples()
+        ]
+    expected = float(torch.cat(right).mean())
+    assert rows[-1]["probe_top1_teacher"] == pytest.approx(expected, abs=1e-6)
+    assert any("train_probe_top1_teacher" in row for row in rows)
+
+
+def test_the_teacher_is_probed_with_its_own_features(tmp_path: Path) -> None:
+    """Their running mean by hand; they differ from the student's from the second step on."""
+    seen: list[Tensor] = []
+    words = ("hooks.online_probe={teacher: true}", "train.max_steps=4")
+    task = tiny.task("byol", tmp_path, "run", *words)
+
+    def keep(task: Task) -> None:
+        seen.append(task.loss.teacher.network.embedding[: len(task.last_batch.labels)])
+
+    task.add_hook(function_hook(priority=1, on_loss_and_meter=keep))
+    train_loop(task)
+    state = tiny.last_state(task.out)["hooks"]["online_probe"]
+    mean = seen[0].mean(dim=0)
+    for features in seen[1:]:
+        mean = 0.9 * mean + 0.1 * features.mean(dim=0)
+    torch.testing.assert_close(state["_teacher"]["mean"], mean)
+    assert len(seen) == 4
+    assert not torch.allclose(state["_teacher"]["mean"], state[""]["mean"])
+
+
+def moco_on_ranks(_: int, folder: Path) -> str:
+    words = ("hooks.online_probe={teacher: true}", "train.max_steps=2")
+    task = tiny.task("moco", folder, "ranks", *words)
+    task.world = World(rank(), world_size(), rank(), world_size())
+    with pytest.raises(UserError) as caught:
+        train_loop(task)
+    return str(caught.value)
+
+
+def test_a_teacher_that_sees_other_images_is_refused(tmp_path: Path) -> None:
+    tiny.digits_file(tmp_path)
+    for message in run_ranks(moco_on_ranks, 2, tmp_path):
+        assert "the teacher's features are not those of this rank's images" in message
+
+
 def hits(state: dict[str, Tensor], x: Tensor, labels: Tensor) -> Tensor:
     spread = (state["variance"] + 1e-6 * state["variance"].mean()).sqrt()
     z = (x.float() - state["mean"]) / spread / x.shape[1] ** 0.5
@@ -278,6 +343,10 @@ def test_what_does_not_fit_is_told_before_training(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=text):
             tiny.config("simclr", tmp_path, "run", PROBE, *words)
+    for method in ("simclr", "data2vec"):  # no teacher, and one of hidden layers only
+        task = tiny.task(method, tmp_path, method, "hooks.online_probe={teacher: true}")
+        with pytest.raises(UserError, match=f"teacher: {method} has no EMA teacher with pooled"):
+            train_loop(task)
     for words, text in {
         ("data.relabel=none",): "hooks.online_probe: the images of data have no labels",
         ("hooks.online_probe.layers=[9]",): "hooks.online_probe: layers: 9; the backbone has la",

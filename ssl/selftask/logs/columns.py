@@ -242,6 +242,7 @@ _GENERAL = (
         "hook `timing`",
     ),
     Column("METRIC_layerN", "", "A metric of hidden layer N.", "`eval.layers`"),
+    Column("METRIC_teacher", "", "Of the EMA teacher's features.", _PROBE),
     Column("SET/METRIC", "", "A metric of a named validation set.", "`data.val_sets`"),
     Column("val_TERM", "", "A term of that loss.", "`eval.loss`"),
     Column("test_METER_METRIC", "", "A meter of a test phase.", "`meters`"),

@@ -30,6 +30,8 @@ from selftask.models.feature_queue import LabeledQueue
 from selftask.models.features.extract import pooled
 from selftask.models.features.layer_outputs import LayerOutputs
 from selftask.models.linear_probes import LinearProbes
+from selftask.models.network import Network
+from selftask.models.teacher import Teacher
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -49,8 +51,8 @@ class OnlineProbe(Hook):
     ``train_knn_top1`` is that of the nearest of the ``queue_size`` images before. Evaluations
     add ``probe_top1``, the accuracy on ``data.val`` with the transforms of evaluations. Both are
     those of the learning rate with the highest recent accuracy on training images, ``probe_lr``.
-    Columns of hidden layers end with the layer, as in ``probe_top1_layer3``. ``ms_probe`` is the
-    time of a step that the hook takes.
+    Columns of hidden layers end with the layer, as in ``probe_top1_layer3``, and those of the
+    teacher with ``_teacher``. ``ms_probe`` is the time of a step that the hook takes.
     """
 
     priority: ClassVar[int] = 60  # before the row is written
@@ -61,6 +63,10 @@ class OnlineProbe(Hook):
     layers: list[int] = setting([])
     """Hidden layers of the backbone with classifiers of their own, beside its output: the mean of
     the patches, as in ``eval.layers``. Negative numbers count from the last layer.
+    """
+    teacher: bool = False
+    """Whether the output of the EMA teacher's backbone has classifiers of its own, too; the
+    features are those that the step computes of the teacher's first view.
     """
     k: int = setting(0, min=0)
     """Number of neighbors among the latest images that vote for the class of an image, such as 20;
@@ -83,7 +89,9 @@ class OnlineProbe(Hook):
             yield "layers: train.step=grad_cache passes parts of a batch; use train.step=standard"
 
     def __post_init__(self) -> None:
-        self.probes: dict[str, LinearProbes] = {}  # by the end of their columns: "", "_layer3"
+        self.probes: dict[
+            str, LinearProbes
+        ] = {}  # by the end of their columns: "", "_layer3", "_teacher"
         self.queue: LabeledQueue | None = None
         self.loaded: dict[str, Any] = {}
         self.clock: Callable[[], Any] = time.perf_counter
@@ -103,6 +111,11 @@ class OnlineProbe(Hook):
             self.hidden = LayerOutputs(task.base_model.backbone, self.layers)
         except UserError as error:
             raise UserError(f"hooks.online_probe: {error}") from None
+        if self.teacher and not isinstance(_teacher_network(task), Network):
+            raise UserError(
+                f"hooks.online_probe.teacher: {task.config.method.name} has no EMA teacher with "
+                "pooled features; use teacher=false"
+            )
         if is_accelerator(task.device):
             self.clock = partial(record_event, task.device, timing=True)
 
@@ -131,7 +144,10 @@ class OnlineProbe(Hook):
             if self.k:
                 first = embedding[: len(labels)].float()
                 self._queue(first).add(first, labels)
-            for name, features in _by_column(embedding, self.hidden.take()).items():
+            columns = _by_column(embedding, self.hidden.take())
+            if self.teacher:
+                columns["_teacher"] = _teacher_embedding(task, len(labels))
+            for name, features in columns.items():
                 first = features[: len(labels)].float()
                 self._probe(name, first).add(first, labels)
 
@@ -210,15 +226,19 @@ class OnlineProbe(Hook):
     def _evaluate(self, task: Task, set_name: str) -> dict[str, Tensor]:
         """Return the accuracies on a validation set, by column suffix such as ``_layer3``."""
         backbone = task.base_model.backbone
+        teacher = _teacher_network(task).backbone if self.teacher else nn.Identity()
         counts = {  # hits of each learning rate, images
             name: torch.zeros(len(self.lr) + 1, device=task.device) for name in self.probes
         }
-        with in_eval_mode(backbone), forked_rng():
+        with in_eval_mode(backbone), in_eval_mode(teacher), forked_rng():
             self.hidden.start()
             for batch in task.data_module.test_samples(set_name):
-                features = pooled(backbone, batch.all_views[0].to(task.device, non_blocking=True))
+                images = batch.all_views[0].to(task.device, non_blocking=True)
                 labels = batch.labels.to(task.device, non_blocking=True)
-                for name, x in _by_column(features, self.hidden.take()).items():
+                columns = _by_column(pooled(backbone, images), self.hidden.take())
+                if self.teacher:
+                    columns["_teacher"] = pooled(teacher, images)
+                for name, x in columns.items():
                     counts[name][:-1] += self.probes[name].count_hits(x.float(), labels)
                     counts[name][-1] += (labels >= 0).sum()
             self.hidden.stop()
@@ -247,3 +267,20 @@ def _sizes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
 def _by_column(output: Tensor, hidden: dict[int, Tensor]) -> dict[str, Tensor]:
     """Return the features of the backbone's output and of layers, by column suffix."""
     return {"": output, **{f"_layer{number}": x for number, x in hidden.items()}}
+
+
+def _teacher_network(task: Task) -> Any:
+    """Return the network of the method's EMA teacher, or None."""
+    teacher = getattr(task.loss, "teacher", None)
+    return teacher.network if isinstance(teacher, Teacher) else None
+
+
+def _teacher_embedding(task: Task, num_images: int) -> Tensor:
+    """Return the teacher's pooled features of this step, (V * B, E), view after view."""
+    embedding: Tensor | None = _teacher_network(task).embedding
+    if embedding is None or len(embedding) % num_images:
+        raise UserError(
+            "hooks.online_probe.teacher: the teacher's features are not those of this rank's "
+            "images, as with shuffled BatchNorm on several ranks; use teacher=false"
+        )
+    return embedding

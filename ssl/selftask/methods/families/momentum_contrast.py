@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.config.fields import setting
+from selftask.distributed.collectives import world_size
 from selftask.methods.base import Method, NumViews
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import mlp
@@ -54,7 +55,10 @@ class MomentumKeys(Method):
         """
         exchanged = [shuffle_bn(view) for view in views]
         with LAYER_DRAWS.exchanged(shuffle_bn):
-            return self.teacher(exchanged)
+            output = self.teacher(exchanged)
+        if world_size() > 1:
+            self.teacher.network.embedding = None  # of images of other ranks
+        return output
 
     @torch.no_grad()
     def unit_keys(self, views: list[Tensor]) -> Tensor:
