@@ -20,6 +20,7 @@ from selftask.errors import ConfigError, UserError
 from selftask.methods.dinov2 import Masks, Predictions
 from selftask.methods.dinov3 import DINOv3, gram_loss
 from selftask.models.features.tokens import Features, Tokens
+from selftask.models.losses.koleo import koleo
 from selftask.models.network import PatchOutput
 from selftask.task import Task
 
@@ -94,7 +95,12 @@ def _output_and_batch(
     features = Features(both, Tokens(both[:, None], None, both[:, :0, None]), {})
     none = torch.empty(0, dtype=torch.int64)
     added = {"masks": masks, "image_targets": targets.unflatten(0, (2, -1))}
-    added |= {"patch_targets": of_patches, "gram_patches": None, "gram_weight": 1.0}
+    added |= {
+        "patch_targets": of_patches,
+        "gram_patches": None,
+        "gram_weight": 1.0,
+        "local_weight": 1.0,
+    }
     batch = Batch(views={}, labels=none, index=none, key=none, added=added)
     return PatchOutput(Predictions(views, patches), features), batch
 
@@ -198,6 +204,21 @@ def test_wrong_settings(tmp_path: Path) -> None:
     for size in ("patch_out_dim", "patch_hidden_dim", "patch_bottleneck"):
         with pytest.raises(ConfigError, match="tied_heads: images and patches share one head"):
             _task(tmp_path, "method.tied_heads=true", f"method.{size}=8")
+    with pytest.raises(ConfigError, match="koleo_group_size: 16 images .* groups of 3"):
+        _task(tmp_path, "method.koleo_group_size=3")
+    with pytest.raises(ConfigError, match="koleo_neighbors: an image has 3 others .* not 4"):
+        _task(tmp_path, "method.koleo_group_size=4", "method.koleo_neighbors=4")
+
+
+def test_neighbors_and_groups_of_koleo_are_those_of_the_config(tmp_path: Path) -> None:
+    task = _task(
+        tmp_path, "method.koleo_weight=0.5", "method.koleo_group_size=4", "method.koleo_neighbors=2"
+    )
+    next(iter(task.steps()))
+    batch = task.last_batch
+    pooled = batch.output.features.pooled.detach().chunk(2)
+    terms = [koleo(group, neighbors=2) for view in pooled for group in view.split(4)]
+    assert batch.terms["koleo"].item() == pytest.approx(sum(map(float, terms)) / 8, abs=1e-5)
 
 
 def test_heads_of_other_sizes(tmp_path: Path) -> None:

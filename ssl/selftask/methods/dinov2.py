@@ -89,8 +89,9 @@ class DINOv2(PrototypeHeads, EMATeacher):
 
     * Each global view is masked with ``mask_probability``; there exactly that share of a GPU's
       views.
-    * KoLeo looks for neighbors in the global batch, there on each GPU alone. Means of patch scores
-      for the center weigh each patch alike, there each GPU.
+    * KoLeo looks for neighbors in the global batch, there on each GPU alone, as with
+      ``koleo_group_size`` = the batch of a GPU. Means of patch scores for the center weigh each
+      patch alike, there each GPU.
     * A block skips each image by chance; there it skips a fixed share of a GPU's batch.
     * Gradients are clipped as a whole; there backbone and heads separately.
     * Blur: that code hands torchvision 1 - p, so that its views are blurred with probability 0, 0.9
@@ -136,12 +137,30 @@ class DINOv2(PrototypeHeads, EMATeacher):
         """Weight of the masked-patch loss (iBOT)."""
         koleo_weight: float = setting(0.1, min=0)
         """Weight of KoLeo, which spreads the embeddings."""
+        koleo_neighbors: int = setting(1, min=1)
+        """Number of nearest neighbors from which KoLeo moves an embedding away."""
+        koleo_group_size: int | None = setting(None, min=2, tiny=lambda batch: max(2, batch // 2))
+        """Number of consecutive images of a batch, over all ranks, among which KoLeo looks for
+        neighbors; null: the whole batch.
+        """
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if len(self.mask_ratio) != 2 or self.mask_ratio[0] > self.mask_ratio[1]:
                 yield (
                     f"mask_ratio: {self.mask_ratio}; the smallest and the largest share of masked "
                     "patches are expected, such as [0.1, 0.5]"
+                )
+            batch_size = config["train"]["batch_size"]
+            group_size = self.koleo_group_size or batch_size
+            if batch_size % group_size:
+                yield (
+                    f"koleo_group_size: {batch_size} images (train.batch_size) cannot be divided "
+                    f"into groups of {group_size}"
+                )
+            elif self.koleo_weight and self.koleo_neighbors >= group_size:
+                yield (
+                    f"koleo_neighbors: an image has {group_size - 1} others to be compared with, "
+                    f"not {self.koleo_neighbors}"
                 )
 
     centers: Tensor
@@ -274,7 +293,10 @@ class DINOv2(PrototypeHeads, EMATeacher):
         }
         if config.koleo_weight:
             views = output.features.pooled.chunk(NUM_GLOBAL)  # (B, E) each
-            terms["koleo"] = config.koleo_weight * sum(koleo(view) for view in views)
+            terms["koleo"] = config.koleo_weight * sum(
+                koleo(view, neighbors=config.koleo_neighbors, group_size=config.koleo_group_size)
+                for view in views
+            )
         return terms
 
     @torch.no_grad()

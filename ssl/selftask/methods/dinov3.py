@@ -52,8 +52,9 @@ class DINOv3(DINOv2):
     Differs from the authors' code:
 
     * As DINOv2 does: masks, KoLeo, clipping.
-    * The Gram term compares patches of one image; there also of a whole batch, as an option. KoLeo
-      has one neighbor; there also several.
+    * The Gram term compares patches of one image; there also of a whole batch, as an option. The
+      Gram teacher sees the views of the student; there, in later stages, those without changes of
+      color.
     * Random coordinates of RoPE are drawn for each image; there for all images of a rank and size.
     """
 
@@ -76,6 +77,8 @@ class DINOv3(DINOv2):
         """Width before the last layer of the head of patches; null: ``bottleneck``."""
         gram_weight: Schedule = setting(2.0, of="schedules", min=0)
         """Weight of the Gram term."""
+        local_weight: Schedule = setting(1.0, of="schedules", min=0)
+        """Weight of DINO of local views, times ``dino_weight``."""
         gram_start: int | str = setting("80%", duration=True)
         """Time from which the Gram term counts."""
         gram_copy: int | str = setting("20%", duration=True)
@@ -88,9 +91,9 @@ class DINOv3(DINOv2):
         """Time after which the teacher is copied again, counted from ``gram_start``."""
         gram_renewals: int = setting(3, min=0)
         """How often it is copied again."""
-        gram_scale: int = setting(1, min=1)
-        """How many times larger the global views of the Gram teacher are. All global views are
-        loaded in its size, and reduced for student and teacher."""
+        gram_scale: float = setting(1.0, min=1)
+        """How many times larger the global views of the Gram teacher are, such as 1.5. All global
+        views are loaded in its size, and reduced for student and teacher."""
         gram_negatives: Negatives = "keep"
         """Whether negative similarities count or are set to 0."""
 
@@ -141,6 +144,7 @@ class DINOv3(DINOv2):
         super().setup(task)
         config, length = self.config, task.length
         self.gram_weight_at = build_schedule(config.gram_weight, length)
+        self.local_weight_at = build_schedule(config.local_weight, length)
         self.gram_start = steps_in(config.gram_start, length)
         self.gram_teacher, self.copy_steps = None, set[int]()
         if self.gram_start >= length.total_steps:
@@ -189,7 +193,7 @@ class DINOv3(DINOv2):
         reduced = [
             F.interpolate(
                 view,
-                size=(view.shape[2] // scale, view.shape[3] // scale),
+                size=(round(view.shape[2] / scale), round(view.shape[3] / scale)),
                 mode="bicubic",
                 antialias=True,
             )
@@ -201,7 +205,7 @@ class DINOv3(DINOv2):
         """Draw masks for the global views of the student."""
         scale = self.config.gram_scale
         return super().draw(
-            seed, key, [(rows // scale, columns // scale) for rows, columns in sizes]
+            seed, key, [(round(rows / scale), round(columns / scale)) for rows, columns in sizes]
         )
 
     @torch.no_grad()
@@ -210,6 +214,7 @@ class DINOv3(DINOv2):
         super().on_forward(task)
         batch = task.last_batch
         batch["gram_weight"] = self.gram_weight_at(task.where)
+        batch["local_weight"] = self.local_weight_at(task.where)
         batch["gram_patches"] = None
         if self.gram_teacher is not None and task.steps_done >= self.gram_start:
             views = torch.cat(batch.all_views[:NUM_GLOBAL])  # (2 * B, C, H, W)
@@ -226,7 +231,9 @@ class DINOv3(DINOv2):
             gram = patches.new_zeros(())
         else:
             gram = gram_loss(patches, targets, negatives=self.config.gram_negatives)
-        return {**super().forward(output, batch), "gram": batch["gram_weight"] * gram}
+        terms = super().forward(output, batch)
+        terms["dino_local"] = batch["local_weight"] * terms["dino_local"]
+        return {**terms, "gram": batch["gram_weight"] * gram}
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:

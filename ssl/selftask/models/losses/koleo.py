@@ -17,20 +17,24 @@ _EPS = 1e-8  # as in DINOv2's published code
 
 
 @in_full_precision
-def koleo(features: Tensor) -> Tensor:
-    """Return the mean of -log of the distance to the nearest neighbor on the unit sphere.
-
-    Neighbors are searched in the global batch. DINOv2's code searches on each GPU separately, so
-    its loss depends on the number of GPUs.
+def koleo(features: Tensor, *, neighbors: int = 1, group_size: int | None = None) -> Tensor:
+    """Return the mean of -log of the distance to the nearest neighbors on the unit sphere.
 
     Args:
-        features: (B, D) of this rank, not necessarily normalized; at least two rows over all ranks.
+        features: (B, D) of this rank, not necessarily normalized.
+        neighbors: Number of nearest neighbors of each row, fewer than the rows of a group.
+        group_size: Neighbors are searched in groups of so many consecutive rows of the global
+            batch; None: in the whole. DINOv2's code searches on each GPU separately, which are
+            groups of B rows.
     """
     features = F.normalize(features, dim=1, eps=_EPS)
     everyone = gather_cat_with_grad(features)  # (W * B, D)
     with torch.no_grad():
-        similarity = features @ everyone.T  # (B, W * B)
-        similarity.diagonal(rank() * len(features)).fill_(-1.0)  # each row and itself
-        nearest = similarity.argmax(dim=1)
-    distance = F.pairwise_distance(features, everyone[nearest], eps=_EPS)
+        index = torch.arange(len(everyone), device=features.device)
+        group = index // (group_size or len(everyone))
+        own = slice(rank() * len(features), (rank() + 1) * len(features))
+        excluded = (index == index[own, None]) | (group != group[own, None])  # (B, W * B)
+        similarity = (features @ everyone.T).masked_fill_(excluded, -torch.inf)
+        nearest = similarity.topk(neighbors, dim=1).indices  # (B, neighbors)
+    distance = F.pairwise_distance(features[:, None], everyone[nearest], eps=_EPS)
     return -torch.log(distance + _EPS).mean()
