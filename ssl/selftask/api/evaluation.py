@@ -9,7 +9,12 @@ from selftask.api.model import Model
 from selftask.api.objects import overrides
 from selftask.api.training import Run
 from selftask.cli.model.checkpoint_model import open_named
-from selftask.cli.model.evaluate import asked_words, described, evaluate_frozen
+from selftask.cli.model.evaluate import (
+    asked_words,
+    by_protocol,
+    described,
+    evaluate_frozen,
+)
 from selftask.cli.model.evaluate_words import OTHERS
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import open_frozen
@@ -59,6 +64,7 @@ def evaluate(
     words += [
         f"{key}={str(value).lower() if key == 'trust' else value}" for key, value in plain.items()
     ]
+    name = by_protocol(name, *words)
     if isinstance(model, Model):
         if unused := sorted({*plain, "image_size"} & {*plain, *settings}):
             raise UserError(f"evaluate: {unused[0]} is for a model by its name; see selftask.load")

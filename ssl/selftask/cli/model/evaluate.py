@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from itertools import takewhile
 from typing import Any
@@ -18,7 +19,7 @@ from selftask.config.config_class import config_class
 from selftask.config.schema import Config
 from selftask.distributed.world import read_world
 from selftask.errors import UserError, nearest
-from selftask.logs import announce, json_row
+from selftask.logs import announce, info_on_stderr, json_row
 from selftask.registry import EVALUATIONS
 
 _FOLDER = "selftask.cli.model.evaluations"
@@ -35,6 +36,7 @@ COMMANDS = {
 
 USAGE = f"""\
 usage: selftask eval knn|linear|svm|clusters|spectrum|clid RUN_OR_MODEL ... [key=value ...]
+       selftask eval linear RUN_OR_MODEL protocol=dinov2|mae|moco|simclr|vissl|lejepa|attentive
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
        selftask eval views RUN [images=1000] [views=10] [key=value ...]
        selftask eval segmentation|depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
@@ -68,14 +70,18 @@ def main(argv: list[str]) -> int:
     if not argv or asks_for_help(argv):
         print(USAGE)
         return 0
-    name, models = argv[0], list(takewhile(lambda word: "=" not in word, argv[1:]))
+    name, models = by_protocol(*argv), list(takewhile(lambda word: "=" not in word, argv[1:]))
     if not models:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
     _check_name(name)
+    takes_backbone = EVALUATIONS.declared(name, "takes_backbone", False)
+    if takes_backbone:
+        refuse_ranks(f"eval {name}")
     for address in models:
         overrides = argv[1 + len(models) :]
         frozen, run = open_named(address, asked_words(name, overrides))
-        figures = evaluate_frozen(name, frozen, tell=announce)
+        with info_on_stderr() if takes_backbone else nullcontext():  # it has no `tell`
+            figures = evaluate_frozen(name, frozen, tell=announce)
         if figures:  # rank 0 has the results
             from selftask.cli.model.result_row import layer_table  # needs torch
 
@@ -125,6 +131,12 @@ def described(figures: dict[str, float], frozen: Frozen) -> tuple[dict[str, floa
 def asked_words(name: str, overrides: list[str]) -> list[str]:
     """Return config overrides that enable the evaluation, then ``overrides`` with full keys."""
     return [f"eval.evaluations={{{name}: {{}}}}", *_with_prefix(name, overrides)]
+
+
+def by_protocol(name: str, *words: str) -> str:
+    """Return the name of the evaluation: ``linear`` with a ``protocol`` is ``probe``."""
+    is_probe = name == "linear" and any(word.startswith("protocol=") for word in words)
+    return "probe" if is_probe else name
 
 
 def _check_name(name: str) -> None:

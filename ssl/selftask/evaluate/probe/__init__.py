@@ -1,0 +1,1 @@
+"""Linear and attentive probes by the protocols of papers."""
