@@ -204,9 +204,9 @@ def test_wrong_settings(tmp_path: Path) -> None:
     for size in ("patch_out_dim", "patch_hidden_dim", "patch_bottleneck"):
         with pytest.raises(ConfigError, match="tied_heads: images and patches share one head"):
             _task(tmp_path, "method.tied_heads=true", f"method.{size}=8")
-    with pytest.raises(ConfigError, match="koleo_group_size: 16 images .* groups of 3"):
+    with pytest.raises(ConfigError, match=r"koleo_group_size: 16 images .* groups of 3"):
         _task(tmp_path, "method.koleo_group_size=3")
-    with pytest.raises(ConfigError, match="koleo_neighbors: an image has 3 others .* not 4"):
+    with pytest.raises(ConfigError, match=r"koleo_neighbors: an image has 3 others .* not 4"):
         _task(tmp_path, "method.koleo_group_size=4", "method.koleo_neighbors=4")
 
 
