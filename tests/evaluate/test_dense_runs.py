@@ -10,7 +10,13 @@ import torch
 from dense_data import write_scenes
 
 import tiny
+from ranks import run_ranks
 from selftask.cli.main import main
+from selftask.data.loading.open_data import open_data
+from selftask.distributed.world import World
+from selftask.evaluate.online import evaluate_task
+from selftask.task import Task
+from selftask.task.loop import train_loop
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +70,37 @@ def test_a_run_measures_and_is_not_changed(
     assert main(["eval", "suite", str(tmp_path / "run"), "checkpoints=last"]) == 0
     table = capsys.readouterr().out
     assert "segmentation_knn_miou" in table and f"{rows[-1]['segmentation_knn_miou']:.4f}" in table
+
+
+def train_on_ranks(rank: int, scenes: Path, folder: Path) -> None:
+    options = f"data: {scenes}/train, val: {scenes}/val, size: 32, layer: 0, steps: 20"
+    dense = f"{{segmentation: {{{options}}}, correspondence: {{size: 32, layer: 0, images: 9}}}}"
+    more = (f"eval.evaluations={dense}", "train.max_steps=3")
+    config = tiny.config("simclr", folder, "ranks", *more)
+    task = Task(config, sources=open_data(config.data))
+    task.world = World(rank, 2, rank, 2)
+    task.evaluate = evaluate_task
+    train_loop(task)
+
+
+def test_figures_of_two_ranks_are_those_of_one_on_the_export(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = tiny.digits_file(tmp_path)
+    run_ranks(train_on_ranks, 2, scenes, tmp_path)
+    measured = [r for r in tiny.rows(tmp_path / "ranks") if "segmentation_knn_miou" in r][-1]
+    folders = [f"data={scenes}/train", f"data.val={scenes}/val", "steps=20"]
+    asked = {"segmentation": folders, "correspondence": [f"data={images}", "images=9"]}
+    for name, words in asked.items():
+        capsys.readouterr()
+        model = f"{tmp_path}/ranks/export/backbone.pt"
+        assert main(["eval", name, model, "size=32", "layer=0", *words]) == 0
+        row = json.loads(capsys.readouterr().out.splitlines()[-1])
+        columns = [key for key in measured if key.startswith(name)]
+        assert len(columns) >= 6
+        assert {key: measured[key] for key in columns} == pytest.approx(
+            {key: row[key] for key in columns}, rel=1e-6
+        )
 
 
 @pytest.mark.parametrize(
