@@ -240,7 +240,7 @@ def recipes(name: str) -> Iterator[str]:
         header = re.match(r"(?:#.*\n)*", path.read_text("utf-8"))
         words = " ".join(line[1:].strip() for line in (header[0] if header else "").splitlines())
         first = re.split(r"(?<=[.:]) (?=[A-Z`$]|k-NN|selftask)", words)[0]
-        data = " data=DIR" if recipe.endswith("/images") or "imagenet" in recipe else ""
+        data = " data=DIR" if "/images" in recipe or "imagenet" in recipe else ""
         yield f"| `selftask train {recipe}{data}` | {_cell(markdown(first))} |"
 
 
