@@ -27,6 +27,7 @@ TEACHERS = {  # option of the method, and the method of the league that is its t
     "distill_logits": ("teacher", "supervised"),
     "distill_prototypes": ("teacher", "dinov2"),
     "eva": ("teacher", "ibot"),
+    "milan": ("teacher", "ibot"),
     "seed": ("teacher", "dino"),
     "vqkd": ("teacher", "ibot"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,6 +160,9 @@ class _TaskOfLearner:
         )
         self.logged: dict[str, Any] = {}
         self.should_log = self.has_test_phases = False
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the caller's own applies
 
     @property
     def where(self) -> float:
