@@ -35,6 +35,7 @@ DIFFERENCES = re.compile(r"^Differs from the authors' code:\n\n(.+?)(?=\n\n|\Z)"
 BEGIN, END = "<!-- begin: tools/method_tables.py -->", "<!-- end -->"
 IN_A_LINE = 4  # links of README.md
 ALONE = "Methods of no family"
+OF_OPTIONS = ("frequencies", "neighbor_targets")  # families that most of their methods do not use
 NUM_CLASSES = {"digits": 10, "images": 10, "imagenet": 1000}
 NUM_DIGITS = 1347  # training images of the digits
 TEACHERS = {  # numbers of prototypes or tokens
@@ -142,7 +143,9 @@ def paper_link(card: Card) -> str:
 def family(method: str) -> str:
     """Return what the family of a method has in common: the first sentence about it."""
     modules = [
-        kind.__module__ for kind in METHODS[method].__mro__ if ".families." in kind.__module__
+        kind.__module__
+        for kind in METHODS[method].__mro__
+        if ".families." in kind.__module__ and not kind.__module__.endswith(OF_OPTIONS)
     ]
     if not modules:
         return ALONE

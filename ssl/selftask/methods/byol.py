@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @register_method("byol")
-class BYOL(NeighborTargets, EMATeacher):
+class BYOL(EMATeacher, NeighborTargets):
     """BYOL (arXiv:2006.07733): predicts an EMA teacher's output for another view.
 
     With ``queue_size`` it is NNBYOL (NNCLR's paper, arXiv:2104.14548): the target is the nearest
@@ -52,7 +52,7 @@ class BYOL(NeighborTargets, EMATeacher):
     per_view = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(NeighborTargets.Config, EMATeacher.Config):
+    class Config(EMATeacher.Config, NeighborTargets.Config):
         hidden_dim: int = setting(4096, min=1, tiny=32)
         """Width of the hidden layers of projector and predictor."""
 

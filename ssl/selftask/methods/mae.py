@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @register_method("mae")
-class MAE(PixelFilter, KeptPatches):
+class MAE(KeptPatches, PixelFilter):
     """MAE (arXiv:2111.06377): reconstructs an image from a quarter of its patches.
 
     With ``low_pass`` it is PixMIM (arXiv:2303.02416), with ``uniformity_weight`` U-MAE
