@@ -57,7 +57,8 @@ class MomentumKeys(Method):
         with LAYER_DRAWS.exchanged(shuffle_bn):
             output = self.teacher(exchanged)
         if world_size() > 1:
-            self.teacher.network.embedding = None  # of images of other ranks
+            network: Any = self.teacher.network
+            network.embedding = None  # of images of other ranks
         return output
 
     @torch.no_grad()
