@@ -1,0 +1,256 @@
+"""Colorization: predict the colors of an image from its lightness.
+
+B: images per rank, h, w: rows and columns of predicted colors, Q: bins of colors, K: bins of a
+target, E: width of the backbone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import cv2
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.batch import Batch
+from selftask.config.fields import setting
+from selftask.data.transforms.normalize import moments_of
+from selftask.distributed.collectives import all_reduce_sum
+from selftask.errors import UserError
+from selftask.methods.base import Method
+from selftask.models.build import embed_dim
+from selftask.models.features.extract import adapter_of
+from selftask.models.network import MapNetwork, PatchOutput
+from selftask.models.precision import in_full_precision, to_float32
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+STRIDE = 4  # pixels of an image between predicted colors
+NUM_NEAREST = 5  # bins of a target, K
+SIGMA = 5.0  # of Gaussian kernels, in units of a and b
+TEMPERATURE = 0.38  # of the annealed mean, eq. 5
+
+
+@register_method("colorization")
+class Colorization(Method):
+    """Colorful Image Colorization (arXiv:1603.08511): predicts colors of an image from lightness.
+
+    Views are in Lab, by the transform ``lab``. The network sees L in each of its three channels, as
+    by the transform ``lightness``, which evaluations need.
+
+    Loss: ``-w[q*] sum_q z_q log softmax(s)_q`` of bins q of the a and b of a position: z are the
+    shares of the five nearest, and w is the weight of the nearest one (eq. 2), larger if rare.
+
+    Published: ImageNet linear top-1 of ResNet-50 40.1 (VISSL's README).
+
+    Use it as a baseline on color photographs.
+
+    Differs from the authors' code:
+
+    * The distribution of colors, for w, is that of the training images so far; there a file.
+    * Targets have five bins, as in the paper; there ten.
+    * Images without color count; there they are left out.
+    * The weights w multiply loss and gradient; there the gradient alone.
+    """
+
+    paper = "Zhang et al., Colorful Image Colorization, ECCV 2016"
+    loss_reduction = "samples"
+    sample_dim = 0
+    views = 1
+    requires = ("dense",)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        bin_size: int = setting(10, min=1, max=50, tiny=50)
+        """Side of a bin of colors, in units of a and b: 313 bins with 10."""
+        uniform_share: float = setting(0.5, above=0, max=1)
+        """Share of the uniform distribution in that of the colors, lambda in eq. 4; 1 gives all
+        colors the same weight.
+        """
+        decoder_dim: int = setting(256, min=1, tiny=16)
+        """Width of the decoder."""
+
+    mean: Tensor  # (3, 1, 1), of the views' normalization
+    std: Tensor
+    bins: Tensor  # (Q, 2), a and b of each
+    kernel: Tensor  # (Q, Q), smooths a distribution
+    counts: Tensor  # (Q,), colors of the images so far
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Return the backbone, and a decoder from its map to scores of bins."""
+        (group,) = (group for group in task.config.views.values() if group.count)
+        transforms = [part.to_dict() for part in group.transforms]
+        moments = moments_of(transforms, 3)
+        if moments is None or not any(part["name"] == "lab" for part in transforms):
+            raise UserError(
+                "views: colorization predicts colors in Lab; end the transforms by lab, normalize"
+            )
+        stride = adapter_of(backbone).stride
+        if not stride:
+            raise UserError(
+                f"backbone: colorization predicts colors from a map, and the stride of that of a "
+                f"{type(backbone).__name__} is not known; take a ResNet, ConvNeXt or ViT"
+            )
+        bins = torch.from_numpy(gamut_bins(self.config.bin_size))
+        kernel = gaussian(torch.cdist(bins, bins))
+        mean, std = (torch.tensor(values)[:, None, None] for values in moments)
+        constants = {"mean": mean, "std": std, "bins": bins, "kernel": kernel / kernel.sum(dim=0)}
+        for name, value in constants.items():
+            self.register_buffer(name, value, persistent=False)
+        self.register_buffer("counts", torch.ones(len(bins)))
+        decoder = color_decoder(embed_dim(backbone), self.config.decoder_dim, len(bins), stride)
+        return MapNetwork(backbone, decoder)
+
+    def prepare_batch(self, batch: Batch, task: Task) -> None:
+        """Give the network the lightness, in all channels."""
+        (images,) = batch.all_views
+        batch.input = images[:, :1].expand(-1, 3, -1, -1)
+
+    @torch.no_grad()
+    def on_forward(self, task: Task) -> None:
+        """Compute ``batch["target"]``, from colors averaged over ``STRIDE`` pixels."""
+        batch = task.last_batch
+        (images,) = batch.all_views
+        lab = to_float32(images) * self.std + self.mean
+        size = batch.output.prediction.shape[2:]
+        colors = F.adaptive_avg_pool2d(255 * lab[:, 1:] - 128, size)
+        batch["target"] = target = soft_encoding(colors, self.bins)
+        if task.train:
+            nearest = target.bins[:, 0].flatten()
+            ones = torch.ones_like(nearest, dtype=self.counts.dtype)
+            self.pending.append(torch.zeros_like(self.counts).scatter_add_(0, nearest, ones))
+
+    @in_full_precision
+    def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
+        """Return eq. 2, a mean over positions and images."""
+        smooth = self.kernel.to(self.counts.dtype) @ (self.counts / self.counts.sum())
+        weights = rebalancing(smooth, self.config.uniform_share)
+        return color_loss(output.prediction, batch["target"], weights)
+
+    @torch.no_grad()
+    def on_update(self, task: Task) -> None:
+        """Count the colors of the step."""
+        self.counts += all_reduce_sum(torch.stack(self.take_pending()).sum(dim=0))
+
+    def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
+        """Return the image, its lightness, and that with the annealed mean of colors (eq. 5)."""
+        (images,) = batch.all_views
+        lab = to_float32(images) * self.std + self.mean
+        shares = (to_float32(output.prediction) / TEMPERATURE).softmax(dim=1)
+        colors = torch.einsum("bqhw,qc->bchw", shares, self.bins)
+        colors = F.interpolate(colors, images.shape[2:], mode="bilinear")
+        predicted = torch.cat([lab[:, :1], (colors + 128) / 255], dim=1)
+        shown = {"image": to_rgb(lab), "colorized": to_rgb(predicted)}
+        shown = {name: (rgb.to(lab) - self.mean) / self.std for name, rgb in shown.items()}
+        return {"image": shown["image"], "lightness": batch.input, "colorized": shown["colorized"]}
+
+    @property
+    def chance_loss(self) -> float:
+        """Loss of equal scores, if colors are as frequent as before: ln(number of bins)."""
+        return math.log(len(self.bins))
+
+
+class SoftColors(NamedTuple):
+    """Shares of the nearest bins of each position, the nearest one first."""
+
+    bins: Tensor
+    """(B, K, h, w) int64."""
+    shares: Tensor
+    """(B, K, h, w), of sum 1."""
+
+
+def gamut_bins(size: int) -> np.ndarray:
+    """Return the a and b of the bins, (Q, 2) float32, by a, then b: the paper's 313 with size 10.
+
+    They are the corners of the squares of a grid that meet the convex hull of all colors of sRGB:
+    no line separates the hull from the square of twice the side around such a corner.
+
+    Args:
+        size: Distance of two neighbors of the grid.
+    """
+    levels = np.linspace(0, 1, 33, dtype=np.float32)
+    rgb = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(1, -1, 3)
+    colors = cv2.cvtColor(rgb, cv2.COLOR_RGB2LAB)[0, :, 1:]
+    angles = np.arange(360) * np.pi / 180
+    normals = np.stack([np.cos(angles), np.sin(angles)])  # of lines
+    side = np.arange(-(128 // size) * size, 128, size)
+    grid = np.stack(np.meshgrid(side, side, indexing="ij"), axis=-1).reshape(-1, 2)
+    reach = (colors @ normals).max(axis=0) + size * np.abs(normals).sum(axis=0)
+    return grid[(grid @ normals <= reach).all(axis=1)].astype(np.float32)
+
+
+def color_decoder(embed_dim: int, dim: int, num_bins: int, stride: int) -> nn.Sequential:
+    """Build transposed convolutions from a map (B, E, ., .) to scores (B, Q, h, w).
+
+    Args:
+        embed_dim: Width E of the map.
+        dim: Width of the convolutions.
+        num_bins: Number Q of scores.
+        stride: Pixels between positions of the map, which convolutions halve down to ``STRIDE``.
+    """
+    layers: list[nn.Module] = []
+    width = embed_dim
+    while stride > STRIDE:
+        enlarge = nn.ConvTranspose2d(width, dim, 4, stride=2, padding=1, bias=False)
+        layers += [enlarge, nn.BatchNorm2d(dim), nn.ReLU()]
+        width, stride = dim, stride // 2
+    return nn.Sequential(*layers, nn.Conv2d(width, num_bins, 1))
+
+
+def gaussian(distances: Tensor) -> Tensor:
+    """Return the Gaussian kernel of deviation ``SIGMA`` of distances, not normalized."""
+    return (-distances.square() / (2 * SIGMA**2)).exp()
+
+
+def soft_encoding(colors: Tensor, bins: Tensor) -> SoftColors:
+    """Return the nearest bins of colors, with shares by a Gaussian kernel (section 2.1).
+
+    Args:
+        colors: (B, 2, h, w), a and b.
+        bins: (Q, 2).
+    """
+    exact = "donot_use_mm_for_euclid_dist"
+    rows, bins = colors.permute(0, 2, 3, 1).flatten(0, 2), bins.to(colors.dtype)
+    distances = torch.cdist(rows, bins, compute_mode=exact)
+    nearest = distances.topk(min(NUM_NEAREST, len(bins)), dim=1, largest=False)
+    shares = (-nearest.values.square() / (2 * SIGMA**2)).softmax(dim=1)
+    size = (len(colors), *colors.shape[2:])
+    numbers, shares = (x.unflatten(0, size).permute(0, 3, 1, 2) for x in (nearest.indices, shares))
+    return SoftColors(numbers, shares)
+
+
+def rebalancing(probs: Tensor, uniform_share: float) -> Tensor:
+    """Return weights (Q,) of bins whose mean over the colors is 1 (eq. 4).
+
+    Args:
+        probs: (Q,), the distribution of colors, smoothed.
+        uniform_share: Share of the uniform distribution that is mixed into it.
+    """
+    weights = 1 / ((1 - uniform_share) * probs + uniform_share / len(probs))
+    return weights / (probs * weights).sum()
+
+
+def color_loss(scores: Tensor, target: SoftColors, weights: Tensor) -> Tensor:
+    """Return the weighted cross-entropy (eq. 2), a mean over positions and images.
+
+    Args:
+        scores: (B, Q, h, w).
+        target: Bins and shares, (B, K, h, w).
+        weights: (Q,), of the nearest bin of a position.
+    """
+    log_probs = scores.log_softmax(dim=1).gather(1, target.bins)
+    entropy = -(target.shares * log_probs).sum(dim=1)  # (B, h, w)
+    return (weights[target.bins[:, 0]] * entropy).mean()
+
+
+def to_rgb(lab: Tensor) -> Tensor:
+    """Convert images (B, 3, H, W) in [0, 1], as of the transform ``lab``, to RGB, on the CPU."""
+    pixels = lab.mul(255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
+    rgb = np.stack([cv2.cvtColor(image, cv2.COLOR_LAB2RGB) for image in pixels])
+    return torch.from_numpy(rgb).permute(0, 3, 1, 2) / 255
