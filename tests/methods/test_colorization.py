@@ -63,7 +63,7 @@ def _slow_encoding(color: tuple[float, float], bins: list[list[float]]) -> dict[
 
 def test_loss_is_that_of_the_paper() -> None:
     """Equation 2 with the weights of equation 4, in loops over positions and bins."""
-    bins = torch.from_numpy(gamut_bins(10)).double()
+    bins = gamut_bins(10).double()
     num_bins = len(bins)
     colors, scores = 40 * draw(0, 2, 2, 3, 4), draw(1, 2, num_bins, 3, 4)
     probs = draw(2, num_bins).softmax(dim=0)

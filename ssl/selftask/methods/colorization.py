@@ -76,14 +76,32 @@ class Colorization(Method):
         decoder_dim: int = setting(256, min=1, tiny=16)
         """Width of the decoder."""
 
-    mean: Tensor  # (3, 1, 1), of the views' normalization
-    std: Tensor
     bins: Tensor  # (Q, 2), a and b of each
     kernel: Tensor  # (Q, Q), smooths a distribution
     counts: Tensor  # (Q,), colors of the images so far
+    mean: Tensor  # (3, 1, 1), of the views' normalization
+    std: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        bins = gamut_bins(config.bin_size)
+        kernel = (-torch.cdist(bins, bins).square() / (2 * SIGMA**2)).exp()
+        self.register_buffer("bins", bins, persistent=False)
+        self.register_buffer("kernel", kernel / kernel.sum(dim=0), persistent=False)
+        self.register_buffer("counts", torch.ones(len(bins)))
+
+    @staticmethod
+    def check_backbone(backbone: nn.Module) -> None:
+        """Raise UserError if the stride of the backbone's map is not known."""
+        if not adapter_of(backbone).stride:
+            raise UserError(
+                "backbone: colorization predicts colors from a map, and the stride of that of a "
+                f"{type(backbone).__name__} is not known; take a ResNet, ConvNeXt or ViT"
+            )
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Return the backbone, and a decoder from its map to scores of bins."""
+        self.check_backbone(backbone)
         (group,) = (group for group in task.config.views.values() if group.count)
         transforms = [part.to_dict() for part in group.transforms]
         moments = moments_of(transforms, 3)
@@ -91,21 +109,10 @@ class Colorization(Method):
             raise UserError(
                 "views: colorization predicts colors in Lab; end the transforms by lab, normalize"
             )
-        stride = adapter_of(backbone).stride
-        if not stride:
-            raise UserError(
-                f"backbone: colorization predicts colors from a map, and the stride of that of a "
-                f"{type(backbone).__name__} is not known; take a ResNet, ConvNeXt or ViT"
-            )
-        bins = torch.from_numpy(gamut_bins(self.config.bin_size))
-        kernel = gaussian(torch.cdist(bins, bins))
-        mean, std = (torch.tensor(values)[:, None, None] for values in moments)
-        constants = {"mean": mean, "std": std, "bins": bins, "kernel": kernel / kernel.sum(dim=0)}
-        for name, value in constants.items():
-            self.register_buffer(name, value, persistent=False)
-        self.register_buffer("counts", torch.ones(len(bins)))
-        decoder = color_decoder(embed_dim(backbone), self.config.decoder_dim, len(bins), stride)
-        return MapNetwork(backbone, decoder)
+        for name, values in zip(("mean", "std"), moments, strict=True):
+            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
+        dim, stride = self.config.decoder_dim, adapter_of(backbone).stride
+        return MapNetwork(backbone, color_decoder(embed_dim(backbone), dim, len(self.bins), stride))
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Give the network the lightness, in all channels."""
@@ -129,7 +136,7 @@ class Colorization(Method):
     @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
         """Return eq. 2, a mean over positions and images."""
-        smooth = self.kernel.to(self.counts.dtype) @ (self.counts / self.counts.sum())
+        smooth = self.kernel @ (self.counts / self.counts.sum())
         weights = rebalancing(smooth, self.config.uniform_share)
         return color_loss(output.prediction, batch["target"], weights)
 
@@ -146,14 +153,13 @@ class Colorization(Method):
         colors = torch.einsum("bqhw,qc->bchw", shares, self.bins)
         colors = F.interpolate(colors, images.shape[2:], mode="bilinear")
         predicted = torch.cat([lab[:, :1], (colors + 128) / 255], dim=1)
-        shown = {"image": to_rgb(lab), "colorized": to_rgb(predicted)}
-        shown = {name: (rgb.to(lab) - self.mean) / self.std for name, rgb in shown.items()}
-        return {"image": shown["image"], "lightness": batch.input, "colorized": shown["colorized"]}
+        image, colorized = ((to_rgb(x).to(x) - self.mean) / self.std for x in (lab, predicted))
+        return {"image": image, "lightness": batch.input, "colorized": colorized}
 
     @property
     def chance_loss(self) -> float:
         """Loss of equal scores, if colors are as frequent as before: ln(number of bins)."""
-        return math.log(len(self.bins))
+        return math.log(len(gamut_bins(self.config.bin_size)))
 
 
 class SoftColors(NamedTuple):
@@ -165,8 +171,8 @@ class SoftColors(NamedTuple):
     """(B, K, h, w), of sum 1."""
 
 
-def gamut_bins(size: int) -> np.ndarray:
-    """Return the a and b of the bins, (Q, 2) float32, by a, then b: the paper's 313 with size 10.
+def gamut_bins(size: int) -> Tensor:
+    """Return the a and b of the bins, (Q, 2), by a, then b: the paper's 313 with size 10.
 
     They are the corners of the squares of a grid that meet the convex hull of all colors of sRGB:
     no line separates the hull from the square of twice the side around such a corner.
@@ -182,7 +188,8 @@ def gamut_bins(size: int) -> np.ndarray:
     side = np.arange(-(128 // size) * size, 128, size)
     grid = np.stack(np.meshgrid(side, side, indexing="ij"), axis=-1).reshape(-1, 2)
     reach = (colors @ normals).max(axis=0) + size * np.abs(normals).sum(axis=0)
-    return grid[(grid @ normals <= reach).all(axis=1)].astype(np.float32)
+    kept = grid[(grid @ normals <= reach).all(axis=1)]
+    return torch.from_numpy(kept).to(torch.get_default_dtype())
 
 
 def color_decoder(embed_dim: int, dim: int, num_bins: int, stride: int) -> nn.Sequential:
@@ -203,11 +210,6 @@ def color_decoder(embed_dim: int, dim: int, num_bins: int, stride: int) -> nn.Se
     return nn.Sequential(*layers, nn.Conv2d(width, num_bins, 1))
 
 
-def gaussian(distances: Tensor) -> Tensor:
-    """Return the Gaussian kernel of deviation ``SIGMA`` of distances, not normalized."""
-    return (-distances.square() / (2 * SIGMA**2)).exp()
-
-
 def soft_encoding(colors: Tensor, bins: Tensor) -> SoftColors:
     """Return the nearest bins of colors, with shares by a Gaussian kernel (section 2.1).
 
@@ -216,7 +218,7 @@ def soft_encoding(colors: Tensor, bins: Tensor) -> SoftColors:
         bins: (Q, 2).
     """
     exact = "donot_use_mm_for_euclid_dist"
-    rows, bins = colors.permute(0, 2, 3, 1).flatten(0, 2), bins.to(colors.dtype)
+    rows = colors.permute(0, 2, 3, 1).flatten(0, 2)
     distances = torch.cdist(rows, bins, compute_mode=exact)
     nearest = distances.topk(min(NUM_NEAREST, len(bins)), dim=1, largest=False)
     shares = (-nearest.values.square() / (2 * SIGMA**2)).softmax(dim=1)
