@@ -19,7 +19,7 @@ from selftask.config.schema import Component
 from selftask.data.loading.open_data import open_data
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.evaluate.robustness import (
-    STRENGTHS,
+    CORRUPTIONS,
     RobustnessOptions,
     _side_of,
     corrupted,
@@ -47,7 +47,10 @@ def image() -> np.ndarray:
 
 @pytest.mark.parametrize("level", range(5))
 def test_tones_follow_their_formulas(level: int, image: np.ndarray) -> None:
-    factor, offset = STRENGTHS["contrast"][level], STRENGTHS["brightness"][level]
+    factor, offset = (
+        CORRUPTIONS["contrast"].strengths[level],
+        CORRUPTIONS["brightness"].strengths[level],
+    )
     expected = 127.5 + factor * (image - 127.5)
     np.testing.assert_allclose(shown("contrast", factor, image), expected, atol=0.51)
     expected = np.minimum(image + 255 * offset, 255)
@@ -57,26 +60,54 @@ def test_tones_follow_their_formulas(level: int, image: np.ndarray) -> None:
 @pytest.mark.parametrize("level", range(5))
 def test_noise_has_its_strength(level: int) -> None:
     gray = np.full((256, 256, 3), 128, dtype=np.uint8)
-    sigma = STRENGTHS["gaussian_noise"][level]
+    sigma = CORRUPTIONS["gaussian_noise"].strengths[level]
     differences = shown("gaussian_noise", sigma, gray) - 128
     inside = np.clip(255 * sigma * np.random.default_rng(1).standard_normal(10**6), -128, 127)
     assert differences.std() == pytest.approx(inside.std(), rel=0.02)
-    share = STRENGTHS["impulse_noise"][level]
+    share = CORRUPTIONS["impulse_noise"].strengths[level]
     assert (shown("impulse_noise", share, gray) != 128).mean() == pytest.approx(share, rel=0.05)
 
 
 @pytest.mark.parametrize("level", range(5))
 def test_blur_and_pixels(level: int, image: np.ndarray) -> None:
-    sigma = STRENGTHS["gaussian_blur"][level]
+    sigma = CORRUPTIONS["gaussian_blur"].strengths[level]
     rough = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     expected = gaussian_filter(rough.astype(np.float64), (sigma * 64 / 224,) * 2 + (0,))
     change = np.abs(expected - rough)[8:-8, 8:-8].mean()
     error = np.abs(shown("gaussian_blur", sigma, rough) - expected)[8:-8, 8:-8].mean()
     assert error < 0.05 * change + 0.3 < change  # 0.25: rounding to levels
-    share = STRENGTHS["pixelate"][level]
+    share = CORRUPTIONS["pixelate"].strengths[level]
     small = Image.fromarray(image).resize((round(64 * share),) * 2, Image.Resampling.BILINEAR)
     large = np.asarray(small.resize((64, 64), Image.Resampling.NEAREST), dtype=np.float64)
     assert np.abs(shown("pixelate", share, image) - large).mean() < 2
+
+
+def shares_of_alexnet() -> dict[str, float]:
+    """AlexNet's errors at each strength as published by users of ImageNet-C, where known here."""
+    return {
+        "gaussian_noise": (0.69528 + 0.82542 + 0.93554 + 0.98138 + 0.99452) / 5,
+        "impulse_noise": (0.78374 + 0.89808 + 0.9487 + 0.9872 + 0.99548) / 5,
+        "motion_blur": (0.5843 + 0.70048 + 0.82108 + 0.8975 + 0.92638) / 5,
+    }
+
+
+def test_errors_are_divided_by_those_of_alexnet(tmp_path: Path) -> None:
+    """A thousand classes of one image, whose brighter copies are classified by hand."""
+    assert all(CORRUPTIONS[n].alexnet == pytest.approx(e) for n, e in shares_of_alexnet().items())
+    draws = np.random.default_rng(0)
+    images = draws.integers(0, 256, (1000, 3, 3, 3), dtype=np.uint8)
+    np.savez(tmp_path / "train.npz", images=images, labels=np.arange(1000))
+    words = [f"{key}={tmp_path}/train.npz" for key in ("data", "data.val")]
+    config = load_config("simclr/digits", [*words, "eval.transforms=[normalize]"])
+    options = RobustnessOptions(
+        corruptions=["brightness", "contrast", "gaussian_blur"], k=1, alexnet=True
+    )
+    row = measure_robustness(
+        nn.Flatten(), config, open_data(config.data), options, device=torch.device("cpu")
+    )
+    published = {"brightness": 0.564592, "contrast": 0.853204}
+    ratios = [row[f"{name}_error"] / error for name, error in published.items()]
+    assert row["mean_corruption_error"] == pytest.approx(np.mean(ratios)) and min(ratios) > 0
 
 
 def test_corruptions_are_of_the_size_that_the_network_sees() -> None:
@@ -86,8 +117,8 @@ def test_corruptions_are_of_the_size_that_the_network_sees() -> None:
         Component(name="center_crop", args={"size": 16}),
         NORMALIZE,
     ]
-    for name in STRENGTHS:
-        names = [t.name for t in corrupted(transforms, name, STRENGTHS[name][0], 16)]
+    for name in CORRUPTIONS:
+        names = [t.name for t in corrupted(transforms, name, CORRUPTIONS[name].strengths[0], 16)]
         assert names[:2] == ["resize", "center_crop"] and names[-1] == "normalize"
     wide = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     pipeline = build_pipeline(corrupted(transforms, "pixelate", 0.25, 16)[:-1], "transforms", 3)
@@ -127,8 +158,8 @@ def test_errors_are_those_of_a_search_by_hand(tmp_path: Path) -> None:
         return float((labels[(queries @ bank.T).argmax(1)] != expected).mean())
 
     assert row["clean_error"] == pytest.approx(error(0, 1))
-    brightness = [error(value, 1) for value in STRENGTHS["brightness"]]
-    contrast = [error((1 - value) / 2, value) for value in STRENGTHS["contrast"]]
+    brightness = [error(value, 1) for value in CORRUPTIONS["brightness"].strengths]
+    contrast = [error((1 - value) / 2, value) for value in CORRUPTIONS["contrast"].strengths]
     assert row["brightness_error"] == pytest.approx(np.mean(brightness))
     assert row["contrast_error"] == pytest.approx(np.mean(contrast))
     assert row["corruption_error"] == pytest.approx(np.mean(brightness + contrast))
@@ -163,6 +194,8 @@ def test_eval_robustness_repeats_its_row_and_records_it(
     [
         ("corruptions=[contrst]", "corruptions: there is no 'contrst'; did you mean 'contrast'?"),
         ("corruptions=[]", "corruptions: []; one or more of gaussian_noise, "),
+        ("alexnet=true", "alexnet: its errors are those of the 1000 classes of ImageNet, and data"),
+        ("corruptions=[gaussian_blur] alexnet=true", "ImageNet-C counts none of these corruptions"),
         ("corruptions=[contrast,contrast]", "corruptions: a name stands twice"),
         ("k=200", "knn.k: 200 neighbors are asked for, and there are 80 images to choose from"),
         ("eval.layers=[-1,-2]", "eval.layers: robustness is measured for one layer"),
@@ -175,7 +208,7 @@ def test_mistakes_in_robustness(
 ) -> None:
     model = ["timm:resnet10t", "weights=none", f"data={tiny.digits_file(tmp_path)}"]
     model.append(f"data.val={tiny.digits_file(tmp_path, 'val.npz', 80, 140)}")
-    assert main(["eval", "robustness", *model, word]) == 2
+    assert main(["eval", "robustness", *model, *word.split()]) == 2
     assert message in capsys.readouterr().err
 
 

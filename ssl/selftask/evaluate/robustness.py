@@ -1,7 +1,8 @@
 """Errors on corrupted test images, by k-NN on the features of clean training images.
 
 Hendrycks and Dietterich, ICLR 2019, arXiv:1903.12261: corruptions at five strengths. As for
-CIFAR-10-C in AugMix, arXiv:1912.02781, errors are not divided by those of another network.
+CIFAR-10-C in AugMix, arXiv:1912.02781, errors are not divided by those of another network, unless
+the images are those of ImageNet.
 """
 
 from __future__ import annotations
@@ -31,36 +32,108 @@ from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
-STRENGTHS: dict[str, tuple[float, ...]] = {  # of ImageNet-C
-    "gaussian_noise": (0.08, 0.12, 0.18, 0.26, 0.38),  # standard deviation
-    "impulse_noise": (0.03, 0.06, 0.09, 0.17, 0.27),  # share of the pixels
-    "gaussian_blur": (1, 2, 3, 4, 6),  # sigma in pixels of an image of 224
-    "contrast": (0.4, 0.3, 0.2, 0.1, 0.05),  # factor
-    "brightness": (0.1, 0.2, 0.3, 0.4, 0.5),  # offset, on the scale [0, 1]
-    "pixelate": (0.6, 0.5, 0.4, 0.3, 0.25),  # share of the side that is kept
-}
 _SIDE = 224  # pixels, of ImageNet-C
+_CLASSES = 1000  # of ImageNet, whose errors the paper divides by AlexNet's
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """A corruption at the five strengths of ImageNet-C.
+
+    Attributes:
+        strengths: The strengths.
+        transforms: Strength and shorter side of the images in pixels -> transforms.
+        alexnet: Error of AlexNet on ImageNet-C, mean over the strengths; None if ImageNet-C does
+            not count this corruption.
+    """
+
+    strengths: tuple[float, ...]
+    transforms: Callable[[float, int], list[Component]]
+    alexnet: float | None = None
+
+
+def _fixed(name: str, p: bool = True, **ranges: float) -> list[Component]:
+    """Return a transform that always draws these values."""
+    args: dict[str, Any] = {key: [value] * 2 for key, value in ranges.items()}
+    return [Component(name=name, args=args | ({"p": 1.0} if p else {}))]
+
+
+def _contrast(factor: float, side: int) -> list[Component]:  # about the middle gray
+    return _fixed("contrast_noise", p=False, contrast=factor, offset=(1 - factor) / 2)
+
+
+def _pixelate(share: float, side: int) -> list[Component]:
+    small = {"size": max(1, round(share * side)), "interpolation": "bilinear"}
+    large = {"size": side, "interpolation": "nearest"}
+    return [Component(name="resize", args=small), Component(name="resize", args=large)]
+
+
+CORRUPTIONS: dict[str, Corruption] = {  # lengths are in pixels of an image of 224
+    "gaussian_noise": Corruption(
+        (0.08, 0.12, 0.18, 0.26, 0.38),  # standard deviation
+        lambda sigma, side: _fixed("gaussian_noise", sigma=sigma),
+        0.886428,
+    ),
+    "impulse_noise": Corruption(
+        (0.03, 0.06, 0.09, 0.17, 0.27),  # share of the pixels, some of which are drawn repeatedly
+        lambda share, side: _fixed("salt_and_pepper", amount=-math.log1p(-share)),
+        0.922640,
+    ),
+    "gaussian_blur": Corruption(
+        (1, 2, 3, 4, 6), lambda sigma, side: _fixed("gaussian_blur", sigma=sigma * side / _SIDE)
+    ),
+    "motion_blur": Corruption(
+        (6, 10, 17, 25, 31),  # of a uniform line as wide as the paper's half Gaussian
+        lambda length, side: _fixed("motion_blur", length=max(1, length * side / _SIDE)),
+        0.785948,
+    ),
+    "zoom_blur": Corruption(
+        (1.1, 1.15, 1.2, 1.24, 1.3), lambda zoom, side: _fixed("zoom_blur", zoom=zoom), 0.798360
+    ),
+    "contrast": Corruption((0.4, 0.3, 0.2, 0.1, 0.05), _contrast, 0.853204),
+    "brightness": Corruption(
+        (0.1, 0.2, 0.3, 0.4, 0.5),  # on the scale [0, 1]
+        lambda offset, side: _fixed("contrast_noise", p=False, offset=offset),
+        0.564592,
+    ),
+    "pixelate": Corruption((0.6, 0.5, 0.4, 0.3, 0.25), _pixelate, 0.717840),
+    "jpeg": Corruption(
+        (25, 18, 15, 10, 7), lambda quality, side: _fixed("jpeg", quality=quality), 0.606500
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RobustnessOptions:
     """Corruptions, and number of test images."""
 
-    corruptions: list[str] = setting([*STRENGTHS])
+    corruptions: list[str] = setting([*CORRUPTIONS])
     """Names of corruptions, each at five strengths."""
     images: int | None = setting(None, min=1)
     """Largest number of test images, in a random choice; null: all."""
     k: int = setting(20, min=1)
     """Number of neighbors that vote."""
+    alexnet: bool = False
+    """Whether errors are also divided by AlexNet's on ImageNet-C; for ImageNet's classes only."""
 
     def problems(self) -> Iterator[str]:
         if not self.corruptions:
-            yield f"corruptions: []; one or more of {', '.join(STRENGTHS)} are expected"
+            yield f"corruptions: []; one or more of {', '.join(CORRUPTIONS)} are expected"
         for name in self.corruptions:
-            if name not in STRENGTHS:
-                yield f"corruptions: there is no {name!r}; {nearest(name, STRENGTHS)}"
+            if name not in CORRUPTIONS:
+                yield f"corruptions: there is no {name!r}; {nearest(name, CORRUPTIONS)}"
         if len({*self.corruptions}) < len(self.corruptions):
             yield "corruptions: a name stands twice"
+        if self.alexnet and not self.counted:
+            yield "alexnet: ImageNet-C counts none of these corruptions; use alexnet=false"
+
+    @property
+    def counted(self) -> dict[str, float]:
+        """Errors of AlexNet by corruption, of those that ImageNet-C counts."""
+        errors = {
+            name: CORRUPTIONS[name].alexnet for name in self.corruptions if name in CORRUPTIONS
+        }
+        return {name: error for name, error in errors.items() if error is not None}
 
 
 def measure_robustness(
@@ -88,11 +161,13 @@ def measure_robustness(
     Returns:
         ``clean_error``; ``corruption_error``, the mean over corruptions and strengths;
         ``relative_corruption_error``, this minus ``clean_error``; ``NAME_error`` for each
-        corruption, the mean over strengths; ``test_images``.
+        corruption, the mean over strengths; ``test_images``; with ``alexnet`` also
+        ``mean_corruption_error``, the mean of these errors divided by AlexNet's.
 
     Raises:
         UserError: If there are no test images, labels or neighbors, or the features of several
-            layers. Known labels are checked before features are computed.
+            layers; with ``alexnet`` also if the number of classes is not that of ImageNet. Known
+            labels are checked before features are computed.
     """
     if sources.val is None:
         raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
@@ -106,6 +181,8 @@ def measure_robustness(
     counts = LabelCounts.of_sources(Sources(sources.train, test))
     if counts is not None:
         check_label_counts({"knn": knn}, counts)
+    if options.alexnet and counts is not None:
+        _check_imagenet(len(counts.classes))
     plain, model = config.eval.transforms, evaluated_model(backbone, config.eval).to(device)
     side = _side_of(test, plain, options.corruptions)
 
@@ -121,6 +198,8 @@ def measure_robustness(
         return 1 - KNN(k=[options.k])(bank, shown)["knn_top1"]
 
     bank, shown = features(sources.train, "data", plain), features(test, "data.val", plain)
+    if options.alexnet:
+        _check_imagenet(len(bank.targets.unique()))
     if shared := count_shared_images(bank, shown):
         tell(f"warning: {shared} of {len(shown)} test images are also training images")
     clean = error(shown)
@@ -129,7 +208,7 @@ def measure_robustness(
     for name in options.corruptions:
         of_strengths = [
             error(features(test, "data.val", corrupted(plain, name, strength, side)))
-            for strength in STRENGTHS[name]
+            for strength in CORRUPTIONS[name].strengths
         ]
         errors[name] = sum(of_strengths) / len(of_strengths)
         tell(f"{name:15} {errors[name]:.3f}   {' '.join(f'{e:.3f}' for e in of_strengths)}")
@@ -139,6 +218,9 @@ def measure_robustness(
         "corruption_error": mean,
         "relative_corruption_error": mean - clean,
     }
+    if options.alexnet:
+        ratios = [errors[name] / of_alexnet for name, of_alexnet in options.counted.items()]
+        row["mean_corruption_error"] = sum(ratios) / len(ratios)
     return row | {f"{name}_error": e for name, e in errors.items()} | {"test_images": len(shown)}
 
 
@@ -150,33 +232,19 @@ def corrupted(
     Args:
         transforms: Those of the evaluation.
         name: Name of the corruption.
-        strength: One of its ``STRENGTHS``.
+        strength: One of its strengths in ``CORRUPTIONS``.
         side: Shorter side of the images before ``normalize``, in pixels.
     """
     first = _num_before_normalize(transforms)
-    return [*transforms[:first], *_components(name, strength, side), *transforms[first:]]
+    return [*transforms[:first], *CORRUPTIONS[name].transforms(strength, side), *transforms[first:]]
 
 
-def _components(name: str, strength: float, side: int) -> list[Component]:
-    """Return the transforms of a corruption."""
-    always: dict[str, Any] = {"p": 1.0}
-    twice = [strength, strength]
-    if name == "gaussian_noise":
-        return [Component(name=name, args={"sigma": twice, **always})]
-    if name == "impulse_noise":
-        drawn = [-math.log1p(-strength)] * 2  # some pixels are drawn more than once
-        return [Component(name="salt_and_pepper", args={"amount": drawn, **always})]
-    if name == "gaussian_blur":
-        sigma = [strength * side / _SIDE] * 2
-        return [Component(name=name, args={"sigma": sigma, **always})]
-    if name == "contrast":  # about the middle gray
-        offset = [(1 - strength) / 2] * 2
-        return [Component(name="contrast_noise", args={"contrast": twice, "offset": offset})]
-    if name == "brightness":
-        return [Component(name="contrast_noise", args={"offset": twice})]
-    small = {"size": max(1, round(strength * side)), "interpolation": "bilinear"}
-    large = {"size": side, "interpolation": "nearest"}
-    return [Component(name="resize", args=small), Component(name="resize", args=large)]
+def _check_imagenet(num_classes: int) -> None:
+    if num_classes != _CLASSES:
+        raise UserError(
+            f"alexnet: its errors are those of the {_CLASSES} classes of ImageNet, and data has "
+            f"{num_classes}; use alexnet=false"
+        )
 
 
 def _num_before_normalize(transforms: list[Component]) -> int:
