@@ -29,7 +29,7 @@ from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision
-from selftask.models.predictors.memory_predictor import MemoryPredictor
+from selftask.models.predictors.memory_predictor import MemoryBlock, MemoryPredictor
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
 
@@ -107,7 +107,7 @@ class MILAN(KeptPatches):
 
     @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the mean squared distance of normalized predictions and targets, section 3.4."""
+        """Return the mean squared distance of normalized predictions and targets."""
         return 2 - 2 * F.cosine_similarity(output.prediction, batch["targets"], dim=2).mean()
 
 
@@ -141,7 +141,7 @@ class PromptingNetwork(Network):
 
 
 class PromptingDecoder(MemoryPredictor):
-    """Decoder that changes masked patches alone; the encoded ones are prompts, section 3.2.
+    """Decoder that changes masked patches alone; the encoded ones are prompts.
 
     Masked patches attend to the prompts, which stay the same in all blocks, and to each other.
 
@@ -157,12 +157,9 @@ class PromptingDecoder(MemoryPredictor):
     def __init__(
         self, embed_dim: int, grid: Grid, *, dim: int, depth: int, num_heads: int, num_out: int
     ) -> None:
-        super().__init__(
-            dim, grid, None, dim=dim, depth=depth, num_heads=num_heads, num_out=num_out
-        )
+        super().__init__(dim, grid, None, dim=dim, depth=0, num_heads=num_heads, num_out=num_out)
         self.embed = nn.Linear(embed_dim, dim)
-        for block in self.blocks:
-            block.norm_memory = nn.Identity()  # prompts are not normalized in the published code
+        self.blocks = nn.ModuleList(PromptedBlock(dim, num_heads) for _ in range(depth))
 
     def forward(self, encoded: Tensor, keep: Tensor, asked: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
         """Predict the features of class token, kept and masked patches.
@@ -179,8 +176,23 @@ class PromptingDecoder(MemoryPredictor):
         positions, embedded = self.positions_on(grid), self.embed(encoded)
         prompts = torch.cat([embedded[:, :1], embedded[:, 1:] + positions[keep]], dim=1)
         x = self.mask_token + positions[asked]  # (B, Q, C)
-        blocks: Any = self.blocks
-        for block in blocks:
-            x = block(x, torch.cat([prompts, block.norm_queries(x)], dim=1))
+        for block in self.blocks:
+            x = block(x, prompts)
         output: Tensor = self.project(self.norm(torch.cat([prompts, x], dim=1)))
         return output
+
+
+class PromptedBlock(MemoryBlock):
+    """Block of masked patches (B, Q, C), which attend to prompts (B, 1 + K, C) and to each other.
+
+    Args:
+        dim: Width C.
+        num_heads: Number of attention heads.
+    """
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__(dim, dim, num_heads)
+        self.norm_memory = nn.Identity()  # prompts are not normalized in the published code
+
+    def forward(self, x: Tensor, prompts: Tensor) -> Tensor:
+        return super().forward(x, torch.cat([prompts, self.norm_queries(x)], dim=1))

@@ -127,6 +127,7 @@ class OBoW(EMATeacher):
             for distance, mean in zip(to_words, distances, strict=True)
         ]
 
+    @in_full_precision
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return the divergence from the bags, averaged over levels; ``output`` (V, B, E)."""
         losses = []
@@ -194,7 +195,6 @@ def bag_of_words(distances: Tensor) -> Tensor:
     return F.normalize((-distances).softmax(dim=2).amax(dim=1), p=1, dim=1)
 
 
-@in_full_precision
 def bag_divergence(scores: Tensor, bags: Tensor) -> Tensor:
     """Return KL(bag || softmax(scores)), averaged over images and views.
 
