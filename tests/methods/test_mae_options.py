@@ -68,7 +68,7 @@ def test_both_options_are_the_same_on_one_and_two_ranks(capsys: pytest.CaptureFi
 
 def test_uniformity_is_a_term_of_the_loss(tmp_path: Path) -> None:
     task = tiny.train("mae", tmp_path, "run", "method.uniformity_weight=0.5", "train.max_steps=1")
-    (row,) = [row for row in tiny.rows(task.out) if "uniformity" in row]
-    assert row["loss"] == pytest.approx(row["masked_pixels"] + row["uniformity"], rel=1e-5)
-    assert 0 < row["uniformity"] <= 0.5
+    (row,) = [row for row in tiny.rows(task.out) if "squared_cosine" in row]
+    assert row["loss"] == pytest.approx(row["masked_pixels"] + row["squared_cosine"], rel=1e-5)
+    assert 0 < row["squared_cosine"] <= 0.5
     assert "chance_ratio" not in row

@@ -275,14 +275,17 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "clsa/resnet50_imagenet",
     "crossmae/vit_base_imagenet",
     "data2vec2/vit_base_imagenet",
+    "detcon/resnet50_imagenet",  # extends byol/resnet50_imagenet
     "dinov2/vitg14_imagenet",  # the rules of vit_large_imagenet with other numbers
     "distill_features/vit_small_imagenet",
     "fcmae/convnextv2_base_imagenet",
     "jigsaw/resnet50_imagenet",
     "maskfeat/vit_base_imagenet",
+    "milan/vit_base_imagenet",
     "mocov3/resnet50_imagenet",
     "mocov3/vit_small_imagenet",
     "msf/resnet50_imagenet",
+    "obow/resnet50_imagenet",
     "pcl/resnet50_imagenet",
     "ressl/resnet50_imagenet",
     "rotation/resnet50_imagenet",

@@ -263,8 +263,7 @@ def flat_scores(metrics: Any, key: str, prefix: str = "") -> dict[str, float]:
             flat |= flat_scores(value, key, f"{prefix}{name}/")
             continue
         try:
-            is_exact = isinstance(value, Figure) or type(value) is int
-            flat[f"{prefix}{name}"] = value if is_exact else float(value)
+            flat[f"{prefix}{name}"] = value if isinstance(value, Figure) else float(value)
         except (TypeError, ValueError, RuntimeError):
             raise UserError(
                 f"{key}: {prefix}{name} is {value!r:.60}; a number is expected"

@@ -52,7 +52,7 @@ class MAE(KeptPatches, PixelFilter):
     paper = "He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022"
     columns = {
         "masked_pixels": "Term of the loss: pixels of the masked patches.",
-        "uniformity": "Term of the loss: features of all images differ (U-MAE).",
+        "squared_cosine": "Term of the loss: squared cosines of all images (U-MAE).",
     }
 
     @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class MAE(KeptPatches, PixelFilter):
         prediction, weight = to_float32(output.prediction[:, 0]), self.config.uniformity_weight
         terms = {"masked_pixels": F.mse_loss(prediction, batch["pixels"])}
         if weight:
-            terms["uniformity"] = weight * mean_squared_cosine(output.features.pooled)
+            terms["squared_cosine"] = weight * mean_squared_cosine(output.features.pooled)
         return terms
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
