@@ -35,7 +35,7 @@ DIFFERENCES = re.compile(r"^Differs from the authors' code:\n\n(.+?)(?=\n\n|\Z)"
 BEGIN, END = "<!-- begin: tools/method_tables.py -->", "<!-- end -->"
 IN_A_LINE = 4  # links of README.md
 ALONE = "Methods of no family"
-OF_OPTIONS = ("frequencies", "neighbor_targets")  # families that most of their methods do not use
+OF_OPTIONS = ("neighbor_targets", "view_pixels")  # families that most of their methods do not use
 NUM_CLASSES = {"digits": 10, "images": 10, "imagenet": 1000}
 NUM_DIGITS = 1347  # training images of the digits
 TEACHERS = {  # numbers of prototypes or tokens

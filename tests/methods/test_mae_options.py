@@ -11,8 +11,8 @@ import torch
 import tiny
 from figures import draw
 from selftask.cli.main import main
-from selftask.methods.families.frequencies import without
 from selftask.methods.mae import mean_squared_cosine, patchify
+from selftask.models.frequencies import without
 
 # zhangq327/U-MAE for seeds 0 and 500: term, gradient
 UMAE = [(0.21214217394073395, 0.04167074377087433), (0.23081703362258285, 0.04558686060818821)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from figures import draw
-from selftask.methods.families.frequencies import low_frequencies
 from selftask.methods.mfm import frequency_distance, remove
+from selftask.models.frequencies import low_frequencies
 
 RADIUS, SIDE = 4, 16
 MEAN = torch.tensor([0.485, 0.456, 0.406], dtype=torch.float64)[:, None, None]

@@ -180,8 +180,12 @@ def _small_method(config: Config) -> Component:
     args = dict(config.method.args)
     for field in fields(schema) if schema else ():
         value = field.metadata.get("tiny")
-        if value is not None and not _given(config, f"method.{field.name}"):
-            args[field.name] = value(batch) if callable(value) else value
+        if value is None or _given(config, f"method.{field.name}"):
+            continue
+        if not callable(value):
+            args[field.name] = value
+        elif args.get(field.name) is not None:  # a number of images that is off stays off
+            args[field.name] = value(batch)
     return replace(config.method, args=args)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.evaluate.clusters import best_clusters
+from selftask.evaluate.clusters import KMeans
 from selftask.evaluate.features import Features
 from selftask.evaluate.knn import Bank
 from selftask.registry import register_evaluation
@@ -27,7 +27,7 @@ _ROWS = 512  # queries at once
 
 @register_evaluation("clid")
 @dataclass(frozen=True, kw_only=True)
-class CLID:
+class CLID(KMeans):
     """Cluster learnability and intrinsic dimension of the test images, without labels.
 
     Lu et al., arXiv:2206.01251. The paper adds the two after standardizing each over the compared
@@ -41,14 +41,8 @@ class CLID:
     """Largest number of images, in a random choice; time grows with its square."""
     k: int | None = setting(None, min=2)
     """Number of clusters; null: the square root of the number of images."""
-    restarts: int = setting(10, min=1)
-    """Number of runs of k-means, of which that with the largest sum of cosines counts."""
-    iterations: int = setting(100, min=1)
-    """Iterations of each run."""
     seed: int = setting(0, min=0)
     """Seed of the choice of images and of the initial centers."""
-    seeds: int = setting(1, min=1)
-    """Number of seeds, from ``seed`` on, over which metrics are averaged."""
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return the measures of the test images; the training images are not used.
@@ -66,9 +60,7 @@ class CLID:
         order = torch.randperm(len(test), generator=torch.Generator().manual_seed(self.seed))
         units = F.normalize(test.features[order[:count].to(test.features.device)].double(), dim=1)
         distances, neighbors = two_nearest(units)
-        cluster = best_clusters(
-            units, k, restarts=self.restarts, iterations=self.iterations, seed=self.seed
-        )
+        cluster = self.clusters_of(units, k)
         is_learned = cluster[neighbors[:, 0]] == cluster
         return {
             "cluster_learnability": float(is_learned.double().mean()),

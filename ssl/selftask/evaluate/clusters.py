@@ -19,13 +19,10 @@ from selftask.models.clustering import spherical_kmeans
 from selftask.registry import register_evaluation
 
 
-@register_evaluation("clusters")
 @dataclass(frozen=True, kw_only=True)
-class Clusters:
-    """Spherical k-means of the test images beside their classes: cluster_nmi, cluster_ari, ..."""
+class KMeans:
+    """Options of spherical k-means, a base class of evaluations."""
 
-    k: int | None = setting(None, min=2)
-    """Number of clusters; null: the number of classes of the test images."""
     restarts: int = setting(10, min=1)
     """Number of runs of k-means, of which that with the largest sum of cosines counts."""
     iterations: int = setting(100, min=1)
@@ -34,6 +31,28 @@ class Clusters:
     """Seed of the initial centers."""
     seeds: int = setting(1, min=1)
     """Number of seeds, from ``seed`` on, over which metrics are averaged."""
+
+    def clusters_of(self, units: Tensor, k: int) -> Tensor:
+        """Return the cluster (N,) of each unit vector (N, E), of K clusters, of the best run."""
+        generator = torch.Generator().manual_seed(self.seed)
+        best = -torch.inf
+        for _ in range(self.restarts):
+            centers, cluster = spherical_kmeans(
+                units, k, iterations=self.iterations, generator=generator
+            )
+            cosines = float((units * centers[cluster]).sum(dtype=torch.float64))
+            if cosines > best:
+                best, assigned = cosines, cluster
+        return assigned
+
+
+@register_evaluation("clusters")
+@dataclass(frozen=True, kw_only=True)
+class Clusters(KMeans):
+    """Spherical k-means of the test images beside their classes: cluster_nmi, cluster_ari, ..."""
+
+    k: int | None = setting(None, min=2)
+    """Number of clusters; null: the number of classes of the test images."""
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return the agreement of clusters and classes; the training images are not used.
@@ -46,34 +65,8 @@ class Clusters:
         k = self.k or len(classes)
         if len(test) < k:
             raise UserError(f"clusters: {k} clusters of {len(test)} images; give more images")
-        cluster = best_clusters(
-            F.normalize(test.features, dim=1),
-            k,
-            restarts=self.restarts,
-            iterations=self.iterations,
-            seed=self.seed,
-        )
+        cluster = self.clusters_of(F.normalize(test.features, dim=1), k)
         return agreement(cluster.cpu().numpy(), target.cpu().numpy())
-
-
-def best_clusters(units: Tensor, k: int, *, restarts: int, iterations: int, seed: int) -> Tensor:
-    """Return the cluster (N,) of each unit vector (N, E), of the best of several runs of k-means.
-
-    Args:
-        units: (N, E).
-        k: Number of clusters, K.
-        restarts: Number of runs, of which that with the largest sum of cosines counts.
-        iterations: Iterations of each run.
-        seed: Seed of the initial centers.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    best = -torch.inf
-    for _ in range(restarts):
-        centers, cluster = spherical_kmeans(units, k, iterations=iterations, generator=generator)
-        cosines = float((units * centers[cluster]).sum(dtype=torch.float64))
-        if cosines > best:
-            best, assigned = cosines, cluster
-    return assigned
 
 
 def agreement(cluster: np.ndarray, target: np.ndarray) -> dict[str, float]:

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.data.transforms.normalize import moments_of
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.errors import UserError
-from selftask.methods.base import Method
+from selftask.methods.families.view_pixels import ViewPixels, require_stride
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.network import MapNetwork, PatchOutput
@@ -38,7 +37,7 @@ TEMPERATURE = 0.38  # of the annealed mean, eq. 5
 
 
 @register_method("colorization")
-class Colorization(Method):
+class Colorization(ViewPixels):
     """Colorful Image Colorization (arXiv:1603.08511): predicts colors of an image from lightness.
 
     Views are in Lab, by the transform ``lab``. The network sees L in each of its three channels, as
@@ -79,8 +78,6 @@ class Colorization(Method):
     bins: Tensor  # (Q, 2), a and b of each
     kernel: Tensor  # (Q, Q), smooths a distribution
     counts: Tensor  # (Q,), colors of the images so far
-    mean: Tensor  # (3, 1, 1), of the views' normalization
-    std: Tensor
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -93,24 +90,17 @@ class Colorization(Method):
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
         """Raise UserError if the stride of the backbone's map is not known."""
-        if not adapter_of(backbone).stride:
-            raise UserError(
-                "backbone: colorization predicts colors from a map, and the stride of that of a "
-                f"{type(backbone).__name__} is not known; take a ResNet, ConvNeXt or ViT"
-            )
+        require_stride(backbone, "colors")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Return the backbone, and a decoder from its map to scores of bins."""
         self.check_backbone(backbone)
-        (group,) = (group for group in task.config.views.values() if group.count)
-        transforms = [part.to_dict() for part in group.transforms]
-        moments = moments_of(transforms, 3)
-        if moments is None or not any(part["name"] == "lab" for part in transforms):
+        groups = task.config.views.values()
+        if not all(any(part.name == "lab" for part in group.transforms) for group in groups):
             raise UserError(
                 "views: colorization predicts colors in Lab; end the transforms by lab, normalize"
             )
-        for name, values in zip(("mean", "std"), moments, strict=True):
-            self.register_buffer(name, torch.tensor(values)[:, None, None], persistent=False)
+        self.read_moments(task)
         dim, stride = self.config.decoder_dim, adapter_of(backbone).stride
         return MapNetwork(backbone, color_decoder(embed_dim(backbone), dim, len(self.bins), stride))
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_cat_with_grad
-from selftask.methods.families.frequencies import PixelFilter, low_frequencies, without
 from selftask.methods.families.masked_patches import KeptPatches
+from selftask.methods.families.view_pixels import ViewPixels
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid, gather_tokens
+from selftask.models.frequencies import low_frequencies, without
 from selftask.models.network import PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @register_method("mae")
-class MAE(KeptPatches, PixelFilter):
+class MAE(KeptPatches, ViewPixels):
     """MAE (arXiv:2111.06377): reconstructs an image from a quarter of its patches.
 
     With ``low_pass`` it is PixMIM (arXiv:2303.02416), with ``uniformity_weight`` U-MAE
@@ -52,7 +53,7 @@ class MAE(KeptPatches, PixelFilter):
     paper = "He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022"
     columns = {
         "masked_pixels": "Term of the loss: pixels of the masked patches.",
-        "squared_cosine": "Term of the loss: squared cosines of all images (U-MAE).",
+        "squared_cosine": "Term of the loss: mean squared cosine between images (U-MAE).",
     }
 
     @dataclass(frozen=True, kw_only=True)
@@ -60,12 +61,12 @@ class MAE(KeptPatches, PixelFilter):
         normalize_pixels: bool = True
         """Whether each target patch is normalized to mean 0 and variance 1, table 1d."""
         low_pass: int = setting(0, min=0)
-        """Frequencies of the image from here on are no part of the target, in periods per image; 0:
-        all are. PixMIM: 40 of 224 pixels.
+        """Targets have only frequencies of the image below it, in periods per image (PixMIM: 40 for
+        224 pixels); 0: all frequencies.
         """
         uniformity_weight: float = setting(0.0, min=0)
-        """Weight of U-MAE's term, the mean squared cosine of the features of all pairs of images;
-        0.01 in its paper.
+        """Weight of U-MAE's term, the mean squared cosine of the features of all pairs of images of
+        all ranks; 0.01 in its paper.
         """
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:

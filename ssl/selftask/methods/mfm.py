@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.errors import UserError
-from selftask.methods.families.frequencies import PixelFilter, low_frequencies, without
+from selftask.methods.families.view_pixels import ViewPixels, require_stride
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
+from selftask.models.frequencies import low_frequencies, without
 from selftask.models.heads import pixel_decoder
 from selftask.models.network import MapNetwork, PatchOutput
 from selftask.models.precision import to_float32
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @register_method("mfm")
-class MFM(PixelFilter):
+class MFM(ViewPixels):
     """MFM (arXiv:2206.07706): predicts the frequencies that were removed from an image.
 
     Loss: ``|F(x) - F(x')|`` of the frequencies F that were removed (eq. 4).
@@ -57,11 +57,7 @@ class MFM(PixelFilter):
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
         """Raise UserError if the stride of the backbone's map is not known."""
-        if not adapter_of(backbone).stride:
-            raise UserError(
-                f"backbone: mfm predicts pixels from a map, and the stride of that of a "
-                f"{type(backbone).__name__} is not known; take a ResNet, ConvNeXt or ViT"
-            )
+        require_stride(backbone, "pixels")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Return the backbone and a linear layer that predicts the pixels of each map location."""

@@ -71,7 +71,7 @@ class SimSiam(NeighborTargets):
     def on_forward(self, task: Task) -> None:
         """Set ``batch["targets"]``, (V, B, D)."""
         batch = task.last_batch
-        batch["targets"] = self.nearest(batch.output[:, :, 0].detach(), task)
+        batch["targets"] = self.nearest(batch.output[:, :, 0], task)
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return eq. 2 with the mean of the other views as target; ``output`` (V, B, 2, D)."""

@@ -89,9 +89,8 @@ class OnlineProbe(Hook):
             yield "layers: train.step=grad_cache passes parts of a batch; use train.step=standard"
 
     def __post_init__(self) -> None:
-        self.probes: dict[
-            str, LinearProbes
-        ] = {}  # by the end of their columns: "", "_layer3", "_teacher"
+        # by the end of their columns: "", "_layer3", "_teacher"
+        self.probes: dict[str, LinearProbes] = {}
         self.queue: LabeledQueue | None = None
         self.loaded: dict[str, Any] = {}
         self.clock: Callable[[], Any] = time.perf_counter
