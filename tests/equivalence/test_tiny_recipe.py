@@ -39,6 +39,14 @@ def test_a_large_recipe_becomes_small() -> None:
     assert small("byol/resnet50_imagenet").optimizer.name == "lars"
 
 
+def test_numbers_of_images_are_scaled_and_null_stays() -> None:
+    groups = [
+        small(name).method.args["koleo_group_size"]
+        for name in ("dinov2", "dinov2/vit_large_imagenet")
+    ]
+    assert groups == [None, 4], "else nothing compares ranks by KoLeo over the whole batch"
+
+
 def test_what_the_command_line_says_stays() -> None:
     config = small("simclr", "method.out_dim=24", "train.batch_size=12", "backbone.width=4")
     assert (config.method.args["out_dim"], config.method.args["hidden_dim"]) == (24, 32)
