@@ -48,9 +48,10 @@ class NeighborTargets(Method):
             projection: (V, B, D), not necessarily normalized.
             task: The task.
         """
+        projection = projection.detach()
         if self.queue is None:
             return projection
-        units = F.normalize(to_float32(projection.detach()), dim=2)
+        units = F.normalize(to_float32(projection), dim=2)
         if task.train:
             self.pending.append(units[0])
         return self.queue.nearest(units)
