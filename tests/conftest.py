@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +21,23 @@ from selftask.registry import REGISTRIES
 
 PACKAGE = Path(selftask.__file__).resolve().parent
 TESTS = Path(__file__).resolve().parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--until", type=float, help="seconds since 1970; no test starts after it")
+    parser.addoption("--shuffle", metavar="SEED", help="run the files in an order drawn from SEED")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--shuffle")) is not None:
+        items.sort(key=lambda item: hashlib.sha256(f"{seed} {item.path}".encode()).digest())
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = item.config.getoption("--until")
+    if until is not None and time.time() > until:
+        pytest.skip(f"left by the budget, NOT run: {item.nodeid}")
 
 
 def pytest_unconfigure() -> None:

@@ -6,8 +6,9 @@
 
 Within a budget, methods that changed come first, the latest changes before others. Then come proofs
 that are invalid because of changes of the engine, in an order drawn from the commit's hash, and a
-few valid ones. Proofs that did not fit into the budget are printed. ``--slow-tests`` first runs the
-slow tests that do not concern single methods, within the same budget.
+few valid ones. ``--slow-tests`` first runs the slow tests that do not concern single methods: those
+on the SLURM cluster, then the others, file by file in an order drawn from the commit's hash, until
+three quarters of the budget are used. Tests and proofs that did not fit are printed.
 
 Proofs of a method are ``gate``: it learns on digits (tools/gates.py); ``ranks``: 2 and 4 ranks
 equal one (`selftask check`); ``kills``: ten SIGKILLs do not change the result; ``reductions``: two
@@ -41,6 +42,7 @@ from selftask.registry import METHODS
 LIMIT_S = 1800  # per proof, on a busy machine
 USUAL_S = 120.0  # assumed for a proof that was never run
 PICKS = 3  # number of valid proofs that are run again
+SLOW_TESTS = 0.75  # share of the budget for slow tests
 DIFFERENCE = re.compile(r"^  \w+ +[\d >]+  +(\d\.\de[+-]\d+)", re.MULTILINE)
 
 
@@ -77,7 +79,7 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{p.method:<20}{p.proof:<12}{ledger.state(*p)}" for p in pairs))
         return 0
-    passed = not options.slow_tests or run_slow_tests(end)
+    passed = not options.slow_tests or run_slow_tests(budget)
     chosen = pairs if options.budget is None else select(pairs, commit())
     results = run_all(chosen, end, options.parallel, record=options.budget is None)
     print_summary(pairs, chosen, results)
@@ -197,15 +199,26 @@ def _command(pair: Pair) -> tuple[bool, dict[str, Any], str]:
     return code == 0 and bool(differences), figures, output
 
 
-def run_slow_tests(end: float) -> bool:
-    """Run the slow tests that do not concern single methods; those on the SLURM cluster alone."""
+def run_slow_tests(minutes: float) -> bool:
+    """Run the slow tests that do not concern single methods; those on the SLURM cluster alone.
+
+    Args:
+        minutes: The budget, of which they may use ``SLOW_TESTS``. All of it is the limit for a test
+            that hangs.
+    """
     start = time.monotonic()
+    limit = None if minutes == float("inf") else 60 * minutes
+    words = ["-m", "pytest", "-rsR", "--shuffle", commit()]
+    if limit is not None:
+        words += ["--until", str(time.time() + SLOW_TESTS * limit)]
     passed = True
-    for chosen, workers in (("not slurm", "2"), ("slurm", "0")):
-        left = None if end == float("inf") else end - time.monotonic()
-        words = ["-m", "pytest", "-m", f"slow and not proof and {chosen}", "-rsR", "-n", workers]
+    for chosen, workers in (("slurm", "0"), ("not slurm", "2")):
+        left = None if limit is None else limit - (time.monotonic() - start)
+        chosen_words = [*words, "-m", f"slow and not proof and {chosen}", "-n", workers]
         try:
-            done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False, timeout=left)
+            done = subprocess.run(
+                [sys.executable, *chosen_words], cwd=ROOT, check=False, timeout=left
+            )
         except subprocess.TimeoutExpired:
             print("slow tests: FAILED: they did not end within the budget", flush=True)
             return False

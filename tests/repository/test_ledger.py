@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +137,14 @@ def test_the_difference_of_a_check_is_read_from_its_table() -> None:
         "  network    2 > 1 > 2  0.0e+00     ok         \n"
     )
     assert DIFFERENCE.findall(table) == ["4.1e-16", "0.0e+00"]
+
+
+def test_tests_that_a_budget_leaves_are_named() -> None:
+    file = "tests/meters/test_pretext_meters.py"
+    words = ["-m", "pytest", "-rs", "-n", "0", "--until", "0", "--shuffle", "seed", file]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tiny.ROOT, capture_output=True, text=True, check=False
+    )
+    left = re.findall(rf"left by the budget, NOT run: {file}::(\w+)", done.stdout)
+    assert left == re.findall(r"^def (test_\w+)", (tiny.ROOT / file).read_text("utf-8"), re.M)
+    assert "passed" not in done.stdout and done.returncode == 0, done.stdout
