@@ -10,17 +10,20 @@ import torch
 import tiny
 from figures import draw
 from selftask.batch import Batch
-from selftask.config.load import load_config
+from selftask.cli.model.export import export_run
+from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import FrozenModule
 from selftask.data.loading.open_data import open_data
 from selftask.errors import ConfigError, UserError
 from selftask.methods.unic import UNIC, LadderHead, Predictions, kept_teachers
+from selftask.models.distillation.patch_targets import PatchTeacher
 from selftask.models.distillation.standardize import (
     Moments,
     RunningMoments,
     moments_of,
     standardize,
 )
+from selftask.models.weights.model_source import open_model
 from selftask.task import Task
 from selftask.task.loop import train_loop
 
@@ -141,9 +144,46 @@ def test_runs_files_and_models_by_name_with_a_ladder(tmp_path: Path) -> None:
     task.close()
 
 
+STUDENTS = "method.students={shallow: {name: vit_micro, depth: 1}, vit_micro: {depth: 3}}"
+
+
+def test_students_learn_as_in_runs_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one pass of each teacher; the run is stopped once and resumed."""
+    alone = tiny.train("unic", tmp_path, "alone")
+    state = alone.export_backbone().state_dict()
+    alone.close()
+    tiny.train("unic", tmp_path, "run", STUDENTS, "train.stop_at=7").close()
+    with monkeypatch.context() as patched:
+        on_grid, passes = PatchTeacher.on_grid, list[int]()
+        patched.setattr(PatchTeacher, "on_grid", lambda *a: passes.append(1) or on_grid(*a))
+        together = tiny.train("unic", tmp_path, "run", STUDENTS)
+    assert len(passes) == 2 * (tiny.STEPS - 7)
+    assert not tiny.differences(together.export_backbone().state_dict(), state)
+    together.close()
+    tiny.train("unic", tmp_path, "whole", STUDENTS).close()
+    assert not tiny.differences(*(tiny.last_state(tmp_path / out) for out in ("run", "whole")))
+
+    written = tmp_path / "run" / "export"
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(together.config))
+    export_run(tmp_path / "run", tmp_path / "again")
+    for name, depth in (("shallow", 1), ("vit_micro", 3)):
+        backbone, facts = open_model(str(written / name))
+        assert len(backbone.blocks) == facts["architecture"]["args"]["depth"] == depth
+        trained = together.base_model.further[name].backbone.state_dict()
+        assert not tiny.differences(backbone.state_dict(), trained)
+        again, _ = open_model(str(tmp_path / "again" / name))
+        assert not tiny.differences(again.state_dict(), trained)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            ["vit_micro", "method.students={coarse: {name: vit_micro, patch_size: 8}}"],
+            r"method\.students\.coarse: its patches are 8 pixels apart",
+        ),
         (["vit_micro", OWN], r"method\.teachers\.own: a TinyBackbone gives one vector"),
         (["vit_micro", "method.ladder=[9]"], r"method\.ladder=\[9\]: the student has \d+ hidden"),
         (["small_resnet", "method.ladder=[0]"], r"method\.ladder: its layers must have the width"),

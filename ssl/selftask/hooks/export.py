@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from selftask.distributed.collectives import is_primary
 from selftask.hooks.base import Hook
 from selftask.logs.stages import stage
-from selftask.models.weights.export import metadata, save_backbone
+from selftask.models.weights.export import metadata, save_backbone, shown
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 @register_hook("export")
 @dataclass(eq=False, kw_only=True)
 class ExportBackbone(Hook):
-    """Writes ``export/backbone.pt``, ``.safetensors`` and ``.json`` when the run ends."""
+    """Writes ``export/backbone.pt``, ``.safetensors`` and ``.json`` when the run ends.
+
+    Further students of the method are written to the folders ``export/NAME``.
+    """
 
     priority: ClassVar[int] = 80
 
@@ -29,9 +32,14 @@ class ExportBackbone(Hook):
         context = task.averages[average].in_place(task) if average else nullcontext()
         with stage("export", at_once=True), context:
             backbone = task.export_backbone()
+            meta = facts(task.config, task.steps_done, task.data_module.channels, average)
             if is_primary():
-                meta = facts(task.config, task.steps_done, task.data_module.channels, average)
                 save_backbone(backbone, task.out / "export", meta)
+            for name, architecture in task.loss.further_backbones().items():
+                student = task.export_backbone(name)
+                if is_primary():
+                    of_student = {**meta, "architecture": shown(architecture)}
+                    save_backbone(student, task.out / "export" / name, of_student)
 
 
 def facts(config: Config, step: int, channels: int, average: str | None = None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from selftask.batch import Batch, Loss
+from selftask.config.schema import Component
 from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed import accelerator
 from selftask.hooks.base import Hook
@@ -274,6 +275,14 @@ class Method(nn.Module, Hook):
         """Return the backbone to export: the network's, or in some methods the teacher's."""
         backbone: nn.Module = network.backbone  # type: ignore[assignment]
         return backbone
+
+    def further_backbones(self) -> dict[str, Component]:
+        """Return the architectures of further trained backbones, by name; none by default.
+
+        The network of each is ``network.further[NAME]``, and its backbone is exported to the folder
+        ``export/NAME``.
+        """
+        return {}
 
     def load_scores(self, embed_dim: int, checkpoint: Mapping[str, Any]) -> Scores | None:
         """Return the trained head that scores classes or prototypes; None if there is none.

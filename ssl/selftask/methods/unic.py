@@ -1,7 +1,8 @@
 """UNIC: a student learns the features of several frozen teachers, for images and for patches.
 
 Section 3 of the paper. With ``drop_probability: 0`` the loss is a mean over all teachers, as in
-RADIO (arXiv:2312.06709).
+RADIO (arXiv:2312.06709). Further students learn from the same pass of the teachers, as in DINOv3
+(arXiv:2508.10104, section 5.3).
 
 B: images per rank, W: ranks, N: patches of the student, T: teachers, D: width of a teacher, E:
 width of the student.
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.config.schema import FrozenModule
+from selftask.config.schema import Component, FrozenModule
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.errors import UserError
 from selftask.methods.base import Method
 from selftask.methods.frozen import open_trained
-from selftask.models.build import embed_dim
+from selftask.models.build import build_backbone, embed_dim
 from selftask.models.distillation.patch_targets import PatchTeacher, PooledTeacher
 from selftask.models.distillation.standardize import RunningMoments, moments_of, standardize
 from selftask.models.features.extract import adapter_of, offers
@@ -66,8 +67,8 @@ class UNIC(Method):
         "ECCV 2024"
     )
     columns = {
-        "pooled": "Term of the loss: features of images.",
-        "patches": "Term of the loss: patches.",
+        "pooled": "Term of the loss: features of images, a sum over students.",
+        "patches": "Term of the loss: patches, a sum over students.",
     }
     loss_reduction = "statistics"  # moments of the teachers, and the number of dropped terms
     views = 1
@@ -81,6 +82,11 @@ class UNIC(Method):
             tiny={"first": _TEST_VIT, "second": _TEST_VIT},
         )
         """Teachers by name: runs, exported files, ``timm:NAME`` or ``package.module:Class``."""
+        students: dict[str, Component] = setting({}, of="backbones")
+        """Further students by name, which learn beside the backbone from the same pass of the
+        teachers: ``{small: {name: timm, model: vit_small_patch16_224}}``. They begin with random
+        weights, have heads of their own, and are written to the folders ``export/NAME``.
+        """
         patch_weight: float = setting(0.5, min=0, max=1)
         """Weight of the features of patches; those of images get 1 - patch_weight. 0 for students
         or teachers without patches.
@@ -125,7 +131,6 @@ class UNIC(Method):
             UserError: If a teacher does not exist, or a network lacks the patches or layers that
                 the config needs.
         """
-        self.check_student(backbone)
         self.teachers, self.widths = nn.ModuleList(), list[int]()
         for name, module in self.config.teachers.items():
             key = f"method.teachers.{name}"
@@ -134,6 +139,20 @@ class UNIC(Method):
             self.teachers.append(kind(trained.network.backbone, key))
             self.widths.append(trained.width)
         self.moments = RunningMoments(len(self.kinds) * sum(self.widths))
+        network = self.build_student(backbone)
+        for name, component in self.config.students.items():
+            student = build_backbone(component, task.data_module.channels)
+            self.check_grid(student, backbone, f"method.students.{name}")
+            network.further[name] = self.build_student(student)
+        return network
+
+    def build_student(self, backbone: nn.Module) -> StudentNetwork:
+        """Build a student with heads for each teacher.
+
+        Raises:
+            UserError: If it lacks patches, if needed, or the layers of the ladder.
+        """
+        self.check_student(backbone)
         config, width = self.config, embed_dim(backbone)
         heads = nn.ModuleList(
             LadderHead(width, len(config.ladder), config.hidden_dim, out_dim)
@@ -141,6 +160,20 @@ class UNIC(Method):
             for _ in self.kinds
         )
         return StudentNetwork(backbone, heads, kinds=self.kinds, ladder=tuple(config.ladder))
+
+    def further_backbones(self) -> dict[str, Component]:
+        return self.config.students
+
+    def check_grid(self, student: nn.Module, backbone: nn.Module, key: str) -> None:
+        """Raise UserError if a further student has other patches than the backbone."""
+        if "patches" not in self.kinds or "dense" not in offers(student):
+            return
+        theirs, ours = adapter_of(student).stride, adapter_of(backbone).stride
+        if theirs != ours:
+            raise UserError(
+                f"{key}: its patches are {theirs} pixels apart, and those of the backbone {ours}; "
+                "students share the targets of patches, so take equal ones, or patch_weight: 0"
+            )
 
     def check_student(self, backbone: nn.Module) -> None:
         """Raise UserError if the student lacks patches, if needed, or the layers of the ladder."""
@@ -195,12 +228,20 @@ class UNIC(Method):
         batch["targets"] = standardize(features, moments)
 
     def forward(self, output: Predictions, batch: Batch) -> dict[str, Tensor]:
-        """Return eq. 5, a mean over images and the teachers that are kept for each of them."""
-        distances = self.distances(output.of_heads, batch["targets"])  # (T, kinds, B)
+        """Return eq. 5, a mean over images and the teachers that are kept for each of them.
+
+        Each student gets the gradients that it would get alone: the loss is a sum over students.
+        """
+        students = [output.of_heads, *output.of_further]
+        terms = torch.stack([self.student_terms(outputs, batch) for outputs in students]).sum(dim=0)
+        return dict(zip(self.kinds, terms, strict=True))
+
+    def student_terms(self, predictions: list[Tensor], batch: Batch) -> Tensor:
+        """Return the terms of one student, (kinds,), from the output of each of its heads."""
+        distances = self.distances(predictions, batch["targets"])  # (T, kinds, B)
         kept = kept_teachers(distances.sum(dim=1), batch["dropped"])  # (T, B)
         number = all_reduce_mean(kept.sum().to(distances.dtype))
-        terms = (distances * kept[:, None]).sum(dim=(0, 2)) / number
-        return dict(zip(self.kinds, terms, strict=True))
+        return (distances * kept[:, None]).sum(dim=(0, 2)) / number
 
     def distances(self, predictions: list[Tensor], targets: list[Tensor]) -> Tensor:
         """Return the weighted distance for each teacher, kind of features and image, (T, kinds, B).
@@ -225,12 +266,14 @@ class UNIC(Method):
 
 
 class Predictions(NamedTuple):
-    """Output of the student."""
+    """Output of the students."""
 
     of_heads: list[Tensor]
     """Of each head, (B, D) of images or (B, N, D) of patches."""
     grid: Grid | None
     """Rows and columns of the N patches; None if there are none."""
+    of_further: Sequence[list[Tensor]] = ()
+    """Output of each head of the further students."""
 
 
 class StudentNetwork(Network):
@@ -241,6 +284,9 @@ class StudentNetwork(Network):
         heads: Heads of the first teacher, in the order of ``kinds``, then of the second, ...
         kinds: ``("pooled",)`` or ``("pooled", "patches")``.
         ladder: Numbers of the hidden layers that the heads get in addition to the last layer.
+
+    Attributes:
+        further: Networks of the further students by name, which get the same images.
     """
 
     head: nn.ModuleList
@@ -256,9 +302,10 @@ class StudentNetwork(Network):
         super().__init__(backbone, heads)
         self.kinds = kinds
         self.ladder = ladder
+        self.further = nn.ModuleDict()
 
     def forward(self, images: Tensor) -> Predictions:  # type: ignore[override]
-        """Return the output of each head for images (B, C, H, W)."""
+        """Return the output of each head, and of further students, for images (B, C, H, W)."""
         if self.ladder or "patches" in self.kinds:
             features = self.extract(images, layers=self.ladder)
             grid, hidden = features.tokens.grid, features.hidden.values()
@@ -270,7 +317,8 @@ class StudentNetwork(Network):
             grid, inputs = None, {"pooled": [self.pooled([images])]}
         heads: Iterable[nn.Module] = self.head  # type: ignore[assignment]
         outputs = [head(*inputs[kind]) for head, kind in zip(heads, cycle(self.kinds))]
-        return Predictions(outputs, grid)
+        further = [student(images).of_heads for student in self.further.values()]
+        return Predictions(outputs, grid, further)
 
 
 class LadderHead(nn.Module):

@@ -31,12 +31,22 @@ def sync_buffers(task: Task) -> None:
         synchronize(network)
 
 
-def export_backbone(task: Task) -> nn.Module:
-    """Return the trained backbone, unsharded, with merged adapters; every rank must call it."""
+def export_backbone(task: Task, student: str | None = None) -> nn.Module:
+    """Return a trained backbone, unsharded, with merged adapters; every rank must call it.
+
+    Args:
+        task: The task.
+        student: Name of a further student, see ``Method.further_backbones``; None for the backbone
+            of the config.
+    """
     task.sync_buffers()
-    backbone: nn.Module = task.loss.export_backbone(task.base_model)
+    backbone: nn.Module = (
+        task.loss.export_backbone(task.base_model)
+        if student is None
+        else task.base_model.get_submodule(f"further.{student}.backbone")
+    )
     with averaged_weights(task) as averaged:
-        backbone = task.reduction.unsharded(backbone, lambda: _new_backbone(task))
+        backbone = task.reduction.unsharded(backbone, lambda: _new_backbone(task, student))
         backbone = deepcopy(backbone) if averaged else backbone
         backbone = merged(backbone)
     for change in task.before_export:
@@ -44,8 +54,11 @@ def export_backbone(task: Task) -> nn.Module:
     return backbone
 
 
-def _new_backbone(task: Task) -> nn.Module:
+def _new_backbone(task: Task, student: str | None) -> nn.Module:
+    channels = task.data_module.channels
+    if student is not None:
+        return build_backbone(task.loss.further_backbones()[student], channels)
     config = task.config.backbone
-    backbone = build_backbone(config, task.data_module.channels)
+    backbone = build_backbone(config, channels)
     adapt(backbone, config.lora)
     return backbone

@@ -212,9 +212,9 @@ class Task(Recorder, ClassyTaskNames):
         """Average an optimizer's gradients over ranks, and drop those of frozen parameters."""
         self._reduce[optimizer]()
 
-    def export_backbone(self) -> nn.Module:
-        """Return the trained backbone, unsharded; every rank must call this method."""
-        return exported.export_backbone(self)
+    def export_backbone(self, student: str | None = None) -> nn.Module:
+        """Return the backbone, or that of a further student, unsharded; to call on every rank."""
+        return exported.export_backbone(self, student)
 
     def sync_buffers(self) -> None:
         """Give every rank the same buffers; every rank must call this method."""

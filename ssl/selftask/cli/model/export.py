@@ -37,7 +37,8 @@ usage: selftask export RUN_OR_MODEL [--out DIR]
 {MODEL}
 Writes backbone.pt, backbone.safetensors and backbone.json, of a run from its newest checkpoint
 (RUN@best: from the best by train.keep_best; RUN@STEP: from that of a step),
-into RUN/export (or DIR), with the key names of the library the backbone comes from.
+into RUN/export (or DIR), with the key names of the library the backbone comes from. Further
+students of a method (method.students) go to folders of their names in it.
 --to torchvision and --to timm also check that the library's own model loads them, strictly, and
 computes the same features.
 --to huggingface also writes the folder huggingface, which transformers.AutoModel and timm load, if
@@ -196,10 +197,12 @@ def export_run(
     from selftask.hooks.export import facts
     from selftask.models.build import build_backbone
     from selftask.models.weights.averages import kept_average, mean_backbone
+    from selftask.models.weights.export import shown
     from selftask.models.weights.load import load_weights
-    from selftask.models.weights.read import backbone_state, of_backbone
+    from selftask.models.weights.read import backbone_state, weights_at
+    from selftask.registry import METHODS
 
-    wanted: store.Wanted | None = of_backbone
+    wanted: store.Wanted | None = _of_backbones
     if to == "checkpoint":
         wanted = None
     elif average.kept is not None:
@@ -232,7 +235,21 @@ def export_run(
     if averaging is not None:
         backbone = _with_statistics(backbone, config, trust=trust)
     step = int(state["clock"]["steps_done"])
-    return write(backbone, out, facts(config, step, channels, averaging), to)
+    meta = facts(config, step, channels, averaging)
+    kind = METHODS[config.method.name]
+    students = kind(kind.Config(**config.method.args)).further_backbones()
+    for name, component in students.items() if averaging is None else ():
+        student = build_backbone(component, channels)
+        load_weights(student, weights_at(state, f"model.further.{name}.backbone"), what=str(path))
+        write(student, out / name, {**meta, "architecture": shown(component)}, to)
+    return write(backbone, out, meta, to)
+
+
+def _of_backbones(state: Mapping[str, Any], name: str) -> bool:
+    """Return whether a tensor of a checkpoint is in the backbone or in a further student."""
+    from selftask.models.weights.read import of_backbone
+
+    return of_backbone(state, name) or name.startswith("model.further.")
 
 
 def _of_average(kept: str, state: Mapping[str, Any], name: str) -> bool:

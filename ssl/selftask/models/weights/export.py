@@ -115,20 +115,25 @@ def metadata(
         channels: Number of channels of the images.
         **origin: Further values, such as ``method`` and ``step``.
     """
-    shown = [transform.to_dict() for transform in transforms]
+    pipeline = [transform.to_dict() for transform in transforms]
     normalize = next((t for t in transforms if t.name == "normalize"), None)
     mean, std = (None, None)
     if normalize is not None:
         mean, std = TRANSFORMS["normalize"](**normalize.args).moments(channels)
-    sizes = [t["size"] for t in shown if "size" in t]
+    sizes = [t["size"] for t in pipeline if "size" in t]
     return {
-        "architecture": {"name": backbone.name, "args": dict(backbone.args)},
+        "architecture": shown(backbone),
         "channels": channels,
         "normalization": {"mean": mean, "std": std},
         "input_size": sizes[-1] if sizes else None,
-        "transforms": shown,
+        "transforms": pipeline,
         **origin,
     }
+
+
+def shown(backbone: Component) -> dict[str, Any]:
+    """Return the ``architecture`` of the metadata."""
+    return {"name": backbone.name, "args": dict(backbone.args)}
 
 
 def portable_state(module: nn.Module) -> dict[str, Tensor]:
