@@ -187,6 +187,16 @@ def test_a_stretched_cosine_is_the_beginning_of_a_longer_one() -> None:
     assert expected[-1] > 0.1  # far above the end
 
 
+def test_capis_truncated_cosine_is_a_stretched_one() -> None:
+    """Figures of its code after the warm-up, which rises in one step less than ours."""
+    figures = {10: 0.001, 50: 0.0007191855733945387, 99: 0.00010385517832240471}  # truncated at 0.8
+    stretch = 0.1 + 0.9 / 0.8  # as in capi/vit_large_imagenet
+    section = {"name": "cosine", "start": 1e-3, "end": 0.0, "warmup": 10, "stretch": stretch}
+    schedule = build_schedule(section, RunLength(num_samples=100, batch_size=1, epochs=1))
+    for step, lr in figures.items():
+        assert schedule(step / 100) == pytest.approx(lr, rel=1e-12)
+
+
 def test_zero_until_a_time() -> None:
     section = {"name": "cosine", "start": 0.8, "end": 0.0, "warmup": 14}
     expected = [0.0] * 7 + ours(section)[7:]
