@@ -94,7 +94,7 @@ def test_remedies_fit_and_say_what_they_change() -> None:
     config = load_config("mae/vit_base_imagenet", rest)
     plan = make_plan(config, given)
     assert not plan.memory.fits(24e9)
-    actual = {remedy.words: remedy.memory for remedy in remedies(plan, given)}
+    actual = {remedy.words: remedy.memory for remedy in remedies(plan)}
     assert "parallel.activation_checkpointing=blocks" in actual
     assert "train.batch_size=1024 train.accumulate=4 train.step=accumulate" in actual
     for change, memory in actual.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,41 +29,31 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         raise UserError(f"checkpoints needs one RUN\n{USAGE}")
     from selftask.checkpoint.mirror import local_run
-    from selftask.checkpoint.rotation import checkpoints
     from selftask.files.paths import is_folder
 
     run = Path(local_run(argv[0], num_checkpoints=None)).expanduser()
     if not is_folder(run):
         raise UserError(f"{argv[0]}: there is no such run")
-    paths = checkpoints(run / "checkpoints")
-    if not paths:
+    rows = list(_rows(run))
+    if not rows:
         raise UserError(f"{run}: has no checkpoint yet")
-    rows = _rows(run, paths)
     for line in columns([HEADS, *rows]):
         print(printable_line(line))
     return int(any(row[-1] != "good" for row in rows))
 
 
-def _rows(run: Path, paths: list[Path]) -> list[tuple[str, ...]]:
+def _rows(run: Path) -> Iterator[tuple[str, ...]]:
     from selftask.checkpoint.kept import Kept
-    from selftask.checkpoint.rotation import step_of
     from selftask.config.values.budget import show_bytes
+    from selftask.report.record import list_checkpoints
 
-    kept = Kept.read(run / "checkpoints")
-    rows: list[tuple[str, ...]] = []
-    metrics = _metrics(run, kept)
-    for number, path in enumerate(paths):
-        step = step_of(path)
-        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-        size = show_bytes(sum(file.stat().st_size for file in files))
+    metrics = _metrics(run, Kept.read(run / "checkpoints"))
+    for checkpoint in list_checkpoints(run / "checkpoints"):
+        step, path = checkpoint.step, checkpoint.path
         date = datetime.fromtimestamp(path.stat().st_mtime).astimezone()
         epoch, state = _read(path)
-        reasons = [f"best {place}" for place, (s, _) in enumerate(kept.best, 1) if s == step]
-        reasons += ["for good"] * (step in kept.every) + ["newest"] * (not number)
-        shown = f"{date:%Y-%m-%d %H:%M:%S}"
-        why = ", ".join(reasons) or "recent"
-        rows.append((str(step), epoch, size, shown, metrics.get(step, "-"), why, state))
-    return rows
+        size, shown = show_bytes(checkpoint.size), f"{date:%Y-%m-%d %H:%M:%S}"
+        yield (str(step), epoch, size, shown, metrics.get(step, "-"), checkpoint.why, state)
 
 
 def _metrics(run: Path, kept: Kept) -> dict[int, str]:

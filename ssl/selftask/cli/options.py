@@ -8,6 +8,7 @@ from typing import Any
 
 from selftask.distributed.world import read_world
 from selftask.errors import UserError, nearest
+from selftask.files.paths import exists
 
 HELP = ("-h", "--help")
 
@@ -52,6 +53,28 @@ def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str],
             raise UserError(f"{name} {text}: expected a number, such as 4")
         options[name] = known[name](text)
     return words, options
+
+
+def take_keys(words: list[str], defaults: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Separate ``key=value`` words from the others, which may be paths with ``=``.
+
+    Args:
+        words: Words of the command line.
+        defaults: Value of each key that is not given.
+
+    Raises:
+        UserError: If there is no such key.
+    """
+    values, rest = dict(defaults), []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or exists(word):
+            rest.append(word)
+        elif key in defaults:
+            values[key] = value
+        else:
+            raise UserError(f"{word}: there is no key {key!r}; {nearest(key, defaults)}")
+    return rest, values
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:

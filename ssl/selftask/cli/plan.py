@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
     plan = make_plan(config, assumptions, measured=bool(options.get("--measure")))
     fits = assumptions.memory is None or plan.memory.fits(assumptions.memory)
-    changes = remedies(plan, assumptions)
+    changes = remedies(plan)
     if options.get("--json"):
         rows = [
             {"change": one.words, "effect": one.effect, "memory": one.memory.total}

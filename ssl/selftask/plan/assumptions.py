@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from selftask.config.values.budget import parse_budget
 from selftask.errors import UserError
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([kKMGB]?)")
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)")
 _COUNT_UNITS = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
-_TIME = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|min|h|d|days?)")
 _TIME_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "day": 86_400, "days": 86_400}
 
 
@@ -68,17 +67,19 @@ def take_assumptions(words: list[str]) -> tuple[list[str], Assumptions]:
 
 
 def _count(text: str) -> int:
-    match = _COUNT.fullmatch(text)
-    if match is None or float(match[1]) == 0:
-        raise ValueError(text)
-    return round(float(match[1]) * _COUNT_UNITS[match[2]])
+    return round(_quantity(text, _COUNT_UNITS))
 
 
 def _seconds(text: str) -> float:
-    match = _TIME.fullmatch(text)
-    if match is None or float(match[1]) == 0:
+    return _quantity(text, _TIME_UNITS)
+
+
+def _quantity(text: str, units: Mapping[str, float]) -> float:
+    """Return a number above 0 times its unit; raise ValueError for another text."""
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2] not in units or float(match[1]) == 0:
         raise ValueError(text)
-    return float(match[1]) * _TIME_UNITS[match[2]]
+    return float(match[1]) * units[match[2]]
 
 
 def _bytes(text: str) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from selftask.config.checks.grid import output_side
 from selftask.config.checks.requirements import required
 from selftask.config.schema import Config
@@ -16,15 +14,7 @@ from selftask.plan.fake_data import FakeData
 _CLASSES = 1000  # default without data, as in ImageNet
 
 
-@dataclass(frozen=True)
-class PlannedData:
-    """Fake data, and a text on the origin of its numbers."""
-
-    fake: FakeData
-    origin: str
-
-
-def plan_data(config: Config, given: Assumptions) -> PlannedData:
+def plan_data(config: Config, given: Assumptions) -> FakeData:
     """Return fake data with the sizes of the real data, or with the assumed number of samples.
 
     Args:
@@ -38,23 +28,24 @@ def plan_data(config: Config, given: Assumptions) -> PlannedData:
     if given.samples is not None:
         side = given.side or _missing_side(config, None)
         classes = given.classes or _CLASSES
-        fake = FakeData(config, given.samples, given.samples, given.channels or 3, classes, side)
         needs = " and classes" if "labels" in required(config.method.name) else ""
-        return PlannedData(fake, f"as given by samples={needs}" if needs else "as given")
+        origin = f"as given by samples={needs}" if needs else "as given"
+        channels = given.channels or 3
+        return FakeData(config, given.samples, given.samples, channels, classes, side, origin)
     try:
         source = open_data(config.data).train
         sampler = check_data(config, source)
     except UserError as error:
         raise UserError(f"{error}; to plan without the data, give samples=1.28M") from error
-    fake = FakeData(
+    return FakeData(
         config,
         sampler.num_samples,
         len(source),
         channels_of(source),
         given.classes or source.num_classes,
         given.side or _missing_side(config, source),
+        source.describe(),
     )
-    return PlannedData(fake, source.describe())
 
 
 def _missing_side(config: Config, source: Source | None) -> int | None:

@@ -29,6 +29,7 @@ class FakeData:
         channels: Number of image channels.
         num_classes: Number of classes; 0 without labels.
         side: Height and width in pixels of views that keep the size of the images.
+        origin: Text on the origin of the numbers.
     """
 
     config: Config
@@ -37,6 +38,7 @@ class FakeData:
     channels: int = 3
     num_classes: int = 0
     side: int | None = None
+    origin: str = ""
 
     has_test = False
     train_source = val_source = None

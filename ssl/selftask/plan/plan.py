@@ -12,7 +12,8 @@ from selftask.distributed.device import pick_device
 from selftask.distributed.world import World
 from selftask.plan.assumptions import Assumptions
 from selftask.plan.checkpoints import CheckpointPlan, checkpoint_size, plan_checkpoints
-from selftask.plan.data import PlannedData, plan_data
+from selftask.plan.data import plan_data
+from selftask.plan.fake_data import FakeData
 from selftask.plan.measure import measure
 from selftask.plan.memory import RankMemory, rank_memory
 from selftask.plan.model import Part, parts_of
@@ -39,7 +40,7 @@ class Plan:
 
     config: Config
     given: Assumptions
-    data: PlannedData
+    data: FakeData
     length: RunLength
     parts: list[Part]
     step: StepCost
@@ -115,20 +116,20 @@ def make_plan(config: Config, given: Assumptions, *, measured: bool = False) -> 
     config = settle_precision(config, pick_device("auto" if is_auto else "cpu", World()))
     data = plan_data(config, given)
     per_rank = config.train.batch_size // config.launch.world_size
-    with fake_task(config, data.fake) as task:
+    with fake_task(config, data) as task:
         parts = parts_of(task)
         step = simulate(task, per_rank)
         memory, sent = rank_memory(config, task, step), traffic(config, task, step)
         size = checkpoint_size(task)
     if measured:
-        of_rank, device = measure(config, data.fake)
+        of_rank, device = measure(config, data)
         rate = of_rank * config.launch.world_size
         given = replace(given, images_per_s=rate, measured_on=str(device))
     return Plan(
         config,
         given,
         data,
-        RunLength.of(config.train, data.fake.num_samples),
+        RunLength.of(config.train, data.num_samples),
         parts,
         step,
         memory,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from selftask.config.schema import Component, Config
 from selftask.errors import UserError
-from selftask.plan.assumptions import Assumptions
 from selftask.plan.memory import RankMemory, rank_memory
 from selftask.plan.plan import Plan
 from selftask.plan.simulation import fake_task, simulate
@@ -30,17 +29,12 @@ class Remedy:
     memory: RankMemory
 
 
-def remedies(plan: Plan, given: Assumptions) -> list[Remedy]:
+def remedies(plan: Plan) -> list[Remedy]:
     """Return changes, each of which alone makes the run fit into memory.
 
-    Args:
-        plan: Plan of the run.
-        given: Assumptions of the plan, with the memory of a device.
-
-    Returns:
-        The changes; an empty list if the run fits already, no change helps or memory is unknown.
+    The list is empty if the run fits already, no change helps or the memory of a device is unknown.
     """
-    memory = given.memory
+    memory = plan.given.memory
     if memory is None or plan.memory.fits(memory):
         return []
     fitting: list[Remedy] = []
@@ -116,7 +110,7 @@ def _divided(config: Config) -> Iterator[tuple[Config, int]]:
 
 def _memory(plan: Plan, config: Config) -> RankMemory | None:
     """Return the memory of a rank for a changed config, or None if the config is invalid."""
-    data = replace(plan.data.fake, config=config)
+    data = replace(plan.data, config=config)
     per_rank = config.train.batch_size // config.launch.world_size
     try:
         with fake_task(config, data) as task:

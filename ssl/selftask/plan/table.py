@@ -52,11 +52,6 @@ def lines(plan: Plan) -> list[str]:
     return out
 
 
-def short(plan: Plan) -> str:
-    """Return one line with the memory of a rank, and whether it fits if the limit is known."""
-    return f"{show_bytes(plan.memory.total)} a rank (estimate){_verdict(plan)}"
-
-
 def duration(seconds: float) -> str:
     """Format a time: ``35 s``, ``12.5 min``, ``7.3 h``, ``4.1 days``."""
     for size, unit in ((2 * 86_400, "days"), (3600, "h"), (120, "min")):

@@ -42,7 +42,7 @@ class Checkpoint:
     step: int
     path: Path
     size: int  # in bytes
-    why: str  # why it is kept: newest, best, for good; empty if it is only recent
+    why: str  # why it is kept: newest, best and its place, for good, or recent
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RunRecord:
             name = str(path.relative_to(folder))
             record.results += record._read_lines(name, read_ends)
         record.events = record._read_lines("events.jsonl", read_ends, valid_events)
-        record.checkpoints = _checkpoints(folder / "checkpoints")
+        record.checkpoints = list_checkpoints(folder / "checkpoints")
         record.exports = sorted(path for path in (folder / "export").glob("*") if path.is_file())
         state = str(record.status.get("state") or "unknown")
         record.state = state if is_sound else "unreadable"
@@ -303,23 +303,19 @@ def _time_of(event: dict[str, Any]) -> datetime | None:
         return None
 
 
-def _checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a folder, newest first."""
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a folder, newest first; one that is being removed is left out."""
     kept, listed = Kept.read(folder), []
-    best = {step for step, _ in kept.best}
     for number, path in enumerate(checkpoints(folder)):
         step = step_of(path)
-        why = [word for word, holds in _reasons(step, number, best, kept) if holds]
+        why = [f"best {place}" for place, (best, _) in enumerate(kept.best, 1) if best == step]
+        why += ["for good"] * (step in kept.every) + ["newest"] * (number == 0)
         try:
             size = sum(file.stat().st_size for file in _files(path))
         except OSError:  # the run has removed it in the meantime
             continue
-        listed.append(Checkpoint(step, path, size, ", ".join(why)))
+        listed.append(Checkpoint(step, path, size, ", ".join(why) or "recent"))
     return listed
-
-
-def _reasons(step: int, number: int, best: set[int], kept: Kept) -> list[tuple[str, bool]]:
-    return [("newest", number == 0), ("best", step in best), ("for good", step in kept.every)]
 
 
 def _files(path: Path) -> list[Path]:

@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from selftask.cli.options import take_options
-from selftask.errors import UserError, nearest, plural, printable_line
+from selftask.cli.options import take_keys, take_options
+from selftask.errors import UserError, plural, printable_line
 from selftask.files import paths
 from selftask.files.addresses import is_remote
 from selftask.report.overview.find import find_runs
@@ -69,20 +69,10 @@ def main(argv: list[str]) -> int:
 
 
 def _read(words: list[str]) -> _Wanted:
-    given = dict.fromkeys(_KEYS, "")
-    folders: list[Path] = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if equals and not paths.exists(word):
-            if key not in _KEYS:
-                raise UserError(f"{word}: there is no key {key!r}; {nearest(key, _KEYS)}")
-            given[key] = value
-        else:
-            folders.append(folder_of(word))
+    names, given = take_keys(words, dict.fromkeys(_KEYS, ""))
     chosen = {key: [part for part in given[key].split(",") if part] for key in _KEYS}
-    return _Wanted(
-        folders or [folder_of("runs")], given["sort"] or "", chosen["state"], chosen["columns"]
-    )
+    folders = [folder_of(name) for name in names or ["runs"]]
+    return _Wanted(folders, given["sort"], chosen["state"], chosen["columns"])
 
 
 def folder_of(word: str, command: str = "runs") -> Path:
