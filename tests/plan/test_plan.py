@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -128,6 +129,19 @@ def test_a_model_that_the_meta_device_cannot_build() -> None:
     words = ("data=none", "image_size=224", "backbone=torchvision:regnet_x_400mf")
     flops = plan("supervised/images", *words, "samples=1.28M", "classes=1000").step.flops
     assert flops["forward"] / 2 == pytest.approx(0.414e9, rel=0.01)
+
+
+def test_a_teacher_counts_that_runs_as_batches_are_prepared() -> None:
+    """MILAN's teacher chooses the patches that the student sees; its FLOPs are those of timm's."""
+    words = ("data=none", "method.teacher={model: 'timm:vit_tiny_patch16_224', weights: none}")
+    cost = plan("milan/images", *words, "image_size=224", "samples=1.28M").step
+    teacher = timm.create_model("vit_tiny_patch16_224", num_classes=0).eval()
+    for block in teacher.blocks:
+        block.attn.fused_attn = False  # torch counts nothing of a CPU's fused attention before 2.15
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        teacher(torch.rand(1, 3, 224, 224))
+    assert cost.flops["teacher"] == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert cost.teacher_passes == 1
 
 
 def test_stochastic_depth_costs_what_runs() -> None:

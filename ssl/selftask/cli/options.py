@@ -77,6 +77,13 @@ def take_keys(words: list[str], defaults: Mapping[str, str]) -> tuple[list[str],
     return rest, values
 
 
+def take(name: str, words: list[str]) -> tuple[str | None, list[str]]:
+    """Return the last value of ``name=``, or None, and the remaining words."""
+    values = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
+    rest = [word for word in words if not word.startswith(f"{name}=")]
+    return values[-1] if values else None, rest
+
+
 def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
     """Return rows of cells as lines with aligned columns; the last cell is not padded.
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selftask.cli.model.load_model import take
+from selftask.cli.options import take
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError, printable_line
 from selftask.files.paths import exists
@@ -27,7 +27,7 @@ Writes one HTML page with what ran, a verdict, curves, events and config: report
 folder, or FILE. It needs no network and also works while the run goes on.
 It also shows the training views and, computed with the newest weights: nearest neighbors, a map
 of the embeddings, accuracy by class, patch tokens of vision transformers, reconstructions.
-They are kept in RUN/report, so that a second report of the same weights takes a second.
+They are kept in $SELFTASK_CACHE/report, so that a second report of the same weights takes a second.
 images=N      the number of images that features are computed of; images=false leaves them out
 {TRUST}
 

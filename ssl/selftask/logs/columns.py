@@ -178,7 +178,6 @@ _GENERAL = (
     Column("probe_top1", "0 to 1", "Accuracy of this classifier on `data.val`.", _PROBE),
     Column("probe_lr", "", "Learning rate of the classifier that these columns show.", _PROBE),
     Column("ms_probe", "ms", "Time of a step that the hook takes.", _PROBE),
-    Column("segmentation_linear_lr", "", "Learning rate chosen for the linear head.", _EVAL),
     Column("segmentation_HEAD_miou", "0 to 1", "Mean IoU of segmentation by a head.", _EVAL),
     Column("segmentation_HEAD_accuracy", "0 to 1", "Share of correct pixels.", _EVAL),
     Column("segmentation_HEAD_class_accuracy", "0 to 1", "Its mean over classes.", _EVAL),

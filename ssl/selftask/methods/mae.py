@@ -50,6 +50,7 @@ class MAE(KeptPatches, ViewPixels):
       which are most transformers' pooled features, on each GPU alone.
     """
 
+    loss_reduction = "samples"  # and "gathered", the squared cosines of U-MAE
     paper = "He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022"
     columns = {
         "masked_pixels": "Term of the loss: pixels of the masked patches.",

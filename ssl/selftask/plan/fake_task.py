@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from selftask.batch import Batch
 from selftask.config.run_length import Clock, RunLength
@@ -87,24 +88,24 @@ class FakeTask(Task):
         return state_of_optimizers(self)
 
     def read(self, size: int) -> list[Batch]:
-        """Prepare the batches of the next step, with ``size`` samples each, and return them.
+        """Return the batches of the next step, with ``size`` samples each.
 
-        They are prepared without the fake tensor mode, since masks are drawn on the host and need
-        values.
+        As in a run, the method prepares each when the step reads it; without the fake tensor mode,
+        since masks are drawn on the host and need values.
         """
-        prepared = []
+        batches = []
         for _ in range(self.config.train.accumulate):
             with self.mode:
                 views = self.data_module.views(size, self.device)
-            batch = self.data_module.batch(views, size, self.device)
-            self.loss.prepare_batch(batch, self)
-            prepared.append(batch)
-        self.batches = self._each([*prepared])
-        return prepared
+            batches.append(self.data_module.batch(views, size, self.device))
+        self.batches = self._prepared([*batches])
+        return batches
 
-    def _each(self, prepared: list[Batch]) -> Any:
-        while prepared:
-            batch = prepared.pop(0)  # freed as soon as the next one is read
+    def _prepared(self, batches: list[Batch]) -> Iterator[Batch]:
+        while batches:
+            batch = batches.pop(0)  # freed as soon as the next one is read
+            with unset_fake_temporarily():
+                self.loss.prepare_batch(batch, self)
             if LAYER_DRAWS.num_layers:
                 LAYER_DRAWS.start(batch.key, self.device)
             yield batch

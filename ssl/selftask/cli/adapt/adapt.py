@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from selftask.cli.adapt import choices
 from selftask.cli.adapt.choices import Choice
 from selftask.cli.model.finetune import flow
-from selftask.cli.model.load_model import MODEL, take
+from selftask.cli.model.load_model import MODEL
+from selftask.cli.options import take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.checks.grid import patch_size
 from selftask.config.trust import TRUST, take_trust

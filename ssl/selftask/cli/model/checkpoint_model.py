@@ -7,7 +7,8 @@ from pathlib import Path
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.cli.model.export import Average, export_run
-from selftask.cli.model.load_model import Frozen, open_frozen, take
+from selftask.cli.model.load_model import Frozen, open_frozen
+from selftask.cli.options import take
 from selftask.config.compose.overrides import import_plugins
 from selftask.config.trust import take_trust
 from selftask.errors import UserError

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
-from selftask.cli.model.load_model import MODEL, take
-from selftask.cli.options import take_options
+from selftask.cli.model.load_model import MODEL
+from selftask.cli.options import take, take_options
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.compose.overrides import import_plugins
 from selftask.config.schema import Component

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen, open_frozen, take
+from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen, open_frozen
+from selftask.cli.options import take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.distributed.world import World, read_world
 from selftask.errors import UserError

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from selftask.checkpoint.mirror import local_run
-from selftask.cli.model.load_model import MODEL, take
+from selftask.cli.model.load_model import MODEL
+from selftask.cli.options import take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.trust import TRUST, refuse_addresses, take_trust
 from selftask.errors import UserError

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from selftask.cli.options import take
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError
 from selftask.files.paths import exists, expand_user
@@ -140,10 +141,3 @@ def _has_lost_labels(config: Config) -> bool:
     """Return whether ``data.path`` was overridden but the run's ``labels: false`` was not."""
     typed = [config.place(key).startswith("command line") for key in ("data.path", "data.labels")]
     return config.data.source.args.get("labels") is False and typed == [True, False]
-
-
-def take(name: str, words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the last value of ``name=``, or None, and the remaining words."""
-    values = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
-    rest = [word for word in words if not word.startswith(f"{name}=")]
-    return values[-1] if values else None, rest

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
-from selftask.cli.model.load_model import take
+from selftask.cli.options import take
 from selftask.config.schema import Config
 from selftask.config.trust import TRUST, refuse_addresses, take_trust
 from selftask.errors import UserError

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.cli.model.evaluate_words import OTHERS, SECTIONS
-from selftask.cli.model.load_model import take, without_old_val
+from selftask.cli.model.load_model import without_old_val
+from selftask.cli.options import take
 from selftask.config.trust import take_trust
 from selftask.errors import UserError, nearest
 from selftask.files.paths import exists, expand_user

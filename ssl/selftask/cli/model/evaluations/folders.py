@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selftask.cli.model.load_model import take
+from selftask.cli.options import take
 from selftask.errors import UserError
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from selftask.cli.model.evaluate_words import take_model, take_options
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, SHIPPED, WEIGHTS, open_frozen, take
+from selftask.cli.model.load_model import MODEL, SHIPPED, WEIGHTS, open_frozen
+from selftask.cli.options import take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.data.source import Source
 from selftask.errors import UserError
