@@ -50,7 +50,6 @@ class MAE(KeptPatches, ViewPixels):
       which are most transformers' pooled features, on each GPU alone.
     """
 
-    loss_reduction = "samples"  # and "gathered", the squared cosines of U-MAE
     paper = "He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022"
     columns = {
         "masked_pixels": "Term of the loss: pixels of the masked patches.",
@@ -66,8 +65,8 @@ class MAE(KeptPatches, ViewPixels):
         224 pixels); 0: all frequencies.
         """
         uniformity_weight: float = setting(0.0, min=0)
-        """Weight of U-MAE's term, the mean squared cosine of the features of all pairs of images of
-        all ranks; 0.01 in its paper.
+        """Weight of U-MAE's term, the mean squared cosine of the features of all pairs of images;
+        0.01 in its paper. This term is ``"gathered"``, unlike the others (``loss_reduction``).
         """
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selftask.cli.adapt import choices
 from selftask.cli.adapt.choices import Choice
-from selftask.cli.model.finetune import flow
+from selftask.cli.model.finetune import flow, start_settings, take_start
 from selftask.cli.model.load_model import MODEL
-from selftask.cli.options import take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.checks.grid import patch_size
-from selftask.config.trust import TRUST, take_trust
+from selftask.config.trust import TRUST
 from selftask.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,51 +68,43 @@ def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
         UserError: If the model or ``data`` is missing, if ``weights=none``, or if the architecture
             is the user's code and ``trust=true`` is not given.
     """
-    from selftask.config.compose.overrides import import_plugins
-    from selftask.models.weights.address import NONE, PRETRAINED, check_model
+    from selftask.models.weights.address import NONE
     from selftask.plan.assumptions import take_assumptions
 
-    import_plugins(words)
-    words, trust = take_trust(words)
-    weights, words = take("weights", words)
+    words, trust, weights = take_start(address, words)
     words, assumptions = take_assumptions(words)
-    check_model(address, weights)
     keys = {word.partition("=")[0] for word in words}
     if not keys & {"data", "data.name", "data.path"}:
         raise UserError("adapt: data is missing; give data=DIR with images to continue on")
 
     from selftask.models.weights.model_source import describe_model  # imports torch
 
-    facts = describe_model(address, weights=weights or PRETRAINED, trust=trust)
-    start = address if weights in (None, PRETRAINED) else weights
-    if start == NONE:
+    facts = describe_model(address, weights=weights, trust=trust)
+    if weights == NONE:
         raise UserError("adapt: weights=none are random; adapt continues trained weights")
     method, reason = choices.choose_method(facts)
     recipe = f"{method}/images"
     sides = choices.choose_side(facts)
-    fixed = _words([*_of_model(address, start, facts, recipe), *sides], keys)
+    settings = start_settings("adapt", address, weights, facts) | _normalization(facts, recipe)
+    fixed = _words([*(Choice(*one, "") for one in settings.items()), *sides], keys)
     print(f"adapt: {recipe}: {reason}")
     chosen = _chosen(sides, recipe, [*fixed, *words], keys, assumptions)
     return recipe, [*fixed, *chosen, *words]
 
 
-def _of_model(address: str, start: str, facts: dict[str, Any], recipe: str) -> Iterator[Choice]:
-    """Yield the settings that follow from the model: backbone, weights, ``out``, normalization."""
+def _normalization(facts: dict[str, Any], recipe: str) -> dict[str, Any]:
+    """Return settings that normalize all images of the recipe as those of the model."""
     from selftask.config.load import load_config
 
-    architecture = facts["architecture"]
-    backbone = {"name": architecture["name"], **architecture["args"]}
-    yield Choice("backbone", backbone, "")
-    yield Choice("init.backbone", start, "")
-    yield Choice("out", f"runs/adapt_{Path(address.rpartition(':')[2]).stem}", "")
     normalize = next((t for t in facts.get("transforms") or () if t["name"] == "normalize"), None)
     if normalize is None:
-        return
-    config = load_config(recipe, ["data=digits"], trust=True)
-    for key, transforms in config.pipelines.items():
-        for index, transform in enumerate(transforms):
-            if transform.name == "normalize":
-                yield Choice(".".join((*key, str(index))), normalize, "")
+        return {}
+    return {
+        ".".join((*key, str(index))): normalize
+        for key, transforms in load_config(recipe, ["data=digits"], trust=True).pipelines.items()
+        for index, transform in enumerate(transforms)
+        if transform.name == "normalize"
+    }
 
 
 def _chosen(

@@ -53,34 +53,61 @@ def recipe_words(address: str, words: list[str]) -> list[str]:
         UserError: If there is no such model, or if its architecture is the user's code and
             ``trust=true`` is not given.
     """
-    from selftask.config.compose.overrides import import_plugins
-    from selftask.models.weights.address import NONE, PRETRAINED, check_model
-
-    import_plugins(words)  # a plug-in may register a handler for the address
-    words, trust = take_trust(words)
-    weights, words = take("weights", words)
+    words, trust, weights = take_start(address, words)
     prefix, words = take("prefix", words)
     asked_size, words = take("image_size", words)
     if asked_size is not None and not asked_size.isdecimal():
         raise UserError(f"image_size={asked_size}: expected a whole number of pixels")
     size = int(asked_size) if asked_size else None
-    check_model(address, weights)
     data = _data(address, words, trust=trust)
 
     from selftask.models.weights.model_source import describe_model  # imports torch
 
-    facts = describe_model(address, weights=weights or PRETRAINED, trust=trust, image_size=size)
-    architecture = facts["architecture"]
-    start = address if weights in (None, PRETRAINED) else None if weights == NONE else weights
+    facts = describe_model(address, weights=weights, trust=trust, image_size=size)
     settings = {
         **data,
-        "backbone": {"name": architecture["name"], **architecture["args"]},
-        "init.backbone": start,
+        **start_settings("finetune", address, weights, facts),
         **({} if prefix is None else {"init.prefix": prefix}),
         **_transforms(facts),
-        "out": f"runs/finetune_{Path(address.rpartition(':')[2]).stem}",
     }
     return [*(f"{key}={flow(value)}" for key, value in settings.items()), *words]
+
+
+def take_start(address: str, words: list[str]) -> tuple[list[str], bool, str]:
+    """Take ``trust=`` and ``weights=`` from the words; return the others, and both values.
+
+    Raises:
+        UserError: If there is no such model.
+    """
+    from selftask.config.compose.overrides import import_plugins
+    from selftask.models.weights.address import PRETRAINED, check_model
+
+    import_plugins(words)  # a plug-in may register a handler for the address
+    words, trust = take_trust(words)
+    weights, words = take("weights", words)
+    check_model(address, weights)
+    return words, trust, weights or PRETRAINED
+
+
+def start_settings(
+    command: str, address: str, weights: str, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the settings that follow from the model: backbone, its weights, and ``out``.
+
+    Args:
+        command: Name of the command, for ``out``.
+        address: A run, a file, or a model of timm or torchvision.
+        weights: ``weights=`` of the command line.
+        facts: Metadata of the model.
+    """
+    from selftask.models.weights.address import NONE, PRETRAINED
+
+    architecture = facts["architecture"]
+    return {
+        "backbone": {"name": architecture["name"], **architecture["args"]},
+        "init.backbone": {PRETRAINED: address, NONE: None}.get(weights, weights),
+        "out": f"runs/{command}_{Path(address.rpartition(':')[2]).stem}",
+    }
 
 
 def _transforms(facts: dict[str, Any]) -> dict[str, Any]:
