@@ -52,7 +52,13 @@ setup(
     package_dir={"": "ssl"},
     packages=find_packages(where="ssl"),
     package_data={
-        "selftask": ["py.typed", "**/*.pyi", "report/static/**", "cli/scaffold/templates/*.txt"],
+        "selftask": [
+            "py.typed",
+            "**/*.pyi",
+            "report/static/**",
+            "report/templates/*.html",
+            "cli/scaffold/templates/*.txt",
+        ],
     },
     ext_modules=[AUGMENT],
     install_requires=[
@@ -69,6 +75,7 @@ setup(
         "scipy>=1.13",
         "safetensors>=0.5",
         "rich>=13.7",
+        "jinja2>=3.1.2",
         "numpy>=2.1",
         "pillow>=11.3",  # before, its wheels read no AVIF
         "opencv-python-headless>=4.10.0.84",

@@ -12,7 +12,7 @@ import pytest
 
 from selftask.logs import json_row
 from selftask.report.charts import Chart, Curve, charts_html, thinned
-from selftask.report.page import Section, escape, json_data, page_html, static_text
+from selftask.report.page import Section, json_data, page_html, render, static_text
 from selftask.report.record import RunRecord, columns_of
 from selftask.report.run_report import write_run_report
 from selftask.report.settings import flat
@@ -146,5 +146,8 @@ def test_flat_config() -> None:
     }  # fmt: skip
 
 
-def test_escape_also_quotes() -> None:
-    assert escape("<a href=\"x\" id='y'>&") == "&lt;a href=&quot;x&quot; id=&#x27;y&#x27;&gt;&amp;"
+def test_texts_are_escaped_and_passwords_masked() -> None:
+    html = render("run.link", "x\" onclick='y'", "<a>&http://me:secret@host/a")
+    name = "&lt;a&gt;&amp;http://me:***@host/a"
+    assert html == f'<a href="x&#34; onclick=&#39;y&#39;">{name}</a>'
+    assert render("compare.value", html, []) == html, "the HTML of a macro, not escaped again"

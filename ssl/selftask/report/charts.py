@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from selftask.report.page import escape, json_data
+from selftask.report.page import json_data, render
 from selftask.report.record import Clock
 
 MAX_POINTS = 2000  # per curve
@@ -104,27 +104,10 @@ def charts_html(
         "clocks": {name: _clock(clock) for name, clock in (clocks or {}).items()},
         "marks": [{"step": m.step, "kind": m.kind, "text": m.text} for m in marks],
     }
-    boxes = "".join(
-        f'<figure class="chart"><figcaption>{escape(chart.title)}'
-        f"{f'<small>{escape(chart.note)}</small>' if chart.note else ''}</figcaption>"
-        f'<div class="plot"></div></figure>'
-        for chart in charts
-    )
-    return (
-        f'<div class="charts" data-charts="{_ID}">{_CONTROLS}'
-        f'<div class="grid">{boxes}</div></div>{json_data(data, _ID)}'
-    )
+    return f"{render('run.charts', _ID, charts)}{json_data(data, _ID)}"
 
 
 _ID = "charts"  # of the element with the data
-_CONTROLS = """<form class="controls">
-<label>x axis <select name="x"><option value="steps">steps</option>
-<option value="epochs">epochs</option><option value="seconds">time</option></select></label>
-<label>smoothing <input name="smooth" type="range" min="0" max="0.99" step="0.01" value="0">
-<output>0</output></label>
-<label><input name="log" type="checkbox"> logarithmic y</label>
-<span class="hint">drag to zoom, double click to reset, click a name to hide its curve</span>
-</form>"""
 
 
 def thinned(

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from selftask.errors import plural
-from selftask.report.page import Section, escape
+from selftask.report.page import Section, render
 from selftask.report.record import RunRecord
 from selftask.report.verdict import Kind
 
@@ -25,19 +25,16 @@ KINDS: dict[str, Kind] = {
 def events_section(record: RunRecord) -> Section:
     """Return the section with the events of a run; empty without events."""
     main = [event for event in record.events if event.get("event") not in FOLDED]
-    parts = [_table(main)] if main else []
+    folded = []
     for kind in FOLDED:
         chosen = [event for event in record.events if event.get("event") == kind]
         if chosen:
-            number = f"{len(chosen):,} {plural(kind, len(chosen))}"
-            parts.append(f"<details><summary>{number}</summary>{_table(chosen)}</details>")
-    return Section("Events", "".join(parts), "events")
+            folded.append((f"{len(chosen):,} {plural(kind, len(chosen))}", _rows(chosen)))
+    return Section("Events", render("run.events", _rows(main), folded), "events")
 
 
-def _table(events: Sequence[Mapping[str, Any]]) -> str:
-    rows = "".join(_row(event) for event in _shown(events))
-    head = "<thead><tr><th>time</th><th class=number>step</th><th>event</th><th></th></tr></thead>"
-    return f'<div class="scroll"><table class="events">{head}<tbody>{rows}</tbody></table></div>'
+def _rows(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    return [_row(event) for event in _shown(events)]
 
 
 def _shown(events: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
@@ -51,15 +48,11 @@ def _shown(events: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
     yield from events[-half:]
 
 
-def _row(event: Mapping[str, Any]) -> str:
-    kind = str(event.get("event", ""))
-    badge = f'<span class="badge {KINDS.get(kind, "plain")}">{escape(kind)}</span>' if kind else ""
-    step = event.get("step")
+def _row(event: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return time, step, kind, color and text of an event."""
+    kind, step = str(event.get("event", "")), event.get("step")
     shown = f"{step:,}" if isinstance(step, int) else ""
-    return (
-        f"<tr><td class=mono>{escape(_time(event))}</td><td class=number>{shown}</td>"
-        f"<td>{badge}</td><td>{escape(event.get('text', ''))}</td></tr>"
-    )
+    return _time(event), shown, kind, KINDS.get(kind, "plain"), str(event.get("text", ""))
 
 
 def _time(event: Mapping[str, Any]) -> str:

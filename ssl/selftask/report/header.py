@@ -11,7 +11,7 @@ from urllib.parse import quote
 from selftask.config.values.budget import show_bytes
 from selftask.errors import plural
 from selftask.report.overview.durations import show_seconds
-from selftask.report.page import Section, escape
+from selftask.report.page import Section, render
 from selftask.report.record import FILES, RunRecord
 from selftask.report.record_forms import total_steps
 from selftask.report.verdict import Kind, verdict_of
@@ -32,18 +32,9 @@ MAX_CHECKPOINTS = 12  # visible rows; further rows are folded
 
 def head_html(record: RunRecord) -> str:
     """Return the heading of a run's page: name, state, verdict."""
-    verdict = verdict_of(record)
-    line = " · ".join(map(escape, _summary(record)))
-    findings = "".join(
-        f'<li><span class="badge {finding.kind}">{_SYMBOLS[finding.kind]}</span> '
-        f"{escape(finding.text)}</li>"
-        for finding in verdict.findings
-    )
-    return (
-        f"<h1>{escape(record.name)} {state_badge(record.state, has_symbol=True)}</h1>"
-        f'<p class="muted">{line}</p>'
-        f'<div class="verdict {verdict.kind}"><p>{escape(verdict.headline)}</p>'
-        f"{f'<ul>{findings}</ul>' if findings else ''}</div>"
+    badge = state_badge(record.state, has_symbol=True)
+    return render(
+        "run.head", record.name, badge, list(_summary(record)), verdict_of(record), _SYMBOLS
     )
 
 
@@ -56,9 +47,7 @@ def state_badge(state: str, note: str = "", *, has_symbol: bool = False) -> str:
         has_symbol: Whether a symbol precedes the word.
     """
     kind = STATE_KINDS.get(state.split(",")[0].partition(":")[0], "plain")
-    title = f' title="{escape(note)}"' if note else ""
-    symbol = f"{_SYMBOLS[kind]} " if has_symbol else ""
-    return f'<span class="state {kind}"{title}>{symbol}{escape(state)}</span>'
+    return render("run.state", state, kind, note, f"{_SYMBOLS[kind]} " if has_symbol else "")
 
 
 def facts_section(record: RunRecord) -> Section:
@@ -71,15 +60,7 @@ def facts_section(record: RunRecord) -> Section:
         ("problems", "; ".join(record.problems)),
         ("large files", "; ".join(record.thinned)),
     ]
-    facts = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in items if text
-    )
-    command = (
-        f'<div class="wide"><dt>command</dt><dd><code>{escape(record.command)}</code></dd></div>'
-        if record.command
-        else ""
-    )
-    return Section("What ran", f'<dl class="facts">{facts}{command}</dl>', "facts")
+    return Section("What ran", render("run.facts", items, record.command), "facts")
 
 
 def files_section(record: RunRecord, page: Path) -> Section:
@@ -89,44 +70,27 @@ def files_section(record: RunRecord, page: Path) -> Section:
         record: The run.
         page: The file that the section is written to; links are relative to it.
     """
-    names = [name for name in FILES if (record.folder / name).exists()]
-    links = " · ".join(_link(record.folder / name, page, name) for name in names)
-    parts = [f"<p>{links}</p>" if links else ""]
-    if record.checkpoints:
-        rows = [_checkpoint_row(record, number, page) for number in range(len(record.checkpoints))]
-        head = "<thead><tr><th>checkpoint</th><th class=number>step</th><th class=number>size</th>"
-        head += "<th>kept as</th></tr></thead>"
-        parts.append(f"<table>{head}<tbody>{''.join(rows[:MAX_CHECKPOINTS])}</tbody></table>")
-        if rest := rows[MAX_CHECKPOINTS:]:
-            parts.append(
-                f"<details><summary>{len(rest)} older ones</summary><table><tbody>"
-                f"{''.join(rest)}</tbody></table></details>"
-            )
-    if record.exports:
-        exports = " · ".join(_link(path, page, path.name) for path in record.exports)
-        parts.append(f"<p>backbone: {exports}</p>")
-    errors = sorted((record.folder / "errors").glob("*.txt"))
-    if errors:
-        links = " · ".join(_link(path, page, f"errors/{path.name}") for path in errors)
-        parts.append(f"<p>tracebacks: {links}</p>")
-    return Section("Files", "".join(parts), "files")
-
-
-def _checkpoint_row(record: RunRecord, number: int, page: Path) -> str:
-    checkpoint = record.checkpoints[number]
-    return (
-        f"<tr><td>{_link(checkpoint.path, page, checkpoint.path.name)}</td>"
-        f"<td class=number>{checkpoint.step:,}</td>"
-        f"<td class=number>{show_bytes(checkpoint.size)}</td><td>{escape(checkpoint.why)}</td></tr>"
+    rows = [
+        (_link(c.path, page), f"{c.step:,}", show_bytes(c.size), c.why) for c in record.checkpoints
+    ]
+    html = render(
+        "run.files",
+        [_link(record.folder / name, page) for name in FILES if (record.folder / name).exists()],
+        rows[:MAX_CHECKPOINTS],
+        rows[MAX_CHECKPOINTS:],
+        [_link(path, page) for path in record.exports],
+        [_link(p, page, "errors/") for p in sorted((record.folder / "errors").glob("*.txt"))],
     )
+    return Section("Files", html, "files")
 
 
-def _link(path: Path, page: Path, text: str) -> str:
+def _link(path: Path, page: Path, folder: str = "") -> tuple[str, str]:
+    """Return the address of a file relative to the page, empty on another drive, and its name."""
     try:
         relative = os.path.relpath(path.resolve(), page.resolve().parent)
-    except ValueError:  # on another drive
-        return escape(text)
-    return f'<a href="{escape(quote(os.fsencode(relative)))}">{escape(text)}</a>'
+    except ValueError:
+        return "", f"{folder}{path.name}"
+    return quote(os.fsencode(relative)), f"{folder}{path.name}"
 
 
 def _summary(record: RunRecord) -> Iterable[str]:

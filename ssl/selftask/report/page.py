@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from selftask.errors import masked
 from selftask.files.replace import replacing
@@ -24,10 +25,8 @@ class Section:
 
     Args:
         title: Heading, as plain text.
-        html: Content. Text that is not from selftask must be passed through ``escape``; charts are
-            made by ``selftask.report.charts``.
+        html: Content, made by ``render``.
         id: Anchor in the page, with letters and hyphens only.
-        folded: If True, the section is closed until the reader opens it.
         script: JavaScript of this section, run after the page's own script. If several sections
             have the same script, it is included once.
         style: Style sheet of this section; equal ones are also included once.
@@ -36,23 +35,44 @@ class Section:
     title: str
     html: str
     id: str
-    folded: bool = False
     script: str = ""
     style: str = ""
 
 
-def escape(text: object) -> str:
-    """Escape a text for use in the content or a quoted attribute of an element.
+def _shareable(value: Any) -> Any:
+    """Mask passwords, since pages are shared, and replace lone surrogates, which UTF-8 lacks.
 
-    Passwords in addresses are masked, since pages are shared.
+    The HTML of other macros is returned unchanged.
     """
-    return _shareable(html.escape(str(text), quote=True))
+    if hasattr(value, "__html__"):
+        return value
+    text = str(value)
+    return masked(text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8"))
 
 
-def _shareable(text: str) -> str:
-    """Mask passwords, and replace lone surrogates, which UTF-8 cannot hold."""
-    text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-    return masked(text)
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    undefined=StrictUndefined,
+    autoescape=True,
+    auto_reload=False,
+    finalize=_shareable,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def render(macro: str, *args: Any) -> str:
+    """Return the HTML that a macro of ``report/templates`` makes of texts, which it escapes.
+
+    The HTML of one macro may be an argument of another.
+
+    Args:
+        macro: Template and macro, such as ``run.head``.
+        *args: Arguments of the macro.
+    """
+    template, _, name = macro.partition(".")
+    html: str = getattr(_TEMPLATES.get_template(f"{template}.html").module, name)(*args)
+    return html
 
 
 def json_data(content: Any, id: str) -> str:
@@ -64,7 +84,7 @@ def json_data(content: Any, id: str) -> str:
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character in "<>&\u2028\u2029":  # text must not close the element or open a comment
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return f'<script type="application/json" id="{escape(id)}">{_shareable(text)}</script>'
+    return f'<script type="application/json" id="{id}">{_shareable(text)}</script>'
 
 
 @cache
@@ -90,7 +110,7 @@ def page_html(
         scripts: Further JavaScript.
         connect: ``connect-src`` of the Content Security Policy; a page in a file needs none.
     """
-    shown = [section for section in sections if section.html]
+    shown = [section for section in sections if section.html.strip()]
     base = [
         static_text("uplot/uPlot.iife.min.js"),
         static_text("page.js"),
@@ -99,42 +119,7 @@ def page_html(
     code = _unique([*base, *scripts, *(section.script for section in shown)])
     styles = [static_text("uplot/uPlot.min.css"), static_text("page.css")]
     styles = _unique([*styles, *(section.style for section in shown)])
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            "img-src data: blob:",
-            "style-src 'unsafe-inline'",
-            f"connect-src {connect}",
-            f"script-src {' '.join(map(_digest, code))}",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
-    )
-    contents = "".join(f'<a href="#{escape(s.id)}">{escape(s.title)}</a>' for s in shown)
-    body = "\n".join(map(_section, shown))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-{"".join(f"<style>{style}</style>" for style in styles)}
-</head>
-<body>
-<button id="theme" type="button" aria-label="light or dark">◐</button>
-<main>
-{top or f"<h1>{escape(title)}</h1>"}
-<nav aria-label="contents">{contents}</nav>
-{body}
-</main>
-<div id="tip" role="status" hidden></div>
-<noscript>Curves and tables that sort need JavaScript.</noscript>
-{"".join(f"<script>{text}</script>" for text in code)}
-</body>
-</html>
-"""
+    return render("page.page", title, shown, top, styles, code, [*map(_digest, code)], connect)
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section], *, top: str = "") -> None:
@@ -151,15 +136,6 @@ def write_page(path: Path, title: str, sections: Sequence[Section], *, top: str 
     """
     with replacing(path) as temporary:
         temporary.write_text(page_html(title, sections, top=top), encoding="utf-8")
-
-
-def _section(section: Section) -> str:
-    heading = f"<h2>{escape(section.title)}</h2>"
-    if section.folded:
-        content = f"<details><summary>{heading}</summary>{section.html}</details>"
-    else:
-        content = heading + section.html
-    return f'<section id="{escape(section.id)}">{content}</section>'
 
 
 def _unique(texts: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from selftask.report.page import Section, escape
+from selftask.report.page import Section, render
 from selftask.report.record import RunRecord
 
 
@@ -25,12 +25,16 @@ def config_section(record: RunRecord) -> Section:
     chosen = [key for key in values if not placed[key].startswith(("auto", "command line"))]
     recipe = [key for key in chosen if placed[key]]
     rest = [key for key in values if key not in {*typed, *recipe}]
-    parts = [
-        _table("Set on the command line", typed, values, placed, folded=False),
-        _table("Set by the recipe", recipe, values, placed, folded=bool(typed)),
-        _table("Defaults" if origins else "All values", rest, values, placed, folded=True),
+    tables = [
+        ("Set on the command line", typed, False),
+        ("Set by the recipe", recipe, bool(typed)),
+        ("Defaults" if origins else "All values", rest, True),
     ]
-    return Section("Config", "".join(parts), "config")
+    rows = [
+        (title, [(key, _shown(values[key]), placed[key]) for key in keys], folded)
+        for title, keys, folded in tables
+    ]
+    return Section("Config", render("run.settings", rows), "config")
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -60,22 +64,6 @@ def _origin(origins: dict[str, Any], key: str) -> str:
             return str(origins[key])
         key = key.rpartition(".")[0]
     return ""
-
-
-def _table(
-    title: str, keys: list[str], values: dict[str, Any], placed: dict[str, str], *, folded: bool
-) -> str:
-    if not keys:
-        return ""
-    rows = "".join(
-        f"<tr><td class=mono>{escape(key)}</td><td class=mono>{escape(_shown(values[key]))}</td>"
-        f"<td class=muted>{escape(placed[key])}</td></tr>"
-        for key in keys
-    )
-    table = f"<table><tbody>{rows}</tbody></table>"
-    if folded:
-        return f"<details><summary>{escape(title)} ({len(keys)})</summary>{table}</details>"
-    return f"<h3>{escape(title)}</h3>{table}"
 
 
 def _shown(value: Any) -> str:

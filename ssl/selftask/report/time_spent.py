@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 from selftask.report.overview.durations import show_seconds
-from selftask.report.page import Section, escape
+from selftask.report.page import Section, render
 from selftask.report.record import RunRecord
 from selftask.report.verdict import data_wait
 
@@ -15,10 +16,13 @@ LEAST = 0.001  # share of the time below which a part is left out
 
 def time_section(record: RunRecord) -> Section:
     """Return the section with bars of the run's time, empty if nothing was measured."""
-    parts = step_parts(record)
-    bars = [_bars("A step", "milliseconds of a step, mean over the run", parts, milliseconds=True)]
-    bars.append(_bars("The run", "all attempts together", run_parts(record), milliseconds=False))
-    return Section("Where the time went", "".join(bars), "time")
+    step = _rows(step_parts(record), lambda seconds: f"{1e3 * seconds:,.1f} ms")
+    run = _rows(run_parts(record), show_seconds)
+    bars = [
+        ("A step", "milliseconds of a step, mean over the run", step),
+        ("The run", "all attempts together", run),
+    ]
+    return Section("Where the time went", render("run.time", bars), "time")
 
 
 def step_parts(record: RunRecord) -> dict[str, float]:
@@ -55,20 +59,7 @@ def run_parts(record: RunRecord) -> dict[str, float]:
     return {"training": trained, "evaluations": evaluated, "start, stop, pauses": stopped}
 
 
-def _bars(title: str, note: str, parts: dict[str, float], *, milliseconds: bool) -> str:
+def _rows(parts: dict[str, float], show: Callable[[float], str]) -> list[tuple[str, float, str]]:
+    """Return name, share and time of each part."""
     total = sum(parts.values())
-    if not total:
-        return ""
-    rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td class=number>{value / total:.1%}</td>'
-        f"<td class=number>{_time(value, milliseconds)}</td>"
-        f'<td class="bar"><div style="width:{100 * value / total:.2f}%"></div></td></tr>'
-        for name, value in parts.items()
-        if value >= LEAST * total
-    )
-    table = f'<table class="bars"><tbody>{rows}</tbody></table>'
-    return f"<h3>{escape(title)}</h3><small>{escape(note)}</small>{table}"
-
-
-def _time(seconds: float, milliseconds: bool) -> str:
-    return f"{1e3 * seconds:,.1f} ms" if milliseconds else show_seconds(seconds)
+    return [(k, s / total, show(s)) for k, s in parts.items() if total and s >= LEAST * total]

@@ -17,11 +17,10 @@ from selftask.report.compare.tables import (
     group_table,
     reports_from,
     run_table,
-    swatch,
 )
 from selftask.report.curves import CHARTS, chance_lines, chance_loss
 from selftask.report.overview.table import count_states, small_is_good
-from selftask.report.page import Section, escape, static_text, write_page
+from selftask.report.page import Section, render, static_text, write_page
 from selftask.report.record import RunRecord
 
 MOST_CURVES = 40  # the curves of this many runs are drawn, best runs first
@@ -94,13 +93,12 @@ def comparison_head(comparison: Comparison) -> str:
     members = comparison.members
     states = count_states(member.line for member in members)
     groups = len(comparison.groups)
-    about = f"{groups} {plural('configuration', groups)}; {states}"
-    notes = "".join(f"<li>{text}</li>" for text in _notes(comparison))
-    best = escape(best_line(comparison))
-    return (
-        f"<h1>{len(members)} runs</h1><p class='muted'>{escape(about)}</p>"
-        f'<div class="verdict {"good" if best else "plain"}"><p>{best or "nothing to rank yet"}</p>'
-        f"{f'<ul>{notes}</ul>' if notes else ''}</div>"
+    return render(
+        "compare.head",
+        len(members),
+        f"{groups} {plural('configuration', groups)}; {states}",
+        best_line(comparison),
+        _notes(comparison),
     )
 
 
@@ -118,9 +116,9 @@ def best_line(comparison: Comparison) -> str:
     return f"{what} {name}: {best.mean:.4g}{half}, {first.label}{over}"
 
 
-def _notes(comparison: Comparison) -> list[str]:
-    """Return caveats of the comparison, as HTML."""
-    notes = []
+def _notes(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return caveats of the comparison: the run that each is about, or "", and a text."""
+    runs, notes = [], []
     for member in comparison.members:
         line = member.line
         if member.is_complete:
@@ -129,7 +127,7 @@ def _notes(comparison: Comparison) -> list[str]:
         reached += f" of {line.total_steps:,}" if line.total_steps else ""
         text = f"{line.state}{reached}" + (f": {line.note}" if line.note else "")
         text = line.note if line.note.startswith("RUN ") else text
-        notes.append(f"<b>{escape(member.name)}</b>: {escape(shorten(text, 320))}")
+        runs.append((member.name, shorten(text, 320)))
     if any(not m.is_complete for m in comparison.members):
         notes.append("values with * are not from the end of training; means are over finished runs")
     if any(len(group.members) > 1 for group in comparison.groups):
@@ -143,7 +141,7 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append(f"the {what} differ: losses of different scale, not comparable")
     if any(key.startswith("data.") for key in comparison.keys):
         notes.append("the runs read different data")
-    return notes
+    return [*runs, *(("", note) for note in notes)]
 
 
 def comparison_sections(comparison: Comparison, link: Link) -> list[Section]:
@@ -166,10 +164,7 @@ def comparison_sections(comparison: Comparison, link: Link) -> list[Section]:
     curves = Section("Curves", _curves(comparison), "curves-of-runs", script=script, style=style)
     settings = Section("Differences of configs", differences_table(comparison), "differences")
     pairs = pairs_of(comparison)
-    lines = "".join(f"<li>{escape(pair.text)}</li>" for pair in pairs)
-    note = "<p class='muted'>paired bootstrap over test images; of many pairs, 1 in 20 differs by "
-    note += "chance</p>"
-    tests = Section("Differences on test images", f"{note}<ul>{lines}</ul>", "pairs")
+    tests = Section("Differences on test images", render("compare.pairs", pairs), "pairs")
     return [ranking, runs, *([tests] if pairs else []), curves, settings]
 
 
@@ -185,12 +180,11 @@ def _curves(comparison: Comparison) -> str:
     charts = [_chart(name, drawn) for name in dict.fromkeys(names)]
     clocks = {member.name: member.record.clock for _, member in drawn}
     num_hidden = len(comparison.members) - len(drawn)
-    note = (
-        f"<p class='muted'>the {MOST_CURVES} best runs; {num_hidden} are not drawn</p>"
-        if num_hidden
-        else ""
-    )
-    return note + _switches(comparison, drawn) + charts_html(charts, clocks=clocks)
+    there = {id(group) for group, _ in drawn}
+    groups = [group for group in comparison.groups if id(group) in there]
+    switched = groups if len(comparison.groups) > 1 else []
+    switches = render("compare.switches", switched, MOST_CURVES, num_hidden)
+    return f"{switches}{charts_html(charts, clocks=clocks)}"
 
 
 def _chart(name: str, drawn: Sequence[tuple[Group, Member]]) -> Chart:
@@ -221,17 +215,3 @@ def curve_label(group: Group, member: Member) -> str:
     if len(group.members) == 1:
         return group.label
     return f"{group.label}, seed {member.seed}" if member.seed else f"{group.label}, {member.name}"
-
-
-def _switches(comparison: Comparison, drawn: Sequence[tuple[Group, Member]]) -> str:
-    """Return checkboxes that show or hide the curves of a group in all charts."""
-    if len(comparison.groups) < 2:
-        return ""
-    there = {id(group) for group, _ in drawn}
-    boxes = "".join(
-        f'<label><input type="checkbox" checked data-group="{group.number}"> '
-        f"{swatch(group)} {escape(group.label)}</label>"
-        for group in comparison.groups
-        if id(group) in there
-    )
-    return f'<div class="controls switches">{boxes}</div>'

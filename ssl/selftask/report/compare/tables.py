@@ -15,7 +15,7 @@ from selftask.report.compare.interval import Interval
 from selftask.report.header import state_badge
 from selftask.report.overview.durations import show_seconds
 from selftask.report.overview.table import small_is_good
-from selftask.report.page import escape
+from selftask.report.page import render
 from selftask.report.verdict import verdict_of
 
 MOST_COLUMNS = 12  # largest number of groups in the table of differences
@@ -38,7 +38,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Datum:
-    """A cell: its HTML, and the value to sort by, or None to sort last."""
+    """A cell: its text or the HTML of a macro, and the value to sort by, or None to sort last."""
 
     html: str
     key: float | str | None = None
@@ -52,25 +52,7 @@ def sortable(heads: Sequence[Head], rows: Sequence[Sequence[Datum]], id: str) ->
         rows: Cells of each row, one for each column.
         id: Id of the element.
     """
-    top = "".join(
-        f'<th scope="col"{_class(head)} data-best="{head.best}" title="{escape(head.title)}">'
-        f'<button type="button">{escape(head.text)}</button></th>'
-        for head in heads
-    )
-    body = "".join(f"<tr>{''.join(map(_cell, heads, row))}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table class="sortable" id="{escape(id)}">'
-        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _class(head: Head) -> str:
-    return ' class="number"' if head.best else ""
-
-
-def _cell(head: Head, datum: Datum) -> str:
-    key = "" if datum.key is None else f' data-key="{escape(datum.key)}"'
-    return f"<td{_class(head)}{key}>{datum.html or '-'}</td>"
+    return render("compare.sortable", heads, rows, id)
 
 
 def group_table(comparison: Comparison) -> str:
@@ -80,7 +62,7 @@ def group_table(comparison: Comparison) -> str:
     for group in comparison.groups:
         complete = sum(member.is_complete for member in group.members)
         row = [
-            Datum(f"{swatch(group)} {escape(group.label)}", group.label),
+            Datum(render("compare.group", group), group.label),
             Datum(f"{complete} of {len(group.members)}", complete),
         ]
         rows.append(row + _results(group, comparison))
@@ -107,15 +89,17 @@ def run_table(comparison: Comparison, link: Link) -> str:
             steps = "" if line.step is None else f"{line.step:,}"
             if line.total_steps and not member.is_complete:
                 steps += f" of {line.total_steps:,}"
-            name = f"{swatch(group)} {_linked(member, link(member))}{_verdict(member)}"
+            name = render(
+                "compare.run", group, member.name, link(member), verdict_of(member.record)
+            )
             row = [
                 Datum(name, member.name),
-                Datum(escape(group.label), group.label),
+                Datum(group.label, group.label),
                 Datum(state_badge(line.state, line.note), line.state),
                 Datum(steps, line.step),
                 *_results(Group(group.label, group.number, [member]), comparison),
             ]
-            seed = [Datum(escape(member.seed), _sort_key(member.seed))]
+            seed = [Datum(member.seed, _sort_key(member.seed))]
             rows.append(row + (seed if seeds else []))
     return sortable(heads, rows, "runs")
 
@@ -133,10 +117,11 @@ def _heads_of_results(comparison: Comparison) -> list[Head]:
 
 def _results(group: Group, comparison: Comparison) -> list[Datum]:
     """Return the cells of metrics and cost: means over the runs of a group."""
-    mark = "" if any(member.is_complete for member in group.members) else _unfinished(group.members)
+    is_complete = any(member.is_complete for member in group.members)
+    states = [] if is_complete else list(dict.fromkeys(m.line.state for m in group.members))
     cells = []
     for name in comparison.metrics:
-        cells.append(_mean(group.final(name), mark))
+        cells.append(_mean(group.final(name), states))
         if name != "loss":
             cells.append(_mean(group.best(name)))
     costs = {"seconds": show_seconds, "images_per_s": show_rate, "memory": show_bytes}
@@ -149,28 +134,11 @@ def differences_table(comparison: Comparison) -> str:
     groups = comparison.groups[:MOST_COLUMNS]
     if not keys or len(groups) < 2:
         return ""
-    top = "".join(f'<th scope="col">{swatch(g)} {escape(g.label)}</th>' for g in groups)
     rows = []
     for key in keys:
         values = [group.members[0].settings.get(key) for group in groups]
-        cells = "".join(
-            "<td>-</td>" if v is None else f"<td><code>{escape(_short(v))}</code></td>"
-            for v in values
-        )
-        rows.append(f'<tr><th scope="row"><code>{escape(key)}</code></th>{cells}</tr>')
-    more = len(comparison.groups) - len(groups)
-    note = (
-        f"<p class='muted'>of the best {len(groups)}; {more} more are left out</p>" if more else ""
-    )
-    return (
-        f'{note}<div class="scroll"><table class="differences"><thead><tr><th>key</th>{top}</tr>'
-        f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def swatch(group: Group) -> str:
-    """Return a small square in the color of a group's curves."""
-    return f'<span class="swatch" style="background: var(--c{group.number % 8})"></span>'
+        rows.append((key, [None if v is None else _short(v) for v in values]))
+    return render("compare.differences", groups, rows, len(comparison.groups) - len(groups))
 
 
 def reports_from(folder: Path) -> Link:
@@ -187,20 +155,9 @@ def reports_from(folder: Path) -> Link:
     return link
 
 
-def _linked(member: Member, target: str) -> str:
-    name = escape(member.name)
-    return f'<a href="{escape(target)}">{name}</a>' if target else name
-
-
-def _verdict(member: Member) -> str:
-    verdict = verdict_of(member.record)
-    text = escape(verdict.headline)
-    return f'<small class="note {verdict.kind}-text" title="{text}">{text}</small>'
-
-
 def _mean(
     interval: Interval | None,
-    mark: str = "",
+    states: Sequence[str] = (),
     *,
     show: Callable[[float], str] = "{:.4g}".format,
     spread: bool = True,
@@ -208,13 +165,8 @@ def _mean(
     if interval is None:
         return Datum("")
     half = f" ± {interval.half:.2g}" if spread and interval.half is not None else ""
-    return Datum(f"{show(interval.mean)}{half}{mark}", interval.mean)
-
-
-def _unfinished(members: Sequence[Member]) -> str:
-    """Return a mark for values of runs that did not finish."""
-    states = ", ".join(dict.fromkeys(member.line.state for member in members))
-    return f'<sup title="{escape(states)}: not the end of training">*</sup>'
+    text = f"{show(interval.mean)}{half}"
+    return Datum(render("compare.value", text, states), interval.mean)
 
 
 def show_rate(rate: float) -> str:

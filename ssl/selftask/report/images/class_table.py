@@ -12,7 +12,7 @@ from selftask.evaluate.knn import Bank
 from selftask.models.feature_queue import class_votes
 from selftask.report.images.gathered import Gathered
 from selftask.report.images.image_section import image_section
-from selftask.report.page import Section, escape
+from selftask.report.page import Section, render
 
 _K, _TEMPERATURE = 20, 0.07  # as in evaluate.knn.KNN
 _SHOWN = 15  # visible rows of the table; the others are folded
@@ -78,64 +78,19 @@ def class_section(images: Gathered) -> Section:
     if len(np.unique(labels[labels >= 0])) < 2:
         return Section("Classes", "", "classes")
     result = by_class(images.features, labels)
-    order = result.classes.tolist()
-    note = (
-        f"Each of {int((labels >= 0).sum()):,} labeled {escape(images.what)} is classified by "
-        f"its {_K} nearest others: {result.overall:.1%} are right "
-        f"(chance: {_majority(result):.1%}, the most frequent class). Worst classes first."
+    html = render(
+        "images.classes",
+        images,
+        result,
+        int((labels >= 0).sum()),
+        _K,
+        _majority(result),
+        _SHOWN,
+        len(result.classes) <= _MOST_IN_MATRIX,
     )
-    html = f"<p class=muted>{note}</p>{_table(images, result, order[:_SHOWN])}"
-    if rest := order[_SHOWN:]:
-        table = _table(images, result, rest)
-        html += f"<details><summary>{len(rest)} more classes</summary>{table}</details>"
-    if len(order) <= _MOST_IN_MATRIX:
-        matrix = _matrix(images, result, sorted(order))
-        html += f"<details><summary>Confusion matrix</summary>{matrix}</details>"
     return image_section("k-NN accuracy by class", html, "classes")
 
 
 def _majority(result: ByClass) -> float:
     counts = result.confusion.sum(axis=1)
     return float(counts.max() / counts.sum())
-
-
-def _table(images: Gathered, result: ByClass, classes: list[int]) -> str:
-    rows = []
-    for label in classes:
-        accuracy = result.accuracy[label]
-        mistakes = ", ".join(
-            f"{escape(images.class_text(other))} ({count})"
-            for other, count in result.mistakes(label)[:3]
-        )
-        rows.append(
-            f"<tr><th scope=row>{escape(images.class_text(label))}</th>"
-            f"<td class=number>{result.confusion[label].sum()}</td>"
-            f"<td class=share><span class=bar style='--part:{accuracy:.3f}'></span>"
-            f"{accuracy:.0%}</td>"
-            f"<td>{mistakes}</td></tr>"
-        )
-    head = "<tr><th>class</th><th class=number>images</th><th>right</th><th>taken for</th></tr>"
-    return (
-        "<div class=scroll><table class=classes>"
-        f"<thead>{head}</thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _matrix(images: Gathered, result: ByClass, classes: list[int]) -> str:
-    """Return the confusion matrix, with cells shaded by their share of the row."""
-    names = [escape(images.class_text(label)) for label in classes]
-    head = "".join(f"<th scope=col><span>{name}</span></th>" for name in names)
-    rows = []
-    for label, name in zip(classes, names, strict=True):
-        counts = result.confusion[label]
-        cells = "".join(
-            f"<td class='{'hit' if other == label else 'miss'}' "
-            f"style='--part:{counts[other] / max(1, counts.sum()):.3f}'>{counts[other] or ''}</td>"
-            for other in classes
-        )
-        rows.append(f"<tr><th scope=row>{name}</th>{cells}</tr>")
-    return (
-        "<p class=muted>Rows: true class. Columns: predicted class.</p><div class=scroll>"
-        f"<table class=confusion><thead><tr><td></td>{head}</tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from selftask.report.images.gathered import Gathered
 from selftask.report.images.image_section import image_section
 from selftask.report.images.sprite import Sprite
-from selftask.report.page import Section, escape, json_data
+from selftask.report.page import Section, json_data, render
 
 ID = "map-of-embeddings"
 BUDGET = 1_300_000  # largest size of the thumbnails, in characters
@@ -56,21 +56,19 @@ def map_section(images: Gathered, projections: Mapping[str, Projection]) -> Sect
         "labels": [images.label_text(row) for row in range(len(images))],
         "tiles": [list(tile) for tile in tiles],
     }
-    html = (
-        f"<p class=muted>{_note(images)}</p>"
-        f"<div class=map id=map>{_choice(projections)}"
-        f"{_drawing(images, marks, places[first], projections[first])}"
-        f"{_legend(images, marks)}</div>{json_data(data, 'map-data')}"
+    kinds = [_kind(marks.get(label)) for label in images.labels.tolist()]
+    html = render(
+        "images.map",
+        images,
+        projections,
+        projections[first].axes,
+        (_WIDTH, _HEIGHT),
+        _SHAPES,
+        list(zip(kinds, places[first].tolist(), strict=True)),
+        list(_legend(images, marks)),
     )
+    html = f"{html}{json_data(data, 'map-data')}"
     return image_section("Map of the embeddings", html, ID, sprite)
-
-
-def _note(images: Gathered) -> str:
-    return (
-        f"{len(images):,} {escape(images.what)}: near each other if the backbone gives them "
-        "similar features. Point at one, tap it, or use the arrow keys to see it; drag to zoom, "
-        "double click to see all."
-    )
 
 
 def _marks(images: Gathered) -> dict[int, int]:
@@ -97,65 +95,15 @@ def _scaled(positions: np.ndarray) -> np.ndarray:
     return np.round(centered * [1, -1] + np.array([_WIDTH, _HEIGHT]) / 2, 1)
 
 
-def _choice(projections: Mapping[str, Projection]) -> str:
-    """Return buttons for the choice of the projection and for zoom."""
-    buttons = "".join(
-        f'<button type=button data-projection="{key}" aria-pressed={str(not place).lower()}>'
-        f"{escape(one.title)}</button>"
-        for place, (key, one) in enumerate(projections.items())
-    )
-    zoom = "".join(
-        f'<button type=button data-zoom="{factor}" aria-label="{label}">{sign}</button>'
-        for factor, label, sign in (
-            ("1.5", "zoom in", "+"),
-            ("0.6667", "zoom out", "-"),
-            ("0", "show all points", "⤢"),
-        )
-    )
-    return (
-        f'<div class=map-bar><span role=group aria-label="projection">{buttons}</span>'
-        f'<span role=group aria-label="zoom">{zoom}</span></div>'
-    )
-
-
-def _drawing(images: Gathered, marks: dict[int, int], places: np.ndarray, first: Projection) -> str:
-    shapes = "".join(
-        f'<path id="shape-{number}" d="{path}"/>' for number, path in enumerate(_SHAPES)
-    )
-    points = []
-    for label, (x, y) in zip(images.labels.tolist(), places.tolist(), strict=True):
-        style, shape = _kind(marks.get(label))
-        points.append(f'<use href="{shape}" class="{style}" transform="translate({x:g} {y:g})"/>')
-    across, up = first.axes
-    return (
-        f'<div class=map-frame><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" tabindex=0 role=application '
-        f'aria-label="Map of {len(images)} images: arrow keys go from one to the next">'
-        f"<defs>{shapes}</defs><g class=points>{''.join(points)}</g>"
-        "<circle class=ring r=8 visibility=hidden /><rect class=drag visibility=hidden />"
-        f'</svg><span class="axis up">{escape(up)}</span>'
-        f'<span class="axis across">{escape(across)}</span>'
-        "<div class=map-tip hidden><span class='tile spot'></span>"
-        "<span class=words aria-live=polite></span></div></div>"
-    )
-
-
-def _legend(images: Gathered, marks: dict[int, int]) -> str:
-    """Return a button for each class, which highlights its points."""
+def _legend(images: Gathered, marks: dict[int, int]) -> Iterator[tuple[tuple[str, str], str, int]]:
+    """Yield mark, name and number of images of each class, for a button that highlights them."""
     labels = images.labels.tolist()
     counts = Counter(marks.get(label) for label in labels)
     names: dict[int | None, str] = {mark: images.class_text(label) for label, mark in marks.items()}
     if not marks:
-        return ""
+        return
     others = len({label for label in labels if label not in marks})
     names[None] = "no label" if set(labels) - set(marks) == {-1} else f"{others} other classes"
-    keys = []
     for mark, name in names.items():
-        if not counts[mark]:
-            continue
-        style, shape = _kind(mark)
-        keys.append(
-            f'<button type=button class=key aria-pressed=false data-kind="{style} {shape}">'
-            f'<svg viewBox="-6 -6 12 12" aria-hidden=true><use href="{shape}" class="{style}"/>'
-            f"</svg>{escape(name)} <small>{counts[mark]}</small></button>"
-        )
-    return f'<div class=legend role=group aria-label="classes">{"".join(keys)}</div>'
+        if counts[mark]:
+            yield _kind(mark), name, counts[mark]

@@ -19,4 +19,4 @@ def image_section(title: str, html: str, id: str, sprite: Sprite | None = None) 
     """
     sheet = f"<style>{sprite.css()}</style>" if sprite is not None and len(sprite) else ""
     script = static_text(_SCRIPTS[id]) if id in _SCRIPTS else ""
-    return Section(title, sheet + html, id, script=script, style=static_text("images.css"))
+    return Section(title, f"{sheet}{html}", id, script=script, style=static_text("images.css"))

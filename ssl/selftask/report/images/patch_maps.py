@@ -16,7 +16,7 @@ from selftask.models.features.extract import extract, offers
 from selftask.report.images.image_section import image_section
 from selftask.report.images.projections import pca
 from selftask.report.images.sprite import Sprite
-from selftask.report.page import Section, escape
+from selftask.report.page import Section, render
 
 BUDGET = 250_000  # largest size of the images, in characters
 _SIDE = 160
@@ -66,21 +66,9 @@ def patch_section(
         tokens: (B, h, w, E).
     """
     sprite = Sprite("patches", _SIDE, BUDGET)
-    pairs = []
-    for image, name, colors in zip(pixels, names, patch_colors(tokens), strict=True):
-        seen = sprite.html(sprite.add(image), name)
-        grid = sprite.html(sprite.add(_as_large(colors, image)), f"patch tokens of {name}")
-        pairs.append(
-            f"<figure class=pair>{seen}{grid}"
-            f"<figcaption><span class=name>{escape(name)}</span></figcaption></figure>"
-        )
-    rows, columns = tokens.shape[1:3]
-    note = (
-        "Left the image, right its patch tokens: the first three principal components of "
-        f"{len(pixels)} x {rows * columns} tokens (a grid of {rows} x {columns}), as red, green "
-        "and blue. Patches of one color have similar features."
-    )
-    html = f"<p class=muted>{note}</p><div class=pairs>{''.join(pairs)}</div>"
+    maps = [_as_large(*pair) for pair in zip(patch_colors(tokens), pixels, strict=True)]
+    samples = list(zip(pixels, maps, names, strict=True))
+    html = render("images.pairs", sprite, samples, *tokens.shape[1:3])
     return image_section("Patch tokens", html, "patch-tokens", sprite)
 
 

@@ -16,10 +16,9 @@ from selftask.data.loading.open_data import Sources
 from selftask.methods.base import Method
 from selftask.models.eval_mode import in_eval_mode
 from selftask.registry import METHODS
-from selftask.report.images.image_rows import image_rows
 from selftask.report.images.image_section import image_section
 from selftask.report.images.sprite import Sprite, short_names
-from selftask.report.page import Section, escape
+from selftask.report.page import Section, render
 from selftask.task import Task
 from selftask.task.loaded import config_to_load
 
@@ -91,5 +90,5 @@ def reconstruction_section(
     rows = [
         ([images[row] for images in columns.values()], name, "") for row, name in enumerate(names)
     ]
-    html = f"<p class=muted>{escape(note)}</p>{image_rows(sprite, list(columns), rows)}"
+    html = render("images.rows", note, sprite, list(columns), rows)
     return image_section("Masks and reconstructions", html, "reconstructions", sprite)

@@ -33,7 +33,7 @@ from selftask.report.images.projections import normalized, pca, tsne
 from selftask.report.images.reconstructions import reconstructions_of, visualizes
 from selftask.report.images.views import views_of
 from selftask.report.images.weights import Weights, find_weights, trained_on
-from selftask.report.page import Section, escape
+from selftask.report.page import Section, render
 
 DEFAULT_IMAGES = 1000
 _FEWEST_FOR_TSNE = 15  # images
@@ -93,8 +93,8 @@ class ImageSections:
         try:
             sections = make()
         except (UserError, BadImage, OSError, RuntimeError) as error:
-            note = f"Not shown: {escape(error)}"
-            return [image_section(title, f"<p class=muted>{note}</p>", name)]
+            note = render("images.note", f"Not shown: {error}")
+            return [image_section(title, note, name)]
         self._cache.put(name, key, sections)
         return sections
 

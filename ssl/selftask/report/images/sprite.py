@@ -12,7 +12,6 @@ import numpy as np
 from PIL import Image, features
 
 from selftask.data.inspect.contact_sheet import as_seen, printable
-from selftask.report.page import escape
 
 GUTTER = 2  # pixels around a tile that repeat its edge, so that adjacent tiles do not bleed into it
 _COLUMNS = 32  # tiles in a row
@@ -79,15 +78,6 @@ class Sprite:
         return (
             f".{self.name}{{background-image:url({encode(sheet, self.budget)});"
             f"background-size:{width}px {height}px}}"
-        )
-
-    def html(self, number: int, label: str) -> str:
-        """Return the element that shows a tile, with ``label`` for screen readers."""
-        left, top, width, height = self.tile(number)
-        return (
-            f'<span class="tile {self.name}" role="img" aria-label="{escape(label)}" '
-            f'title="{escape(label)}" style="width:{width}px;height:{height}px;'
-            f'background-position:-{left}px -{top}px"></span>'
         )
 
     def _sheet(self) -> np.ndarray:

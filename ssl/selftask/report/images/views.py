@@ -8,10 +8,9 @@ from selftask.config.schema import Config
 from selftask.data.inspect.contact_sheet import Row, printable, rows_of, view_names
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source, channels_of, extras_of
-from selftask.report.images.image_rows import image_rows
 from selftask.report.images.image_section import image_section
 from selftask.report.images.sprite import Sprite, short_names
-from selftask.report.page import Section, escape
+from selftask.report.page import Section, render
 
 BUDGET = 600_000  # largest size of the images, in characters
 NUM_IMAGES = 6
@@ -48,7 +47,7 @@ def views_section(
     sprite = Sprite("view", _SIDE, BUDGET)
     named = zip(rows, short_names([row.name for row in rows]), captions, strict=True)
     table = [([row.original, *row.views], name, text) for row, name, text in named]
-    html = f"<p class=muted>{escape(note)}</p>{image_rows(sprite, ['original', *names], table)}"
+    html = render("images.rows", note, sprite, ["original", *names], table)
     return image_section("Views that the network saw", html, "views", sprite)
 
 

@@ -13,11 +13,11 @@ from selftask.report.compare.comparison_page import (
     comparison_sections,
     read_comparison,
 )
-from selftask.report.compare.tables import Datum, Head, sortable
+from selftask.report.compare.tables import Datum, Head
 from selftask.report.header import head_html, state_badge
 from selftask.report.overview.run_line import RunLine
 from selftask.report.overview.table import cell, columns_of, count_states, small_is_good
-from selftask.report.page import Section, escape, page_html, static_text
+from selftask.report.page import Section, page_html, render, static_text
 from selftask.report.record import RunRecord
 from selftask.report.run_report import NAME, run_sections
 
@@ -41,19 +41,17 @@ def overview_page(title: str, lines: Mapping[str, RunLine]) -> str:
     best = {True: "min", False: "max"}
     heads = [Head(n, "" if n in _TEXTS else best[small_is_good(n)]) for n in columns]
     rows = [
-        [Datum(_mark(name)), *(_datum(name, line, column) for column in columns)]
+        [
+            Datum(render("compare.mark", name)),
+            *(_datum(name, line, column) for column in columns),
+        ]
         for name, line in lines.items()
     ]
-    html = (
-        f"{sortable([Head(''), *heads], rows, 'runs')}"
-        '<p class="controls"><a id="compare" href="/compare">compare all runs</a>'
-        '<span class="hint">mark some runs to compare only these</span></p>'
-    )
+    html = render("compare.overview", [Head(""), *heads], rows)
     script, style = static_text("compare.js"), static_text("compare.css")
     section = Section("Runs", html, "runs-table", script=script, style=style)
     states = f"{len(lines)} {plural('run', len(lines))}: {count_states(lines.values())}"
-    about = escape(states if lines else "no runs yet")
-    head = f'<h1>{escape(title)}</h1><p class="muted">{about}</p>'
+    head = render("compare.title", title, states if lines else "no runs yet")
     return _live_page(title, [section], head)
 
 
@@ -83,19 +81,10 @@ def _live_page(title: str, sections: Sequence[Section], head: str, above: str = 
     return page_html(title, sections, top=top, scripts=[static_text("live.js")], connect="'self'")
 
 
-def _mark(name: str) -> str:
-    return f'<input type="checkbox" value="{escape(name)}" aria-label="compare {escape(name)}">'
-
-
 def _datum(name: str, line: RunLine, column: str) -> Datum:
     if column == "run":
-        note = _note(line.note) if line.note else ""
-        return Datum(f'<a href="{escape(run_url(name))}">{escape(name)}</a>{note}', name)
+        return Datum(render("compare.watched", name, run_url(name), line.note), name)
     if column == "state":
         return Datum(state_badge(line.state, line.note), line.state)
     shown = cell(line, column)
-    return Datum("" if shown.text == "-" else escape(shown.text), shown.key)
-
-
-def _note(text: str) -> str:
-    return f'<small class="note bad-text" title="{escape(text)}">{escape(text)}</small>'
+    return Datum("" if shown.text == "-" else shown.text, shown.key)
