@@ -184,7 +184,7 @@ def test_masks_are_blocks_of_at_least_a_ninth() -> None:
     masked = counts > 0
     assert 0.43 < masked.float().mean() < 0.57
     assert 19 <= counts[masked].max() <= 98
-    sampler = IBOT(IBOT.Config()).block_mask((14, 14))
+    sampler = IBOT(IBOT.Config()).mask_sampler((14, 14))
     assert (sampler.min_patches, sampler.max_patches) == (16, 196)
 
 

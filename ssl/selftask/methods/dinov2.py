@@ -22,7 +22,7 @@ from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.prototypes import PrototypeHeads
-from selftask.models.block_mask import BlockMask
+from selftask.models.block_mask import BlockMask, MaskSampler
 from selftask.models.build import embed_dim
 from selftask.models.clustering import sinkhorn_knopp, view_cross_entropy
 from selftask.models.features.extract import adapter_of
@@ -198,14 +198,14 @@ class DINOv2(PrototypeHeads, EMATeacher):
         return self.draw_masks(seed, key, self.grid_of(*sizes[0]))
 
     def draw_masks(self, seed: int, key: Tensor, grid: tuple[int, int]) -> Masks:
-        """Draw block masks for some of the global views, with a random mask ratio for each.
+        """Draw masks for some of the global views, with a random mask ratio for each.
 
         Args:
             seed: Seed of the run.
             key: (B, 2) on the CPU, see ``random.keyed``.
             grid: Rows and columns of patches.
         """
-        config, sampler = self.config, self.block_mask(grid)
+        config, sampler = self.config, self.mask_sampler(grid)
         draws = uniform(seed, key, NUM_GLOBAL * (2 + sampler.num_draws))
         draws = draws.unflatten(1, (NUM_GLOBAL, -1)).transpose(0, 1).flatten(0, 1)  # (2 * B, ...)
         least, most = config.mask_ratio
@@ -216,7 +216,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         weights = (1 / mask.sum(dim=1)).repeat_interleave(mask.sum(dim=1))
         return Masks(mask, indices, weights)
 
-    def block_mask(self, grid: tuple[int, int]) -> BlockMask:
+    def mask_sampler(self, grid: tuple[int, int]) -> MaskSampler:
         """Return the sampler of masks for a grid of patches."""
         return BlockMask(grid)
 
@@ -227,7 +227,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         ``batch["teacher"]`` is the teacher's whole output, for further terms.
         """
         batch = task.last_batch
-        batch["teacher"] = self.teacher(self.teacher_input(batch))
+        batch["teacher"] = self.teacher_output(batch)
         predicted = batch["teacher"].prediction
         scores = [to_float32(predicted.images.flatten(0, 1)), to_float32(predicted.patches)]
         images, patches = (
@@ -244,6 +244,11 @@ class DINOv2(PrototypeHeads, EMATeacher):
         if task.train and self.config.targets == "centering":
             sums = [F.pad(rows.sum(dim=0), (0, 1), value=len(rows)) for rows in scores]
             self.pending.append(torch.stack(sums))  # (2, K + 1), with the number of scores
+
+    def teacher_output(self, batch: Batch) -> PatchOutput:
+        """Return the teacher's scores and features of the unmasked global views."""
+        output: PatchOutput = self.teacher(self.teacher_input(batch))
+        return output
 
     def teacher_input(self, batch: Batch) -> Inputs:
         """Return the argument of the teacher, which scores the patches of ``masks.indices``."""

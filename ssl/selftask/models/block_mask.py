@@ -9,7 +9,7 @@ B images, h x w patches in a grid, N = h * w.
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,17 @@ Sides: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 _DRAWS = 4  # per rectangle: area, shape, row, column
 _TRIES = 10  # consecutive failures before an image is finished, as in the published code
+
+
+class MaskSampler(Protocol):
+    """Sampler of masks for a grid of N patches."""
+
+    num_patches: int
+    num_draws: int
+    """Number of draws for an image."""
+
+    def from_draws(self, draws: Tensor, counts: Tensor) -> Tensor:
+        """Turn draws (B, ``num_draws``) and numbers of patches (B,) into masks (B, N)."""
 
 
 class BlockMask:

@@ -21,6 +21,7 @@ Indices = tuple[Tensor, Tensor]
 
 _SQUARE = (1.0, 1.0)  # the aspect ratio of the image
 _DRAWS = 4  # per block: area, shape, row, column
+_HINTS = 10  # one of ten masked patches is revealed, among the tenth of the highest attention
 
 
 class MultiBlockMask:
@@ -182,6 +183,46 @@ def cut_out(block: Tensor, targets: Tensor, *, least: int) -> Tensor:
     enough = remaining.sum(dim=2) >= least  # (B, M + 1)
     number = (enough * torch.arange(enough.shape[1], device=block.device)).amax(dim=1)  # (B,)
     return remaining[torch.arange(len(remaining), device=block.device), number]
+
+
+class AttentionMask:
+    """Sampler of masks of the patches to which a class token attends most: AttMask.
+
+    Kakogeorgiou et al., What to Hide from Your Students: Attention-Guided Masked Image Modeling,
+    ECCV 2022, arXiv:2203.12719. Masks are drawn before the attention is known, for patches that are
+    sorted by it, the highest first; ``in_image`` moves them to the patches.
+
+    Args:
+        grid: Rows and columns of patches (h, w).
+        hints: Whether some of the patches of the highest attention stay visible.
+    """
+
+    def __init__(self, grid: tuple[int, int], *, hints: bool) -> None:
+        self.num_patches = grid[0] * grid[1]
+        self.num_draws = self.num_patches // _HINTS if hints else 0
+
+    def from_draws(self, draws: Tensor, counts: Tensor) -> Tensor:
+        """Return masks (B, N) bool, True for the first patches.
+
+        Args:
+            draws: (B, ``num_draws``) in [0, 1).
+            counts: (B,), numbers of patches to mask, before some are revealed.
+        """
+        mask = torch.arange(self.num_patches) < counts[:, None]
+        place = draws.argsort(dim=1, stable=True).argsort(dim=1)
+        mask[:, : self.num_draws] &= place >= counts[:, None] // _HINTS
+        return mask
+
+
+def in_image(mask: Tensor, attention: Tensor) -> Tensor:
+    """Return a mask of patches in the order of the image.
+
+    Args:
+        mask: (B, N) bool, of patches sorted by attention, the highest first.
+        attention: (B, N), of the patches in the order of the image.
+    """
+    order = attention.argsort(dim=1, descending=True, stable=True)
+    return torch.zeros_like(mask).scatter(1, order, mask)
 
 
 def padded_indices(mask: Tensor, length: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
