@@ -41,6 +41,13 @@ def blocks(page: str) -> list[Block]:
     return [Block(language, body) for _, language, body in FENCE.findall(text)]
 
 
+def sessions(page: str) -> list[tuple[str, str]]:
+    """Words after ``$ selftask`` in the blocks of ``docs/page.md``, and the output below them."""
+    texts = [block.text for block in blocks(page) if block.text.startswith("$ selftask ")]
+    parts = [part for text in texts for part in re.split(r"^\$ selftask ", text, flags=re.M)[1:]]
+    return [(command, output) for command, _, output in (part.partition("\n") for part in parts)]
+
+
 def write_files(page: str, folder: Path) -> list[str]:
     """Write the blocks that are files; return their names."""
     named = [(block.file, block.text) for block in blocks(page) if block.file]

@@ -1,14 +1,14 @@
-"""Small folders of images with masks: colored shapes on noise, whose class is their color."""
+"""Small folders of images with masks or depths: colored shapes on noise; colors tell the class."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 COLORS = np.array([[40, 40, 40], [220, 60, 40], [40, 200, 80], [60, 80, 220], [220, 210, 60]])
+DEPTH = np.array([8.0, 2.0, 4.0, 6.0])  # by class of a scene
 
 
 def scene(seed: int, classes: int = 4, side: int = 48) -> tuple[np.ndarray, np.ndarray]:
@@ -38,6 +38,17 @@ def write_scenes(folder: Path, count: int, first: int = 0, classes: int = 4) -> 
     return folder
 
 
-def shape_of(line: str) -> str:
-    """Return a printed line with # for numbers, and single spaces."""
-    return " ".join(re.sub(r"\d[\d,]*(\.\d+)?%?", "#", line).split())
+def write_depths(folder: Path, count: int, first: int = 0, *, png: bool = False) -> Path:
+    """Write scenes with the depth of their classes; a corner of each is unknown."""
+    for kind in ("images", "depths"):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    for number in range(first, first + count):
+        image, mask = scene(number)
+        depth = DEPTH[mask]
+        depth[:6, :6] = 0 if png else np.nan
+        Image.fromarray(image).save(folder / f"images/{number}.jpg", quality=95)
+        if png:
+            Image.fromarray((depth * 1000).astype(np.uint16)).save(folder / f"depths/{number}.png")
+        else:
+            np.save(folder / f"depths/{number}.npy", depth.astype(np.float32))
+    return folder

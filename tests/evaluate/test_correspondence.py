@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 import tiny
-from page_blocks import blocks
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import Sources
@@ -163,13 +161,8 @@ def test_command_on_a_run_and_on_a_transformer(
     assert kept["evaluation"] == "correspondence" and row.items() <= kept.items()
     vit = ["timm:vit_tiny_patch16_224", "weights=none", f"data={ramps}", "train.device=cpu"]
     assert main(["eval", "correspondence", *vit, "size=64"]) == 0
-    line, last = capsys.readouterr().out.splitlines()[-2:]
-    again = json.loads(last)
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert again["test_images"] == 3 and again["correspondence_distance"] > 0
-    (shown,) = [b.text for b in blocks("evaluation") if "correspondence_pck_0.05" in b.text]
-    example, row_line = shown.splitlines()
-    assert re.sub(r"\d+", "#", example) == re.sub(r"\d+", "#", line)
-    assert list(json.loads(row_line)) == list(again), "the page shows what is printed"
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from dense_data import save_scene, scene, shape_of, write_scenes
+from dense_data import save_scene, scene, write_scenes
 from PIL import Image
 from scipy.ndimage import map_coordinates
 from sklearn.metrics import accuracy_score, jaccard_score, recall_score
 from torch import Tensor, nn
 
 from figures import draw
-from page_blocks import blocks
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import Component
@@ -339,20 +337,6 @@ def test_one_image_is_enough_for_neighbors(
     write_scenes(tmp_path / "val", 1)
     row, _ = run(capsys, str(model), *data_of(tmp_path), "heads=[knn]", "layer=0", "k=1")
     assert row["segmentation_knn_miou"] > 0.95, "the same image"
-
-
-def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_scenes(tmp_path / "train", 24)
-    write_scenes(tmp_path / "val", 8, first=24)
-    table = "index,name\n0,ground\n1,red\n2,green\n3,blue\n"
-    (tmp_path / "train" / "classes.csv").write_text(table)
-    words = ["torchvision:resnet18", "weights=none", *data_of(tmp_path), "size=96", "layer=1"]
-    row, printed = run(capsys, *words, "steps=50")
-    (shown,) = [b.text for b in blocks("evaluation") if "segmentation_knn_miou" in b.text]
-    *lines, json_line = shown.splitlines()
-    assert list(map(shape_of, lines)) == list(map(shape_of, printed.splitlines()[:-1]))
-    names = re.findall(r'"(\w+)"', json_line)
-    assert names == list(row)[: len(names)]
 
 
 def edit_mask(root: Path, change: str) -> None:
