@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import selftask
 import tiny
 from figures import draw
+from selftask.checkpoint.kept import Kept
 from selftask.cli.main import main
+from selftask.config.load import load_config
+from selftask.data.loading.open_data import open_data
+from selftask.data.subset import Part, Subset
+from selftask.data.transforms.pipeline import build_pipeline
 from selftask.evaluate.view_measures import alignment, lidar
+from selftask.random.views import draw_rng
 
 FIGURES = [19.343760962305492, 19.215328788003514]  # of stable-pretraining, seeds 0 and 500
 
@@ -70,8 +78,8 @@ def test_a_run_is_measured_in_its_own_views(
         return row
 
     row = measure()
-    assert (row["images"], row["views"]) == (40, 4)
-    assert 1 <= row["lidar"] <= 32 and 0 < row["alignment"] < 4
+    assert (row["test_images"], row["views"]) == (40, 4)
+    assert 1 <= row["lidar"] <= 32 and 0 < row["feature_alignment"] < 4
     assert measure() == row
     kept = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
     assert kept["evaluation"] == "views" and kept["lidar"] == row["lidar"]
@@ -79,3 +87,43 @@ def test_a_run_is_measured_in_its_own_views(
     library = ["timm:resnet10t", "weights=none", f"data={tiny.digits_file(tmp_path)}"]
     assert main(["eval", "views", *library, "images=4", "views=2"]) == 2
     assert "all views of an image are equal" in capsys.readouterr().err
+
+
+def test_a_run_measures_its_views_and_is_not_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Held-back images without labels; the measures of the last weights are computed again here."""
+    images = tiny.digits_file(tmp_path, "val.npz", 100, 130)
+    np.savez(tmp_path / "held_back.npz", images=np.load(images)["images"])
+    held_back = f"data.val={tmp_path}/held_back.npz"
+    views = ["eval.evaluations={views: {images: 20, views: 3}}", "eval.every=1 epochs"]
+    best = "train.keep_best={metric: feature_alignment, mode: min}"
+    for out, more in {"measured": [*views, best], "plain": []}.items():
+        words = tiny.overrides("simclr", tmp_path, out, held_back, *more, "train.epochs=2")
+        assert main(["train", "simclr/digits", *words]) == 0
+    plain, measured = (
+        torch.load(tmp_path / out / "export/backbone.pt", weights_only=True)
+        for out in ("plain", "measured")
+    )
+    assert not tiny.differences(plain, measured)
+    rows = [row for row in tiny.rows(tmp_path / "measured") if "lidar" in row]
+    assert [row["step"] for row in rows] == [0, 5, 10]
+
+    config = load_config(str(tmp_path / "measured/config.yaml"), [])
+    source = open_data(config.data).val
+    assert source is not None
+    pipeline = build_pipeline(config.views["main"].transforms, "views", 3)
+    network = selftask.load(str(tmp_path / "measured")).backbone
+    features = []
+    for index, image in enumerate(Subset(source, Part(count=20)).rows.tolist()):
+        draws = [draw_rng(config.train.seed + view, 0, index, 0) for view in range(3)]
+        shown = np.stack([pipeline(source[image][0], rng) for rng in draws])
+        with torch.no_grad():
+            features.append(network(pipeline.to_float(torch.from_numpy(shown))))
+    last = rows[-1]
+    assert last["lidar"] == pytest.approx(lidar(torch.stack(features)), rel=1e-4)
+    assert last["feature_alignment"] == pytest.approx(alignment(torch.stack(features)), rel=1e-4)
+    assert rows[0]["lidar"] != last["lidar"]
+    best = min(rows[1:], key=lambda row: row["feature_alignment"])  # step 0 has no checkpoint
+    ((step, value),) = Kept.read(tmp_path / "measured/checkpoints").best
+    assert (step, value) == (best["step"], pytest.approx(best["feature_alignment"]))

@@ -5,7 +5,9 @@ N images, Q views of each, E features.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,35 +16,59 @@ from torch import Tensor, nn
 from selftask.config.fields import setting
 from selftask.config.schema import Config
 from selftask.data.loading.bad_files import BadFiles
-from selftask.data.loading.dataset import EvalDataset
+from selftask.data.loading.dataset import Dataset, EvalDataset
 from selftask.data.loading.loader import EvalBatches
-from selftask.data.source import Source, channels_of
-from selftask.data.subset import Part, Subset
+from selftask.data.loading.open_data import Sources
+from selftask.data.source import Source, Wrapped, channels_of
 from selftask.data.transforms.pipeline import build_pipeline
+from selftask.distributed.accelerator import forked_rng
 from selftask.errors import UserError
+from selftask.evaluate.dense.patches import limited
 from selftask.evaluate.features import extract_features
+from selftask.logs import get_logger
+from selftask.registry import register_evaluation
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from selftask.data.loading.sample import Sample
+    from selftask.data.transforms.pipeline import Normalizer
+
+log = get_logger(__name__)
 
 _BATCH_SIZE = 256  # affects memory only
 _DELTA, _EPS = 1e-4, 1e-8  # LiDAR, section 4
 
 
+@register_evaluation("views")
 @dataclass(frozen=True, kw_only=True)
-class ViewOptions:
-    """Number of images and views."""
+class ViewMeasures:
+    """LiDAR and alignment of views of each image, without labels: lidar, feature_alignment."""
+
+    needs_labels: ClassVar[bool] = False
+    takes_backbone: ClassVar[bool] = True
 
     images: int = setting(1000, min=3)
-    """Number of images, drawn at random if there are more."""
+    """Largest number of images, in a random choice."""
     views: int = setting(10, min=2)
     """Number of views of each image; the paper has 50."""
+
+    def __call__(
+        self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
+    ) -> dict[str, float]:
+        """Return the measures of images of ``data.val``, or of ``data`` if that is missing."""
+        row = measure_views(backbone, config, sources, self, device=device)
+        return {name: row[name] for name in ("lidar", "feature_alignment")}
 
 
 def measure_views(
     backbone: nn.Module,
     config: Config,
-    source: Source,
-    options: ViewOptions,
+    sources: Sources,
+    options: ViewMeasures,
     *,
     device: torch.device,
+    tell: Callable[[str], None] = log.info,
 ) -> dict[str, float]:
     """Return LiDAR and alignment of views made by the first group in ``views``.
 
@@ -52,40 +78,79 @@ def measure_views(
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
         config: Config with ``views``.
-        source: The images.
+        sources: The images: those of ``val``, or of ``train`` if ``val`` is None.
         options: Number of images and views.
         device: Device to compute features on.
+        tell: Called with a line about images and views.
 
     Returns:
-        ``lidar``, ``alignment``, and the numbers of ``images`` and ``views``.
+        ``lidar``, ``feature_alignment``, and the numbers of ``test_images`` and ``views``.
 
     Raises:
         UserError: If the views of an image are all equal, or there are fewer than three images.
     """
+    source, key = (sources.train, "data") if sources.val is None else (sources.val, "data.val")
     name, group = next(iter(config.views.items()))
-    key = f"views.{name}.transforms"
-    pipeline = build_pipeline(group.transforms, key, channels_of(source))
-    part = Subset(source, Part(count=min(options.images, len(source))))
-    backbone = backbone.to(device)
-    passes = []
-    for number in range(options.views):
-        batches = EvalBatches(
-            EvalDataset(
-                part, pipeline.for_view(number % max(1, group.count)), config.train.seed + number
-            ),
-            batch_size=_BATCH_SIZE,
-            num_workers=config.data.num_workers,
-            device=device,
-            bad_files=BadFiles.of(part, config.data, None, "data"),
-        )
-        passes.append(extract_features(backbone, batches, device=device).features)
-    features = torch.stack(passes, dim=1)  # (N, Q, E)
+    pipeline = build_pipeline(group.transforms, f"views.{name}.transforms", channels_of(source))
+    part = _KeepsLast(limited(source, options.images, seed=0))
+    pipelines = [pipeline.for_view(n % max(1, group.count)) for n in range(options.views)]
+    batches = EvalBatches(
+        _Views([EvalDataset(part, p, config.train.seed + n) for n, p in enumerate(pipelines)]),
+        batch_size=_BATCH_SIZE,
+        num_workers=config.data.num_workers,
+        device=device,
+        bad_files=BadFiles.of(part, config.data, None, key),
+    )
+    with forked_rng():  # a DataLoader draws one number
+        rows = extract_features(backbone.to(device), batches, device=device).features
+    features = rows.unflatten(0, (-1, options.views))  # (N, Q, E)
     if len(features) < 3:
-        raise UserError(f"data: {len(features)} images; three or more are expected")
+        raise UserError(f"{key}: {len(features)} images; three or more are expected")
     if torch.equal(features, features[:, :1].expand_as(features)):
-        raise UserError(f"{key}: all views of an image are equal; LiDAR compares different ones")
-    sizes = {"images": len(features), "views": options.views}
-    return {"lidar": lidar(features), "alignment": alignment(features), **sizes}
+        raise UserError(
+            f"views.{name}.transforms: all views of an image are equal; LiDAR compares different "
+            "ones"
+        )
+    tell(f"{len(features)} images, {options.views} views of each, by views.{name}")
+    measures = {"lidar": lidar(features), "feature_alignment": alignment(features)}
+    return {**measures, "test_images": len(features), "views": options.views}
+
+
+class _KeepsLast(Wrapped):
+    """A source that reads an image once if it is asked for several times in a row."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._last: tuple[int, tuple[np.ndarray, int]] | None = None
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        if self._last is None or self._last[0] != index:
+            self._last = index, self.source[index]
+        return self._last[1]
+
+
+class _Views(Dataset):
+    """All views of the first image, then those of the next, ...
+
+    Args:
+        datasets: Q datasets of N images, one for each view.
+    """
+
+    groups = EvalDataset.groups
+
+    def __init__(self, datasets: Sequence[EvalDataset]) -> None:
+        self.datasets = datasets
+
+    @property
+    def to_float(self) -> Sequence[Normalizer]:
+        return self.datasets[0].to_float
+
+    def __len__(self) -> int:
+        return sum(map(len, self.datasets))
+
+    def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
+        image, view = divmod(key[1], len(self.datasets))
+        return self.datasets[view].sample((0, image), out)
 
 
 def lidar(features: Tensor) -> float:

@@ -154,6 +154,8 @@ _GENERAL = (
     Column(
         "feature_uniformity", "below 0", "Uniformity of the features; lower is more uniform.", _EVAL
     ),
+    Column("lidar", "1 to width", "LiDAR of views of images: rank of what they differ in.", _EVAL),
+    Column("feature_alignment", "0 to 4", "Mean squared distance of views of an image.", _EVAL),
     Column(
         "cluster_learnability",
         "0 to 1",
