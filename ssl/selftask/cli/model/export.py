@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 USAGE = f"""\
 usage: selftask export RUN_OR_MODEL [--out DIR]
-                       [--to torchvision|timm|safetensors|huggingface|onnx|detectron2|vissl
-                             |checkpoint]
+                       [--to torchvision|timm|safetensors|huggingface|onnx|torch_export
+                             |detectron2|vissl|checkpoint]
                        [--weights ema|swa | --average N] [--name NAME]
 
 {MODEL}
@@ -44,6 +44,7 @@ computes the same features.
 --to huggingface also writes the folder huggingface, which transformers.AutoModel and timm load, if
 a model of timm computes the same features.
 --to onnx also writes backbone.onnx: normalized images (B, C, S, S) -> features (B, E).
+--to torch_export also writes backbone.pt2, the same as a program for torch.export.load.
 --to detectron2 and --to vissl also write a ResNet as detectron2.pkl (MODEL.WEIGHTS) or vissl.torch.
 --to checkpoint writes a run's whole state instead, as one plain file step_N.pt: what a sharded
 checkpoint would have been without train.sharded_checkpoints.
@@ -61,7 +62,7 @@ import=[MODULE]  a plug-in, such as one with a handler for an address
 OPTIONS = {"--to": str, "--out": str, "--weights": str, "--average": int, "--name": str}
 LIBRARIES = ("torchvision", "timm")
 FOREIGN = ("detectron2", "vissl")
-FORMATS = (*LIBRARIES, *FOREIGN, "safetensors", "huggingface", "onnx", "checkpoint")
+FORMATS = (*LIBRARIES, *FOREIGN, "safetensors", "huggingface", "onnx", "torch_export", "checkpoint")
 
 
 def main(argv: list[str]) -> int:
@@ -277,6 +278,7 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
         save_huggingface,
     )
     from selftask.models.weights.onnx_file import check_onnx, save_onnx
+    from selftask.models.weights.program_file import save_program
 
     if to in LIBRARIES:
         check_library(backbone, Component(**facts["architecture"]), facts.get("channels", 3), to)
@@ -288,6 +290,8 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
     path = save_backbone(backbone, folder, facts)
     if to == "onnx":
         return save_onnx(backbone, folder, facts)
+    if to == "torch_export":
+        return save_program(backbone, folder, facts)
     if config is not None:
         if problem := preprocessing_problem(config):
             print(f"warning: AutoImageProcessor of this folder: {problem}", file=sys.stderr)

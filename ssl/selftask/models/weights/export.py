@@ -21,6 +21,7 @@ from selftask.registry import TRANSFORMS
 WEIGHTS = "backbone.pt"
 SAFETENSORS = "backbone.safetensors"
 META = "backbone.json"
+_SIZE = 224  # pixels, if the training size of the backbone is unknown
 
 
 def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any]) -> Path:
@@ -99,9 +100,19 @@ def check_features(
         raise UserError(f"{what} does not load these weights: {first}") from error
     images = torch.rand(2, *shape)
     with in_eval_mode(backbone), in_eval_mode(theirs):
-        ours = backbone(images)
-        if not torch.allclose(theirs(images), ours, rtol=1e-3, atol=1e-4 * float(ours.abs().max())):
+        if not same_features(theirs(images), backbone(images)):
             raise UserError(f"{what} takes these weights and computes other features")
+
+
+def same_features(theirs: Tensor, ours: Tensor) -> bool:
+    """Return whether features are equal up to rounding, within 1e-4 of the largest."""
+    return torch.allclose(theirs, ours, rtol=1e-3, atol=1e-4 * float(ours.abs().max()))
+
+
+def example_images(facts: dict[str, Any]) -> Tensor:
+    """Return two images (2, C, S, S) of the size in ``backbone.json``, to trace a backbone with."""
+    size = facts.get("input_size") or _SIZE
+    return torch.zeros(2, facts.get("channels", 3), size, size)
 
 
 def metadata(

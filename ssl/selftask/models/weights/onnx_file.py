@@ -12,11 +12,10 @@ from torch import nn
 
 from selftask.errors import UserError
 from selftask.models.eval_mode import in_eval_mode
-from selftask.models.weights.export import write_whole
+from selftask.models.weights.export import example_images, write_whole
 
 FILE = "backbone.onnx"
 _PACKAGES = ("onnx", "onnxscript")
-_SIZE = 224  # pixels, if the training size of the backbone is unknown
 _LIMIT = 2**31 - 2**24  # bytes of one protobuf message, minus room for the graph
 
 
@@ -50,13 +49,11 @@ def save_onnx(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Path:
         raise UserError(
             f"export: --to onnx: {num_bytes / 1e9:.1f} GB of weights; one ONNX file holds 2 GB"
         )
-    size = facts.get("input_size") or _SIZE
-    images = torch.zeros(2, facts.get("channels", 3), size, size)
     with in_eval_mode(backbone):
         try:
             program = torch.onnx.export(
                 backbone,
-                (images,),
+                (example_images(facts),),
                 input_names=["images"],
                 output_names=["features"],
                 dynamic_shapes=({0: torch.export.Dim("batch")},),
