@@ -22,6 +22,7 @@ from selftask.config.schema import Component, Config
 from selftask.data.loading.open_data import open_data
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.errors import UserError
+from selftask.evaluate import offline
 from selftask.models.build import build_backbone
 from selftask.models.weights import model_source
 from selftask.models.weights.export import save_backbone
@@ -154,6 +155,47 @@ def test_features_are_those_of_the_rows_beside_them(
     assert named == [Path(row["path"]).parent.name for row in rows]
     assert main(["features", str(exported), *words]) == 2
     assert "features.npy is there already" in capsys.readouterr().err
+
+
+def test_a_parquet_file_has_the_rows_of_the_folder(
+    exported: Path,
+    images: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    words = [f"data={images}", "data.max_unreadable=1", "data.num_workers=0", "train.device=cpu"]
+    words += ["layers=[1,-1]"]
+    monkeypatch.setattr(offline, "_BATCH_SIZE", 3)
+    for out in ("folder", "deep/rows.parquet"):
+        assert main(["features", str(exported), *words, f"out={tmp_path / out}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].endswith("rows.parquet: 4 images, 32 features")
+    table = parquet.read_table(tmp_path / "deep" / "rows.parquet")
+    with (tmp_path / "folder" / "images.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert table["path"].to_pylist() == [row["path"] for row in rows]
+    assert table["label"].to_pylist() == [int(row["label"]) for row in rows]
+    assert table.column_names[2:] == ["feature_layer1", "feature_layer3"]
+    for name in table.column_names[2:]:
+        expected = np.load(tmp_path / "folder" / f"{name.replace('feature', 'features')}.npy")
+        assert np.array_equal(np.array(table[name].to_pylist()), expected)
+    assert main(["features", str(exported), f"out={tmp_path / 'deep/rows.parquet'}"]) == 2
+    assert "rows.parquet is there already" in capsys.readouterr().err
+    facts = json.loads((tmp_path / "folder" / "features.json").read_text())
+    assert json.loads(table.schema.metadata[b"selftask"]) == facts and facts["classes"] == [
+        "a",
+        "b",
+    ]
+
+
+@pytest.mark.parametrize("word", ["rank=true", "clusters=2"])
+def test_what_needs_a_folder_is_refused_for_a_parquet_file(
+    word: str, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["features", str(exported), f"out={tmp_path / 'rows.parquet'}", word]) == 2
+    assert "clusters and rank write into a folder; give out=DIR" in capsys.readouterr().err
 
 
 def test_parts_of_the_images_make_the_whole(exported: Path, images: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Features as files: ``features.npy``, ``images.csv`` and ``features.json`` in one folder.
+"""Features as files: a folder of ``features.npy``, ``images.csv``, ``features.json``, or a table.
 
 Rows are written batch by batch, so that memory does not grow with the number of images.
 """
@@ -6,6 +6,7 @@ Rows are written batch by batch, so that memory does not grow with the number of
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.evaluate.features import Features
 from selftask.files.addresses import is_remote
+from selftask.files.replace import replacing
 
 IMAGES, FACTS = "images.csv", "features.json"
 
@@ -51,7 +53,6 @@ def write_features(
     """
     out.mkdir(parents=True, exist_ok=True)
     files: list[_NpyFile] = []
-    names = source.class_names() if hasattr(source, "class_names") else None
     with (out / IMAGES).open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(("path", "label"))
@@ -67,12 +68,88 @@ def write_features(
                 npy.append(block.features.numpy())
     if not files:
         raise UserError("there are no images to take features of")
-    if names is not None:
-        facts = {**facts, "classes": [*map(str, names)]}
-    (out / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(_with_classes(facts, source), indent=1) + "\n"
+    (out / FACTS).write_text(text, encoding="utf-8")
     for npy in files:
         npy.close()
     return files[-1].path
+
+
+def write_parquet(
+    path: Path,
+    parts: Iterable[tuple[Features, Sequence[Features]]],
+    source: Source,
+    facts: dict[str, Any],
+    layers: Sequence[int | None] = (None,),
+) -> tuple[int, int]:
+    """Write one parquet file with the columns path, label (or null) and feature (lists of float32).
+
+    The features of hidden layers are columns ``feature_layerN``. The metadata of the schema has the
+    content of ``features.json`` under ``selftask``.
+
+    Args:
+        path: The file.
+        parts: Features of each batch, and the same split by layer.
+        source: Source of the images, for their paths.
+        facts: Content of ``features.json``; names of the classes are added, if there are any.
+        layers: Numbers of the layers; None for the backbone's own output.
+
+    Returns:
+        The number of images, and of features of the last layer.
+
+    Raises:
+        UserError: If there are no images, or a path is not UTF-8.
+    """
+    import pyarrow.parquet as parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = ["feature" if layer is None else f"feature_layer{layer}" for layer in layers]
+    tables = (_arrow_table(source, batch, names, blocks) for batch, blocks in parts)
+    num_images = 0
+    with replacing(path) as temporary:
+        first = next(tables, None)
+        if first is None:
+            raise UserError("there are no images to take features of")
+        text = json.dumps(_with_classes(facts, source))
+        schema = first.schema.with_metadata({"selftask": text})
+        with parquet.ParquetWriter(temporary, schema) as writer:
+            for table in itertools.chain([first], tables):
+                writer.write_table(table.cast(schema))
+                num_images += len(table)
+    return num_images, schema.types[-1].list_size
+
+
+def _arrow_table(
+    source: Source, batch: Features, names: Sequence[str], blocks: Sequence[Features]
+) -> Any:
+    """Return a batch as a table of pyarrow."""
+    import pyarrow as pa
+
+    batch.check_finite()
+    labels = batch.targets.numpy()
+    columns = {
+        "path": [_utf8(source.path(index)) for index in batch.indices.tolist()],
+        "label": pa.array(labels, mask=labels < 0),
+    }
+    for name, block in zip(names, blocks, strict=True):
+        rows = block.features.numpy()
+        columns[name] = pa.FixedSizeListArray.from_arrays(rows.ravel(), rows.shape[1])
+    return pa.table(columns)
+
+
+def _with_classes(facts: dict[str, Any], source: Source) -> dict[str, Any]:
+    """Add the names of the classes, if the source has them."""
+    names = source.class_names() if hasattr(source, "class_names") else None
+    return facts if names is None else {**facts, "classes": [*map(str, names)]}
+
+
+def _utf8(path: str) -> str:
+    """Return the path; raise UserError if its bytes are no UTF-8, as parquet expects."""
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"out: parquet cannot hold the path {path!r}; give out=DIR") from error
+    return path
 
 
 def write_table(path: Path, images: Path, labels: Iterable[int]) -> None:

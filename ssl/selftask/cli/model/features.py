@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen, open_frozen
 from selftask.cli.options import take
 from selftask.cli.verbosity import USAGE as VERBOSITY
+from selftask.data.sources.packages import require
 from selftask.distributed.world import World, read_world
 from selftask.errors import UserError
 from selftask.files import addresses
@@ -24,12 +27,13 @@ if TYPE_CHECKING:
     from selftask.evaluate.features import Features
 
 USAGE = f"""\
-usage: selftask features RUN_OR_MODEL out=DIR [data=DIR] [key=value ...]
+usage: selftask features RUN_OR_MODEL out=DIR|FILE.parquet [data=DIR] [key=value ...]
 
 {MODEL}
 out=DIR       a folder for features.npy (images, features), float32; images.csv, whose rows are
               path and label of the same rows; features.json, what they were made with and the
               names of the classes (label 0 first), if the images have them
+out=FILE.parquet  one table instead: path, label and feature (a list) of each image
 data=DIR      the images, with or without labels; default: those the run was trained on
 layers=[3,-1] hidden layers instead, each in features_layerN.npy; pool=mean|prefix|both
 flip=true     means over each image and its mirror image; scales=[0.75,1]: over image sizes
@@ -42,6 +46,7 @@ An image that cannot be read has no row. Ranks of torchrun share the work: the s
 {VERBOSITY}"""
 
 CLUSTERS, RANKING = "clusters.csv", "ranking.csv"
+_TABLE = ".parquet"
 
 
 def main(argv: list[str]) -> int:
@@ -53,6 +58,11 @@ def main(argv: list[str]) -> int:
     if ranks not in (None, "true", "false"):
         raise UserError(f"rank={ranks}: expected true or false")
     out, clusters, overrides = _own_options(overrides)
+    is_table = out.endswith(_TABLE)
+    if is_table:
+        require("pyarrow", "data", "parquet files", key="out")
+        if clusters or ranks == "true":
+            raise UserError(f"out={out}: clusters and rank write into a folder; give out=DIR")
     world = read_world()
     frozen = open_frozen(address, ["data.val=null", "data.val_sets=null", *overrides])
     facts = {
@@ -64,13 +74,17 @@ def main(argv: list[str]) -> int:
     if world.rank:
         _compute_share(frozen, world)
         return 0
-    with output_folder(out) as folder:
-        features = _write(folder, frozen, world, facts)
-        if clusters:
-            _write_clusters(folder, features, frozen.config.train.seed, clusters)
-        if ranks == "true":
-            _write_ranking(folder, features)
-    print(f"{out}: {len(features):,} images, {features.shape[1]} features")
+    if is_table:
+        num_images, width = _write_table(out, frozen, world, facts)
+    else:
+        with output_folder(out) as folder:
+            features = _write_folder(folder, frozen, world, facts)
+            if clusters:
+                _write_clusters(folder, features, frozen.config.train.seed, clusters)
+            if ranks == "true":
+                _write_ranking(folder, features)
+        num_images, width = features.shape
+    print(f"{out}: {num_images:,} images, {width} features")
     return 0
 
 
@@ -80,10 +94,10 @@ def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
     if not asked or not asked[-1]:
         raise UserError("features needs out=DIR, the folder to write to")
     out = asked[-1]
-    for name in ("features.npy", "features.json"):
-        path = f"{out}/{name}"
+    folder = [f"{out}/features.npy", f"{out}/features.json"]
+    for path in [out] if out.endswith(_TABLE) else folder:
         if addresses.exists(path) if is_remote(out) else exists(expand_user(path)):
-            raise UserError(f"out: {path} is there already; choose another folder")
+            raise UserError(f"out: {path} is there already; choose another")
     if any(text.partition("=")[0].startswith("data.val") for text in overrides):
         raise UserError("data.val: features takes those of data= alone; call it once more for them")
     clusters, overrides = take("clusters", overrides)
@@ -114,11 +128,28 @@ def _compute(frozen: Frozen, world: World) -> tuple[nn.Module, Iterator[Features
     return backbone, parts
 
 
-def _write(folder: Path, frozen: Frozen, world: World, facts: dict[str, Any]) -> np.ndarray:
-    """Write the features batch by batch; return those of the last file, memory-mapped."""
+def _write_folder(folder: Path, frozen: Frozen, world: World, facts: dict[str, Any]) -> np.ndarray:
+    """Write the folder; return the features of its last file, memory-mapped."""
     import numpy as np
 
     from selftask.evaluate.feature_files import write_features
+
+    last = _write(partial(write_features, folder), frozen, world, facts)
+    mapped: np.ndarray = np.load(last, mmap_mode="r")
+    return mapped
+
+
+def _write_table(out: str, frozen: Frozen, world: World, facts: dict[str, Any]) -> tuple[int, int]:
+    """Write one parquet file; return the numbers of images and of features of the last layer."""
+    from selftask.evaluate.feature_files import write_parquet
+
+    parent, name = os.path.split(out)
+    with output_folder(parent or ".") as folder:
+        return _write(partial(write_parquet, folder / name), frozen, world, facts)
+
+
+def _write(write: Callable[..., Any], frozen: Frozen, world: World, facts: dict[str, Any]) -> Any:
+    """Compute the features batch by batch and write each; return the result of ``write``."""
     from selftask.evaluate.on_ranks import connected
     from selftask.evaluate.online import pooled_layers
 
@@ -126,13 +157,10 @@ def _write(folder: Path, frozen: Frozen, world: World, facts: dict[str, Any]) ->
     with connected(world):
         backbone, parts = _compute(frozen, world)
         layers = pooled_layers(backbone)
-        if layers is not None:
-            blocks = ((part, part.split(layers.widths)) for part in parts)
-            last = write_features(folder, blocks, source, facts, layers=layers.numbers)
-        else:
-            last = write_features(folder, ((part, [part]) for part in parts), source, facts)
-    mapped: np.ndarray = np.load(last, mmap_mode="r")
-    return mapped
+        if layers is None:
+            return write(((part, [part]) for part in parts), source, facts)
+        blocks = ((part, part.split(layers.widths)) for part in parts)
+        return write(blocks, source, facts, layers=layers.numbers)
 
 
 def _write_clusters(folder: Path, features: np.ndarray, seed: int, num_clusters: int) -> None:
