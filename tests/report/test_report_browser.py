@@ -39,6 +39,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for step, kind in ((0, "start"), (300, "resume"), (450, "warning"), (600, "finish"))
     ]
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    layers = {f"knn_top1_layer{number}": 0.1 * number for number in range(5)}
+    (run / "evaluations.jsonl").write_text(json.dumps(layers))
     (run / "config.yaml").write_text("{recipe: simclr, method: {name: simclr}, data: x}")
     (run / "status.json").write_text('{"state": "finished", "step": 600}')
     return write_run_report(RunRecord.read(run))
@@ -130,6 +132,18 @@ def test_x_axis_smoothing_and_logarithm(page: Page) -> None:
     assert smooth[-1] == pytest.approx(mean / total)
     page.find("input[name=log]").click()
     assert page.run("return selftask.charts.charts.plots[0].scales.y.distr") == 3
+    assert page.console() == []
+
+
+def test_layers_have_an_axis_of_their_own(page: Page) -> None:
+    page.find("option[value=epochs]").click()  # of the curves over steps
+    plot = "const plot = selftask.charts.layers.plots[0]; return "
+    assert page.run(f"{plot}[plot.series[0].label, plot.scales.x.min, plot.scales.x.max]") == [
+        *("layer", 0, 4)
+    ]
+    assert page.run(f"{plot}plot.data") == [[0, 1, 2, 3, 4], [0, 0.1, 0.2, 0.3, 0.4]]
+    controls = page.find_all("#hidden-layers option")
+    assert [o.text for o in controls if not o.get_property("hidden")] == ["layers"]
     assert page.console() == []
 
 

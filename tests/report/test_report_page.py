@@ -12,6 +12,7 @@ import pytest
 
 from selftask.logs import json_row
 from selftask.report.charts import Chart, Curve, charts_html, thinned
+from selftask.report.layers import layer_charts, layers_section
 from selftask.report.page import Section, json_data, page_html, render, static_text
 from selftask.report.record import RunRecord, columns_of
 from selftask.report.run_report import write_run_report
@@ -151,3 +152,32 @@ def test_texts_are_escaped_and_passwords_masked() -> None:
     name = "&lt;a&gt;&amp;http://me:***@host/a"
     assert html == f'<a href="x&#34; onclick=&#39;y&#39;">{name}</a>'
     assert render("compare.value", html, []) == html, "the HTML of a macro, not escaped again"
+
+
+def test_metrics_of_hidden_layers_are_charts_over_layers(tmp_path: Path) -> None:
+    """The newest result of each metric; a single layer is no curve."""
+    rows: list[dict[str, object]] = [
+        {"step": 5, "knn_top1_layer0": 0.1, "knn_top1_layer2": 0.3},
+        {"step": 9, "lr": 0.1, "probe_lr_layer0": 3.0, "probe_lr_layer2": 1.0},
+    ]
+    run = run_folder(tmp_path / "run", rows)
+    results: list[dict[str, object]] = [
+        {"linear_top1_layer0": 0.9, "linear_top1_layer1": 0.9},
+        {"linear_top1_layer10": 0.7, "linear_top1_layer2": 0.6, "linear_top1_layer2_low": 0.5},
+        {"rankme_layer0": 12.5, "rankme_layer1": 20.0, "svm_top1_layer1": 0.5},
+        {"knn_top1_layer0": "x", f"knn_top1_layer{10**30}": 0.5},
+    ]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in results))
+    record = RunRecord.read(run)
+    charts = {chart.title: chart.curves for chart in layer_charts(record)}
+    assert charts == {
+        "Accuracy": [
+            Curve("knn_top1 during training", [0, 2], [0.1, 0.3]),
+            Curve("linear_top1", [2, 10], [0.6, 0.7]),
+        ],
+        "rankme": [Curve("rankme", [0, 1], [12.5, 20.0])],
+    }
+    assert 'data-charts="layers"' in write_run_report(record).read_text()
+    (run / "evaluations.jsonl").unlink()
+    (run / "metrics.jsonl").write_text("")
+    assert layers_section(RunRecord.read(run)).html == ""

@@ -83,6 +83,8 @@ def charts_html(
     *,
     clocks: dict[str, Clock] | None = None,
     marks: Sequence[Mark] = (),
+    id: str = "charts",
+    x: str = "step",
 ) -> str:
     """Return the HTML of charts and their controls: x axis, smoothing, logarithmic y axis.
 
@@ -90,6 +92,8 @@ def charts_html(
         charts: The charts in order; charts without data are left out.
         clocks: Clocks by the keys in ``Curve.clock``, of which ``""`` is the default.
         marks: Events to draw as vertical lines.
+        id: Id of the element with the data, one for each group of charts on a page.
+        x: What the steps of the curves count; other than steps, there are no clocks.
 
     Returns:
         HTML, or an empty string if no chart has data.
@@ -100,14 +104,12 @@ def charts_html(
     number = sum(len(chart.curves) for chart in charts)
     most = min(MAX_POINTS, max(100, MAX_POINTS_OF_PAGE // number))
     data = {
+        "x": x,
         "charts": [_chart(chart, most) for chart in charts],
         "clocks": {name: _clock(clock) for name, clock in (clocks or {}).items()},
         "marks": [{"step": m.step, "kind": m.kind, "text": m.text} for m in marks],
     }
-    return f"{render('run.charts', _ID, charts)}{json_data(data, _ID)}"
-
-
-_ID = "charts"  # of the element with the data
+    return f"{render('run.charts', id, charts, x)}{json_data(data, id)}"
 
 
 def thinned(

@@ -114,7 +114,7 @@ def chance_lines(chance: float | None) -> list[Line]:
 def _evaluations(record: RunRecord) -> Iterator[Chart]:
     """Yield charts of columns of evaluation rows, such as ``knn_top1``."""
     names = [name for name in _evaluated(record) if name not in _KNOWN]
-    accuracies = [name for name in names if _is_share(name, record.columns[name].values)]
+    accuracies = [name for name in names if is_share(name, record.columns[name].values)]
     yield _filled(Chart("Evaluations", smooth=False), record, accuracies)
     yield from _by_scale(record, "Evaluations", [n for n in names if n not in accuracies])
 
@@ -127,7 +127,7 @@ def _of_checkpoints(record: RunRecord) -> Iterator[Chart]:
         columns = columns_of({"step": step, **metrics} for step, metrics in table.items())
         for name, column in columns.items():
             label = " ".join([name, *settings])
-            chosen = shares if _is_share(name, column.values) else others
+            chosen = shares if is_share(name, column.values) else others
             chosen.append(Curve(label, column.steps, column.values))
     title, note = "Evaluations of checkpoints", "by selftask eval suite"
     for curves in (shares, others):
@@ -195,7 +195,7 @@ def _evaluated(record: RunRecord) -> list[str]:
     return list(dict.fromkeys(name for name in names if name in record.columns))
 
 
-def _is_share(name: str, values: Sequence[float]) -> bool:
+def is_share(name: str, values: Sequence[float]) -> bool:
     """Return True for an accuracy or a similar metric between 0 and 1."""
     words = ("top1", "top5", "accuracy", "precision", "recall")
     return any(word in name for word in words) and all(0 <= value <= 1 for value in values)

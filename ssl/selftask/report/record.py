@@ -78,6 +78,7 @@ class RunRecord:
     status: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)  # rows of `selftask eval suite`
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # results of `selftask eval`
     events: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     exports: list[Path] = field(default_factory=list)
@@ -109,6 +110,7 @@ class RunRecord:
         for path in result_files(folder):
             name = str(path.relative_to(folder))
             record.results += record._read_lines(name, read_ends)
+        record.evaluations = record._read_lines("evaluations.jsonl", read_ends)
         record.events = record._read_lines("events.jsonl", read_ends, valid_events)
         record.checkpoints = list_checkpoints(folder / "checkpoints")
         record.exports = sorted(path for path in (folder / "export").glob("*") if path.is_file())

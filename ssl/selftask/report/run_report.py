@@ -8,6 +8,7 @@ from pathlib import Path
 from selftask.report.curves import curves_section
 from selftask.report.event_list import events_section
 from selftask.report.header import facts_section, files_section, head_html
+from selftask.report.layers import layers_section
 from selftask.report.page import Section, write_page
 from selftask.report.record import RunRecord
 from selftask.report.settings import config_section
@@ -26,6 +27,7 @@ def run_sections(record: RunRecord, page: Path | None = None) -> list[Section]:
     """
     return [
         curves_section(record),
+        layers_section(record),
         facts_section(record),
         time_section(record),
         events_section(record),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from selftask.data.loading.open_data import Sources
 from selftask.evaluate.figure import Figure, bootstrap_interval
 from selftask.evaluate.image_scores import content_digest, packed_scores
 from selftask.report.compare.interval import interval
+from selftask.report.layers import by_layer
 
 
 def with_intervals(row: Mapping[str, float]) -> dict[str, float]:
@@ -42,11 +42,12 @@ def layer_table(row: Mapping[str, float]) -> list[str]:
             is the metric ``knn_top1`` of layer 3.
     """
     cells: dict[int, dict[str, str]] = {}
-    for name, value in row.items():
-        if found := re.fullmatch(r"(.+)_layer(\d+)", name):
+    for metric, values in by_layer(row).items():
+        for layer, value in values.items():
+            name = f"{metric}_layer{layer}"
             low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
             interval = "" if low is None else f" [{low:.3f}, {high:.3f}]"
-            cells.setdefault(int(found[2]), {})[found[1]] = f"{value:.3f}{interval}"
+            cells.setdefault(layer, {})[metric] = f"{value:.3f}{interval}"
     if len(cells) < 2:
         return []
     metrics = list(dict.fromkeys(name for layer in cells.values() for name in layer))

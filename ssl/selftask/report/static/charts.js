@@ -36,15 +36,17 @@
     seconds: showSeconds,
   };
   const X_FORMATS = { steps: (x) => x.toLocaleString("en"), epochs: (x) => `${+x.toPrecision(4)}`, seconds: showSeconds };
-  const X_LABELS = { steps: "step", epochs: "epoch", seconds: "training time" };
+  const X_LABELS = { epochs: "epoch", seconds: "training time" };
 
   const POWERS = Array.from({ length: 60 }, (_, n) => 2 ** n);
   const DECIMALS = Array.from({ length: 9 }, (_, n) => [1, 2, 5].map((digit) => digit * 10 ** (n - 9))).flat();
+  const WHOLE = Array.from({ length: 12 }, (_, n) => [1, 2, 5].map((digit) => digit * 10 ** n)).flat();
   const CLOCK = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000, 72000, 180000];
   const DAYS = [1, 2, 5, 10, 20, 50].map((days) => days * 86400);
 
   // Distances between the ticks of an axis that are round numbers in its units.
   function spacing(format) {
+    if (format === "steps") return { incrs: WHOLE };
     if (format === "bytes") return { incrs: POWERS };
     return format === "seconds" ? { incrs: [...DECIMALS, ...CLOCK, ...DAYS] } : {};
   }
@@ -141,7 +143,7 @@
         width: box.clientWidth,
         height: HEIGHT,
         padding: [10, 12, 0, 0],
-        series: [{ label: X_LABELS[this.unit], value: (_, x) => (isNumber(x) ? X_FORMATS[this.unit](x) : "") }, ...series],
+        series: [{ label: this.unit === "steps" ? this.data.x : X_LABELS[this.unit], value: (_, x) => (isNumber(x) ? X_FORMATS[this.unit](x) : "") }, ...series],
         scales: {
           x: { time: false, range: (u, low, high) => this.xRange(u, low, high) },
           y: { distr: log ? 3 : 1, range: (u, low, high) => this.yRange(chart, log, low, high) },
