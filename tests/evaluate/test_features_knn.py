@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -203,6 +204,22 @@ def test_candidates_in_bfloat16_are_the_neighbours_of_float64(leave_one_out: boo
     assert KNN(search="bfloat16")(train, _set(300, 4, dim=64)) == pytest.approx(
         KNN()(train, _set(300, 4, dim=64)), abs=1.5 / 300
     )
+
+
+def test_rows_of_a_file_have_the_neighbors_of_float64(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knn, "_TRAIN_ROWS", 300)
+    features, queries = _set(1_000, 3).features, F.normalize(_set(50, 4).features)
+    np.save(tmp_path / "features.npy", features.numpy())
+    bank = knn.FileBank(tmp_path / "features.npy")
+    cosine, row = bank.nearest(queries, 7, torch.full((50,), -1))
+    units = F.normalize(features.double())
+    expected = (queries.double() @ units.T).topk(7)
+    assert torch.equal(row, expected.indices)
+    torch.testing.assert_close(cosine.double(), expected.values, rtol=0, atol=1e-6)
+    others = (units @ units.T).fill_diagonal_(-1).amax(dim=1)
+    torch.testing.assert_close(bank.nearest_others().double(), others, rtol=0, atol=1e-6)
 
 
 def test_labels_are_needed() -> None:

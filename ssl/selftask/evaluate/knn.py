@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -125,6 +127,23 @@ class KNN:
             yield torch.cat([targets for _, targets in parts]), cosine, row.gather(1, order)
 
 
+class FileRows:
+    """Normalized rows of a ``.npy`` file of float32 (N, E), read when they are indexed."""
+
+    dtype = torch.float32
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path
+        self._num_rows = len(np.load(path, mmap_mode="r"))
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        mapped = np.load(self.path, mmap_mode="r")  # for this block: pages in memory do not add up
+        return F.normalize(torch.from_numpy(np.array(mapped[rows])), dim=1)
+
+
 class Bank:
     """Nearest-neighbor search by cosine in a set of features.
 
@@ -134,13 +153,15 @@ class Bank:
             float32.
     """
 
+    _rows: Tensor | FileRows  # (N, E), normalized
+    _candidates: tuple[Tensor, Tensor] | None = None  # in bfloat16, and their rows
+
     def __init__(self, features: Tensor, *, search: str = "float32") -> None:
-        self._rows = F.normalize(features, dim=1)  # (N, E)
-        self._candidates: Tensor | None = None
+        self._rows = rows = F.normalize(features, dim=1)
         if search == "bfloat16":
             # subtracting the mean keeps the order of cosines with a query and reduces rounding
             # errors
-            self._candidates = (self._rows - self._rows.mean(dim=0)).bfloat16()
+            self._candidates = ((rows - rows.mean(dim=0)).bfloat16(), rows)
 
     def nearest(self, queries: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and row indices (B, min(k, N)) of the nearest rows, nearest first.
@@ -154,20 +175,38 @@ class Bank:
         if self._candidates is None:
             return _top(queries, self._rows, k, left_out)
         num_candidates = min(_SPARE * k, len(self._rows))
-        _, row = _top(queries.bfloat16(), self._candidates, num_candidates, left_out)
+        candidates, rows = self._candidates
+        _, row = _top(queries.bfloat16(), candidates, num_candidates, left_out)
         pairs = zip(queries.unbind(), row.unbind(), strict=True)  # per query: rows stay in cache
-        cosine = torch.stack([self._rows.index_select(0, near).mv(query) for query, near in pairs])
+        cosine = torch.stack([rows.index_select(0, near).mv(query) for query, near in pairs])
         cosine[row == left_out[:, None]] = -torch.inf
         cosine, order = cosine.topk(k, dim=1)
         return cosine, row.gather(1, order)
 
     def nearest_others(self) -> Tensor:
         """Return the cosine of each row to the nearest other row: (N,)."""
-        blocks = torch.arange(len(self._rows), device=self._rows.device).split(_TEST_ROWS)
-        return torch.cat([self.nearest(self._rows[rows], 1, rows)[0][:, 0] for rows in blocks])
+        nearest = []
+        for first in range(0, len(self._rows), _TEST_ROWS):
+            queries = self._rows[first : first + _TEST_ROWS]
+            own = torch.arange(first, first + len(queries), device=queries.device)
+            nearest.append(self.nearest(queries, 1, own)[0][:, 0])
+        return torch.cat(nearest)
 
 
-def _top(queries: Tensor, bank: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
+class FileBank(Bank):
+    """Nearest-neighbor search in the rows of a ``.npy`` file, which may be larger than the memory.
+
+    Args:
+        path: A file of float32 (N, E).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._rows = FileRows(path)
+
+
+def _top(
+    queries: Tensor, bank: Tensor | FileRows, k: int, left_out: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the k largest products of each query and their rows, one block at a time."""
     best = queries.new_empty(len(queries), 0)
     row = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)

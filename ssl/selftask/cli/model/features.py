@@ -78,12 +78,12 @@ def main(argv: list[str]) -> int:
         num_images, width = _write_table(out, frozen, world, facts)
     else:
         with output_folder(out) as folder:
-            features = _write_folder(folder, frozen, world, facts)
+            path = _write_folder(folder, frozen, world, facts)
+            num_images, width = _mapped(path).shape
             if clusters:
-                _write_clusters(folder, features, frozen.config.train.seed, clusters)
+                _write_clusters(folder, path, frozen.config.train.seed, clusters)
             if ranks == "true":
-                _write_ranking(folder, features)
-        num_images, width = features.shape
+                _write_ranking(folder, path)
     print(f"{out}: {num_images:,} images, {width} features")
     return 0
 
@@ -128,15 +128,12 @@ def _compute(frozen: Frozen, world: World) -> tuple[nn.Module, Iterator[Features
     return backbone, parts
 
 
-def _write_folder(folder: Path, frozen: Frozen, world: World, facts: dict[str, Any]) -> np.ndarray:
-    """Write the folder; return the features of its last file, memory-mapped."""
-    import numpy as np
-
+def _write_folder(folder: Path, frozen: Frozen, world: World, facts: dict[str, Any]) -> Path:
+    """Write the folder; return the path of its last file of features."""
     from selftask.evaluate.feature_files import write_features
 
-    last = _write(partial(write_features, folder), frozen, world, facts)
-    mapped: np.ndarray = np.load(last, mmap_mode="r")
-    return mapped
+    path: Path = _write(partial(write_features, folder), frozen, world, facts)
+    return path
 
 
 def _write_table(out: str, frozen: Frozen, world: World, facts: dict[str, Any]) -> tuple[int, int]:
@@ -163,7 +160,15 @@ def _write(write: Callable[..., Any], frozen: Frozen, world: World, facts: dict[
         return write(blocks, source, facts, layers=layers.numbers)
 
 
-def _write_clusters(folder: Path, features: np.ndarray, seed: int, num_clusters: int) -> None:
+def _mapped(path: Path) -> np.ndarray:
+    """Return the features of a file, memory-mapped."""
+    import numpy as np
+
+    features: np.ndarray = np.load(path, mmap_mode="r")
+    return features
+
+
+def _write_clusters(folder: Path, path: Path, seed: int, num_clusters: int) -> None:
     """Cluster the features and write the cluster of each image as its label."""
     import numpy as np
     import torch
@@ -171,6 +176,7 @@ def _write_clusters(folder: Path, features: np.ndarray, seed: int, num_clusters:
     from selftask.evaluate.feature_files import IMAGES, write_table
     from selftask.models.clustering import spherical_kmeans
 
+    features = _mapped(path)
     if len(features) < num_clusters:
         raise UserError(f"clusters={num_clusters}: there are {len(features)} images; ask for fewer")
     rows = torch.from_numpy(np.array(features))
@@ -179,15 +185,12 @@ def _write_clusters(folder: Path, features: np.ndarray, seed: int, num_clusters:
     write_table(folder / CLUSTERS, folder / IMAGES, cluster.tolist())
 
 
-def _write_ranking(folder: Path, features: np.ndarray) -> None:
+def _write_ranking(folder: Path, path: Path) -> None:
     """Write the cosine similarity of each image to its nearest other image, smallest first."""
-    import numpy as np
-    import torch
-
     from selftask.evaluate.feature_files import IMAGES, write_ranking
-    from selftask.evaluate.knn import Bank
+    from selftask.evaluate.knn import FileBank
 
-    if len(features) < 2:
+    if len(_mapped(path)) < 2:
         raise UserError("rank=true: there is one image, and no other to compare it with")
-    bank = Bank(torch.from_numpy(np.array(features)))
+    bank = FileBank(path)
     write_ranking(folder / RANKING, folder / IMAGES, bank.nearest_others().tolist())
