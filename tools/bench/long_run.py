@@ -1,12 +1,13 @@
 """Memory and open files of a run of 100,000 steps.
 
-    python tools/bench/long_run.py [--steps 100000] [--out FOLDER]
+    python tools/bench/long_run.py [--steps 100000] [--evaluations 10] [--maps] [--out FOLDER]
 
 Trains a small linear network on the digits with four images per batch, the real loader and all
-default hooks. Every hundredth of the run there is a k-NN evaluation, a checkpoint and a log row. At
-each row, resident memory, open files and the number of Python objects are recorded. Shown are their
-slopes over the second half of the run, with a 95 % interval, and the extremes. A leak has a slope
-whose interval excludes 0.
+default hooks. Every hundredth of the run there is a checkpoint and a log row, and a k-NN evaluation
+as often as asked. With --maps the network is a small ResNet, and each evaluation is of k-NN, linear
+classifiers, clusters, the spectrum and correspondence. At each row, resident memory, open files and
+the number of Python objects are recorded. Shown are their slopes over the second half of the run,
+with a 95 % interval, and the extremes. A leak has a slope whose interval excludes 0.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ from selftask.registry import register_backbone, register_hook
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TAKEN: list[dict[str, float]] = []
+MAPS = {
+    "backbone": {"name": "small_resnet", "width": 8},
+    "evaluations": {
+        **dict.fromkeys(("knn", "linear", "clusters", "spectrum"), {}),
+        "correspondence": {"images": 50, "size": 32},
+    },
+}
 
 
 @register_backbone("bench_linear")
@@ -66,7 +74,9 @@ def resources() -> dict[str, float]:
     }
 
 
-def measure(steps: int, out: Path) -> list[dict[str, float]]:
+def measure(
+    steps: int, out: Path, *, evaluations: int = 10, maps: bool = False
+) -> list[dict[str, float]]:
     """Train; return the recorded values, one dict per row."""
     TAKEN.clear()
     part = max(steps // 100, 1)
@@ -74,9 +84,12 @@ def measure(steps: int, out: Path) -> list[dict[str, float]]:
         "simclr/digits",
         out=out,
         data={"num_workers": 0},
-        backbone="bench_linear",
+        backbone=MAPS["backbone"] if maps else "bench_linear",
         method={"out_dim": 8, "hidden_dim": 16},
-        eval={"every": f"{10 * part} steps"},
+        eval={
+            "every": f"{max(steps // evaluations, 1)} steps",
+            **({"evaluations": MAPS["evaluations"]} if maps else {}),
+        },
         train={
             "max_steps": steps,
             "epochs": None,
@@ -95,10 +108,13 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--evaluations", type=int, default=10)
+    parser.add_argument("--maps", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        taken = measure(options.steps, options.out or Path(folder) / "run")
+        out = options.out or Path(folder) / "run"
+        taken = measure(options.steps, out, evaluations=options.evaluations, maps=options.maps)
     late = taken[len(taken) // 2 :]
     steps = [row["step"] for row in late]
     print(f"{options.steps} steps, {len(taken)} rows; slopes over the second half")
