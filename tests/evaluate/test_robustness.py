@@ -19,6 +19,7 @@ from selftask.config.schema import Component
 from selftask.data.loading.open_data import open_data
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.evaluate.robustness import (
+    ALEXNET,
     CORRUPTIONS,
     RobustnessOptions,
     _side_of,
@@ -93,7 +94,7 @@ def shares_of_alexnet() -> dict[str, float]:
 
 def test_errors_are_divided_by_those_of_alexnet(tmp_path: Path) -> None:
     """A thousand classes of one image, whose brighter copies are classified by hand."""
-    assert all(CORRUPTIONS[n].alexnet == pytest.approx(e) for n, e in shares_of_alexnet().items())
+    assert all(ALEXNET[n] == pytest.approx(e) for n, e in shares_of_alexnet().items())
     draws = np.random.default_rng(0)
     images = draws.integers(0, 256, (1000, 3, 3, 3), dtype=np.uint8)
     np.savez(tmp_path / "train.npz", images=images, labels=np.arange(1000))
@@ -187,6 +188,39 @@ def test_eval_robustness_repeats_its_row_and_records_it(
     assert row["test_images"] == 30 and row["corruption_error"] == row["gaussian_noise_error"]
     kept = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
     assert kept["evaluation"] == "robustness" and kept["clean_error"] == row["clean_error"]
+
+
+def save(folder: Path, label: str, images: np.ndarray) -> None:
+    (folder / label).mkdir(parents=True)
+    for number, image in enumerate(images):
+        Image.fromarray(image).save(folder / label / f"{number}.png")
+
+
+def test_a_folder_as_of_imagenet_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies of the training images in right or wrong classes; a class may be missing."""
+    images = np.random.default_rng(0).integers(0, 256, (3, 4, 16, 16, 3), dtype=np.uint8)
+    for number, label in enumerate("abc"):
+        save(tmp_path / "train", label, images[number])
+        save(tmp_path / "corrupted" / "fog" / "1", label, images[number])
+        save(tmp_path / "corrupted" / "fog" / "2", label, images[(number + (number > 0)) % 3])
+    for number, label in ((1, "b"), (2, "c")):
+        save(tmp_path / "corrupted" / "snow" / "5", label, images[number])
+    words = ["eval", "robustness", "timm:test_resnet", "weights=none", "k=1", "data.num_workers=0"]
+    words += [f"{key}={tmp_path / 'train'}" for key in ("data", "data.val")]
+    words += ["eval.transforms=[normalize]", f"folder={tmp_path / 'corrupted'}"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].split() == ["fog", "0.333", "0.000", "0.667"]
+    row = json.loads(lines[-1])
+    assert row["snow_error"] == 0 and row["fog_error"] == pytest.approx(1 / 3)
+    assert row["corruption_error"] == pytest.approx(1 / 6) and row["test_images"] == 12
+    for word, message in (
+        ("corruptions=[jpeg]", "corruptions: the folder has its own; leave corruptions out"),
+        (f"folder={tmp_path / 'train'}", "train: expected CORRUPTION/STRENGTH/CLASS/IMAGE in it"),
+        (f"folder={tmp_path / 'none'}", "none: expected CORRUPTION/STRENGTH/CLASS/IMAGE in it"),
+    ):
+        assert main([*words, word]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ the images are those of ImageNet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from selftask.config.fields import setting
 from selftask.config.schema import Component, Config
 from selftask.data.loading.dataset import EvalDataset
-from selftask.data.loading.open_data import Sources
+from selftask.data.loading.open_data import Sources, open_val
 from selftask.data.source import Source, channels_of
 from selftask.data.subset import Part, Subset
 from selftask.data.transforms.pipeline import build_pipeline
@@ -32,8 +33,30 @@ from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
+Images = tuple[Source, str, list[Component]]  # with their config key and transforms
+
 _SIDE = 224  # pixels, of ImageNet-C
 _CLASSES = 1000  # of ImageNet, whose errors the paper divides by AlexNet's
+ALEXNET = {
+    "gaussian_noise": 0.886428,
+    "shot_noise": 0.894468,
+    "impulse_noise": 0.922640,
+    "defocus_blur": 0.819880,
+    "glass_blur": 0.826268,
+    "motion_blur": 0.785948,
+    "zoom_blur": 0.798360,
+    "snow": 0.866816,
+    "frost": 0.826572,
+    "fog": 0.819324,
+    "brightness": 0.564592,
+    "contrast": 0.853204,
+    "elastic_transform": 0.646056,
+    "pixelate": 0.717840,
+    "jpeg_compression": 0.606500,
+    "jpeg": 0.606500,
+}
+"""Error of AlexNet on each corruption that ImageNet-C counts, mean over the strengths."""
+_UNCOUNTED = "alexnet: ImageNet-C counts none of these corruptions; use alexnet=false"
 
 
 @dataclass(frozen=True)
@@ -43,13 +66,10 @@ class Corruption:
     Attributes:
         strengths: The strengths.
         transforms: Strength and shorter side of the images in pixels -> transforms.
-        alexnet: Error of AlexNet on ImageNet-C, mean over the strengths; None if ImageNet-C does
-            not count this corruption.
     """
 
     strengths: tuple[float, ...]
     transforms: Callable[[float, int], list[Component]]
-    alexnet: float | None = None
 
 
 def _fixed(name: str, p: bool = True, **ranges: float) -> list[Component]:
@@ -72,12 +92,10 @@ CORRUPTIONS: dict[str, Corruption] = {  # lengths are in pixels of an image of 2
     "gaussian_noise": Corruption(
         (0.08, 0.12, 0.18, 0.26, 0.38),  # standard deviation
         lambda sigma, side: _fixed("gaussian_noise", sigma=sigma),
-        0.886428,
     ),
     "impulse_noise": Corruption(
         (0.03, 0.06, 0.09, 0.17, 0.27),  # share of the pixels, some of which are drawn repeatedly
         lambda share, side: _fixed("salt_and_pepper", amount=-math.log1p(-share)),
-        0.922640,
     ),
     "gaussian_blur": Corruption(
         (1, 2, 3, 4, 6), lambda sigma, side: _fixed("gaussian_blur", sigma=sigma * side / _SIDE)
@@ -85,21 +103,17 @@ CORRUPTIONS: dict[str, Corruption] = {  # lengths are in pixels of an image of 2
     "motion_blur": Corruption(
         (6, 10, 17, 25, 31),  # of a uniform line as wide as the paper's half Gaussian
         lambda length, side: _fixed("motion_blur", length=max(1, length * side / _SIDE)),
-        0.785948,
     ),
     "zoom_blur": Corruption(
-        (1.1, 1.15, 1.2, 1.24, 1.3), lambda zoom, side: _fixed("zoom_blur", zoom=zoom), 0.798360
+        (1.1, 1.15, 1.2, 1.24, 1.3), lambda zoom, side: _fixed("zoom_blur", zoom=zoom)
     ),
-    "contrast": Corruption((0.4, 0.3, 0.2, 0.1, 0.05), _contrast, 0.853204),
+    "contrast": Corruption((0.4, 0.3, 0.2, 0.1, 0.05), _contrast),
     "brightness": Corruption(
         (0.1, 0.2, 0.3, 0.4, 0.5),  # on the scale [0, 1]
         lambda offset, side: _fixed("contrast_noise", p=False, offset=offset),
-        0.564592,
     ),
-    "pixelate": Corruption((0.6, 0.5, 0.4, 0.3, 0.25), _pixelate, 0.717840),
-    "jpeg": Corruption(
-        (25, 18, 15, 10, 7), lambda quality, side: _fixed("jpeg", quality=quality), 0.606500
-    ),
+    "pixelate": Corruption((0.6, 0.5, 0.4, 0.3, 0.25), _pixelate),
+    "jpeg": Corruption((25, 18, 15, 10, 7), lambda quality, side: _fixed("jpeg", quality=quality)),
 }
 
 
@@ -109,6 +123,10 @@ class RobustnessOptions:
 
     corruptions: list[str] = setting([*CORRUPTIONS])
     """Names of corruptions, each at five strengths."""
+    folder: str | None = None
+    """Folder of corrupted images, CORRUPTION/STRENGTH/CLASS/IMAGE as in ImageNet-C, to read in
+    place of the corruptions made here.
+    """
     images: int | None = setting(None, min=1)
     """Largest number of test images, in a random choice; null: all."""
     k: int = setting(20, min=1)
@@ -124,16 +142,10 @@ class RobustnessOptions:
                 yield f"corruptions: there is no {name!r}; {nearest(name, CORRUPTIONS)}"
         if len({*self.corruptions}) < len(self.corruptions):
             yield "corruptions: a name stands twice"
-        if self.alexnet and not self.counted:
-            yield "alexnet: ImageNet-C counts none of these corruptions; use alexnet=false"
-
-    @property
-    def counted(self) -> dict[str, float]:
-        """Errors of AlexNet by corruption, of those that ImageNet-C counts."""
-        errors = {
-            name: CORRUPTIONS[name].alexnet for name in self.corruptions if name in CORRUPTIONS
-        }
-        return {name: error for name, error in errors.items() if error is not None}
+        if self.alexnet and self.folder is None and not ALEXNET.keys() & {*self.corruptions}:
+            yield _UNCOUNTED
+        if self.folder is not None and self.corruptions != [*CORRUPTIONS]:
+            yield "corruptions: the folder has its own; leave corruptions out"
 
 
 def measure_robustness(
@@ -147,8 +159,8 @@ def measure_robustness(
 ) -> dict[str, float]:
     """Return the errors of k-NN on clean and on corrupted test images.
 
-    Images are corrupted before they are normalized. The draws depend on ``train.seed`` and on the
-    position of the image among the test images.
+    Images are corrupted before they are normalized, or read from ``options.folder``. The draws
+    depend on ``train.seed`` and on the position of the image among the test images.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -184,7 +196,10 @@ def measure_robustness(
     if options.alexnet and counts is not None:
         _check_imagenet(len(counts.classes))
     plain, model = config.eval.transforms, evaluated_model(backbone, config.eval).to(device)
-    side = _side_of(test, plain, options.corruptions)
+    if options.folder is None:
+        corruptions = _made(test, plain, options.corruptions)
+    else:
+        corruptions = _read(options, sources.train, plain)
 
     def features(source: Source, key: str, transforms: list[Component]) -> Features:
         changed = replace(config, eval=replace(config.eval, transforms=transforms))
@@ -205,11 +220,8 @@ def measure_robustness(
     clean = error(shown)
     tell(f"{'clean':15} {clean:.3f}")
     errors: dict[str, float] = {}
-    for name in options.corruptions:
-        of_strengths = [
-            error(features(test, "data.val", corrupted(plain, name, strength, side)))
-            for strength in CORRUPTIONS[name].strengths
-        ]
+    for name, sets in corruptions.items():
+        of_strengths = [error(features(*images)) for images in sets]
         errors[name] = sum(of_strengths) / len(of_strengths)
         tell(f"{name:15} {errors[name]:.3f}   {' '.join(f'{e:.3f}' for e in of_strengths)}")
     mean = sum(errors.values()) / len(errors)
@@ -219,9 +231,46 @@ def measure_robustness(
         "relative_corruption_error": mean - clean,
     }
     if options.alexnet:
-        ratios = [errors[name] / of_alexnet for name, of_alexnet in options.counted.items()]
+        ratios = [errors[name] / ALEXNET[name] for name in errors if name in ALEXNET]
         row["mean_corruption_error"] = sum(ratios) / len(ratios)
     return row | {f"{name}_error": e for name, e in errors.items()} | {"test_images": len(shown)}
+
+
+def _made(test: Source, plain: list[Component], names: list[str]) -> dict[str, Iterable[Images]]:
+    """Return the test images with transforms that corrupt them, by corruption and strength."""
+    side = _side_of(test, plain, names)
+    return {
+        name: [
+            (test, "data.val", corrupted(plain, name, strength, side))
+            for strength in CORRUPTIONS[name].strengths
+        ]
+        for name in names
+    }
+
+
+def _read(
+    options: RobustnessOptions, train: Source, plain: list[Component]
+) -> dict[str, Iterable[Images]]:
+    """Return the images of ``options.folder`` by corruption and strength, opened when needed."""
+
+    def opened(path: Path) -> Images:
+        key = f"folder: {path}"
+        source = open_val(Component(name="folder", args={"path": str(path)}), train, key)
+        if options.images is not None and options.images < len(source):
+            source = Subset(source, Part(count=options.images))
+        return source, key, plain
+
+    folder = Path(str(options.folder)).expanduser()
+    strengths = {
+        corruption.name: sorted(path for path in corruption.iterdir() if path.is_dir())
+        for corruption in (sorted(folder.iterdir()) if folder.is_dir() else [])
+        if corruption.is_dir()
+    }
+    if not strengths or not all(strengths.values()):
+        raise UserError(f"folder: {folder}: expected CORRUPTION/STRENGTH/CLASS/IMAGE in it")
+    if options.alexnet and not ALEXNET.keys() & strengths.keys():
+        raise UserError(_UNCOUNTED)
+    return {name: map(opened, paths) for name, paths in strengths.items()}
 
 
 def corrupted(

@@ -42,9 +42,9 @@ def open_data(data: DataConfig) -> Sources:
     set_policy(Policy(data.read_timeout_s, data.read_retries, *limits))
     train = subset_of(_open_named(data.source, "data"), data.subset)
     train = relabeled(train, data.relabel)
-    val = None if data.val is None else _open_val(data.val, train, "data.val")
+    val = None if data.val is None else open_val(data.val, train, "data.val")
     sets = {
-        name: _open_val(component, train, f"data.val_sets.{name}")
+        name: open_val(component, train, f"data.val_sets.{name}")
         for name, component in data.val_sets.items()
     }
     return Sources(train, val, sets)
@@ -73,7 +73,7 @@ def _open_named(component: Component, key: str) -> Source:
         raise AddressError(f"{key}: {error}") from error
 
 
-def _open_val(component: Component, train: Source, key: str) -> Source:
+def open_val(component: Component, train: Source, key: str) -> Source:
     """Open a validation set and number its classes like those of the training images."""
     source = _open_named(component, key)
     if channels_of(source) != channels_of(train):

@@ -20,6 +20,7 @@ data=DIR      the labeled images to learn from; default: those of the run
 data.val=DIR  those to test on
 corruptions=[gaussian_noise,impulse_noise,gaussian_blur,motion_blur,zoom_blur,
               contrast,brightness,pixelate,jpeg]
+folder=DIR    corrupted images instead: DIR/CORRUPTION/STRENGTH/CLASS/IMAGE, as ImageNet-C has them
 images=1000   number of test images, drawn at random; default: all
 alexnet=true  also divides the errors by AlexNet's; for the 1000 classes of ImageNet only
 k=20          number of neighbors that vote
