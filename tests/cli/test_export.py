@@ -22,7 +22,7 @@ from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import check_library
-from selftask.models.weights.huggingface import (
+from selftask.models.weights.formats.huggingface import (
     describe_for_huggingface,
     preprocessing_problem,
     save_huggingface,

@@ -13,7 +13,7 @@ import torch
 from selftask.cli.main import main
 from selftask.config.schema import Component
 from selftask.models.build import build_backbone
-from selftask.models.weights import onnx_file
+from selftask.models.weights.formats import onnx_file
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from selftask.cli.main import main
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
-from selftask.models.weights.program_file import save_program
+from selftask.models.weights.formats.program_file import save_program
 
 
 @pytest.mark.parametrize(

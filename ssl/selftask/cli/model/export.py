@@ -271,14 +271,14 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
         UserError: If the format does not support the backbone, or a required package is missing.
     """
     from selftask.models.weights.export import check_library, save_backbone
-    from selftask.models.weights.foreign import check_foreign, save_foreign
-    from selftask.models.weights.huggingface import (
+    from selftask.models.weights.formats.foreign import check_foreign, save_foreign
+    from selftask.models.weights.formats.huggingface import (
         describe_for_huggingface,
         preprocessing_problem,
         save_huggingface,
     )
-    from selftask.models.weights.onnx_file import check_onnx, save_onnx
-    from selftask.models.weights.program_file import save_program
+    from selftask.models.weights.formats.onnx_file import check_onnx, save_onnx
+    from selftask.models.weights.formats.program_file import save_program
 
     if to in LIBRARIES:
         check_library(backbone, Component(**facts["architecture"]), facts.get("channels", 3), to)
