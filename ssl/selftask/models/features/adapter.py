@@ -64,6 +64,10 @@ class Adapter(ABC):
             )
         return height // rows, width // columns
 
+    def embed(self, images: Tensor) -> Tensor:
+        """Return the patch embedding (B, N, E), before positions; offered with ``"attention"``."""
+        raise NotImplementedError(f"{type(self).__name__} offers no attention")
+
     @abstractmethod
     def layer(self, number: int) -> nn.Module:
         """Return the module whose output is hidden layer ``number``."""

@@ -64,7 +64,7 @@ class TimmViT(Adapter):
     def extract(self, images: Tensor, request: Request) -> Features:
         vit, num_prefix = self.vit, self.vit.num_prefix_tokens
         grid: Grid | None = self.grid(*images.shape[-2:])
-        x = request.replace_masked(self._embed(images))  # (B, N, E)
+        x = request.replace_masked(self.embed(images))  # (B, N, E)
         prefix, positions = self._positions(grid)  # (1, P, E), (1, N, E)
         if positions is not None:
             x = x + positions
@@ -110,7 +110,7 @@ class TimmViT(Adapter):
     def positions(self) -> Tensor | None:
         return self.vit.pos_embed
 
-    def _embed(self, images: Tensor) -> Tensor:
+    def embed(self, images: Tensor) -> Tensor:
         """Return all patches (B, N, E), also for image sizes other than that of the constructor."""
         embed = self.vit.patch_embed
         if embed.strict_img_size and tuple(images.shape[-2:]) != tuple(embed.img_size):
