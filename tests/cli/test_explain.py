@@ -61,8 +61,8 @@ def test_entries() -> None:
 
 
 def test_patterns_of_columns() -> None:
-    assert Column("lr/GROUP", "", "").matches("lr/backbone.layer1")
-    assert not Column("lr/GROUP", "", "").matches("lr")
+    assert Column("lr/GROUP", "", "", "").matches("lr/backbone.layer1")
+    assert not Column("lr/GROUP", "", "", "").matches("lr")
     assert describe_column("linear_10_labels_top1") is not None
     assert describe_column("no_such_metric") is None
     assert all(describe_column(name) is not None for name in (*MEASURED, *FILE_ONLY))
