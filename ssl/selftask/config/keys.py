@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 Key = tuple[str, ...]  # ("train", "epochs"); the index of a list item is a part as well
+Problem = tuple[Key, str]  # a key, and what is wrong with its value
 
 NAMED = {
     ("backbone",),

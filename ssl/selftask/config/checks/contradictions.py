@@ -12,7 +12,7 @@ from selftask.config.checks.optimizer import optimizer_problems
 from selftask.config.checks.requirements import requirement_problems
 from selftask.config.checks.sbatch import sbatch_problems
 from selftask.config.checks.views import view_problems
-from selftask.config.keys import Key
+from selftask.config.keys import Problem
 from selftask.config.schema import (
     CompileConfig,
     Config,
@@ -24,9 +24,7 @@ from selftask.config.schema import (
 from selftask.errors import nearest
 from selftask.registry import TASKS
 
-Problem = tuple[Key, str]
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
-_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def contradictions(config: Config) -> Iterator[Problem]:
@@ -199,9 +197,7 @@ def _compiler_mode(options: CompileConfig, parallel: ParallelConfig) -> Iterator
     key, text = ("train", "compile_options", "mode"), f"train.compile_options.mode={options.mode!r}"
     if options.mode is None:
         return
-    if options.mode not in _MODES:
-        yield key, f"{text}: {nearest(options.mode, list(_MODES))}"
-    elif options.backend != "inductor":
+    if options.backend != "inductor":
         yield key, f"{text} is a mode of backend: inductor, not of {options.backend}; take it out"
     elif options.records_graphs and parallel.reduce == "fsdp":
         problem = (

@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from selftask.config.compose.provenance import Layers
-from selftask.config.keys import Key, dotted
+from selftask.config.keys import Key, Problem, dotted
 from selftask.config.schema import Component, Config, DataConfig, ViewConfig
 from selftask.registry import BACKBONES, SOURCES, TRANSFORMS, Registry
 
 KEY: Key = ("image_size",)
-Problem = tuple[Key, str]
 C = TypeVar("C", bound=Component)
 
 

@@ -9,15 +9,13 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from selftask.config.keys import Key
+from selftask.config.keys import Key, Problem
 from selftask.config.library_names import check_name, split_address
 from selftask.config.schema import Config, InitConfig
 from selftask.errors import UserError, nearest
 from selftask.files import addresses
 from selftask.files.addresses import is_remote
 from selftask.files.paths import is_file, is_folder
-
-Problem = tuple[Key, str]
 
 
 def location_problems(config: Config) -> Iterator[Problem]:

@@ -19,9 +19,9 @@ _BY_LR = {"start": "lr", "end": "end_lr", "warmup": "warmup", "warmup_start": "s
 def optimizer_problems(config: Config) -> Iterator[tuple[Key, str]]:
     """Yield key and text of each problem of ``optimizer`` and ``optimizers``."""
     for key, optimizer in config.all_optimizers.items():
+        yield from _problems(config, optimizer, key)
         if is_torch_name("optimizer", optimizer.name):
             yield from torch_problems(optimizer, key, config.parallel.reduce)
-        yield from _problems(config, optimizer, key)
     yield from _named_problems(config)
 
 

@@ -12,12 +12,10 @@ from typing import Any
 
 from selftask.config.checks import grid
 from selftask.config.checks.views import box_problems
-from selftask.config.keys import Key
+from selftask.config.keys import Problem
 from selftask.config.schema import Config, ViewConfig, num_views
 from selftask.errors import UserError, nearest, plural
 from selftask.registry import BACKBONES, METHODS, REQUIREMENTS, TRAIN_STEPS
-
-Problem = tuple[Key, str]
 
 OF_BACKBONES = ("tokens", "subset", "attention", "sparse", "dense", "hidden")
 """Requirements of the backbone; a backbone declares those that it meets in ``offers``."""

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from selftask.config.checks.components import inner_components
-from selftask.config.keys import Key
+from selftask.config.keys import Key, Problem
 from selftask.config.schema import Component, Config, ViewConfig
 from selftask.errors import nearest
 from selftask.registry import BATCHED_TRANSFORMS, REQUIREMENTS, TRANSFORMS, Registry
-
-Problem = tuple[Key, str]
 
 
 def view_problems(config: Config) -> Iterator[Problem]:

@@ -46,8 +46,10 @@ class CompileConfig:
 
     backend: str = "inductor"
     """Backend of torch.compile."""
-    mode: str | None = None
-    """Mode of torch.compile, such as ``reduce-overhead`` or ``max-autotune``."""
+    mode: (
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
+    ) = None
+    """Mode of torch.compile."""
     dynamic: bool | None = None
     """Whether shapes are dynamic; null: a shape becomes dynamic when it changes."""
 
