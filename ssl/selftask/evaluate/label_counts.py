@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from selftask.config.fields import setting
 from selftask.config.schema import Component
 from selftask.data.loading.open_data import Sources
 from selftask.errors import ConfigError, UserError, plural
@@ -131,18 +132,41 @@ def check_label_counts(evaluations: Mapping[str, Component], counts: LabelCounts
         raise ConfigError(problems)
 
 
-def few_label_problems(few_labels: Sequence[int], counts: LabelCounts) -> Iterator[str]:
-    """Yield a problem if a class has fewer training images than an entry of ``few_labels``."""
-    if not len(counts.classes):
-        return
-    rarest = min(counts.classes, key=lambda label: counts.train[label])
-    least = counts.train[rarest]
-    too_many = [count for count in few_labels if count > least]
-    if too_many:
-        yield (
-            f"few_labels: {too_many}: class {counts.name(rarest)} has {least} training "
-            f"{plural('image', least)}; use at most {least}"
-        )
+@dataclass(frozen=True, kw_only=True)
+class FewLabels:
+    """Options of classifiers that are trained on all labels and on few, a base class."""
+
+    few_labels: list[int] = setting([], min=1)
+    """Numbers of labels per class on which to train as well; each has its own metrics."""
+    few_shares: list[float] = setting([], above=0, max=1)
+    """Shares of the labels of each class on which to train as well, such as 0.01 and 0.1."""
+    repeats: int = setting(5, min=1)
+    """Number of random draws of few labels, over which results are averaged."""
+    only_test_classes: bool = False
+    """Whether predicted classes are restricted to those of the test set."""
+    seed: int = setting(0, min=0)
+    """Seed of the random draws."""
+    seeds: int = setting(1, min=1)
+    """Number of seeds, from ``seed`` on, over which metrics are averaged."""
+
+    def label_problems(self, counts: LabelCounts) -> Iterator[str]:
+        """Yield a problem if a class has fewer training images than an entry of ``few_labels``."""
+        if not len(counts.classes):
+            return
+        rarest = min(counts.classes, key=lambda label: counts.train[label])
+        least = counts.train[rarest]
+        too_many = [count for count in self.few_labels if count > least]
+        if too_many:
+            yield (
+                f"few_labels: {too_many}: class {counts.name(rarest)} has {least} training "
+                f"{plural('image', least)}; use at most {least}"
+            )
+
+    def check(self, train: Features, test: Features, name: str) -> None:
+        """Raise UserError unless both sets have labels, and enough of them."""
+        train.check_labels(f"{name}, training set")
+        test.check_labels(f"{name}, test set")
+        require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
 
 
 def require_labels(evaluation: Any, counts: LabelCounts) -> None:

@@ -19,7 +19,7 @@ from selftask.config.fields import setting
 from selftask.distributed.heartbeat import activity
 from selftask.evaluate.features import Features
 from selftask.evaluate.figure import Figure
-from selftask.evaluate.label_counts import LabelCounts, few_label_problems, require_labels
+from selftask.evaluate.label_counts import FewLabels
 from selftask.registry import register_evaluation
 
 _ROWS = 8192  # images per block of logits
@@ -29,18 +29,12 @@ _RESOLUTION = 1e-9  # smaller decreases of the loss count as none
 
 @register_evaluation("linear")
 @dataclass(frozen=True, kw_only=True)
-class Linear:
+class Linear(FewLabels):
     """Linear probe: linear_top1 with all labels, linear_10_labels_top1 with few labels.
 
     With a share of the labels, it is linear_1_percent_top1.
     """
 
-    few_labels: list[int] = setting([], min=1)
-    """Numbers of labels per class on which to train as well; one metric for each."""
-    few_shares: list[float] = setting([], above=0, max=1)
-    """Shares of the labels of each class on which to train as well, such as 0.01 and 0.1."""
-    repeats: int = setting(5, min=1)
-    """Number of random draws of few labels, over which results are averaged."""
     weight_decay: list[float] = setting([0.00001, 0.0001, 0.001, 0.01, 0.1], min=0)
     """Weight decays to choose from, relative to the mean cross-entropy: 1 / (C * n) in
     scikit-learn.
@@ -49,25 +43,14 @@ class Linear:
     """Maximum number of iterations of L-BFGS."""
     held_out: float = setting(0.2, min=0, max=1)
     """Share of the training images that is held out to choose the weight decay."""
-    only_test_classes: bool = False
-    """Whether predictions are restricted to classes of the test set."""
-    seed: int = setting(0, min=0)
-    """Seed of the random draws."""
-    seeds: int = setting(1, min=1)
-    """Number of seeds, from ``seed`` on, over which metrics are averaged."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.weight_decay:
             yield "weight_decay: []; one or more are expected"
 
-    def label_problems(self, counts: LabelCounts) -> Iterator[str]:
-        yield from few_label_problems(self.few_labels, counts)
-
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return test accuracies by metric name. The weight decay is chosen on training images."""
-        train.check_labels("linear probe, training set")
-        test.check_labels("linear probe, test set")
-        require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
+        self.check(train, test, "linear probe")
         train, test = _standardized(train, test)
         generator = torch.Generator().manual_seed(self.seed)
         result: dict[str, float] = {"linear_top1": self._accuracy([train], test, generator)}

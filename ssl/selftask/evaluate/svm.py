@@ -22,50 +22,33 @@ from selftask.config.fields import setting
 from selftask.distributed.heartbeat import track
 from selftask.evaluate.features import Features
 from selftask.evaluate.figure import Figure
-from selftask.evaluate.label_counts import LabelCounts, few_label_problems, require_labels
+from selftask.evaluate.label_counts import FewLabels
 from selftask.registry import register_evaluation
 
 
 @register_evaluation("svm")
 @dataclass(frozen=True, kw_only=True)
-class SVM:
+class SVM(FewLabels):
     """Linear SVM: svm_top1 and svm_map with all labels, svm_4_labels_top1 and so on with few.
 
     ``map`` is the mean over classes of the average precision, the area under the precision-recall
     curve. The cost is chosen on training images only.
     """
 
-    few_labels: list[int] = setting([], min=1)
-    """Numbers of labels per class on which to train as well; two metrics for each."""
-    few_shares: list[float] = setting([], above=0, max=1)
-    """Shares of the labels of each class on which to train as well, such as 0.01 and 0.1."""
-    repeats: int = setting(5, min=1)
-    """Number of random draws of few labels, over which results are averaged."""
     costs: list[float] = setting([0.01, 0.1, 1.0, 10.0], above=0)
     """Costs C to choose from, the weight of the hinge loss."""
     folds: int = setting(3, min=2)
     """Number of folds of the cross-validation that chooses the cost."""
     iterations: int = setting(2000, min=1)
     """Maximum number of iterations of liblinear."""
-    only_test_classes: bool = False
-    """Whether top-1 predictions are restricted to classes of the test set."""
-    seed: int = setting(0, min=0)
-    """Seed of the random draws."""
-    seeds: int = setting(1, min=1)
-    """Number of seeds, from ``seed`` on, over which metrics are averaged."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         if not self.costs:
             yield "costs: []; one or more are expected"
 
-    def label_problems(self, counts: LabelCounts) -> Iterator[str]:
-        yield from few_label_problems(self.few_labels, counts)
-
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return the accuracy and mean average precision of test images, by metric name."""
-        train.check_labels("SVM, training set")
-        test.check_labels("SVM, test set")
-        require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
+        self.check(train, test, "SVM")
         generator = torch.Generator().manual_seed(self.seed)
         row = self._mean([train], test, "svm")
         few = self.few_labels, self.few_shares, self.repeats, generator
