@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -104,6 +104,22 @@ def join_some(items: list[str] | str, show: int = 5) -> str:
         return items
     rest = len(items) - show
     return ", ".join(items[:show]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """Return rows of cells as lines with aligned columns; the last cell is not padded.
+
+    Args:
+        rows: Rows of equal length.
+        right: Columns that are aligned at their right side.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [">" if column in right else "<" for column in range(len(widths))]
+    lines = [
+        [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)]
+        for row in rows
+    ]
+    return ["  ".join(line).rstrip() for line in lines]
 
 
 def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:

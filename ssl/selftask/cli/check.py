@@ -6,8 +6,8 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from selftask.cli.options import columns, take_options
-from selftask.errors import ConfigError, RunError, UserError
+from selftask.cli.options import take_options
+from selftask.errors import ConfigError, RunError, UserError, aligned
 from selftask.registry import METHODS, REDUCTIONS
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _table(report: Report) -> str:
     for row in report.rows:
         verdict = "ok" if row.ok else "DIFFERENT"
         cells.append((row.quantity, row.ranks, f"{row.difference:.1e}", verdict, row.place))
-    return "\n".join(f"  {line}" for line in columns(cells))
+    return "\n".join(f"  {line}" for line in aligned(cells))
 
 
 def _verdict(small: Config, report: Report, ranks: list[int]) -> str:

@@ -7,8 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from selftask.cli.options import columns
-from selftask.errors import UserError, printable_line
+from selftask.errors import UserError, aligned, printable_line
 
 if TYPE_CHECKING:
     from selftask.checkpoint.kept import Kept
@@ -37,7 +36,7 @@ def main(argv: list[str]) -> int:
     rows = list(_rows(run))
     if not rows:
         raise UserError(f"{run}: has no checkpoint yet")
-    for line in columns([HEADS, *rows]):
+    for line in aligned([HEADS, *rows]):
         print(printable_line(line))
     return int(any(row[-1] != "good" for row in rows))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from selftask.distributed.world import read_world
@@ -82,22 +82,6 @@ def take(name: str, words: list[str]) -> tuple[str | None, list[str]]:
     values = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
     rest = [word for word in words if not word.startswith(f"{name}=")]
     return values[-1] if values else None, rest
-
-
-def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """Return rows of cells as lines with aligned columns; the last cell is not padded.
-
-    Args:
-        rows: Rows of equal length.
-        right: Columns that are aligned at their right side.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = [">" if column in right else "<" for column in range(len(widths))]
-    lines = [
-        [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)]
-        for row in rows
-    ]
-    return ["  ".join(line).rstrip() for line in lines]
 
 
 def refuse_ranks(command: str) -> None:

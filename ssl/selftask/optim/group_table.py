@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from selftask.config.schema.optimizer import OptimizerConfig
+from selftask.errors import aligned
 from selftask.optim.param_groups import Settings
 
 _HEADER = ("tensors", "parameters", "lr", "weight decay", "frozen until", "schedule", "names")
@@ -26,12 +27,7 @@ def group_table(
     groups: dict[tuple[object, ...], list[Settings]] = {}
     for setting in settings:
         groups.setdefault(setting.key, []).append(setting)
-    rows = [_HEADER, *(_row(group, config, batch, most) for group in groups.values())]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER) - 1)]
-    return [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=True)), row[-1]])
-        for row in rows
-    ]
+    return aligned([_HEADER, *(_row(group, config, batch, most) for group in groups.values())])
 
 
 def _row(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from selftask.config.values.budget import show_bytes, show_count
 from selftask.config.values.duration import steps_in
-from selftask.errors import plural
+from selftask.errors import aligned, plural
 from selftask.optim.arithmetic import arithmetic
 from selftask.plan.checkpoints import lost_share
 from selftask.plan.memory import USABLE
@@ -45,10 +45,8 @@ def lines(plan: Plan) -> list[str]:
         *arithmetic(config, plan.length, ranks),
     ]
     for title, rows in groups:
-        cells = list(rows)
-        width = max((len(name) for name, _ in cells), default=0)
-        if cells:
-            out += [f"{title}:", *(f"  {name.ljust(width)}  {text}" for name, text in cells)]
+        if lines := aligned(list(rows)):
+            out += [f"{title}:", *(f"  {line}" for line in lines)]
     return out
 
 
@@ -197,9 +195,5 @@ def remedy_lines(fitting: list[Remedy]) -> list[str]:
     """Return a line for each change that makes the run fit, with its side effects."""
     if not fitting:
         return ["no single change makes it fit: take more ranks, or a smaller network or batch"]
-    rows = [(remedy.words, show_bytes(remedy.memory.total), remedy.effect) for remedy in fitting]
-    width = max(len(words) for words, *_ in rows)
-    return [
-        "each of these makes it fit:",
-        *(f"  {words.ljust(width)}  {size:>8}  {effect}" for words, size, effect in rows),
-    ]
+    rows = [(one.words, f"{show_bytes(one.memory.total):>8}", one.effect) for one in fitting]
+    return ["each of these makes it fit:", *(f"  {line}" for line in aligned(rows))]

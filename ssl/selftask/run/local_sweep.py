@@ -21,7 +21,7 @@ from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.config.values.auto_values import cores
 from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
-from selftask.errors import ConfigError, UserError
+from selftask.errors import ConfigError, UserError, aligned
 from selftask.files.addresses import is_remote
 from selftask.logs import announce, read_json, read_metrics
 from selftask.run.local_ranks import end_with, own_command
@@ -170,11 +170,7 @@ def _table(runs: Sequence[Run]) -> list[str]:
     rows = [_row(run) for run in runs]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([row.get(column, "-") for column in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
+    return aligned(cells)
 
 
 def _row(run: Run) -> dict[str, str]:

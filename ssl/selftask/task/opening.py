@@ -11,7 +11,7 @@ import torch
 from selftask.config.keys import dotted
 from selftask.config.values.auto_values import cores
 from selftask.distributed.collectives import is_primary
-from selftask.errors import plural
+from selftask.errors import aligned, plural
 from selftask.logs import DETAIL, get_logger, log_summary
 from selftask.logs.startup import lap, take_laps
 from selftask.models.summary import opening_lines
@@ -47,9 +47,7 @@ def print_opening(task: Task) -> None:
     """Print a table of the run: data, model, device and start."""
     lap("model, checkpoint")
     log.debug("start-up: %s", take_laps())
-    rows = [(topic, text) for topic, text in _rows(task) if text]
-    width = max(len(topic) for topic, _ in rows)
-    log_summary(f"{topic:<{width}}  {text}" for topic, text in rows)
+    log_summary(aligned([row for row in _rows(task) if row[1]]))
 
 
 def _rows(task: Task) -> Iterator[tuple[str, str]]:

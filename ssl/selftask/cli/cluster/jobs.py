@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from selftask.cli.options import columns, take_options
-from selftask.errors import printable_line
+from selftask.cli.options import take_options
+from selftask.errors import aligned, printable_line
 from selftask.report.overview.table import short_path
 from selftask.slurm.queue import as_completed, find, stand
 
@@ -39,5 +39,5 @@ def main(argv: list[str]) -> int:
         step = "-" if run.step is None else str(run.step)
         cells = (run.job or "-", short_path(run.folder), step, run.state, run.last_line or run.note)
         rows.append(tuple(map(printable_line, cells)))
-    print("\n".join(columns(rows)))
+    print("\n".join(aligned(rows)))
     return 0

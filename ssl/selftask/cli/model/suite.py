@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.cli.model.suite_request import Request, read_request
-from selftask.cli.options import columns, take_options
+from selftask.cli.options import take_options
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.trust import TRUST
-from selftask.errors import UserError
+from selftask.errors import UserError, aligned
 from selftask.logs import announce
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _evaluate(request: Request, *, follow: bool) -> None:
     for step, row in table.items():
         cells = (row.get(name) for name in names)
         rows.append([str(step), *("-" if cell is None else f"{cell:.4f}" for cell in cells)])
-    print("\n".join(columns(rows, right=range(len(rows[0])))))
+    print("\n".join(aligned(rows, right=range(len(rows[0])))))
 
 
 def _evaluate_one(

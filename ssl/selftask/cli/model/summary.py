@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from selftask.cli.options import columns, take_options
-from selftask.errors import UserError
+from selftask.cli.options import take_options
+from selftask.errors import UserError, aligned
 
 USAGE = """\
 usage: selftask model-summary RECIPE [key=value ...] [--depth N] [--size N] [--channels N]
@@ -48,5 +48,5 @@ def main(argv: list[str]) -> int:
         for cost in costs
     ]
     print(f"{words[0]}: one image of {channels} x {side} x {side}")
-    print("\n".join(columns(rows, right=range(2, 6))))
+    print("\n".join(aligned(rows, right=range(2, 6))))
     return 0

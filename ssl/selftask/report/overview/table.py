@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from selftask.errors import UserError, nearest, printable_line
+from selftask.errors import UserError, aligned, nearest, printable_line
 from selftask.report.overview.durations import show_seconds
 from selftask.report.overview.find import natural
 from selftask.report.overview.run_line import RunLine
@@ -18,6 +18,7 @@ STATES = (
     *("running", "finished", "interrupted", "requeued", "failed", "hung", "lost", "cancelled"),
     *("pending", "not started", "unknown", "unreadable"),
 )
+TEXTS = ("run", "method", "recipe", "state", "job")  # columns of texts; the others are numbers
 MOST_EVALUATIONS = 3  # number of evaluation columns without `columns=`
 _ASCENDING = (
     "loss",
@@ -165,23 +166,15 @@ def text_table(lines: Sequence[RunLine], columns: Sequence[str], width: int = 0)
     """
     heads = [name.upper() if name in _FIXED else printable_line(name) for name in columns]
     body = [[printable_line(cell(line, name).text) for name in columns] for line in lines]
-    widths = [max(map(len, texts)) for texts in zip(heads, *body, strict=True)]
-    to_left = [name in ("run", "method", "recipe", "state", "job") for name in columns]
-    text = [_aligned(heads, widths, to_left)]
-    for line, cells in zip(lines, body, strict=True):
-        text.append(_aligned(cells, widths, to_left))
+    numbers = [n for n, name in enumerate(columns) if name not in TEXTS]
+    head, *rows = aligned([heads, *body], right=numbers)
+    text = [head]
+    for line, row in zip(lines, rows, strict=True):
+        text.append(row)
         if line.note:
             note = f"    {printable_line(line.note)}"
             text.append(f"{note[: width - 3]}..." if 0 < width < len(note) else note)
     return text
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int], to_left: Sequence[bool]) -> str:
-    padded = [
-        text.ljust(width) if is_left else text.rjust(width)
-        for text, width, is_left in zip(cells, widths, to_left, strict=True)
-    ]
-    return "  ".join(padded).rstrip()
 
 
 def as_json(line: RunLine) -> dict[str, Any]:

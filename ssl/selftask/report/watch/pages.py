@@ -16,12 +16,11 @@ from selftask.report.compare.comparison_page import (
 from selftask.report.compare.tables import Datum, Head
 from selftask.report.header import head_html, state_badge
 from selftask.report.overview.run_line import RunLine
-from selftask.report.overview.table import cell, columns_of, count_states, small_is_good
+from selftask.report.overview.table import TEXTS, cell, columns_of, count_states, small_is_good
 from selftask.report.page import Section, page_html, render, static_text
 from selftask.report.record import RunRecord
 from selftask.report.run_report import NAME, run_sections
 
-_TEXTS = ("run", "method", "recipe", "state", "job")
 _BACK = '<p><a href="/">all runs</a></p>'
 
 
@@ -39,7 +38,7 @@ def overview_page(title: str, lines: Mapping[str, RunLine]) -> str:
     """
     columns = columns_of(lines.values())
     best = {True: "min", False: "max"}
-    heads = [Head(n, "" if n in _TEXTS else best[small_is_good(n)]) for n in columns]
+    heads = [Head(n, "" if n in TEXTS else best[small_is_good(n)]) for n in columns]
     rows = [
         [
             Datum(render("compare.mark", name)),
