@@ -23,7 +23,7 @@ from selftask.cli.main import main
 from selftask.config import trust
 from selftask.config.load import load_config
 from selftask.errors import UserError, masked
-from selftask.report.page import escape
+from selftask.report.page import render
 
 PACKAGE = tiny.ROOT / "ssl" / "selftask"
 
@@ -284,4 +284,4 @@ def test_passwords_in_addresses_are_masked(
     assert "hunter2" not in shown.out + shown.err
     for text in ("http://127.0.0.1:80/a@b", "a:b@c", "s3://bucket/run@best", "me@host:path"):
         assert masked(text) == text
-    assert escape("see http://a:b@c/d") == "see http://a:***@c/d"
+    assert render("images.note", "see http://a:b@c/d") == "<p class=muted>see http://a:***@c/d</p>"
