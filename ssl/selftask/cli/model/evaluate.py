@@ -30,6 +30,7 @@ COMMANDS = {
     "depth": (f"{_FOLDER}.depth", "depth of pixels"),
     "correspondence": (f"{_FOLDER}.correspondence", "find places again, no labels"),
     "robustness": (f"{_FOLDER}.robustness", "errors on corrupted images"),
+    "geolocation": (f"{_FOLDER}.geolocation", "places by coordinates of neighbors"),
     "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
@@ -42,6 +43,7 @@ usage: selftask eval knn|linear|svm|clusters|spectrum|clid RUN_OR_MODEL ... [key
        selftask eval segmentation|depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
        selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
        selftask eval robustness RUN_OR_MODEL [images=N] [key=value ...]
+       selftask eval geolocation RUN_OR_MODEL coordinates=FILE.csv [key=value ...]
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]
 

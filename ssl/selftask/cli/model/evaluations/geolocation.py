@@ -1,0 +1,38 @@
+"""``selftask eval geolocation``: place images by the coordinates of their nearest neighbors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from selftask.cli.model.evaluations.measured import print_measured
+from selftask.cli.model.load_model import MODEL, WEIGHTS
+from selftask.cli.verbosity import USAGE as VERBOSITY
+
+USAGE = f"""\
+usage: selftask eval geolocation RUN_OR_MODEL coordinates=FILE.csv [data=DIR] [data.val=DIR]
+
+Places each test image where its nearest training image is, and prints the share of images within
+each distance of their true place, and the median distance, as one JSON line last. Needs no labels.
+{MODEL},
+              or RUN@STEP or RUN@best: a checkpoint of a run
+coordinates=FILE.csv  columns path,latitude,longitude (degrees) of all images; paths are relative
+              to the folder of the table
+data=DIR      images with known places; default: those of the run
+data.val=DIR  those to place; without it each image is placed by the others
+distances=[1,25,200,750,2500]  in km
+k=1           number of neighbors; of several, the one with most others near it gives the place,
+              bandwidth=25: as a Gaussian of so many km
+{WEIGHTS}
+{VERBOSITY}"""
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate, print the shares, and append them to the run's ``evaluations.jsonl``."""
+    return print_measured("geolocation", argv, USAGE, _load)
+
+
+def _load() -> tuple[type[Any], Callable[..., dict[str, float]]]:
+    from selftask.evaluate.geolocation import GeolocationOptions, measure_geolocation  # need torch
+
+    return GeolocationOptions, measure_geolocation

@@ -1,0 +1,188 @@
+"""Places of images by those of their nearest neighbors, from a table of coordinates.
+
+B images, k neighbors. Places are latitude and longitude in degrees; distances are in km.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.config.schema import Config
+from selftask.data.loading.open_data import Sources
+from selftask.data.source import Source
+from selftask.errors import UserError
+from selftask.evaluate.features import Features, extract_features
+from selftask.evaluate.knn import Bank
+from selftask.evaluate.offline import eval_batches
+from selftask.evaluate.online import evaluated_model
+from selftask.logs import get_logger
+
+log = get_logger(__name__)
+
+EARTH_KM = 6371.0088  # mean radius
+_COLUMNS = ("path", "latitude", "longitude")
+_ROWS = 512  # test images at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeolocationOptions:
+    """Table of coordinates, neighbors and distances."""
+
+    coordinates: str = ""
+    """Table with the columns path, latitude, longitude; paths are relative to its folder."""
+    k: int = setting(1, min=1)
+    """Number of neighbors. The place is that of the neighbor with most others near it."""
+    bandwidth: float = setting(25.0, above=0)
+    """Standard deviation of the Gaussian that says how near, in km; for k above 1."""
+    distances: list[float] = setting([1.0, 25.0, 200.0, 750.0, 2500.0], above=0)
+    """Distances within which a place is correct, in km: street, city, region, country, continent.
+    """
+
+    def problems(self) -> Iterator[str]:
+        if not self.coordinates:
+            yield "coordinates is missing: a table with the columns path,latitude,longitude"
+        if not self.distances:
+            yield "distances: []; one or more distances in km are expected, such as [25]"
+
+
+@torch.no_grad()
+def measure_geolocation(
+    backbone: nn.Module,
+    config: Config,
+    sources: Sources,
+    options: GeolocationOptions,
+    *,
+    device: torch.device,
+    tell: Callable[[str], None] = log.info,
+) -> dict[str, float]:
+    """Return the share of test images that are placed within each distance.
+
+    The place of an image is that of the most similar training image. With k neighbors it is the
+    place of the neighbor at which their density is highest, a sum of Gaussians over neighbors.
+
+    Args:
+        backbone: Images (B, C, H, W) -> features (B, E).
+        config: Config with ``eval.transforms``.
+        sources: Training and test images; without test images each training image is placed by
+            the others.
+        options: Table, neighbors and distances.
+        device: Device to compute on.
+        tell: Called with a line about unreadable images.
+
+    Returns:
+        ``geolocation_25km`` and so on; ``geolocation_median_km``, the median distance of the
+        places from the true ones; ``train_images`` and ``test_images``.
+
+    Raises:
+        UserError: If the table is damaged or lacks an image, if there are too few neighbors, or if
+            the features of several layers are asked for.
+    """
+    if len(config.eval.layers) > 1:
+        raise UserError("eval.layers: places are measured for one layer, such as eval.layers=[-1]")
+    table = read_coordinates(Path(options.coordinates).expanduser())
+    model = evaluated_model(backbone, config.eval).to(device)
+    is_alone = sources.val is None
+    keys = (
+        {"data": sources.train}
+        if sources.val is None
+        else {"data": sources.train, "data.val": sources.val}
+    )
+    places = {key: _places(source, table, key) for key, source in keys.items()}
+
+    def features(key: str) -> Features:
+        batches = eval_batches(config, keys[key], device, key)
+        result = extract_features(model, batches, device=device)
+        if unreadable := batches.bad_files.summary():
+            tell(f"warning: {unreadable}")
+        return result
+
+    train = features("data")
+    test = train if is_alone else features("data.val")
+    if options.k > len(train) - is_alone:
+        raise UserError(
+            f"k: {options.k} neighbors are asked for; there are {len(train) - is_alone}"
+        )
+    known = places["data"][train.indices.cpu()]
+    true = known if is_alone else places["data.val"][test.indices.cpu()]
+    bank, own = Bank(train.features), torch.arange(len(test), device=test.features.device)
+    own = own if is_alone else torch.full_like(own, -1)
+    placed = []
+    for rows, left_out in zip(test.features.split(_ROWS), own.split(_ROWS), strict=True):
+        _, neighbors = bank.nearest(F.normalize(rows, dim=1), options.k, left_out)
+        placed.append(densest(known[neighbors.cpu()], options.bandwidth))
+    errors = distance_km(torch.cat(placed), true)
+    return {
+        **{f"geolocation_{d:g}km": float((errors <= d).double().mean()) for d in options.distances},
+        "geolocation_median_km": float(errors.median()),
+        "train_images": len(train),
+        "test_images": len(test),
+    }
+
+
+def densest(places: Tensor, bandwidth: float) -> Tensor:
+    """Return the place (B, 2) among those of k neighbors with the highest density of neighbors.
+
+    Args:
+        places: (B, k, 2), nearest neighbor first, which wins ties.
+        bandwidth: Standard deviation of the Gaussian around each neighbor, in km.
+    """
+    apart = distance_km(places[:, :, None], places[:, None])  # (B, k, k)
+    density = torch.exp(-0.5 * (apart / bandwidth).square()).sum(dim=2)
+    return places[torch.arange(len(places)), density.argmax(dim=1)]
+
+
+def distance_km(first: Tensor, second: Tensor) -> Tensor:
+    """Return great-circle distances (...) of places (..., 2), by the haversine formula."""
+    first, second = first.deg2rad(), second.deg2rad()
+    half = ((first - second) / 2).sin().square()
+    cosines = first[..., 0].cos() * second[..., 0].cos()
+    haversine = half[..., 0] + cosines * half[..., 1]
+    return 2 * EARTH_KM * haversine.clamp(max=1).sqrt().asin()
+
+
+def read_coordinates(path: Path) -> dict[str, tuple[float, float]]:
+    """Return latitude and longitude by absolute path of the image.
+
+    Raises:
+        UserError: If it is no table of coordinates.
+    """
+    where = f"coordinates={path}"
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise UserError(f"{where}: is no table: {error}") from error
+    if not rows or not {*_COLUMNS} <= rows[0].keys():
+        raise UserError(f"{where}: expected the columns path,latitude,longitude and rows")
+    table: dict[str, tuple[float, float]] = {}
+    for line, row in enumerate(rows, start=2):
+        try:
+            place = float(row["latitude"]), float(row["longitude"])
+        except (TypeError, ValueError):
+            place = (math.nan, math.nan)
+        if not (abs(place[0]) <= 90 and abs(place[1]) <= 180):
+            raise UserError(
+                f"{where}:{line}: latitude {row['latitude']!r}, longitude {row['longitude']!r}; "
+                "expected degrees from -90 to 90 and from -180 to 180"
+            )
+        table[os.path.abspath(path.parent / row["path"])] = place
+    return table
+
+
+def _places(source: Source, table: dict[str, tuple[float, float]], key: str) -> Tensor:
+    """Return the places (N, 2) of all images of a source, float64."""
+    paths = [source.path(index) for index in range(len(source))]
+    for path in paths:
+        if os.path.abspath(path) not in table:
+            raise UserError(f"coordinates: no row for {path} of {key}")
+    return torch.tensor([table[os.path.abspath(path)] for path in paths], dtype=torch.float64)
