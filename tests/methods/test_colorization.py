@@ -16,12 +16,12 @@ from figures import draw
 from selftask.batch import Batch
 from selftask.errors import UserError
 from selftask.methods.colorization import (
-    color_decoder,
     color_loss,
     gamut_bins,
     rebalancing,
     soft_encoding,
 )
+from selftask.models.heads import transposed_decoder
 
 # a of the authors' 313 bins (pts_in_hull.npy), with the smallest and largest b
 AUTHORS = [
@@ -94,7 +94,7 @@ def test_rare_colors_weigh_more_and_the_mean_weight_is_one() -> None:
 
 @pytest.mark.parametrize("stride", [2, 4, 8, 14, 32])
 def test_scores_are_those_of_squares_of_at_most_four_pixels(stride: int) -> None:
-    scores = color_decoder(6, 8, 5, stride)(draw(0, 2, 6, 3, 3).float())
+    scores = transposed_decoder(6, 8, 5, stride=stride, out_stride=4)(draw(0, 2, 6, 3, 3).float())
     enlarged = {2: 1, 4: 1, 8: 2, 14: 4, 32: 8}[stride]
     assert scores.shape == (2, 5, 3 * enlarged, 3 * enlarged)
 

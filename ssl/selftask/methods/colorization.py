@@ -23,6 +23,7 @@ from selftask.errors import UserError
 from selftask.methods.families.view_pixels import ViewPixels, require_stride
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
+from selftask.models.heads import transposed_decoder
 from selftask.models.network import MapNetwork, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
@@ -101,8 +102,13 @@ class Colorization(ViewPixels):
                 "views: colorization predicts colors in Lab; end the transforms by lab, normalize"
             )
         self.read_moments(task)
-        dim, stride = self.config.decoder_dim, adapter_of(backbone).stride
-        return MapNetwork(backbone, color_decoder(embed_dim(backbone), dim, len(self.bins), stride))
+        width, dim, stride = (
+            embed_dim(backbone),
+            self.config.decoder_dim,
+            adapter_of(backbone).stride,
+        )
+        decoder = transposed_decoder(width, dim, len(self.bins), stride=stride, out_stride=STRIDE)
+        return MapNetwork(backbone, decoder)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Give the network the lightness, in all channels."""
@@ -180,24 +186,6 @@ def gamut_bins(size: int) -> Tensor:
     reach = (colors @ normals).max(axis=0) + size * np.abs(normals).sum(axis=0)
     kept = grid[(grid @ normals <= reach).all(axis=1)]
     return torch.from_numpy(kept).to(torch.get_default_dtype())
-
-
-def color_decoder(embed_dim: int, dim: int, num_bins: int, stride: int) -> nn.Sequential:
-    """Build transposed convolutions from a map (B, E, ., .) to scores (B, Q, h, w).
-
-    Args:
-        embed_dim: Width E of the map.
-        dim: Width of the convolutions.
-        num_bins: Number Q of scores.
-        stride: Pixels between positions of the map, which convolutions halve down to ``STRIDE``.
-    """
-    layers: list[nn.Module] = []
-    width = embed_dim
-    while stride > STRIDE:
-        enlarge = nn.ConvTranspose2d(width, dim, 4, stride=2, padding=1, bias=False)
-        layers += [enlarge, nn.BatchNorm2d(dim), nn.ReLU()]
-        width, stride = dim, stride // 2
-    return nn.Sequential(*layers, nn.Conv2d(width, num_bins, 1))
 
 
 def soft_encoding(colors: Tensor, bins: Tensor) -> SoftColors:

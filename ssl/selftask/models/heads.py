@@ -64,6 +64,29 @@ def pixel_decoder(embed_dim: int, channels: int, stride: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(embed_dim, channels * stride**2, 1), nn.PixelShuffle(stride))
 
 
+def transposed_decoder(
+    embed_dim: int, dim: int, num_out: int, *, stride: int, out_stride: int = 1
+) -> nn.Sequential:
+    """Build transposed convolutions from a map (B, E, h, w) to a larger one (B, D, h', w').
+
+    Each doubles the resolution, and has BatchNorm and ReLU; a 1 x 1 convolution follows.
+
+    Args:
+        embed_dim: Width E of the map.
+        dim: Width of the convolutions.
+        num_out: Width D of the result.
+        stride: Pixels between positions of the map.
+        out_stride: Pixels between positions of the result, at most.
+    """
+    layers: list[nn.Module] = []
+    width = embed_dim
+    while stride > out_stride:
+        enlarge = nn.ConvTranspose2d(width, dim, 4, stride=2, padding=1, bias=False)
+        layers += [enlarge, nn.BatchNorm2d(dim), nn.ReLU()]
+        width, stride = dim, stride // 2
+    return nn.Sequential(*layers, nn.Conv2d(width, num_out, 1))
+
+
 class ProjectorPredictor(nn.Module):
     """A projector followed by a predictor; returns both outputs.
 
