@@ -20,13 +20,9 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.distributed.collectives import all_reduce_sum
-from selftask.errors import UserError
-from selftask.logs import get_logger
-from selftask.methods.base import Method
+from selftask.methods.families.clustered_images import NO_CLUSTER, ClusteredImages
 from selftask.models.clustering import spherical_kmeans
 from selftask.models.heads import mlp
-from selftask.models.memory_bank import MemoryBank
 from selftask.models.precision import to_float32
 from selftask.random.splitmix import hash_words
 from selftask.registry import register_method
@@ -34,15 +30,11 @@ from selftask.registry import register_method
 if TYPE_CHECKING:
     from selftask.task import Task
 
-log = get_logger(__name__)
-
-NUM_REMEMBERED = 2  # number of views in the memory
-NO_CLUSTER = -100  # for unreadable images; cross_entropy ignores it
 _CLUSTERING = 0x6B6D6E73  # "kmns": separates these draws from others of the same seed
 
 
 @register_method("deepcluster")
-class DeepCluster(Method):
+class DeepCluster(ClusteredImages):
     """DeepCluster v2 (arXiv:2006.09882): predicts clusters of all images, renewed each epoch.
 
     Loss: ``-log softmax(z.c/tau)[cluster]``, mean over heads.
@@ -69,7 +61,7 @@ class DeepCluster(Method):
     }
     loss_reduction = "samples"
     views = (2, None)
-    requires = ("index",)  # the memory has a slot for each image
+    num_remembered = 2
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -106,13 +98,8 @@ class DeepCluster(Method):
 
     def setup(self, task: Task) -> None:
         """Allocate a slot per image. Raise UserError if there are fewer images than clusters."""
-        config, num_images = self.config, task.data_module.num_images
-        if max(config.num_prototypes) > num_images:
-            raise UserError(
-                f"method.num_prototypes={config.num_prototypes}: {num_images} images cannot make "
-                f"{max(config.num_prototypes)} clusters; a tenth of the images is plenty"
-            )
-        self.memory = MemoryBank(num_images, NUM_REMEMBERED, config.out_dim)
+        config = self.config
+        num_images = self.build_memory(task, "num_prototypes", max(config.num_prototypes))
         assignments = torch.full((len(config.num_prototypes), num_images), NO_CLUSTER)
         self.register_buffer("assignments", assignments)  # (H, N)
 
@@ -127,23 +114,6 @@ class DeepCluster(Method):
         task.log("largest_cluster", sizes.max() / sizes.sum())  # close to 1: a collapse
 
     @torch.no_grad()
-    def fill_memory(self, task: Task) -> None:
-        """Fill the memory in one pass over the data with the initial weights.
-
-        The network is in eval mode, so that the last batch may have one image.
-        """
-        log.info("deepcluster: filling the memory, one pass over %d images", len(self.memory))
-        task.base_model.eval()
-        rows = self.memory.rows.zero_()  # (N, 2, D)
-        for batch in task.data_module.iterate_all():
-            with task.autocast():
-                output = task.base_model(batch.all_views[:NUM_REMEMBERED])  # (2, B, D)
-            features = F.normalize(to_float32(output), dim=2)
-            rows[batch.index] = features.transpose(0, 1)
-        rows.copy_(all_reduce_sum(rows))  # each row is zero on all ranks but one
-        task.base_model.train()
-
-    @torch.no_grad()
     def cluster_memory(self, seed: int, epoch: int) -> None:
         """Set the prototypes and assignments of each head by k-means.
 
@@ -155,20 +125,13 @@ class DeepCluster(Method):
         draws = torch.Generator().manual_seed(hash_words(seed, _CLUSTERING, epoch))
         for head, prototypes in enumerate(self.prototypes.split(self.config.num_prototypes)):
             centroids, assignments = spherical_kmeans(
-                self.memory.rows[is_filled, head % NUM_REMEMBERED],
+                self.memory.rows[is_filled, head % self.num_remembered],
                 len(prototypes),
                 iterations=self.config.kmeans_iterations,
                 generator=draws,
             )
             prototypes.copy_(centroids)
             self.assignments[head, is_filled] = assignments
-
-    def on_forward(self, task: Task) -> None:
-        """Collect the batch's features for the memory, which is updated in ``on_update``."""
-        if task.train:
-            batch = task.last_batch
-            remembered = batch.output[:NUM_REMEMBERED].detach()  # (2, B, D)
-            self.pending.append((batch.index, remembered.transpose(0, 1)))
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return the cross-entropy of views (V, B, D) with their clusters, averaged over heads."""
