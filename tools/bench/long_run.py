@@ -34,7 +34,7 @@ TAKEN: list[dict[str, float]] = []
 MAPS = {
     "backbone": {"name": "small_resnet", "width": 8},
     "evaluations": {
-        **dict.fromkeys(("knn", "linear", "clusters", "spectrum"), {}),
+        **{name: {} for name in ("knn", "linear", "clusters", "spectrum")},
         "correspondence": {"images": 50, "size": 32},
     },
 }

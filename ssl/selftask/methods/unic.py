@@ -68,7 +68,7 @@ class UNIC(Method):
     )
     columns = {
         "pooled": "Term of the loss: features of images, a sum over students.",
-        "patches": "Term of the loss: patches, a sum over students.",
+        "patches": "Term of the loss: patches.",
     }
     loss_reduction = "statistics"  # moments of the teachers, and the number of dropped terms
     views = 1
