@@ -59,7 +59,8 @@ def test_python_and_the_command_agree(
     assert row == pytest.approx(expected, rel=1e-7)
     assert json.loads(lines[-1])["evaluation"] == name
     added = kept.read_text().splitlines()[len(lines) :]
-    facts = ("date", "step", "evaluation", "overrides", "image_scores")
+    facts = {"date", "step", "evaluation", "overrides", "image_scores"}
+    facts |= {"options", "model_digest", "data_digests"}
     assert [{k: v for k, v in json.loads(x).items() if k not in facts} for x in added] == [expected]
     of_model = selftask.evaluate(selftask.load(run), name, data=data, data_val=val, **fields)
     assert of_model == pytest.approx(expected, rel=1e-7)

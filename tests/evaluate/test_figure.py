@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
+import selftask
 import tiny
 from selftask.checkpoint import rotation
 from selftask.cli.main import main
@@ -165,7 +167,24 @@ def test_report_compares_only_the_same_test_images(
     difference = first["knn_top1"] - second["knn_top1"]
     assert f"a {first['knn_top1']:.4g}" in line and "300 test images" in line
     assert f"difference {difference:.4g}" in line or f"difference {-difference:.4g}" in line
-    assert "Differences on test images" in (folder / "both.html").read_text()
+    page = (folder / "both.html").read_text()
+    assert "Differences on test images" in page
+    kept = [json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1]) for run in runs]
+    for row, shown in zip(kept, (first, second), strict=True):
+        assert row["options"]["k"] == [5] and shown.items() <= row.items()
+        weights = selftask.load(runs[kept.index(row)]).backbone.state_dict()
+        digest = hashlib.sha256()
+        for name, value in weights.items():
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.numpy().tobytes())
+        assert row["model_digest"] == digest.hexdigest()
+        sets = row["data_digests"]
+        stored = row["image_scores"]["knn_top1"]
+        assert sets == {"data": stored["train"], "data.val": stored["test"]}
+        images = f"data {sets['data'][:8]}, data.val {sets['data.val'][:8]}"
+        for text in (images, row["model_digest"][:8], f"{shown['knn_top1']:.4g}", "k=[5]"):
+            assert text in page.partition("results-of-eval")[2]
+    assert kept[0]["data_digests"] == kept[1]["data_digests"]
 
     file = runs[1] / "evaluations.jsonl"
     lines = (runs[0] / "evaluations.jsonl").read_text()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+import selftask
 import tiny
 from selftask.cli.main import main
 from selftask.config.schema import Component
@@ -79,6 +80,46 @@ def test_refused_before_features_are_computed(
     asked = [word.format(root=images) for word in words[1:]]
     assert main(["eval", words[0], str(exported), *sets, *asked]) == 2
     assert message in capsys.readouterr().err
+
+
+class Floats:
+    """A data set of six images with labels 0.5, 1.5, ..."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, float]:
+        return np.full((32, 32, 3), index, dtype=np.uint8), index + 0.5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["knn", "k=[1]"], ["linear"], ["svm"], ["clusters"], ["linear", "protocol=mae"]),
+        *(["robustness", "k=1"], ["retrieval"]),
+    ],
+    ids="_".join,
+)
+@pytest.mark.parametrize("nan", [False, True])
+def test_labels_that_are_no_whole_numbers_are_refused(
+    words: list[str],
+    nan: bool,
+    exported: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In one line. In a data set of Python they may have another use, and are no labels."""
+    labels = np.full(6, np.nan) if nan else np.arange(6) + 0.5
+    np.savez(tmp_path / "floats.npz", images=np.zeros((6, 32, 32, 3), np.uint8), labels=labels)
+    sets = ["data=FLOATS", *([] if words[0] == "retrieval" else ["data.val=FLOATS"])]
+    sets = [word.replace("FLOATS", str(tmp_path / "floats.npz")) for word in sets]
+    assert main(["eval", words[0], str(exported), *sets, *words[1:]]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "floats.npz are float64; whole numbers or texts are expected" in line
+    if words[0] in ("robustness", "retrieval") or words[1:] == ["protocol=mae"]:
+        return
+    with pytest.raises(UserError, match="6 of 6 images have no label, or none that is a whole"):
+        selftask.evaluate(exported, words[0], data=Floats(), data_val=Floats())
 
 
 def test_a_run_is_refused_before_it_begins(tmp_path: Path) -> None:

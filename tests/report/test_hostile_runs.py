@@ -12,12 +12,14 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from run_folders import write_run
 from selftask.cli.main import main
 from selftask.cli.monitor.runs import lines_of
+from selftask.evaluate.image_scores import packed_scores
 from selftask.report.overview.table import columns_of, text_table
 from selftask.report.record import RunRecord
 from selftask.report.run_report import write_run_report
@@ -56,6 +58,17 @@ EVENTS = [
     | {"data": {}},
 ]
 RESULTS = {"date": "2026", "step": 4, "evaluations": ["knn"], "settings": ["k=5"], "knn_top1": 0.4}
+EVALUATED = {
+    "evaluation": "knn",
+    "overrides": ["k=5"],
+    "options": {"seed": 0},
+    "model_digest": "ab" * 32,
+    "data_digests": {"data": "cd" * 16},
+    "image_scores": {"knn_top1": packed_scores(np.array([0.0, 1.0]))},
+    "knn_top1": 0.5,
+    "knn_top1_low": 0.1,
+    "knn_top1_high": 0.9,
+}
 CONFIG = {
     "data": {"name": "folder", "path": "x", "num_workers": 2, "cache": "none"},
     "backbone": {"name": "resnet18"},
@@ -64,7 +77,7 @@ CONFIG = {
     "train": {"max_steps": 20, "batch_size": 8, "precision": "float32"},
 }
 FILES = ("config.yaml", "environment.json", "status.json", "metrics.jsonl", "events.jsonl")
-ALL = (*FILES, "evaluations/step_4.jsonl", "checkpoints/kept.json")
+ALL = (*FILES, "evaluations/step_4.jsonl", "evaluations.jsonl", "checkpoints/kept.json")
 
 
 @pytest.fixture
@@ -77,6 +90,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (bad / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
     (bad / "evaluations").mkdir()
     (bad / "evaluations/step_4.jsonl").write_text(json.dumps(RESULTS) + "\n")
+    for run in (tmp_path / "good", bad):
+        (run / "evaluations.jsonl").write_text(json.dumps(EVALUATED) + "\n")
     (bad / "checkpoints").mkdir()
     (bad / "checkpoints/step_000000004.pt").write_bytes(b"x")
     kept = {"metric": "loss", "mode": "min", "best": [[4, 0.5]], "every": [4]}

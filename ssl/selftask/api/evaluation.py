@@ -14,6 +14,7 @@ from selftask.cli.model.evaluate import (
     by_protocol,
     described,
     evaluate_frozen,
+    options_of,
 )
 from selftask.cli.model.evaluate_words import OTHERS
 from selftask.cli.model.kept_results import keep
@@ -76,5 +77,5 @@ def evaluate(
     frozen, run = open_named(address, asked_words(name, words))
     row, scores = described(evaluate_frozen(name, frozen), frozen)
     if row:
-        keep(run, name, words, frozen.facts.get("step"), row | scores)
+        keep(run, name, words, frozen, options_of(name, frozen), row | scores)
     return row

@@ -115,8 +115,9 @@ def check_targets(targets: Tensor, what: str) -> None:
     unlabeled = int((targets < 0).sum())
     if unlabeled:
         raise UserError(
-            f"{what}: {unlabeled} of {len(targets)} images have no label; evaluations need a "
-            f"labeled set, such as a folder with one sub-folder for each class"
+            f"{what}: {unlabeled} of {len(targets)} images have no label, or none that is a "
+            "whole number; evaluations need a labeled set, such as a folder with one sub-folder "
+            "for each class"
         )
 
 

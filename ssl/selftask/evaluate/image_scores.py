@@ -15,6 +15,7 @@ from selftask.data.fingerprint import fingerprint, sample_contents
 from selftask.data.source import Source
 
 _MOST_IMAGES = 100_000_000
+_LARGEST = 1e100  # of a score: their products are finite
 
 
 def content_digest(source: Source) -> str:
@@ -51,7 +52,7 @@ def unpacked_scores(packed: Any) -> np.ndarray | None:
     try:
         count, values, numbers = (packed[name] for name in ("images", "values", "numbers"))
         values = np.asarray(values, dtype=np.float64)
-        if not 0 < count <= _MOST_IMAGES or values.ndim != 1 or not np.isfinite(values).all():
+        if not 0 < count <= _MOST_IMAGES or values.ndim != 1 or not (abs(values) <= _LARGEST).all():
             return None
         kind = np.dtype(np.uint8 if len(values) <= 256 else "<u2")
         size = count * kind.itemsize

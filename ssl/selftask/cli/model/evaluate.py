@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
             for line in layer_table(row):
                 print(line)
             print(json_row({"model": address, **row} if len(models) > 1 else row), flush=True)
-            keep(run, name, overrides, frozen.facts.get("step"), row | scores)
+            keep(run, name, overrides, frozen, options_of(name, frozen), row | scores)
     return 0
 
 
@@ -126,8 +126,13 @@ def described(figures: dict[str, float], frozen: Frozen) -> tuple[dict[str, floa
     """
     from selftask.cli.model.result_row import image_scores, with_intervals
 
-    scores = image_scores(figures, frozen.sources)
+    scores = image_scores(figures, frozen.data_digests)
     return with_intervals(figures), {"image_scores": scores} if scores else {}
+
+
+def options_of(name: str, frozen: Frozen) -> Any:
+    """Return the evaluation with its options, as the config has them."""
+    return EVALUATIONS[name](**frozen.config.eval.evaluations[name].args)
 
 
 def asked_words(name: str, overrides: list[str]) -> list[str]:

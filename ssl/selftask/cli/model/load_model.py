@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,23 @@ class Frozen:
     config: Config
     sources: Sources
     device: torch.device
+
+    @cached_property
+    def model_digest(self) -> str:
+        """SHA-256 digest of the names and values of the backbone's tensors."""
+        from selftask.models.weights.frozen import weights_digest
+
+        return bytes(weights_digest(self.backbone).tolist()).hex()
+
+    @cached_property
+    def data_digests(self) -> dict[str, str]:
+        """Digest of each set of images, by its config key; ``data`` are the training images."""
+        from selftask.data.data_module import val_key
+        from selftask.evaluate.image_scores import content_digest
+
+        sets = {"": self.sources.val, **self.sources.val_sets}
+        tests = {val_key(name): source for name, source in sets.items() if source is not None}
+        return {key: content_digest(s) for key, s in {"data": self.sources.train, **tests}.items()}
 
 
 def open_frozen(

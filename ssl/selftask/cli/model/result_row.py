@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from selftask.data.data_module import val_key
-from selftask.data.loading.open_data import Sources
 from selftask.evaluate.figure import Figure, bootstrap_interval
-from selftask.evaluate.image_scores import content_digest, packed_scores
+from selftask.evaluate.image_scores import packed_scores
 from selftask.report.compare.interval import interval
 from selftask.report.layers import by_layer
 
@@ -59,25 +58,24 @@ def layer_table(row: Mapping[str, float]) -> list[str]:
     ]
 
 
-def image_scores(row: Mapping[str, float], sources: Sources) -> dict[str, Any]:
+def image_scores(row: Mapping[str, float], digests: Mapping[str, str]) -> dict[str, Any]:
     """Return per-image scores and digests of the data by metric; empty if no metric has scores.
 
     Args:
         row: Metrics by name; those of ``data.val_sets`` are called ``NAME/metric``.
-        sources: The images of the evaluation.
+        digests: Digest of each set of images by its key; without ``data.val``, ``data`` is tested.
     """
     scored = {
         name: value.scores
         for name, value in row.items()
         if isinstance(value, Figure) and value.scores is not None
     }
-    if not scored:
-        return {}
-    train = content_digest(sources.train)
-    tests = {val_key(name): content_digest(source) for name, source in sources.val_sets.items()}
-    tests[val_key("")] = train if sources.val is None else content_digest(sources.val)
-    sets = {name: val_key(name.rpartition("/")[0]) for name in scored}
+    tests = {name: val_key(name.rpartition("/")[0]) for name in scored}
     return {
-        name: {"train": train, "test": tests[sets[name]], **packed_scores(scores)}
+        name: {
+            "train": digests["data"],
+            "test": digests.get(tests[name], digests["data"]),
+            **packed_scores(scores),
+        }
         for name, scores in scored.items()
     }

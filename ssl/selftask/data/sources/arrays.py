@@ -175,7 +175,8 @@ def label_numbers(labels: np.ndarray, file: str) -> np.ndarray:
     """
     if labels.dtype.kind in "US":
         return number_labels(labels.astype(str).tolist())
-    whole = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
+    with np.errstate(invalid="ignore"):  # NaN becomes a number, which differs from it
+        whole = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
     if whole is None or not np.array_equal(whole, labels):
         raise UserError(
             f"data.labels: those of {file} are {labels.dtype}; whole numbers or texts are expected"

@@ -11,6 +11,7 @@ from selftask.errors import UserError, nearest, plural, shorten
 from selftask.report.charts import Chart, Curve, charts_html
 from selftask.report.compare.groups import Comparison, Group, Member, compare
 from selftask.report.compare.paired import Pair, paired
+from selftask.report.compare.results import results_table
 from selftask.report.compare.tables import (
     Link,
     differences_table,
@@ -165,7 +166,14 @@ def comparison_sections(comparison: Comparison, link: Link) -> list[Section]:
     settings = Section("Differences of configs", differences_table(comparison), "differences")
     pairs = pairs_of(comparison)
     tests = Section("Differences on test images", render("compare.pairs", pairs), "pairs")
-    return [ranking, runs, *([tests] if pairs else []), curves, settings]
+    results = Section(
+        "Results of selftask eval",
+        results_table(comparison),
+        "results-of-eval",
+        script=script,
+        style=style,
+    )
+    return [ranking, runs, *([tests] if pairs else []), results, curves, settings]
 
 
 def pairs_of(comparison: Comparison) -> list[Pair]:

@@ -13,12 +13,10 @@ import numpy as np
 from selftask.evaluate.figure import bootstrap_interval
 from selftask.evaluate.image_scores import unpacked_scores
 from selftask.files.received import TEXTS
-from selftask.logs.drawn_rows import read_ends
+from selftask.report.compare.results import rows_of, settings_of
 from selftask.report.record import RunRecord
 
-FILE = "evaluations.jsonl"  # in the run folder
 SCORES = "image_scores"  # of a row
-_PLACES = ("data", "import", "out", "prefix", "trust", "train", "weights")
 _MOST_RUNS = 6  # all pairs of so many runs are compared
 
 
@@ -82,24 +80,15 @@ def paired(records: Sequence[RunRecord], names: Sequence[str]) -> list[Pair]:
 
 def _results(folder: Path) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
     """Yield (metric, digests, settings) and scores of each result of a run, newest last."""
-    try:
-        rows = read_ends(folder / FILE).rows
-    except OSError:  # not evaluated, or not readable
-        return
-    for row in rows:
-        packed, words = row.get(SCORES), row.get("overrides")
-        if not isinstance(packed, dict) or not TEXTS.accepts(words):
+    for row in rows_of(folder):
+        packed = row.get(SCORES)
+        if not isinstance(packed, dict) or not TEXTS.accepts(row.get("overrides")):
             continue
-        settings = sorted(word for word in words or () if _is_setting(word))
         for metric, stored in packed.items():
             scores = unpacked_scores(stored)
             if scores is not None:
                 digests = (_text(stored.get("train")), _text(stored.get("test")))
-                yield (str(metric), *digests, *settings), scores
-
-
-def _is_setting(word: str) -> bool:
-    return word.partition("=")[0].partition(".")[0] not in _PLACES
+                yield (str(metric), *digests, *settings_of(row)), scores
 
 
 def _text(value: Any) -> str:

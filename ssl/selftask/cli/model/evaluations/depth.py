@@ -49,5 +49,5 @@ def main(argv: list[str]) -> int:
         tell=announce,
     )
     print(json_row(row))
-    keep(address, "depth", overrides, frozen.facts.get("step"), row)
+    keep(address, "depth", overrides, frozen, options, row)
     return 0

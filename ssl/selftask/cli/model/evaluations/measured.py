@@ -38,5 +38,5 @@ def print_measured(
         tell=announce,
     )
     print(json_row(row))
-    keep(address, name, overrides, frozen.facts.get("step"), row)
+    keep(address, name, overrides, frozen, options, row)
     return 0

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     if parts:
         announce(_table(row, parts))
     print(json_row(row))
-    keep(address, "retrieval", overrides, frozen.facts.get("step"), row)
+    keep(address, "retrieval", overrides, frozen, options, row)
     return 0
 
 

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     row = {**result.row(), **result.facts, **result.by_class()}
     announce(_table(result))
     print(json_row(row))
-    keep(address, "segmentation", overrides, frozen.facts.get("step"), row)
+    keep(address, "segmentation", overrides, frozen, options, row)
     return 0
 
 

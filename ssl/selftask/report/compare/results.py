@@ -1,0 +1,118 @@
+"""Table of the results of ``selftask eval`` of several runs, from their ``evaluations.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selftask.errors import shorten
+from selftask.files.received import TEXTS, is_number
+from selftask.logs.drawn_rows import read_ends
+from selftask.report.compare.groups import Comparison
+from selftask.report.compare.tables import Datum, Head, sortable
+
+FILE = "evaluations.jsonl"  # in the run folder
+_PLACES = ("data", "import", "out", "prefix", "trust", "train", "weights")
+_FACTS = {"step", "train_images", "test_images", "classes", "chance", "patches", "size", "views"}
+_FACTS |= {"queries", "database", "dimensions"}
+_DIGITS = 8  # of a digest that are shown
+_MOST_ROWS = 300
+_HEADS = (
+    Head("metric"),
+    Head("run"),
+    Head("value", "max"),
+    Head("95 % interval", title="over test images, or over seeds of the evaluation"),
+    Head("settings"),
+    Head("seed", title="of the evaluation"),
+    Head("images", title="digests of the sets; equal ones are the same images and labels"),
+    Head("weights", title="digest of the backbone"),
+)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the results of a run, newest last; none if the file is missing or unreadable."""
+    try:
+        return read_ends(folder / FILE).rows
+    except OSError:
+        return []
+
+
+def settings_of(row: dict[str, Any]) -> list[str]:
+    """Return the words of a result that change what is measured, sorted."""
+    words = row.get("overrides") if TEXTS.accepts(row.get("overrides")) else None
+    return sorted(word for word in words or () if _is_setting(word))
+
+
+def _is_setting(word: str) -> bool:
+    return word.partition("=")[0].partition(".")[0] not in _PLACES
+
+
+@dataclass(frozen=True)
+class Result:
+    """Newest value of a metric of a run with some settings on some images."""
+
+    metric: str
+    run: str
+    value: float
+    row: dict[str, Any]  # the whole line
+
+    @property
+    def interval(self) -> str:
+        """Interval over test images, or else over seeds; empty if there is none."""
+        for name in (self.metric, f"{self.metric}_seeds"):
+            low, high = (self.row.get(f"{name}_{end}") for end in ("low", "high"))
+            if is_number(low) and is_number(high):
+                return f"{low:.4g} to {high:.4g}"
+        return ""
+
+    @property
+    def images(self) -> str:
+        """Beginning of the digest of each set of images."""
+        digests = self.row.get("data_digests")
+        items = digests.items() if isinstance(digests, dict) else ()
+        return ", ".join(f"{key} {str(digest)[:_DIGITS]}" for key, digest in items)
+
+    @property
+    def cells(self) -> list[Datum]:
+        options = self.row.get("options")
+        seed = options.get("seed") if isinstance(options, dict) else None
+        texts = {
+            "settings": " ".join(settings_of(self.row)),
+            "seed": "" if seed is None else str(seed),
+            "images": self.images,
+            "weights": str(self.row.get("model_digest") or "")[:_DIGITS],
+        }
+        return [
+            *(_text(text) for text in (self.metric, self.run)),
+            Datum(f"{self.value:.4g}", self.value),
+            *(_text(text) for text in (self.interval, *texts.values())),
+        ]
+
+
+def _text(text: str) -> Datum:
+    return Datum(shorten(text, 200), shorten(text, 200))
+
+
+def results_table(comparison: Comparison) -> str:
+    """Return the table of metrics that at least two runs have; empty if there are none."""
+    newest = {
+        (result.metric, result.run, result.images, *settings_of(result.row)): result
+        for member in comparison.members
+        for result in _results(member.name, rows_of(member.record.folder))
+    }
+    runs: dict[str, set[str]] = {}
+    for result in newest.values():
+        runs.setdefault(result.metric, set()).add(result.run)
+    shared = [result for result in newest.values() if len(runs[result.metric]) > 1]
+    shared.sort(key=lambda result: result.metric)
+    return sortable(_HEADS, [r.cells for r in shared[:_MOST_ROWS]], "results") if shared else ""
+
+
+def _results(run: str, rows: list[dict[str, Any]]) -> Iterator[Result]:
+    """Yield the metrics of the lines of a run, without bounds of intervals."""
+    for row in rows:
+        for name, value in row.items():
+            if is_number(value) and name not in _FACTS and not name.endswith(("_low", "_high")):
+                yield Result(name, run, float(value), row)
