@@ -132,7 +132,7 @@ def _run(page: str, block: Block, home: Path, capfd: pytest.CaptureFixture[str])
         said = capfd.readouterr()
         assert done == 0, f"{page}: selftask {' '.join(words)}\n{said.out}\n{said.err}"
     if block.language == "python" and block.file is None:
-        text = block.text.replace("range(200)", "range(2)")  # steps of a detector
+        text = block.text.replace("range(150)", "range(2)")  # steps of a detector
         exec(compile(text, f"{page}.md", "exec"), {"__name__": "page"})
 
 

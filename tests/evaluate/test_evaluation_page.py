@@ -61,6 +61,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_depths(folder / "rooms/train", 4)
     write_depths(folder / "rooms/val", 2, first=4)
     write_scenes(folder / "my_images", 4)
+    write_scenes(folder / "landscapes", 4)
+    images = sorted(folder.glob("landscapes/**/*.*"))
+    rows = [f"{image.relative_to(folder)},{n},{n}" for n, image in enumerate(images)]
+    (folder / "places.csv").write_text("\n".join(["path,latitude,longitude", *rows]))
     return folder
 
 
