@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from dense_data import write_depths, write_scenes
+from PIL import Image
 
 import tiny
 from page_blocks import sessions
@@ -61,10 +62,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_depths(folder / "rooms/train", 4)
     write_depths(folder / "rooms/val", 2, first=4)
     write_scenes(folder / "my_images", 4)
-    write_scenes(folder / "landscapes", 4)
-    images = sorted(folder.glob("landscapes/**/*.*"))
-    rows = [f"{image.relative_to(folder)},{n},{n}" for n, image in enumerate(images)]
-    (folder / "places.csv").write_text("\n".join(["path,latitude,longitude", *rows]))
+    (folder / "landscapes").mkdir()
+    rows = ["path,latitude,longitude"]
+    for n in range(4):
+        Image.new("RGB", (32, 32), (60 * n, 90, 200 - 40 * n)).save(folder / f"landscapes/{n}.png")
+        rows.append(f"landscapes/{n}.png,{n},{n}")
+    (folder / "places.csv").write_text("\n".join(rows))
     return folder
 
 
