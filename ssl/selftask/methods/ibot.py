@@ -58,6 +58,7 @@ class IBOT(DINOv2):
     """
 
     paper = "Zhou et al., iBOT: Image BERT Pre-Training with Online Tokenizer, ICLR 2022"
+    loss_reduction = "samples"  # KoLeo's term, which is off by default, is "gathered"
 
     @dataclass(frozen=True, kw_only=True)
     class Config(DINOv2.Config):
