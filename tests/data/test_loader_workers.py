@@ -13,7 +13,8 @@ import pytest
 from numbered import Numbers, dataset, read
 
 import selftask
-from selftask.data.loading.loader import Batches
+from selftask.data.loading import workers
+from selftask.data.loading.loader import Batches, EvalBatches
 from selftask.distributed.world import STOP_SIGNALS
 from selftask.errors import RunError
 
@@ -35,6 +36,19 @@ def test_a_killed_worker_is_named() -> None:
     batches = Batches(dataset(Numbers(20, dies_at=7)), batch_size=10, seed=0, num_workers=1)
     with pytest.raises(RunError, match=r"worker process \d+ was killed by SIGKILL; out of memory"):
         read(batches, 4)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_nothing_is_kept_of_evaluations_that_ended(num_workers: int, stopped: bool) -> None:
+    """Once a weak reference and a list for each, and workers until the reader was deleted."""
+    known = len(workers._OPEN)  # of other tests
+    for _ in range(3):
+        batches = EvalBatches(dataset(Numbers(8)), batch_size=2, num_workers=num_workers)
+        images = iter(batches)
+        assert len(next(images).index) == 2
+        images.close() if stopped else list(images)  # type: ignore[attr-defined]
+        assert len(workers._OPEN) <= known
 
 
 def test_workers_leave_signals_to_the_main_process() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
@@ -171,10 +172,11 @@ class EvalBatches:
     def read(self) -> Iterator[RawBatch]:
         """Yield the batches as the workers return them, except those without views."""
         keys = ([(0, index) for index in batch] for batch in self.batches)
-        for batch in BatchReader(self.dataset, keys, self.num_workers, self.device):
-            self.bad_files.add(batch.bad)
-            if batch.views:
-                yield batch
+        with closing(BatchReader(self.dataset, keys, self.num_workers, self.device)) as reader:
+            for batch in reader:
+                self.bad_files.add(batch.bad)
+                if batch.views:
+                    yield batch
 
 
 def in_batches(indices: Sequence[int], size: int) -> list[Sequence[int]]:
