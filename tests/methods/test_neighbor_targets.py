@@ -84,7 +84,6 @@ def test_the_queue_resumes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["byol", "simsiam"])
-def test_two_ranks_are_one_without_a_queue(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a queue, the tiny value, the contract of all methods says it."""
-    words = ["check", name, "method.queue_size=0", "--ranks=1,2"]
+def test_two_ranks_have_the_neighbors_of_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", name, "method.queue_size=40", "--ranks=1,2"]
     assert main(words) == 0, capsys.readouterr().out

@@ -279,6 +279,7 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "dinov2/vitg14_imagenet",  # the rules of vit_large_imagenet with other numbers
     "distill_features/vit_small_imagenet",
     "fcmae/convnextv2_base_imagenet",
+    "ibot/vit_small_imagenet_attmask",  # extends ibot/vit_small_imagenet
     "jigsaw/resnet50_imagenet",
     "maskfeat/vit_base_imagenet",
     "milan/vit_base_imagenet",
@@ -286,6 +287,7 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "mocov3/vit_small_imagenet",
     "msf/resnet50_imagenet",
     "obow/resnet50_imagenet",
+    "odc/resnet50_imagenet",
     "pcl/resnet50_imagenet",
     "ressl/resnet50_imagenet",
     "rotation/resnet50_imagenet",

@@ -65,7 +65,7 @@ class ODC(ClusteredImages):
         """Width of the head's hidden layer."""
         num_clusters: int = setting(10_000, min=2, tiny=4)
         """Number of clusters, K."""
-        momentum: float = setting(0.5, min=0, below=1)
+        momentum: float = setting(0.5, min=0, max=1)
         """Weight of the old features of an image in the memory."""
         renew_every: int = setting(10, min=1, tiny=2)
         """Steps after which the centroids are renewed."""

@@ -29,7 +29,7 @@ class NeighborTargets(Method):
     class Config:
         out_dim: int = setting(256, min=1, tiny=16)
         """Width of the output of projector and predictor, D."""
-        queue_size: int = setting(0, min=0, tiny=lambda batch: 2 * batch)
+        queue_size: int = setting(0, min=0)
         """Length of the queue in which the nearest neighbors of projections are searched, which
         replace these as targets, in images; 0: no neighbors.
         """
