@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +106,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         "ibot": "Term of the loss: masked patches.",
         "koleo": "Term of the loss: embeddings are spread evenly.",
     }
-    loss_reduction = "gathered"  # for the neighbors of KoLeo
+    loss_reduction: ClassVar[Literal["samples", "gathered", "statistics"]] = "gathered"  # KoLeo
     sample_dim = None
     views = (2, None)
     min_batch_size = 2
