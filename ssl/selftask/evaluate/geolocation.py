@@ -112,15 +112,15 @@ def measure_geolocation(
         raise UserError(
             f"k: {options.k} neighbors are asked for; there are {len(train) - is_alone}"
         )
-    known = places["data"][train.indices.cpu()]
-    true = known if is_alone else places["data.val"][test.indices.cpu()]
+    train_places = places["data"][train.indices.cpu()]
+    test_places = train_places if is_alone else places["data.val"][test.indices.cpu()]
     bank, own = Bank(train.features), torch.arange(len(test), device=test.features.device)
     own = own if is_alone else torch.full_like(own, -1)
     placed = []
     for rows, left_out in zip(test.features.split(_ROWS), own.split(_ROWS), strict=True):
         _, neighbors = bank.nearest(F.normalize(rows, dim=1), options.k, left_out)
-        placed.append(densest(known[neighbors.cpu()], options.bandwidth))
-    errors = distance_km(torch.cat(placed), true)
+        placed.append(densest(train_places[neighbors.cpu()], options.bandwidth))
+    errors = distance_km(torch.cat(placed), test_places)
     return {
         **{f"geolocation_{d:g}km": float((errors <= d).double().mean()) for d in options.distances},
         "geolocation_median_km": float(errors.median()),
@@ -136,8 +136,8 @@ def densest(places: Tensor, bandwidth: float) -> Tensor:
         places: (B, k, 2), nearest neighbor first, which wins ties.
         bandwidth: Standard deviation of the Gaussian around each neighbor, in km.
     """
-    apart = distance_km(places[:, :, None], places[:, None])  # (B, k, k)
-    density = torch.exp(-0.5 * (apart / bandwidth).square()).sum(dim=2)
+    distances = distance_km(places[:, :, None], places[:, None])  # (B, k, k)
+    density = torch.exp(-0.5 * (distances / bandwidth).square()).sum(dim=2)
     return places[torch.arange(len(places)), density.argmax(dim=1)]
 
 

@@ -63,11 +63,12 @@ class NextPatchNetwork(Network):
 
     def forward(self, views: Sequence[Tensor]) -> PatchOutput:  # type: ignore[override]
         (images,) = views
-        embedded = adapter_of(self.backbone).embed(images)  # (B, N, E)
+        with torch.no_grad():
+            embedded = adapter_of(self.backbone).embed(images)  # (B, N, E)
         length = embedded.shape[1]
         earlier = torch.ones(length, length, dtype=torch.bool, device=images.device).tril()
         features = self.extract(images, attend=earlier.expand(len(images), -1, -1))
-        return PatchOutput((features.patches, embedded.detach()), features)
+        return PatchOutput((features.patches, embedded), features)
 
 
 @in_full_precision

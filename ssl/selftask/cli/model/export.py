@@ -38,7 +38,8 @@ usage: selftask export RUN_OR_MODEL [--out DIR]
 Writes backbone.pt, backbone.safetensors and backbone.json, of a run from its newest checkpoint
 (RUN@best: from the best by train.keep_best; RUN@STEP: from that of a step),
 into RUN/export (or DIR), with the key names of the library the backbone comes from. Further
-students of a method (method.students) go to folders of their names in it.
+students of a method (method.students) go to folders of their names in it, unless weights are
+averaged (--weights, --average).
 --to torchvision and --to timm also check that the library's own model loads them, strictly, and
 computes the same features.
 --to huggingface also writes the folder huggingface, which transformers.AutoModel and timm load, if

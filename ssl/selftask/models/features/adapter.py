@@ -65,8 +65,14 @@ class Adapter(ABC):
         return height // rows, width // columns
 
     def embed(self, images: Tensor) -> Tensor:
-        """Return the patch embedding (B, N, E), before positions; offered with ``"attention"``."""
-        raise NotImplementedError(f"{type(self).__name__} offers no attention")
+        """Return the patch embedding (B, N, E) of images (B, C, H, W), before positions are added.
+
+        Vision transformers of timm and selftask have it; raise UserError for other backbones.
+        """
+        raise UserError(
+            "backbone: the patch embedding of this network is not known; take a vision transformer "
+            "of timm or selftask"
+        )
 
     @abstractmethod
     def layer(self, number: int) -> nn.Module:
