@@ -304,18 +304,6 @@ def test_a_run_of_dinov2_teaches_images_and_patches(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_prototypes_of_digits_reach_a_smaller_transformer(tmp_path: Path) -> None:
-    """DINO's digits recipe, then a ViT of three quarters of its parameters with its prototypes."""
-    options = [
-        f"method.teacher={tmp_path / 'teacher'}",
-    ]
-    of_teacher = _knn("dino/digits", tmp_path / "teacher")
-    of_student = _knn("distill_prototypes/digits", tmp_path / "student", *options)
-    assert of_student[-1] >= of_student[0] + 0.15
-    assert of_student[-1] >= of_teacher[-1] - 0.15
-
-
-@pytest.mark.slow
 def test_images_and_patches_of_dinov2_reach_a_smaller_transformer(tmp_path: Path) -> None:
     """DINOv2's digits recipe, then a ViT of two layers for three; pairs of different views.
 
