@@ -4,7 +4,7 @@ Coates, Lee and Ng, An Analysis of Single-Layer Networks in Unsupervised Feature
 2011; with cosine similarities and a fixed threshold instead of the triangle activation, as in
 Coates and Ng, Learning Feature Representations with K-means, 2012.
 
-B: images, P: patches of an image, D: values in a patch, K: filters.
+B: images, P: patches of an image, D: values in a patch, K: filters, S: 2 for both signs, else 1.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ IMAGES_AT_ONCE = 8  # so that the similarities of their patches stay in the cach
 @register_backbone("patch_bank")
 @dataclass(frozen=True, kw_only=True)
 class PatchBankConfig:
-    """Similarities of whitened patches to a bank of filters, averaged over a 2 x 2 grid."""
+    """Similarities of whitened patches to a bank of filters, averaged over a grid of cells."""
 
     filters: int = setting(1024, min=1)  # K
     patch_size: int = setting(6, min=1)  # pixels
     pool: int = setting(2, min=1)  # cells of the grid on each side
     threshold: float = setting(0.2, min=-1, max=1)  # smaller cosine similarities count as 0
+    both_signs: bool = False  # similarities to the negatives of the filters are features, too
 
     def tiny(self) -> dict[str, object]:
         return {"name": "patch_bank", "filters": 8, "patch_size": 3}
@@ -48,7 +49,7 @@ class PatchBankConfig:
 
 
 class PatchBank(nn.Module):
-    """Images (B, C, H, W) -> features (B, pool * pool * K)."""
+    """Images (B, C, H, W) -> features (B, pool * pool * S * K)."""
 
     mean: Tensor
     whitening: Tensor
@@ -56,8 +57,8 @@ class PatchBank(nn.Module):
     def __init__(self, config: PatchBankConfig, channels: int) -> None:
         super().__init__()
         self.patch_size, self.pool = config.patch_size, config.pool
-        self.threshold = config.threshold
-        self.embed_dim = config.pool**2 * config.filters
+        self.threshold, self.both_signs = config.threshold, config.both_signs
+        self.embed_dim = config.pool**2 * config.filters * (2 if config.both_signs else 1)
         width = channels * config.patch_size**2  # D
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("whitening", torch.eye(width))
@@ -74,17 +75,22 @@ class PatchBank(nn.Module):
         patches = self.contrast_normalized(images) - self.mean
         return F.normalize(patches @ self.whitening, dim=2)
 
+    def unit_filters(self) -> Tensor:
+        """Return the filters with length 1, then their negatives: (S * K, D)."""
+        filters = F.normalize(self.filters, dim=1)
+        return torch.cat([filters, -filters]) if self.both_signs else filters
+
     def similarities(self, images: Tensor) -> Tensor:
-        """Return cosine similarities of whitened patches to the filters: (B, P, K)."""
-        return self.directions(images) @ F.normalize(self.filters, dim=1).T
+        """Return cosine similarities of whitened patches to the filters: (B, P, S * K)."""
+        return self.directions(images) @ self.unit_filters().T
 
     def forward(self, images: Tensor) -> Tensor:
         cells = self._cells(images)
-        filters = F.normalize(self.filters, dim=1)
+        filters = self.unit_filters()
         bias = -self.threshold * torch.ones_like(filters[:, 0])
         parts = []
         for part in images.split(IMAGES_AT_ONCE):
-            active = F.linear(self.directions(part), filters, bias).relu_()  # (b, P, K)
+            active = F.linear(self.directions(part), filters, bias).relu_()  # (b, P, S * K)
             parts.append((cells.to(active.dtype) @ active).flatten(1))  # sums cells without a copy
         return torch.cat(parts)
 

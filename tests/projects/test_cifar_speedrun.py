@@ -29,18 +29,22 @@ def patches(forget_names: None) -> Iterator[ModuleType]:
     del sys.modules["patches"]
 
 
-def test_features_equal_a_loop_over_patches(patches: ModuleType) -> None:
-    config = patches.PatchBankConfig(filters=5, patch_size=3, threshold=0.1)
+@pytest.mark.parametrize("both_signs", [False, True])
+def test_features_equal_a_loop_over_patches(both_signs: bool, patches: ModuleType) -> None:
+    config = patches.PatchBankConfig(filters=5, patch_size=3, threshold=0.1, both_signs=both_signs)
     bank = config.build().double()
     width = 3 * 3 * 3
     bank.mean.copy_(torch.randn(width) / 10)
     bank.whitening.copy_(torch.randn(width, width) / 5)
     images = torch.randn(10, 3, 8, 8, dtype=torch.float64)  # more than are computed at once
-    features = bank(images).detach().view(10, 4, 5)
     filters = bank.filters.detach().numpy()
     filters = filters / np.linalg.norm(filters, axis=1, keepdims=True)
+    if both_signs:
+        filters = np.concatenate([filters, -filters])
+    features = bank(images).detach().view(10, 4, len(filters))
+    assert features[0].numel() == bank.embed_dim
     for image, actual in zip(images.numpy(), features.numpy(), strict=True):
-        similarity = np.zeros((6, 6, 5))
+        similarity = np.zeros((6, 6, len(filters)))
         for y in range(6):
             for x in range(6):
                 patch = image[:, y : y + 3, x : x + 3].ravel()
