@@ -312,7 +312,10 @@ def test_unreadable_images_are_left_out(
         (["MODEL", "data=PAIRS", "truth=gnd.pkl"], "truth=gnd.pkl: there is no such file"),
         (["MODEL", "data=PAIRS", "truth=truth.txt"], "expected `copydays`, a .pkl"),
         (["MODEL", "data=PAIRS", "truth=copydays"], "0 folders `original`; one is expected"),
-        (["MODEL", "data=PAIRS", "truth=odd.csv"], "unknown column 'positive'"),
+        (
+            ["MODEL", "data=PAIRS", "truth=odd.csv"],
+            "the columns query,positives and rows; has 'query,positive'",
+        ),
         (["MODEL", "data=PAIRS", "truth=many.csv"], "'a.png' may be any of 8 images"),
         (
             ["MODEL", "data=PAIRS", "truth=none.csv"],

@@ -12,13 +12,13 @@ from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate import (
     asked_words,
     by_protocol,
-    described,
     evaluate_frozen,
     options_of,
 )
 from selftask.cli.model.evaluate_words import OTHERS
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import open_frozen
+from selftask.cli.model.result_row import described
 from selftask.errors import UserError, nearest
 from selftask.registry import EVALUATIONS
 
@@ -72,10 +72,10 @@ def evaluate(
         address = type(model.backbone).__name__
         loaded = model.backbone, model.facts
         frozen = open_frozen(address, asked_words(name, words), loaded=loaded)
-        return described(evaluate_frozen(name, frozen), frozen)[0]
+        return described(evaluate_frozen(name, frozen), frozen.data_digests)[0]
     address = str(model.out if isinstance(model, Run) else model)
     frozen, run = open_named(address, asked_words(name, words))
-    row, scores = described(evaluate_frozen(name, frozen), frozen)
+    row, scores = described(evaluate_frozen(name, frozen), frozen.data_digests)
     if row:
         keep(run, name, words, frozen, options_of(name, frozen), row | scores)
     return row

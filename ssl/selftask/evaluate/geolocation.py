@@ -5,7 +5,6 @@ B images, k neighbors. Places are latitude and longitude in degrees; distances a
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -25,12 +24,12 @@ from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.knn import Bank
 from selftask.evaluate.offline import eval_batches
 from selftask.evaluate.online import evaluated_model
+from selftask.evaluate.tables import read_rows
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
 
 EARTH_KM = 6371.0088  # mean radius
-_COLUMNS = ("path", "latitude", "longitude")
 _ROWS = 512  # test images at a time
 
 
@@ -157,13 +156,7 @@ def read_coordinates(path: Path) -> dict[str, tuple[float, float]]:
         UserError: If it is no table of coordinates.
     """
     where = f"coordinates={path}"
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeError, csv.Error) as error:
-        raise UserError(f"{where}: is no table: {error}") from error
-    if not rows or not {*_COLUMNS} <= rows[0].keys():
-        raise UserError(f"{where}: expected the columns path,latitude,longitude and rows")
+    rows = read_rows(path, ("path", "latitude", "longitude"), where)
     table: dict[str, tuple[float, float]] = {}
     for line, row in enumerate(rows, start=2):
         try:

@@ -27,6 +27,7 @@ from selftask.models.network import Network
 from selftask.models.weights.frozen import Frozen
 
 if TYPE_CHECKING:
+    from selftask.data.tokenizers.base import Tokenizer
     from selftask.models.weights.trained import Scores, TrainedNetwork
     from selftask.task import Task
 
@@ -292,5 +293,19 @@ class Method(nn.Module, Hook):
         Args:
             embed_dim: Number of features of the exported backbone, E.
             checkpoint: Checkpoint of a run of this method: ``model``, ``method``, ``length``, ...
+        """
+        return None
+
+    def load_text(
+        self, embed_dim: int, checkpoint: Mapping[str, Any], tokenizer: Tokenizer
+    ) -> tuple[nn.Module, nn.Module] | None:
+        """Return the trained head for images and the text tower; None if there is none.
+
+        Both embed in one space: features (B, E) -> (B, D), and token ids (T, L) -> (T, D).
+
+        Args:
+            embed_dim: Number of features of the exported backbone, E.
+            checkpoint: As in ``load_scores``.
+            tokenizer: Tokenizer of the run.
         """
         return None

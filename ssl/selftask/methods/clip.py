@@ -7,7 +7,7 @@ shared space.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,11 @@ from selftask.models.losses.contrast import gathered_cross_entropy
 from selftask.models.network import Network
 from selftask.models.precision import in_full_precision
 from selftask.models.text import TextTransformer
+from selftask.models.weights.load import load_part
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
+    from selftask.data.tokenizers.base import Tokenizer
     from selftask.task import Task
 
 MAX_SCALE = 100.0  # maximum scale of the logits: section 2.5
@@ -82,7 +84,12 @@ class CLIP(Method):
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the image tower, and the text tower for the tokens of the data."""
-        config, tokenizer = self.config, task.data_module.tokenizer
+        text, projection = self.build_text(task.data_module.tokenizer)
+        return TwoTowers(backbone, self.build_head(embed_dim(backbone)), text, projection)
+
+    def build_text(self, tokenizer: Tokenizer) -> tuple[nn.Module, nn.Module]:
+        """Build the text transformer and its projection."""
+        config = self.config
         text = TextTransformer(
             tokenizer.vocab_size,
             tokenizer.length,
@@ -90,12 +97,20 @@ class CLIP(Method):
             depth=config.text_depth,
             heads=config.text_heads,
         )
-        projection = _projection(config.text_dim, config.out_dim)
-        return TwoTowers(backbone, self.build_head(embed_dim(backbone)), text, projection)
+        return text, _projection(config.text_dim, config.out_dim)
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the linear projection of section 2.3."""
         return _projection(embed_dim, self.config.out_dim)
+
+    def load_text(
+        self, embed_dim: int, checkpoint: Mapping[str, Any], tokenizer: Tokenizer
+    ) -> tuple[nn.Module, nn.Module]:
+        """Return the trained head for images, and the text tower with its projection."""
+        head, (text, projection) = self.build_head(embed_dim), self.build_text(tokenizer)
+        for name, part in {"head": head, "text": text, "text_head": projection}.items():
+            load_part(part, checkpoint, f"model.{name}")
+        return head, nn.Sequential(text, projection)
 
     def setup(self, task: Task) -> None:
         self.num_pairs = task.length.batch_size  # B * W

@@ -1,10 +1,11 @@
-"""A transformer over token ids, like CLIP's text encoder.
+"""A transformer over token ids, like CLIP's text encoder, and models that embed texts and images.
 
 B texts of L tokens, E features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -62,3 +63,34 @@ def _block(dim: int, heads: int) -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(
         dim, heads, 4 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
     )
+
+
+class ImageTextModel(nn.Module):
+    """Images (B, C, H, W) -> embeddings (B, D), in the space of the embeddings of texts.
+
+    Args:
+        backbone: Images -> features (B, E).
+        head: Features -> embeddings (B, D).
+        text: Token ids (T, L) -> embeddings (T, D).
+        tokenize: T texts -> token ids (T, L) on the CPU.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        head: nn.Module,
+        text: nn.Module,
+        tokenize: Callable[[Sequence[str]], Tensor],
+    ) -> None:
+        super().__init__()
+        self.backbone, self.head, self.text, self.tokenize = backbone, head, text, tokenize
+
+    def forward(self, images: Tensor) -> Tensor:
+        embeddings: Tensor = self.head(self.backbone(images))
+        return embeddings
+
+    def embed_texts(self, texts: Sequence[str]) -> Tensor:
+        """Return the embeddings (T, D) of texts, not normalized."""
+        device = next(self.text.parameters()).device
+        embeddings: Tensor = self.text(self.tokenize(texts).to(device))
+        return embeddings

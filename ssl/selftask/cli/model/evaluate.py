@@ -30,6 +30,7 @@ COMMANDS = {
     "depth": (f"{_FOLDER}.depth", "depth of pixels"),
     "correspondence": (f"{_FOLDER}.correspondence", "find places again, no labels"),
     "robustness": (f"{_FOLDER}.robustness", "errors on corrupted images"),
+    "zeroshot": (f"{_FOLDER}.zeroshot", "classes by their names, with a text tower"),
     "geolocation": (f"{_FOLDER}.geolocation", "places by coordinates of neighbors"),
     "suite": ("selftask.cli.model.suite", "all checkpoints of a run"),
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
@@ -43,6 +44,7 @@ usage: selftask eval knn|linear|svm|clusters|spectrum|clid RUN_OR_MODEL ... [key
        selftask eval segmentation|depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
        selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
        selftask eval robustness RUN_OR_MODEL [images=N] [key=value ...]
+       selftask eval zeroshot RUN_OR_FOLDER [classes=FILE.csv] [templates=FILE] [key=value ...]
        selftask eval geolocation RUN_OR_MODEL coordinates=FILE.csv [key=value ...]
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]
@@ -85,9 +87,9 @@ def main(argv: list[str]) -> int:
         with info_on_stderr() if takes_backbone else nullcontext():  # it has no `tell`
             figures = evaluate_frozen(name, frozen, tell=announce)
         if figures:  # rank 0 has the results
-            from selftask.cli.model.result_row import layer_table  # needs torch
+            from selftask.cli.model.result_row import described, layer_table  # need torch
 
-            row, scores = described(figures, frozen)
+            row, scores = described(figures, frozen.data_digests)
             for line in layer_table(row):
                 print(line)
             print(json_row({"model": address, **row} if len(models) > 1 else row), flush=True)
@@ -115,19 +117,6 @@ def evaluate_frozen(
         world=read_world(),
         **({} if tell is None else {"tell": tell}),
     )
-
-
-def described(figures: dict[str, float], frozen: Frozen) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return the metrics with their intervals, and the other entries for ``evaluations.jsonl``.
-
-    Args:
-        figures: Metrics of ``evaluate_frozen``.
-        frozen: The model and its images.
-    """
-    from selftask.cli.model.result_row import image_scores, with_intervals
-
-    scores = image_scores(figures, frozen.data_digests)
-    return with_intervals(figures), {"image_scores": scores} if scores else {}
 
 
 def options_of(name: str, frozen: Frozen) -> Any:

@@ -12,6 +12,19 @@ from selftask.report.compare.interval import interval
 from selftask.report.layers import by_layer
 
 
+def described(
+    figures: Mapping[str, float], digests: Mapping[str, str]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the metrics with their intervals, and the other entries for ``evaluations.jsonl``.
+
+    Args:
+        figures: Metrics of an evaluation by name.
+        digests: As for ``image_scores``.
+    """
+    scores = image_scores(figures, digests)
+    return with_intervals(figures), {"image_scores": scores} if scores else {}
+
+
 def with_intervals(row: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics with their 95 % intervals, as ``NAME_low`` and ``NAME_high``.
 

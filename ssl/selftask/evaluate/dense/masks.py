@@ -7,7 +7,6 @@ image, of 8 or 16 bits, palette or gray. ``DIR/classes.csv`` may name the classe
 
 from __future__ import annotations
 
-import csv
 import io
 import os
 from collections import Counter
@@ -27,6 +26,7 @@ from selftask.data.transforms.resampling import resize
 from selftask.distributed.heartbeat import track
 from selftask.errors import UserError, join_some, nearest_path
 from selftask.evaluate.dense.patches import Squared
+from selftask.evaluate.tables import read_rows
 from selftask.files.addresses import is_remote
 from selftask.files.paths import exists, is_file, is_folder
 from selftask.logs.stages import staged
@@ -207,14 +207,7 @@ def read_table(root: str) -> dict[int, str] | None:
     if not is_file(path):
         return None
     table: dict[int, str] = {}
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeError, csv.Error) as error:
-        raise UserError(f"{path}: is no table: {error}") from error
-    if not rows or not {"index", "name"} <= rows[0].keys():
-        raise UserError(f"{path}: expected the columns index,name and a row for each class")
-    for line, row in enumerate(rows, start=2):
+    for line, row in enumerate(read_rows(path, ("index", "name"), str(path)), start=2):
         text = row["index"] or ""
         if not text.strip().isdecimal() or not int(text) < _MOST:
             raise UserError(f"{path}:{line}: index {text!r}; a number from 0 to {_MOST - 1}")

@@ -5,7 +5,6 @@ M images in the database.
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from selftask.data.source import Source
 from selftask.errors import UserError, nearest, nearest_path
 from selftask.evaluate.retrieval.buildings import Truth, read_instre, read_truth
 from selftask.evaluate.retrieval.names import ImageNames
+from selftask.evaluate.tables import read_rows
 from selftask.files.paths import is_file
 
 COPYDAYS = "copydays"
@@ -203,19 +203,10 @@ def _of_table(source: Source, path: Path) -> Benchmark:
     delimiter = "\t" if path.suffix == ".tsv" else ","
     queries: list[Query] = []
     truths: list[tuple[Positions, Positions]] = []
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, delimiter=delimiter))
-    except (OSError, UnicodeError, csv.Error) as error:
-        raise UserError(f"truth={path}: is no table: {error}") from error
-    if not rows:
-        raise UserError(f"truth={path}: has no rows")
+    rows = read_rows(path, _COLUMNS[:2], f"truth={path}", delimiter)
     for column in rows[0]:
         if column not in _COLUMNS:
             raise UserError(f"truth={path}: unknown column {column!r}; {nearest(column, _COLUMNS)}")
-    for column in _COLUMNS[:2]:
-        if column not in rows[0]:
-            raise UserError(f"truth={path}: has no column {column!r}")
     for line, row in enumerate(rows, start=2):
         where = f"truth={path}:{line}"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from selftask.models.weights.model_source import (
 from selftask.models.weights.places import component, config_of, written_by_selftask
 from selftask.models.weights.read import backbone_state, read_state
 from selftask.registry import BACKBONES, METHODS
+
+if TYPE_CHECKING:
+    from selftask.data.tokenizers.base import Tokenizer
 
 Targets = Literal["softmax", "centering", "sinkhorn"]
 
@@ -129,6 +132,36 @@ def open_scores(module: FrozenModule) -> TrainedNetwork:
         method = component(config_of(checkpoint, address)["method"])
         scores = _scores(method, backbone, checkpoint, address)
         return _with_scores(backbone, scores, channels, transforms)
+
+
+def open_text(address: str, embed_dim: int, tokenizer: Tokenizer) -> tuple[nn.Module, nn.Module]:
+    """Return the head for images and the text tower of a checkpoint; see ``Method.load_text``.
+
+    Args:
+        address: Checkpoint of a run, as for ``open_checkpoint``.
+        embed_dim: Number of features of its backbone, E.
+        tokenizer: Tokenizer of the run.
+
+    Raises:
+        UserError: If the method has no text tower, or was trained with another tokenizer.
+    """
+    checkpoint, tokens = open_checkpoint(address), tokenizer.describe()
+    with written_by_selftask(address):
+        section = component(config_of(checkpoint, address)["method"])
+        trained = checkpoint["data"].get("tokenizer", tokens)
+    if trained != tokens:
+        raise UserError(f"data.tokenizer: {tokens}; {address} was trained with {trained}")
+    method = METHODS[section.name]
+    with written_by_selftask(address):
+        towers: tuple[nn.Module, nn.Module] | None = method(
+            method.Config(**section.args)
+        ).load_text(embed_dim, checkpoint, tokenizer)
+    if towers is None:
+        names = [n for n in METHODS if "captions" in METHODS.declared(n, "requires", ())]
+        raise UserError(
+            f"{address}: {section.name} has no text tower; runs of {', '.join(names)} have"
+        )
+    return towers
 
 
 def build_own(module: FrozenModule) -> nn.Module:

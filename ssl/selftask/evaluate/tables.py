@@ -1,0 +1,35 @@
+"""Tables of users: CSV files with a header."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from selftask.errors import UserError, plural
+
+
+def read_rows(
+    path: Path, columns: Sequence[str], what: str, delimiter: str = ","
+) -> list[dict[str, str]]:
+    """Return the rows of a table, with the cells by column.
+
+    Args:
+        path: The file, in UTF-8.
+        columns: Columns that it must have.
+        what: Beginning of the error messages, such as ``classes=FILE``.
+        delimiter: Character between cells.
+
+    Raises:
+        UserError: If it is no table, has no rows, or lacks a column.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, delimiter=delimiter, restval="")
+            header, rows = reader.fieldnames or (), list(reader)
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise UserError(f"{what}: is no table: {error}") from error
+    if not rows or not {*columns} <= {*header}:
+        there = f"{','.join(header)!r:.100} and {len(rows)} {plural('row', len(rows))}"
+        raise UserError(f"{what}: expected the columns {','.join(columns)} and rows; has {there}")
+    return rows
