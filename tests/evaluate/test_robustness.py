@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+from colorsys import hsv_to_rgb, rgb_to_hsv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +21,9 @@ from selftask.config.load import load_config
 from selftask.config.schema import Component
 from selftask.data.loading.open_data import open_data
 from selftask.data.transforms.pipeline import build_pipeline
+from selftask.evaluate.corruptions import CORRUPTIONS, fog
 from selftask.evaluate.robustness import (
     ALEXNET,
-    CORRUPTIONS,
     RobustnessOptions,
     _side_of,
     corrupted,
@@ -30,7 +33,7 @@ from selftask.evaluate.robustness import (
 NORMALIZE = Component(name="normalize", args={"stats": "half"})
 
 
-def shown(name: str, strength: float, image: np.ndarray) -> np.ndarray:
+def shown(name: str, strength: Any, image: np.ndarray) -> np.ndarray:
     """The corrupted image as float64."""
     transforms = corrupted([NORMALIZE], name, strength, min(image.shape[:2]))
     assert transforms[-1] == NORMALIZE
@@ -46,38 +49,135 @@ def image() -> np.ndarray:
     return (255 * (smooth - smooth.min()) / np.ptp(smooth)).astype(np.uint8)
 
 
-@pytest.mark.parametrize("level", range(5))
+LEVELS = pytest.mark.parametrize("level", range(5))
+
+
+def at(name: str, level: int) -> Any:
+    """A strength of a corruption."""
+    return CORRUPTIONS[name].strengths[level]
+
+
+@LEVELS
 def test_tones_follow_their_formulas(level: int, image: np.ndarray) -> None:
-    factor, offset = (
-        CORRUPTIONS["contrast"].strengths[level],
-        CORRUPTIONS["brightness"].strengths[level],
-    )
-    expected = 127.5 + factor * (image - 127.5)
+    factor, offset = at("contrast", level), at("brightness", level)
+    expected = np.empty(image.shape)
+    for channel in range(3):
+        mean = image[..., channel].mean()
+        expected[..., channel] = mean + factor * (image[..., channel] - mean)
     np.testing.assert_allclose(shown("contrast", factor, image), expected, atol=0.51)
-    expected = np.minimum(image + 255 * offset, 255)
-    np.testing.assert_allclose(shown("brightness", offset, image), expected, atol=0.51)
+    image[0, :2] = (0, 0, 0), (255, 128, 0)
+    for row, column in np.ndindex(64, 64):
+        hue, saturation, value = rgb_to_hsv(*(image[row, column] / 255))
+        expected[row, column] = hsv_to_rgb(hue, saturation, min(value + offset, 1))
+    np.testing.assert_allclose(shown("brightness", offset, image), 255 * expected, atol=0.51)
 
 
-@pytest.mark.parametrize("level", range(5))
+@LEVELS
 def test_noise_has_its_strength(level: int) -> None:
-    gray = np.full((256, 256, 3), 128, dtype=np.uint8)
-    sigma = CORRUPTIONS["gaussian_noise"].strengths[level]
-    differences = shown("gaussian_noise", sigma, gray) - 128
-    inside = np.clip(255 * sigma * np.random.default_rng(1).standard_normal(10**6), -128, 127)
-    assert differences.std() == pytest.approx(inside.std(), rel=0.02)
-    share = CORRUPTIONS["impulse_noise"].strengths[level]
-    assert (shown("impulse_noise", share, gray) != 128).mean() == pytest.approx(share, rel=0.05)
+    gray = np.full((256, 256, 3), 102, dtype=np.uint8)
+    draws = np.random.default_rng(1)
+    sigma, rate, share = (at(f"{n}_noise", level) for n in ("gaussian", "shot", "impulse"))
+    actual = shown("gaussian_noise", sigma, gray)
+    expected = np.clip(102 + 255 * sigma * draws.standard_normal(10**6), 0, 255)
+    assert actual.mean() == pytest.approx(expected.mean(), rel=0.01)
+    assert actual.std() == pytest.approx(expected.std(), rel=0.01)
+
+    actual = shown("shot_noise", rate, gray)
+    for events in range(2 * rate):  # the density of Poisson, of the levels that are not clipped
+        level_of = round(255 * min(events / rate, 1))
+        density = sum(
+            math.exp(-0.4 * rate + n * math.log(0.4 * rate) - math.lgamma(n + 1))
+            for n in range(4 * rate)
+            if round(255 * min(n / rate, 1)) == level_of
+        )
+        assert (actual == level_of).mean() == pytest.approx(density, abs=0.004)
+    assert not (shown("shot_noise", rate, np.zeros_like(gray))).any()
+
+    actual = shown("impulse_noise", share, gray)
+    assert (actual == 0).mean() == pytest.approx(share / 2, rel=0.05)
+    assert (actual == 255).mean() == pytest.approx(share / 2, rel=0.05)
+    assert ((actual == 0) | (actual == 255) | (actual == 102)).all()
+    of_two = ((actual[..., 0] != 102) & (actual[..., 1] != 102)).mean()
+    assert of_two == pytest.approx(share**2, rel=0.2, abs=3e-4), "channels are independent"
 
 
-@pytest.mark.parametrize("level", range(5))
+def reflected(index: int, size: int) -> int:
+    """The index beyond a border, which is not repeated."""
+    return abs(index) if index < size else 2 * size - 2 - index
+
+
+@LEVELS
+def test_defocus_averages_over_a_smoothed_disk(level: int) -> None:
+    radius, softness = at("defocus_blur", level)
+    grid = 2 * max(8, radius) + 1
+    centre = grid // 2
+    disk = [
+        [(x - centre) ** 2 + (y - centre) ** 2 <= radius**2 for x in range(grid)]
+        for y in range(grid)
+    ]
+    reach = 1 if radius <= 8 else 2
+    taps = [math.exp(-(n**2) / (2 * softness**2)) for n in range(-reach, reach + 1)]
+    kernel = np.zeros((grid, grid))
+    for y, x, v, u in np.ndindex(grid, grid, len(taps), len(taps)):
+        inside = disk[reflected(y + v - reach, grid)][reflected(x + u - reach, grid)]
+        kernel[y, x] += taps[v] * taps[u] * inside
+    kernel /= sum(taps) ** 2 * np.sum(disk)
+    rough = np.random.default_rng(0).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+    pipeline = build_pipeline(
+        CORRUPTIONS["defocus_blur"].transforms((radius, softness), 224), "transforms", 3
+    )
+    actual = pipeline(rough, np.random.default_rng(0))
+    for row, column in ((0, 0), (20, 15), (39, 29), (3, 17)):
+        total = sum(
+            kernel[y, x]
+            * rough[reflected(row + y - centre, 40), reflected(column + x - centre, 30)]
+            for y, x in np.ndindex(grid, grid)
+        )
+        np.testing.assert_allclose(actual[row, column], total, atol=0.51)
+
+
+@LEVELS
+def test_fog_is_a_plasma_fractal_by_loops(level: int, image: np.ndarray) -> None:
+    """Diamond-square point by point; the noise of a grid is drawn in the same order."""
+    amount, decay = at("fog", level)
+    rng, size, roughness = np.random.default_rng(3), 64, 100.0
+    heights: dict[tuple[int, int], float] = {(0, 0): 0.0}
+    step = size
+    while step >= 2:
+        half = step // 2
+        around = {
+            (half, half): [(-half, -half), (-half, half), (half, -half), (half, half)],
+            (0, half): [(-half, 0), (half, 0), (0, -half), (0, half)],
+            (half, 0): [(-half, 0), (half, 0), (0, -half), (0, half)],
+        }
+        for (first, second), neighbors in around.items():
+            noise = roughness * rng.uniform(-roughness, roughness, (size // step, size // step))
+            for row, column in np.ndindex(noise.shape):
+                y, x = first + row * step, second + column * step
+                known = [heights[(y + b) % size, (x + a) % size] for b, a in neighbors]
+                heights[y, x] = sum(known) / 4 + noise[row, column]
+        step, roughness = half, roughness / decay
+    low, high = min(heights.values()), max(heights.values())
+    expected = np.empty(image.shape)
+    brightest = image.max() / 255
+    for row, column in np.ndindex(64, 64):
+        cloud = (heights[row, column] - low) / (high - low)
+        foggy = image[row, column] / 255 + amount * cloud
+        expected[row, column] = foggy * brightest / (brightest + amount)
+    actual = fog(image, np.random.default_rng(3), amount, decay)
+    np.testing.assert_allclose(actual, 255 * expected.clip(0, 1), atol=0.51)
+    assert shown("fog", (amount, decay), image[:50, :40]).shape == (50, 40, 3)
+
+
+@LEVELS
 def test_blur_and_pixels(level: int, image: np.ndarray) -> None:
-    sigma = CORRUPTIONS["gaussian_blur"].strengths[level]
+    sigma = at("gaussian_blur", level)
     rough = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     expected = gaussian_filter(rough.astype(np.float64), (sigma * 64 / 224,) * 2 + (0,))
     change = np.abs(expected - rough)[8:-8, 8:-8].mean()
     error = np.abs(shown("gaussian_blur", sigma, rough) - expected)[8:-8, 8:-8].mean()
     assert error < 0.05 * change + 0.3 < change  # 0.25: rounding to levels
-    share = CORRUPTIONS["pixelate"].strengths[level]
+    share = at("pixelate", level)
     small = Image.fromarray(image).resize((round(64 * share),) * 2, Image.Resampling.BILINEAR)
     large = np.asarray(small.resize((64, 64), Image.Resampling.NEAREST), dtype=np.float64)
     assert np.abs(shown("pixelate", share, image) - large).mean() < 2
@@ -101,7 +201,7 @@ def test_errors_are_divided_by_those_of_alexnet(tmp_path: Path) -> None:
     words = [f"{key}={tmp_path}/train.npz" for key in ("data", "data.val")]
     config = load_config("simclr/digits", [*words, "eval.transforms=[normalize]"])
     options = RobustnessOptions(
-        corruptions=["brightness", "contrast", "gaussian_blur"], k=1, alexnet=True
+        corruptions=["brightness", "contrast", "gaussian_blur"], k=1, alexnet=True, images=100
     )
     row = measure_robustness(
         nn.Flatten(), config, open_data(config.data), options, device=torch.device("cpu")
@@ -146,13 +246,14 @@ def test_errors_are_those_of_a_search_by_hand(tmp_path: Path) -> None:
         tell=rows.append,
     )
 
-    def error(change: float, factor: float) -> float:
+    def error(change: float, factor: float) -> float:  # of gray images
         sets = []
         for path, now in ((train, False), (test, True)):
             file = np.load(path)
             images = file["images"].astype(np.float64)
             if now:
-                images = np.clip(np.rint(factor * images + 255 * change), 0, 255)
+                mean = images.mean(axis=(1, 2), keepdims=True)
+                images = np.clip(np.rint(factor * (images - mean) + mean + 255 * change), 0, 255)
             flat = (images / 127.5 - 1).reshape(len(images), -1)
             sets.append((flat / np.linalg.norm(flat, axis=1, keepdims=True), file["labels"]))
         (bank, labels), (queries, expected) = sets
@@ -160,7 +261,7 @@ def test_errors_are_those_of_a_search_by_hand(tmp_path: Path) -> None:
 
     assert row["clean_error"] == pytest.approx(error(0, 1))
     brightness = [error(value, 1) for value in CORRUPTIONS["brightness"].strengths]
-    contrast = [error((1 - value) / 2, value) for value in CORRUPTIONS["contrast"].strengths]
+    contrast = [error(0, value) for value in CORRUPTIONS["contrast"].strengths]
     assert row["brightness_error"] == pytest.approx(np.mean(brightness))
     assert row["contrast_error"] == pytest.approx(np.mean(contrast))
     assert row["corruption_error"] == pytest.approx(np.mean(brightness + contrast))

@@ -7,7 +7,6 @@ the images are those of ImageNet.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from selftask.data.source import Source, channels_of
 from selftask.data.subset import Part, Subset
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.errors import UserError, nearest
+from selftask.evaluate.corruptions import CORRUPTIONS
 from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.knn import KNN
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
@@ -35,7 +35,6 @@ log = get_logger(__name__)
 
 Images = tuple[Source, str, list[Component]]  # with their config key and transforms
 
-_SIDE = 224  # pixels, of ImageNet-C
 _CLASSES = 1000  # of ImageNet, whose errors the paper divides by AlexNet's
 ALEXNET = {
     "gaussian_noise": 0.886428,
@@ -57,64 +56,6 @@ ALEXNET = {
 }
 """Error of AlexNet on each corruption that ImageNet-C counts, mean over the strengths."""
 _UNCOUNTED = "alexnet: ImageNet-C counts none of these corruptions; use alexnet=false"
-
-
-@dataclass(frozen=True)
-class Corruption:
-    """A corruption at the five strengths of ImageNet-C.
-
-    Attributes:
-        strengths: The strengths.
-        transforms: Strength and shorter side of the images in pixels -> transforms.
-    """
-
-    strengths: tuple[float, ...]
-    transforms: Callable[[float, int], list[Component]]
-
-
-def _fixed(name: str, p: bool = True, **ranges: float) -> list[Component]:
-    """Return a transform that always draws these values."""
-    args: dict[str, Any] = {key: [value] * 2 for key, value in ranges.items()}
-    return [Component(name=name, args=args | ({"p": 1.0} if p else {}))]
-
-
-def _contrast(factor: float, side: int) -> list[Component]:  # about the middle gray
-    return _fixed("contrast_noise", p=False, contrast=factor, offset=(1 - factor) / 2)
-
-
-def _pixelate(share: float, side: int) -> list[Component]:
-    small = {"size": max(1, round(share * side)), "interpolation": "bilinear"}
-    large = {"size": side, "interpolation": "nearest"}
-    return [Component(name="resize", args=small), Component(name="resize", args=large)]
-
-
-CORRUPTIONS: dict[str, Corruption] = {  # lengths are in pixels of an image of 224
-    "gaussian_noise": Corruption(
-        (0.08, 0.12, 0.18, 0.26, 0.38),  # standard deviation
-        lambda sigma, side: _fixed("gaussian_noise", sigma=sigma),
-    ),
-    "impulse_noise": Corruption(
-        (0.03, 0.06, 0.09, 0.17, 0.27),  # share of the pixels, some of which are drawn repeatedly
-        lambda share, side: _fixed("salt_and_pepper", amount=-math.log1p(-share)),
-    ),
-    "gaussian_blur": Corruption(
-        (1, 2, 3, 4, 6), lambda sigma, side: _fixed("gaussian_blur", sigma=sigma * side / _SIDE)
-    ),
-    "motion_blur": Corruption(
-        (6, 10, 17, 25, 31),  # of a uniform line as wide as the paper's half Gaussian
-        lambda length, side: _fixed("motion_blur", length=max(1, length * side / _SIDE)),
-    ),
-    "zoom_blur": Corruption(
-        (1.1, 1.15, 1.2, 1.24, 1.3), lambda zoom, side: _fixed("zoom_blur", zoom=zoom)
-    ),
-    "contrast": Corruption((0.4, 0.3, 0.2, 0.1, 0.05), _contrast),
-    "brightness": Corruption(
-        (0.1, 0.2, 0.3, 0.4, 0.5),  # on the scale [0, 1]
-        lambda offset, side: _fixed("contrast_noise", p=False, offset=offset),
-    ),
-    "pixelate": Corruption((0.6, 0.5, 0.4, 0.3, 0.25), _pixelate),
-    "jpeg": Corruption((25, 18, 15, 10, 7), lambda quality, side: _fixed("jpeg", quality=quality)),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,9 +214,7 @@ def _read(
     return {name: map(opened, paths) for name, paths in strengths.items()}
 
 
-def corrupted(
-    transforms: list[Component], name: str, strength: float, side: int
-) -> list[Component]:
+def corrupted(transforms: list[Component], name: str, strength: Any, side: int) -> list[Component]:
     """Return the transforms with a corruption before the first ``normalize``.
 
     Args:

@@ -18,8 +18,8 @@ error of each corruption at five strengths, and their means as one JSON line las
               or RUN@STEP or RUN@best: a checkpoint of a run
 data=DIR      the labeled images to learn from; default: those of the run
 data.val=DIR  those to test on
-corruptions=[gaussian_noise,impulse_noise,gaussian_blur,motion_blur,zoom_blur,
-              contrast,brightness,pixelate,jpeg]
+corruptions=[gaussian_noise,shot_noise,impulse_noise,gaussian_blur,defocus_blur,motion_blur,
+              zoom_blur,fog,contrast,brightness,pixelate,jpeg]
 folder=DIR    corrupted images instead: DIR/CORRUPTION/STRENGTH/CLASS/IMAGE, as ImageNet-C has them
 images=1000   number of test images, drawn at random; default: all
 alexnet=true  also divides the errors by AlexNet's; for the 1000 classes of ImageNet only
