@@ -190,6 +190,16 @@ def write_ranking(path: Path, images: Path, cosines: Sequence[float]) -> None:
         rows.writerows((name, f"{cosine:.6f}") for cosine, name in ranked)
 
 
+def indices_of(images: Path, source: Source) -> list[int]:
+    """Return the index in the source of each row of ``images.csv``, which are in its order."""
+    indices = iter(range(len(source)))
+    with images.open(encoding="utf-8", errors="surrogateescape", newline="") as listed:
+        return [
+            next(index for index in indices if source.path(index) == row["path"])
+            for row in csv.DictReader(listed)
+        ]
+
+
 class _NpyFile:
     """A ``.npy`` file of float32 rows; the number of rows is written at the end."""
 

@@ -183,14 +183,15 @@ class Bank:
         cosine, order = cosine.topk(k, dim=1)
         return cosine, row.gather(1, order)
 
-    def nearest_others(self) -> Tensor:
-        """Return the cosine of each row to the nearest other row: (N,)."""
+    def nearest_others(self) -> tuple[Tensor, Tensor]:
+        """Return the cosine of each row to the nearest other row, and the number of that, (N,)."""
         nearest = []
         for first in range(0, len(self._rows), _TEST_ROWS):
             queries = self._rows[first : first + _TEST_ROWS]
             own = torch.arange(first, first + len(queries), device=queries.device)
-            nearest.append(self.nearest(queries, 1, own)[0][:, 0])
-        return torch.cat(nearest)
+            nearest.append(self.nearest(queries, 1, own))
+        cosine, row = (torch.cat(parts)[:, 0] for parts in zip(*nearest, strict=True))
+        return cosine, row
 
 
 class FileBank(Bank):

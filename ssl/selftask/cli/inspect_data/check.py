@@ -18,25 +18,27 @@ if TYPE_CHECKING:
     from selftask.data.inspect.check import Bad
 
 USAGE = f"""\
-usage: selftask data check SOURCE [--workers N] [--out FILE] [--json] [key=value ...]
+usage: selftask data check SOURCE [--workers N] [--out FILE] [--html FILE] [--json] [key=value ...]
 
 Reads every image of SOURCE (what data= takes) in N processes (default: one for each core), as
 training would, and reports formats, modes, sizes, duplicates by content and what cannot be read.
 --out FILE   writes what cannot be read, one `path<TAB>reason` a line
+--html FILE  writes a page with thumbnails of the duplicates
 --json       prints the report as one line of JSON instead
 data.max_pixels=N, data.read_timeout_s=S, ... are set as for training.
 {TRUST}
 Exit code 0: all can be read; 1: some cannot. The last line begins with CHECK."""
 
-OPTIONS = {"--workers": int, "--out": str, "--json": bool}
+OPTIONS = {"--workers": int, "--out": str, "--html": str, "--json": bool}
 
 
 def main(argv: list[str]) -> int:
     """Read all images; return 1 if one cannot be read."""
     words, options = take_options(argv, OPTIONS)
-    out = Path(options["--out"]) if "--out" in options else None
-    if out is not None and not is_folder(out.absolute().parent):
-        raise UserError(f"--out {out}: there is no folder {out.absolute().parent}")
+    out, page = (Path(options[key]) if key in options else None for key in ("--out", "--html"))
+    for key, path in (("--out", out), ("--html", page)):
+        if path is not None and not is_folder(path.absolute().parent):
+            raise UserError(f"{key} {path}: there is no folder {path.absolute().parent}")
     survey = open_for_survey("check", words, options.get("--workers"), USAGE)
 
     from selftask.data.inspect.check import check, lines_of, verdict
@@ -45,6 +47,10 @@ def main(argv: list[str]) -> int:
         report = check(survey.source, survey.num_workers, progress=count)
     if out is not None:
         _write(out, report.unreadable)
+    if page is not None:
+        from selftask.report.images.copies import write_copies
+
+        write_copies(page, f"Duplicates of {survey.name}", survey.source, report.copies)
     if options.get("--json"):
         print(json.dumps({"source": survey.name, **report.to_dict()}))
     else:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import nn
 
+    from selftask.data.source import Source
     from selftask.evaluate.features import Features
 
 USAGE = f"""\
@@ -40,12 +41,12 @@ flip=true     means over each image and its mirror image; scales=[0.75,1]: over 
 clusters=K    also clusters.csv: path and cluster of each image by spherical k-means, which
               `selftask train supervised data=DIR/clusters.csv` can be trained on (ClusterFit)
 rank=true     also ranking.csv: path of each image and its cosine to the nearest other one, the
-              rarest image first, near copies last
+              rarest image first, near copies last; rank=html: and a page with both, ranking.html
 {WEIGHTS}
 An image that cannot be read has no row. Ranks of torchrun share the work: the same files.
 {VERBOSITY}"""
 
-CLUSTERS, RANKING = "clusters.csv", "ranking.csv"
+CLUSTERS, RANKING, PAGE = "clusters.csv", "ranking.csv", "ranking.html"
 _TABLE = ".parquet"
 
 
@@ -55,13 +56,13 @@ def main(argv: list[str]) -> int:
     if "=" in address:
         raise UserError(f"features needs a run or model before any key=value\n{USAGE}")
     ranks, overrides = take("rank", overrides)
-    if ranks not in (None, "true", "false"):
-        raise UserError(f"rank={ranks}: expected true or false")
+    if ranks not in (None, "true", "false", "html"):
+        raise UserError(f"rank={ranks}: expected true, false or html")
     out, clusters, overrides = _own_options(overrides)
     is_table = out.endswith(_TABLE)
     if is_table:
         require("pyarrow", "data", "parquet files", key="out")
-        if clusters or ranks == "true":
+        if clusters or ranks not in (None, "false"):
             raise UserError(f"out={out}: clusters and rank write into a folder; give out=DIR")
     world = read_world()
     frozen = open_frozen(address, ["data.val=null", "data.val_sets=null", *overrides])
@@ -82,8 +83,8 @@ def main(argv: list[str]) -> int:
             num_images, width = _mapped(path).shape
             if clusters:
                 _write_clusters(folder, path, frozen.config.train.seed, clusters)
-            if ranks == "true":
-                _write_ranking(folder, path)
+            if ranks not in (None, "false"):
+                _write_ranking(folder, path, frozen.sources.train if ranks == "html" else None)
     print(f"{out}: {num_images:,} images, {width} features")
     return 0
 
@@ -185,12 +186,24 @@ def _write_clusters(folder: Path, path: Path, seed: int, num_clusters: int) -> N
     write_table(folder / CLUSTERS, folder / IMAGES, cluster.tolist())
 
 
-def _write_ranking(folder: Path, path: Path) -> None:
-    """Write the cosine similarity of each image to its nearest other image, smallest first."""
-    from selftask.evaluate.feature_files import IMAGES, write_ranking
+def _write_ranking(folder: Path, path: Path, source: Source | None) -> None:
+    """Write the cosine similarity of each image to its nearest other image, smallest first.
+
+    Args:
+        folder: The folder, with ``images.csv``.
+        path: File of the features.
+        source: The images, of which a page is also written; None for no page.
+    """
+    from selftask.evaluate.feature_files import IMAGES, indices_of, write_ranking
     from selftask.evaluate.knn import FileBank
 
     if len(_mapped(path)) < 2:
         raise UserError("rank=true: there is one image, and no other to compare it with")
-    bank = FileBank(path)
-    write_ranking(folder / RANKING, folder / IMAGES, bank.nearest_others().tolist())
+    cosines, nearest = (part.tolist() for part in FileBank(path).nearest_others())
+    write_ranking(folder / RANKING, folder / IMAGES, cosines)
+    if source is not None:
+        from selftask.report.images.copies import write_ranked
+
+        indices = indices_of(folder / IMAGES, source)
+        title = f"Near copies and outliers: {source.describe()}"
+        write_ranked(folder / PAGE, title, source, indices, cosines, nearest)

@@ -60,6 +60,7 @@ class Report:
     largest: tuple[str, int, int] | None = None
     unreadable: list[Bad] = field(default_factory=list)  # in the order of the source
     duplicates: list[list[str]] = field(default_factory=list)  # paths with the same content
+    copies: list[list[int]] = field(default_factory=list)  # indices of ``duplicates``
     passed_over: dict[str, int] = field(default_factory=dict)  # image-like files, by extension
 
     @property
@@ -131,7 +132,8 @@ def check(
     report.num_bytes = int(table.num_bytes.sum())
     report.unreadable = [Bad(source.path(index), why) for index, why in sorted(bad)]
     report.smallest, report.largest = table.extremes(source)
-    report.duplicates = table.duplicates(source)
+    report.copies = table.copies()
+    report.duplicates = [[source.path(index) for index in group] for group in report.copies]
     report.seconds = time.perf_counter() - started
     return report
 
@@ -219,12 +221,12 @@ class _Table:
         width, height = self.sides[index].tolist()
         return source.path(index), width, height
 
-    def duplicates(self, source: Source) -> list[list[str]]:
-        """Return groups of paths with equal content, in the order of the source."""
+    def copies(self) -> list[list[int]]:
+        """Return groups of indices with equal content, in the order of the source."""
         _, content, counts = np.unique(self.digests, return_inverse=True, return_counts=True)
-        groups: dict[int, list[str]] = {}
+        groups: dict[int, list[int]] = {}
         for index in np.flatnonzero((counts[content] > 1) & (self.digests != b"")).tolist():
-            groups.setdefault(int(content[index]), []).append(source.path(index))
+            groups.setdefault(int(content[index]), []).append(index)
         return list(groups.values())
 
 
