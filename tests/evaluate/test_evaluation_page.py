@@ -62,6 +62,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_depths(folder / "rooms/train", 4)
     write_depths(folder / "rooms/val", 2, first=4)
     write_scenes(folder / "my_images", 4)
+    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    rows = ["class,name", *(f"{digit},{name}" for digit, name in enumerate(names))]
+    (folder / "digits.csv").write_text("\n".join(rows))
     (folder / "landscapes").mkdir()
     rows = ["path,latitude,longitude"]
     for n in range(4):

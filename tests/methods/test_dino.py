@@ -67,7 +67,7 @@ def test_loss_is_that_of_the_paper(num_views: int) -> None:
     expected = _paper_loss(teacher, student, method.center, 0.2, 0.3)
     assert loss_of(method, student, probs=probs).item() == pytest.approx(expected, rel=1e-12)
     terms = {name: float(value) for name, value in method(student, {"probs": probs}).items()}
-    assert terms["teacher_entropy"] + terms["kl"] == pytest.approx(expected)
+    assert terms["target_entropy"] + terms["kl"] == pytest.approx(expected)
     assert terms["kl"] > 0
 
 
@@ -121,9 +121,9 @@ def test_the_center_takes_away_what_all_images_share() -> None:
     head.mlp[-1].weight.zero_()
     head.mlp[-1].bias.copy_(_random(5))  # the bottleneck, whatever the image
     task.run(1)
-    assert float(task.last_batch.terms["teacher_entropy"]) < 1.5
+    assert float(task.last_batch.terms["target_entropy"]) < 1.5
     task.run(40)
-    assert float(task.last_batch.terms["teacher_entropy"]) == pytest.approx(math.log(10), abs=1e-6)
+    assert float(task.last_batch.terms["target_entropy"]) == pytest.approx(math.log(10), abs=1e-6)
 
 
 @pytest.mark.parametrize("start", [0.9, None])

@@ -81,7 +81,9 @@ def _steps(seed: int, num_local: int) -> Iterator[tuple[float, ...]]:
         method.momentum_at = lambda where: 0.5
         images = [torch.zeros(NUM_IMAGES, 3, 4, 4)] * views
         batch = Batch(views={"main": images}, labels=None, index=None, key=None)
-        task: Any = SimpleNamespace(last_batch=batch, where=0.0, train=True, base_model=None)
+        task: Any = SimpleNamespace(
+            last_batch=batch, where=0.0, train=True, base_model=None, should_log=False
+        )
         method.on_forward(task)
         loss = sum(method(predicted(output), batch).values())
         gradients = torch.autograd.grad(loss, (scores, of_regions))

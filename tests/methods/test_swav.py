@@ -80,7 +80,7 @@ def test_loss_is_that_of_the_paper(num_views: int) -> None:
     loss = loss_of(method, output)
     assert loss.item() == pytest.approx(_paper_loss(output, method), rel=1e-10)
     terms = {name: value.item() for name, value in method(output, None).items()}
-    assert terms["assignment_entropy"] + terms["kl"] == pytest.approx(loss.item())
+    assert terms["target_entropy"] + terms["kl"] == pytest.approx(loss.item())
 
 
 def test_hard_assignments_are_the_likeliest_prototype() -> None:

@@ -80,6 +80,11 @@ mean_cosine | -1 to 1 | Mean cosine of the embeddings of two images; 1 is collap
 effective_rank | dimensions | Number of directions in which embeddings vary: exponential of the
   entropy of the normalized singular values. Close to 1 is collapse, in one direction.
 
+methods whose targets are probabilities of prototypes
+target_entropy | nats | Mean entropy of the targets of images, in DINO and those after it the
+  teacher's. 0 is collapse to one prototype; the loss at chance, if the student agrees with its
+  targets, is collapse to equal probabilities.
+
 `eval.evaluations`, at step 0, `eval.every`, the end
 knn_top1 | 0 to 1 | Accuracy of k nearest neighbors, first k of `k`.
 knn_top1_kK | 0 to 1 | Accuracy of K nearest neighbors, further k of `k`.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.methods.families.ema_teacher import EMATeacher
-from selftask.methods.families.prototypes import PrototypeHeads
+from selftask.methods.families.prototypes import PrototypeHeads, target_entropy
 from selftask.models.clustering import swapped_cross_entropy
 from selftask.models.precision import to_float32
 from selftask.models.weights.trained import Scores
@@ -54,10 +54,6 @@ class DINO(PrototypeHeads, EMATeacher):
     paper = "Caron et al., Emerging Properties in Self-Supervised Vision Transformers, ICCV 2021"
     columns = {
         "kl": "Term of the loss: divergence of the student from its targets.",
-        "teacher_entropy": (
-            "Term of the loss: entropy of the teacher's targets. 0 is collapse to one "
-            "prototype, the loss at chance is collapse to equal probabilities."
-        ),
     }
     loss_reduction = "samples"
     views = (2, None)
@@ -98,8 +94,8 @@ class DINO(PrototypeHeads, EMATeacher):
         divergence.
         """
         cross_entropy = swapped_cross_entropy(batch["probs"], self.log_probs(output))
-        entropy = torch.special.entr(batch["probs"]).sum(dim=2).mean()
-        return {"teacher_entropy": entropy, "kl": cross_entropy - entropy}
+        entropy = target_entropy(batch["probs"])
+        return {"target_entropy": entropy, "kl": cross_entropy - entropy}
 
     @torch.no_grad()
     def on_update(self, task: Task) -> None:

@@ -21,7 +21,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
-from selftask.methods.families.prototypes import PrototypeHeads
+from selftask.methods.families.prototypes import PrototypeHeads, log_target_entropy
 from selftask.models.block_mask import BlockMask, MaskSampler
 from selftask.models.build import embed_dim
 from selftask.models.clustering import sinkhorn_knopp, view_cross_entropy
@@ -241,6 +241,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
         )
         batch["image_targets"] = images.unflatten(0, (NUM_GLOBAL, -1))  # (2, B, K)
         batch["patch_targets"] = patches  # (M, K)
+        log_target_entropy(images, task)
         if task.train and self.config.targets == "centering":
             sums = [F.pad(rows.sum(dim=0), (0, 1), value=len(rows)) for rows in scores]
             self.pending.append(torch.stack(sums))  # (2, K + 1), with the number of scores

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.methods.dino import DINO, NUM_GLOBAL
+from selftask.methods.families.prototypes import log_target_entropy
 from selftask.models.build import embed_dim
 from selftask.models.heads import DINOHead
 from selftask.models.network import Network, PatchOutput
@@ -56,7 +57,10 @@ class EsViT(DINO):
         "Li et al., Efficient Self-supervised Vision Transformers for Representation Learning, "
         "ICLR 2022"
     )
-    columns = {"regions": "Term of the loss: regions of the views."}
+    columns = {
+        "images": "Term of the loss: views.",
+        "regions": "Term of the loss: regions of the views.",
+    }
     requires = ("dense",)
     sample_dim = None
     head_names = ("head", "region_head")
@@ -93,6 +97,7 @@ class EsViT(DINO):
             F.softmax((view - self.region_center) / temperature, dim=2) for view in of_regions
         ]
         batch["region_features"] = output.features
+        log_target_entropy(batch["probs"], task)
         if task.train:
             mean = torch.stack([view.mean(dim=(0, 1)) for view in of_regions]).mean(dim=0)
             self.pending.append((scores.mean(dim=(0, 1)), mean))
@@ -110,8 +115,7 @@ class EsViT(DINO):
             [self.log_probs(view) for view in predicted.regions],
             predicted.features,
         )
-        weighted = {name: (1 - weight) * term for name, term in terms.items()}
-        return {**weighted, "regions": weight * regions}
+        return {"images": (1 - weight) * sum(terms.values()), "regions": weight * regions}
 
 
 class RegionNetwork(Network):

@@ -24,7 +24,7 @@ from selftask.config.schema import total_views
 from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed.collectives import sum_with_equal_grad, world_size
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
-from selftask.methods.families.prototypes import PrototypeLayer
+from selftask.methods.families.prototypes import PrototypeLayer, log_target_entropy
 from selftask.models.build import embed_dim
 from selftask.models.clustering import view_cross_entropy
 from selftask.models.features.extract import adapter_of
@@ -157,6 +157,7 @@ class MSN(PrototypeLayer, EMATeacher):
         batch = task.last_batch
         (features,) = self.teacher((batch.all_views[:1], None, [])).prediction  # (B, D)
         batch["targets"] = self.targets(features)
+        log_target_entropy(batch["targets"], task)
 
     @torch.no_grad()
     def targets(self, features: Tensor) -> Tensor:

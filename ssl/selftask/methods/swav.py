@@ -22,7 +22,7 @@ from selftask.config.fields import setting
 from selftask.config.schema.optimizer import GroupRule
 from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import rank, world_size
-from selftask.methods.families.prototypes import PrototypeLayer
+from selftask.methods.families.prototypes import PrototypeLayer, target_entropy
 from selftask.models.clustering import swapped_cross_entropy
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import Prototypes, mlp
@@ -60,7 +60,6 @@ class SwAV(PrototypeLayer):
     )
     columns = {
         "kl": "Term of the loss: divergence of the student from its targets.",
-        "assignment_entropy": "Term of the loss: entropy of the assignments.",
     }
     loss_reduction = "statistics"  # sizes of the clusters
     views = (2, None)
@@ -136,8 +135,8 @@ class SwAV(PrototypeLayer):
             assigned = torch.stack([self.assign(scores[v], v) for v in range(NUM_ASSIGNED)])
             log_probs = F.log_softmax(scores / self.config.temperature, dim=2)  # (V, B, K)
             cross_entropy = swapped_cross_entropy(assigned, log_probs)
-        entropy = torch.special.entr(assigned).sum(dim=2).mean()
-        return {"assignment_entropy": entropy, "kl": cross_entropy - entropy}
+        entropy = target_entropy(assigned)
+        return {"target_entropy": entropy, "kl": cross_entropy - entropy}
 
     @torch.no_grad()
     def assign(self, scores: Tensor, view: int) -> Tensor:

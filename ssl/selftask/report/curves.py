@@ -24,7 +24,14 @@ _KNOWN = frozenset(
         *("data_wait", "step_s", "step_s_median", "memory_mb", "device_memory_mb", "eta_s"),
         "eta_recent_s",
         *("device_reserved_mb", "device_memory_now_mb", "device_reserved_now_mb"),
-        *("chance_loss", "chance_ratio", "emb_std", "mean_cosine", "effective_rank"),
+        *(
+            "chance_loss",
+            "chance_ratio",
+            "emb_std",
+            "mean_cosine",
+            "effective_rank",
+            "target_entropy",
+        ),
         *("eval_s", "eval_images_per_s"),
     )
 )
@@ -40,6 +47,9 @@ CHARTS = {
     "emb_std": Chart("Spread of embeddings", note="emb_std: 1 is even, 0 is a collapse"),
     "effective_rank": Chart(
         "Effective rank of embeddings", note="number of directions in which embeddings vary"
+    ),
+    "target_entropy": Chart(
+        "Entropy of targets over prototypes", from_zero=True, note="0: all images have one"
     ),
     "images_per_s": Chart("Images per second", from_zero=True),
     "data_wait": Chart("Waiting for data", format="percent", from_zero=True),

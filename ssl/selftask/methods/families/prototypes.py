@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from selftask.config.fields import setting
 from selftask.config.run_length import RunLength
 from selftask.config.schema.optimizer import GroupRule
+from selftask.distributed.collectives import all_reduce_mean
 from selftask.methods.base import Method
 from selftask.models.clustering import sinkhorn_knopp
 from selftask.models.heads import DINOHead, UnitLength
@@ -27,6 +28,24 @@ from selftask.optim.schedules import build_schedule, last_value
 
 if TYPE_CHECKING:
     from selftask.task import Task
+
+
+def target_entropy(targets: Tensor) -> Tensor:
+    """Return the mean entropy of targets: ``-mean_i sum_k p_ik ln p_ik``, in nats.
+
+    The label-free measure of figure 7 of DINO (arXiv:2104.14294), the teacher's entropy. 0 is
+    collapse to one prototype. ln K with a student that agrees is collapse to equal probabilities.
+
+    Args:
+        targets: Probabilities of K prototypes (..., K), of images, not of patches.
+    """
+    return torch.special.entr(targets.detach()).sum(dim=-1).mean()
+
+
+def log_target_entropy(targets: Tensor, task: Task) -> None:
+    """Log ``target_entropy`` over all ranks, for losses in which it is no term of its own."""
+    if task.should_log:
+        task.log("target_entropy", all_reduce_mean(target_entropy(targets)))
 
 
 class PrototypeHeads(Method):

@@ -25,7 +25,10 @@ from selftask.report.page import Section, render, static_text, write_page
 from selftask.report.record import RunRecord
 
 MOST_CURVES = 40  # the curves of this many runs are drawn, best runs first
-_DRAWN = ("loss", "chance_ratio", "emb_std", "effective_rank", "lr", "images_per_s", "data_wait")
+_DRAWN = (
+    *("loss", "chance_ratio", "emb_std", "effective_rank", "target_entropy"),
+    *("lr", "images_per_s", "data_wait"),
+)
 # columns that have a chart, besides evaluations
 
 
