@@ -69,6 +69,8 @@ class MiniTask:
     is rows k * batch_size onwards, and this rank has its contiguous part.
     """
 
+    should_log = True
+
     def __init__(
         self,
         method: str | type[Method],

@@ -274,7 +274,7 @@ def test_centers_are_resumed() -> None:
     assert torch.equal(rest.loss.centers, whole.loss.centers)
 
 
-def test_centers_are_those_of_all_ranks() -> None:
+def test_centers_and_entropy_are_those_of_all_ranks() -> None:
     """Also if ranks have different numbers of masked patches."""
     alone = _four_updates(0)
     for one in run_ranks(_four_updates, 2):
@@ -282,7 +282,8 @@ def test_centers_are_those_of_all_ranks() -> None:
 
 
 def _four_updates(rank: int) -> dict[str, Any]:
-    return _task(targets="centering").run(4).state()
+    task = _task(targets="centering").run(4)
+    return {**task.state(), "target_entropy": task.logged["target_entropy"]}
 
 
 @pytest.mark.parametrize(
