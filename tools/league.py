@@ -51,7 +51,6 @@ from selftask.api.objects import overrides
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources, open_data
-from selftask.distributed.world import World
 from selftask.evaluate.features import Features, collect
 from selftask.evaluate.offline import iterate_source
 from selftask.evaluate.online import evaluate_features
@@ -121,7 +120,7 @@ def rate(backbone: nn.Module, config: Config, sources: Sources) -> dict[str, flo
     """Return the figures of frozen features."""
     assert sources.val is not None
     parts = [
-        iterate_source(backbone, config, source, device=CPU, world=World(), tell=lambda _: None)
+        iterate_source(backbone, config, source, device=CPU, tell=lambda _: None)
         for source in (sources.train, sources.val)
     ]
     known, test = map(collect, parts)

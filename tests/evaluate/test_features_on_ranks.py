@@ -21,9 +21,8 @@ from selftask.data.loading.loader import EvalBatches
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.data.transforms.pipeline import build_pipeline
-from selftask.distributed.world import World
 from selftask.errors import RunError, UserError
-from selftask.evaluate.on_ranks import iterate_in_order, take_share
+from selftask.evaluate.on_ranks import iterate_in_order
 
 COUNT, BATCH = 45, 4
 UNREADABLE = {*range(8, 12), 19, 44}  # a whole batch, one of another, and all of the last one
@@ -65,17 +64,13 @@ class MeanTimes(nn.Module):
         return means * self.factor
 
 
-def _extract(rank: int, size: int, fails_at: int | None) -> list[list[float]] | str:
+def _extract(rank: int, fails_at: int | None) -> list[list[float]] | str:
     source = Numbered(UNREADABLE)
     dataset = EvalDataset(source, build_pipeline([], "eval.transforms", 3), 0)
     batches = EvalBatches(
         dataset, batch_size=BATCH, bad_files=BadFiles(None, COUNT, max_unreadable=1.0)
     )
-    world = World(rank, size, rank, size)
-    backbone = MeanTimes(2.0 if rank == 0 else float("nan"), fails_at)
-    parts = iterate_in_order(
-        backbone, take_share(batches, world), world, device=torch.device("cpu")
-    )
+    parts = iterate_in_order(MeanTimes(2.0, fails_at), batches, device=torch.device("cpu"))
     try:
         actual = list(parts)
     except (UserError, RunError) as error:
@@ -87,19 +82,19 @@ def _extract(rank: int, size: int, fails_at: int | None) -> list[list[float]] | 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_rank_0_gets_all_features_in_order(size: int) -> None:
-    """With images that cannot be read, and with the weights of rank 0."""
-    first, *others = run_ranks(_extract, size, size, None)
+def test_every_rank_gets_all_features_in_order(size: int) -> None:
+    """With images that cannot be read."""
+    first, *others = run_ranks(_extract, size, None)
     readable = [index for index in range(COUNT) if index not in UNREADABLE]
     assert first[0] == readable
     assert first[1] == pytest.approx([2.0 * index for index in readable], rel=1e-5)
     assert first[2] == [index % 7 for index in readable]
-    assert others == [[[], [], []]] * (size - 1)
+    assert others == [first] * (size - 1)
 
 
 def test_an_error_of_one_rank_ends_all() -> None:
     """Image 5 is in batch 1, which is rank 1's."""
-    results = run_ranks(_extract, 3, 3, 5)
+    results = run_ranks(_extract, 3, 5)
     assert results == ["RunError: rank 1 of 3: ValueError: no such feature"] * 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from scipy import stats
 from torch import Tensor, nn
 
+import selftask
 from page_blocks import ROOT
 from selftask.cli.main import main
 from selftask.config.schema import Component
@@ -214,6 +217,69 @@ def test_protocols_repeat_with_new_crops_in_each_epoch(
     assert (f"probe_{protocol}_held_out_top1" in row) == is_grid
 
 
+def test_seeds_are_repeated_runs_and_have_an_interval(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["protocol=dinov2", "blocks=[1]", "epochs=1", "batch_size=4", "lr=[0.00001,0.00002]"]
+    rows = [_row(home, capsys, *words, f"seed={seed}") for seed in (3, 4, 5)]
+    row = _row(home, capsys, *words, "seed=3", "seeds=3")
+    for name in ("probe_dinov2_top1", "probe_dinov2_held_out_top1"):
+        values = [each[name] for each in rows]
+        assert row[name] == pytest.approx(np.mean(values))
+        half = stats.t.ppf(0.975, 2) * np.std(values, ddof=1) / 3**0.5
+        ends = [row[f"{name}_seeds_{end}"] for end in ("low", "high")]
+        assert ends == pytest.approx([np.mean(values) - half, np.mean(values) + half])
+    assert len({each["probe_dinov2_top1"] for each in rows}) > 1, "else seeds do nothing"
+    assert not any("_lr" in name for name in row), "each seed may choose another"
+
+
+def test_each_validation_set_has_the_figures_it_has_alone(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, other in ("ab", "ba"):
+        shutil.copytree(home / "val" / name, tmp_path / other)
+    words = ["protocol=moco", "augment=false", "epochs=3", "batch_size=4"]
+    sets = f"data.val_sets={{swapped: {tmp_path}, again: {home / 'val'}}}"
+    alone = _row(home, capsys, *words)
+    row = _row(home, capsys, *words, sets)
+    for end in ("", "_low", "_high"):
+        name = f"probe_moco_top1{end}"
+        assert row[name] == row[f"again/{name}"] == alone[name] > 0.6
+    assert row["swapped/probe_moco_top1"] == pytest.approx(1 - alone["probe_moco_top1"])
+    without = _row(home, capsys, *words, "data.val=null", sets)
+    assert "probe_moco_top1" not in without
+    assert without["again/probe_moco_top1"] == alone["probe_moco_top1"]
+
+
+class Read:
+    """The images of a folder; their labels are known after reading only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = sorted(folder.rglob("*.png"))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        label = 7 + 5 * (self.paths[index].parent.name == "b")
+        return np.asarray(Image.open(self.paths[index])), label
+
+
+def test_labels_may_be_known_after_reading_only(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"protocol": "moco", "epochs": 3, "batch_size": 4, "train.device": "cpu"}
+    row = selftask.evaluate(
+        home / "export" / "backbone.pt",
+        "linear",
+        data=Read(home / "train"),
+        data_val=Read(home / "val"),
+        **words,
+    )
+    known = _row(home, capsys, "protocol=moco", "epochs=3", "batch_size=4")
+    assert row["probe_moco_top1"] == known["probe_moco_top1"]
+
+
 def test_crops_are_of_the_epoch(home: Path) -> None:
     from selftask.cli.model.load_model import open_frozen
 
@@ -235,7 +301,7 @@ def test_crops_are_of_the_epoch(home: Path) -> None:
         (["protocol=mae", "few_labels=[1]"], "there is no 'few_labels'"),
         (["protocol=dinov2"], "blocks: 4; a VisionTransformer has 3; use at most 3"),
         (["protocol=mae", "data.val=null"], "data.val is missing"),
-        (["protocol=mae", "data.relabel=none"], "images of data or data.val have no labels"),
+        (["protocol=mae", "data.relabel=none"], "probe, data: 20 of 20 images have no label"),
         (["protocol=mae", "eval.transforms=[normalize]"], "use augment=false"),
     ],
 )

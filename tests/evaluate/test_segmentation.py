@@ -205,7 +205,7 @@ def test_memory_is_bounded_and_the_same_for_any_batches() -> None:
         memory = PatchMemory(50, 9, seed=3)
         for first in range(0, 9, batch):
             rows = slice(first, first + batch)
-            memory.add(maps[rows], shares[rows], torch.arange(9)[rows])
+            memory.add(memory.offer(maps[rows], shares[rows], torch.arange(9)[rows]))
         results.append(memory.finish())
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -219,7 +219,7 @@ def test_memory_is_bounded_and_the_same_for_any_batches() -> None:
         (number,) = (patches[image] == row).all(dim=1).nonzero()[0].tolist()
         assert torch.equal(shares[image, number], label)
     other = PatchMemory(50, 9, seed=4)
-    other.add(maps, shares, torch.arange(9))
+    other.add(other.offer(maps, shares, torch.arange(9)))
     assert not torch.equal(other.finish()[0], features)
 
 

@@ -97,5 +97,5 @@ def refuse_ranks(command: str) -> None:
         sys.exit(UserError.exit_code)  # one message is enough
     raise UserError(
         f"{command} runs in one process, and {world.launcher} has started {world.size}; start it "
-        "without the launcher (train, finetune, features and eval knn|linear|svm share the work)"
+        "without the launcher (train, finetune, features and most evaluations share the work)"
     )

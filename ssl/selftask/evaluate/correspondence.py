@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
@@ -27,6 +28,7 @@ from selftask.evaluate.dense.patches import (
     limited,
     square_batches,
 )
+from selftask.evaluate.on_ranks import in_order
 from selftask.logs import get_logger
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.features.tokens import Grid
@@ -84,6 +86,7 @@ def evaluate_correspondence(
 
     The match of a patch is the patch of the whole image with the largest cosine. It is correct if
     its center is within a threshold of the true position, or if no other center is closer to it.
+    Several ranks share the images.
 
     Args:
         backbone: A backbone with patches, see ``models.features``.
@@ -106,22 +109,27 @@ def evaluate_correspondence(
     patches = PatchFeatures(backbone.to(device), size, options.layer)
     source, key = (sources.train, "data") if sources.val is None else (sources.val, "data.val")
     chosen = limited(source, options.images, options.seed)
-    results = []
+
+    def match(batch: Batch) -> tuple[Tensor, Grid]:
+        images = batch.all_views[0]  # (B, C, 2 S, 2 S)
+        warps = torch.stack([draw_warp(options, n) for n in batch.index.tolist()]).to(images)
+        first = patches(resized(images, size))
+        second = patches(warped(images, warps, size))
+        triples = zip(first, second, warps, strict=True)
+        scores = [_scores(*triple, options.thresholds) for triple in triples]
+        return torch.stack(scores), (first.shape[2], first.shape[3])
+
     with in_eval_mode(backbone), forked_rng(), torch.no_grad():
-        for batch in square_batches(Squared(chosen, _DETAIL * size), config, device, key):
-            images = batch.all_views[0]  # (B, C, 2 S, 2 S)
-            warps = torch.stack([draw_warp(options, n) for n in batch.index.tolist()]).to(images)
-            first = patches(resized(images, size))
-            second = patches(warped(images, warps, size))
-            for whole, view, warp in zip(first, second, warps, strict=True):
-                results.append(_scores(whole, view, warp, options.thresholds))
-    grid = first.shape[2:]
+        batches = square_batches(Squared(chosen, _DETAIL * size), config, device, key)
+        parts, grids = zip(*in_order(match, batches), strict=True)
+    results = torch.cat(parts)
+    grid = grids[0]
     tell(
         f"{len(results)} images of {size}x{size} pixels, each warped once; "
         f"{grid[0]}x{grid[1]} patches"
     )
     names = [f"{n}_{t:g}" for n in ("pck", "chance") for t in options.thresholds]
-    means = torch.stack(results).mean(dim=0).tolist()
+    means = results.mean(dim=0).tolist()
     row = {
         f"correspondence_{name}": value
         for name, value in zip([*names, "distance"], means, strict=True)

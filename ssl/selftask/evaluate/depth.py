@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
@@ -22,6 +23,7 @@ from selftask.evaluate.dense.depth_maps import UNKNOWN, DepthImages
 from selftask.evaluate.dense.heads import HeadOptions, check_choice, fit_heads, sample_patches
 from selftask.evaluate.dense.masks import IGNORED
 from selftask.evaluate.dense.patches import PatchFeatures, limited, square_batches
+from selftask.evaluate.on_ranks import in_order
 from selftask.logs import get_logger
 from selftask.models.eval_mode import in_eval_mode
 
@@ -78,7 +80,8 @@ def evaluate_depth(
 
     The depth of a patch is the mean of the centers of the bins, weighted by their probabilities, as
     in AdaBins (arXiv:2011.14141), with bins of equal width. These depths are interpolated
-    bilinearly to S x S, the size of the resized images and depth maps.
+    bilinearly to S x S, the size of the resized images and depth maps. Several ranks share the
+    images of both sets, and each trains the heads.
 
     Args:
         backbone: A backbone with patches, see ``models.features``.
@@ -128,8 +131,9 @@ def evaluate_depth(
             f"{len(features):,} patches of {features.shape[1]} features, "
             f"{features.nbytes / 1e6:,.1f} MB"
         )
-        results: dict[str, list[Tensor]] = {name: [] for name in heads}
-        for batch in square_batches(test, config, device, test.key):
+
+        def measure(batch: Batch) -> dict[str, list[Tensor]]:
+            results: dict[str, list[Tensor]] = {name: [] for name in heads}
             depths = batch.extras["depth"].to(device)
             for dense, depth in zip(patches(batch.all_views[0]), depths, strict=True):
                 for name, head in heads.items():
@@ -137,9 +141,13 @@ def evaluate_depth(
                     likely = scores.softmax(dim=1) if name == "linear" else scores
                     coarse = (likely @ centers).view(1, 1, *dense.shape[1:])
                     predicted = F.interpolate(coarse, (size, size), mode="bilinear")[0, 0]
-                    results[name].append(metrics(predicted, depth, options.counts(depth)))
+                    results[name].append(metrics(predicted, depth, options.counts(depth)).cpu())
+            return results
+
+        tested = list(in_order(measure, square_batches(test, config, device, test.key)))
     row: dict[str, float] = {}
-    for name, rows in results.items():
+    for name in heads:
+        rows = [values for batch in tested for values in batch[name]]
         _check_depths(test.key, any(bool(values.isfinite().all()) for values in rows), options)
         means = torch.stack(rows).nanmean(dim=0).tolist()
         row |= {f"depth_{name}_{m}": v for m, v in zip(METRICS, means, strict=True)}

@@ -20,9 +20,9 @@ from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source
 from selftask.errors import UserError
-from selftask.evaluate.features import Features, extract_features
+from selftask.evaluate.features import Features, collect
 from selftask.evaluate.knn import Bank
-from selftask.evaluate.offline import eval_batches
+from selftask.evaluate.offline import iterate_source
 from selftask.evaluate.online import evaluated_model
 from selftask.evaluate.tables import read_rows
 from selftask.logs import get_logger
@@ -68,6 +68,7 @@ def measure_geolocation(
 
     The place of an image is that of the most similar training image. With k neighbors it is the
     place of the neighbor at which their density is highest, a sum of Gaussians over neighbors.
+    Several ranks share the images.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -99,11 +100,7 @@ def measure_geolocation(
     places = {key: _places(source, table, key) for key, source in keys.items()}
 
     def features(key: str) -> Features:
-        batches = eval_batches(config, keys[key], device, key)
-        result = extract_features(model, batches, device=device)
-        if unreadable := batches.bad_files.summary():
-            tell(f"warning: {unreadable}")
-        return result
+        return collect(iterate_source(model, config, keys[key], device=device, key=key, tell=tell))
 
     train = features("data")
     test = train if is_alone else features("data.val")

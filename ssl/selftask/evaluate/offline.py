@@ -17,12 +17,12 @@ from selftask.data.loading.loader import EvalBatches
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source, channels_of
 from selftask.data.transforms.pipeline import build_pipeline
-from selftask.distributed.collectives import gather_objects
+from selftask.distributed.collectives import is_primary
 from selftask.distributed.world import World
 from selftask.errors import UserError
 from selftask.evaluate.features import Features, collect
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
-from selftask.evaluate.on_ranks import connected, iterate_in_order, take_share
+from selftask.evaluate.on_ranks import connected, iterate_in_order
 from selftask.evaluate.online import (
     evaluate_features,
     evaluated_model,
@@ -59,7 +59,8 @@ def evaluate_backbone(
         config: Config with ``eval.evaluations`` and ``eval.transforms``.
         sources: Training and test images.
         device: Device to compute features on.
-        world: This process, if several extract the features together. Rank 0 evaluates.
+        world: This process, if several extract the features together. Rank 0 evaluates them;
+            evaluations with ``takes_backbone = True`` run on all ranks, which share their batches.
         tell: Called with a line about images and classes, and another if test images are also
             training images.
 
@@ -73,8 +74,11 @@ def evaluate_backbone(
     """
     on_backbone = takes_backbone(config.eval.evaluations)
     evaluations = {k: c for k, c in config.eval.evaluations.items() if k not in on_backbone}
+    frozen, world = backbone, world or World()
     if not evaluations:
-        return run_on_backbone(on_backbone, backbone, config, sources, device)
+        with connected(world, frozen):
+            on_images = run_on_backbone(on_backbone, frozen, config, sources, device)
+        return {} if world.rank else on_images
     main = {} if sources.val is None and sources.val_sets else {"": sources.val}
     tests: dict[str, Source | None] = {**main, **sources.val_sets}  # None: the training images
     learning = evaluations.keys() - label_free(evaluations).keys()
@@ -86,21 +90,22 @@ def evaluate_backbone(
     for counts in counts_of.values():
         if counts is not None and learning:
             check_label_counts(evaluations, counts)
-    frozen = backbone
     backbone = evaluated_model(frozen, config.eval).to(device)
-    world = world or World()
     needs_train = bool(learning) or None in tests.values()
     read = {"data": sources.train} if needs_train else {}
     read |= {val_key(name): source for name, source in tests.items() if source is not None}
-    with connected(world):  # the evaluations themselves run on rank 0 only
+    with connected(world, backbone):  # evaluations of features run on rank 0 only
         parts = [
-            iterate_source(backbone, config, s, device=device, world=world, key=key, tell=tell)
+            iterate_source(backbone, config, s, device=device, key=key, tell=tell)
             for key, s in read.items()
         ]
-        if world.rank:
+        if is_primary():
+            features = dict(zip(read, map(collect, parts), strict=True))
+        else:
             deque(chain.from_iterable(parts), maxlen=0)
-            return {}
-        features = dict(zip(read, map(collect, parts), strict=True))
+        on_images = run_on_backbone(on_backbone, frozen, config, sources, device)
+    if world.rank:
+        return {}
     train = features.get("data")
     row: dict[str, float] = {}
     for name, source in tests.items():
@@ -124,7 +129,7 @@ def evaluate_backbone(
         )
         tell(f"{name}: {counts.describe()}" if name else counts.describe())
         row |= of_set(name, {**figures, **counts.facts()})
-    return row | run_on_backbone(on_backbone, frozen, config, sources, device)
+    return row | on_images
 
 
 def iterate_source(
@@ -133,32 +138,28 @@ def iterate_source(
     source: Source,
     *,
     device: torch.device,
-    world: World,
     key: str = "data",
     tell: Callable[[str], None] = log.info,
 ) -> Iterator[Features]:
     """Yield the features of every readable image of a source, with ``eval.transforms``.
 
-    Rank 0 yields the features of all ranks, and the other ranks yield none. Every rank must exhaust
-    the iterator.
+    Several ranks share the images, and each yields the features of all. Every rank must exhaust the
+    iterator.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
         config: Config with ``eval.transforms``.
         source: The images.
         device: Device to compute features on.
-        world: This process.
         key: Config key of the images.
         tell: Called on rank 0 with a line about unreadable images, if there are any.
 
     Raises:
         UserError: If too many images are unreadable.
     """
-    batches = take_share(eval_batches(config, source, device, key), world)
-    yield from iterate_in_order(backbone, batches, world, device=device)
-    for counted in gather_objects(batches.bad_files.counted):
-        batches.bad_files.merge(counted)
-    if world.rank == 0 and (unreadable := batches.bad_files.summary()):
+    batches = eval_batches(config, source, device, key)
+    yield from iterate_in_order(backbone, batches, device=device)
+    if is_primary() and (unreadable := batches.bad_files.summary()):
         tell(f"warning: {unreadable}")
 
 

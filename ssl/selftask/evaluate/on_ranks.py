@@ -1,103 +1,151 @@
-"""Features extracted by several ranks, in the order of the data set.
+"""Batches of an evaluation, shared by several ranks, with results in the order of the data set.
 
-Rank r of W has every W-th batch, from number r on. After each round of batches, rank 0 collects
-the features, so it holds no more than W batches that are not yet written.
+Rank r of W has every W-th batch, from number r on. After each round of batches, every rank collects
+the results, so a rank that writes them to a file holds no more than those of W batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.data.loading.loader import EvalBatches
 from selftask.distributed import process_group
-from selftask.distributed.collectives import broadcast_module, gather_objects
+from selftask.distributed.collectives import broadcast_module, gather_objects, rank, world_size
 from selftask.distributed.world import World
 from selftask.errors import RunError, UserError
-from selftask.evaluate.features import Features, iterate_features
+from selftask.evaluate.features import Features, iterate_features, log_speed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Sent:
     """Message of a rank after each batch."""
 
-    part: Features | None = None  # None: no image of the batch can be read
+    result: Any = None  # None: no image of the batch can be read
     is_end: bool = False
     error: str = ""
     is_mistake: bool = False  # the user must fix the error
 
 
 @contextmanager
-def connected(world: World) -> Iterator[None]:
-    """Context with a process group of the ranks; features are sent through the CPU."""
+def connected(world: World, backbone: nn.Module) -> Iterator[None]:
+    """Context with a process group of the ranks; results are sent through the CPU.
+
+    Args:
+        world: This process.
+        backbone: The backbone, whose tensors become those of rank 0.
+    """
     process_group.join_world(world, torch.device("cpu"))
     try:
+        broadcast_module(backbone)  # random weights (weights=none) differ between processes
         yield
     finally:
         process_group.leave_world()
 
 
-def take_share(batches: EvalBatches, world: World) -> EvalBatches:
-    """Restrict ``batches`` to those of this rank, in place, and return it."""
-    if world.size > 1:
-        batches.batches = batches.batches[world.rank :: world.size]
-    return batches
+def in_order(compute: Callable[[Batch], T], batches: EvalBatches) -> Iterator[T]:
+    """Yield the results of all batches on every rank, in order. The ranks share the batches.
+
+    Every rank must exhaust the iterator. An error on any rank is raised on all of them.
+
+    Args:
+        compute: Batch -> result, with tensors on the CPU. It must not communicate between ranks.
+        batches: All batches. This rank's share of them remains.
+
+    Raises:
+        UserError: If no image or too few images can be read.
+        RunError: If another rank has failed or ended.
+    """
+    _take_share(batches)
+    results = ((batch.index, compute(batch)) for batch in log_speed(batches))
+    is_empty = True
+    for result in _of_all_ranks(results, batches):
+        is_empty = False
+        yield result
+    if is_empty:
+        raise UserError(f"{batches.bad_files.key}: no image can be read")
 
 
 def iterate_in_order(
-    backbone: nn.Module, batches: EvalBatches, world: World, *, device: torch.device
+    backbone: nn.Module, batches: EvalBatches, *, device: torch.device
 ) -> Iterator[Features]:
-    """Yield the features of all ranks' batches on rank 0, in order; nothing on the others.
+    """Yield the features of all batches on every rank, in order. The ranks share the batches.
 
-    Every rank must exhaust the iterator. All use the weights of rank 0. An error on any rank is
-    raised on all of them.
+    Every rank must exhaust the iterator. An error on any rank is raised on all of them.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
-        batches: This rank's batches, from ``take_share``.
-        world: This process.
+        batches: All batches. This rank's share of them remains.
         device: Device of the backbone.
 
     Raises:
         UserError: As in ``extract_features``.
         RunError: If another rank has failed or ended.
     """
+    _take_share(batches)
     parts = iterate_features(backbone, batches, device=device)
-    if world.size == 1:
-        yield from parts
+    yield from _of_all_ranks(((part.indices, _finite(part)) for part in parts), batches)
+
+
+def part_of_rank(features: Features) -> Features:
+    """Return this rank's consecutive rows of the features of all, for evaluations of parts."""
+    return features[torch.arange(len(features)).tensor_split(world_size())[rank()]]
+
+
+def _take_share(batches: EvalBatches) -> None:
+    batches.batches = batches.batches[rank() :: world_size()]
+
+
+def _finite(part: Features) -> Features:
+    part.check_finite()
+    return part
+
+
+def _of_all_ranks(results: Iterator[tuple[Tensor, T]], batches: EvalBatches) -> Iterator[T]:
+    """Yield the results of all ranks in order, then count their unreadable images.
+
+    Args:
+        results: Indices of the images of each of this rank's batches, and its result.
+        batches: This rank's batches.
+    """
+    if world_size() == 1:
+        yield from (result for _, result in results)
         return
-    broadcast_module(backbone)  # random weights (weights=none) differ between processes
-    sending = _send(parts, batches.batches)
-    while True:
-        items = _gather(next(sending))
-        for rank, item in enumerate(items):
+    sending = _send(results, batches.batches)
+    items = _gather(next(sending))
+    while not all(item.is_end for item in items):
+        for number, item in enumerate(items):
             if item.error:
                 kind = UserError if item.is_mistake else RunError
-                raise kind(f"rank {rank} of {world.size}: {item.error}")
-        if all(item.is_end for item in items):
-            return
-        if world.rank == 0:
-            yield from (item.part for item in items if item.part is not None)
+                raise kind(f"rank {number} of {world_size()}: {item.error}")
+        yield from (item.result for item in items if item.result is not None)
+        items = _gather(next(sending))
+    for counted in gather_objects(batches.bad_files.counted):
+        batches.bad_files.merge(counted)
 
 
-def _send(parts: Iterable[Features], batches: Sequence[Sequence[int]]) -> Iterator[_Sent]:
+def _send(
+    results: Iterable[tuple[Tensor, Any]], batches: Sequence[Sequence[int]]
+) -> Iterator[_Sent]:
     """Yield one item per batch, then end markers forever; an error replaces the remaining items."""
-    waiting = iter(parts)
+    waiting = iter(results)
     try:
-        part = next(waiting, None)
+        first = next(waiting, None)
         for batch in batches:
-            if part is None or int(part.indices[0]) not in batch:  # no image of it can be read
+            if first is None or int(first[0][0]) not in batch:  # no image of it can be read
                 yield _Sent()
                 continue
-            part.check_finite()
-            yield _Sent(part)
-            part = next(waiting, None)
+            yield _Sent(first[1])
+            first = next(waiting, None)
     except Exception as error:  # noqa: BLE001 - raised by the caller, on every rank
         is_explained = isinstance(error, UserError | RunError)
         text = str(error) if is_explained else f"{type(error).__name__}: {error}"

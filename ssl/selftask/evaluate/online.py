@@ -31,7 +31,7 @@ def evaluate_task(task: Task) -> dict[str, float]:
     """Return the metrics of ``eval.evaluations`` and of ``eval.loss``.
 
     Without labels, evaluations that need some are left out. Those with ``takes_backbone = True``
-    choose their images themselves; every rank computes all of them.
+    choose their images themselves, and all ranks share them.
 
     Metrics of the sets of ``data.val_sets`` are called ``NAME/knn_top1``. The state of the run does
     not change.
@@ -45,7 +45,8 @@ def evaluate_task(task: Task) -> dict[str, float]:
     if not of_sets and not on_backbone:
         return losses
     exported = task.export_backbone()
-    sources = Sources(data.train_source, data.val_source)
+    sets = {name: data.val_sources[name] for name in data.labeled_sets if name}
+    sources = Sources(data.train_source, data.val_source, sets)
     losses |= run_on_backbone(on_backbone, exported, task.config, sources, task.device)
     if not of_sets:
         return losses
@@ -109,14 +110,14 @@ def run_on_backbone(
         components: Evaluations by name.
         backbone: The backbone.
         config: Config with ``eval.transforms``.
-        sources: The images of the run, for evaluations without images of their own.
+        sources: The images of the run, for evaluations without images of their own. Ranks of a
+            process group share the images.
         device: Device to compute on.
     """
     row: dict[str, float] = {}
     for key, component in components.items():
         evaluation = EVALUATIONS[component.name](**component.args)
-        scores = evaluation(backbone, config, sources, device)
-        row |= flat_scores(scores, f"eval.evaluations.{key}")
+        row |= _of_seeds(evaluation, (backbone, config, sources, device), f"eval.evaluations.{key}")
     return row
 
 
@@ -232,13 +233,13 @@ def run_evaluations(
     return row
 
 
-def _of_seeds(evaluation: Any, features: tuple[Features, Features], key: str) -> dict[str, float]:
+def _of_seeds(evaluation: Any, inputs: tuple[Any, ...], key: str) -> dict[str, float]:
     """Return the metrics of an evaluation, or their means over its seeds."""
     seeds = evaluation.seeds if hasattr(evaluation, "seed") and hasattr(evaluation, "seeds") else 1
     if seeds == 1:
-        return flat_scores(evaluation(*features), key)
+        return flat_scores(evaluation(*inputs), key)
     rows = [
-        flat_scores(replace(evaluation, seed=evaluation.seed + number)(*features), key)
+        flat_scores(replace(evaluation, seed=evaluation.seed + number)(*inputs), key)
         for number in range(seeds)
     ]
     return {name: Figure.over_seeds([row[name] for row in rows]) for name in rows[0]}

@@ -24,10 +24,11 @@ from selftask.data.subset import Part, Subset
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.errors import UserError, nearest
 from selftask.evaluate.corruptions import CORRUPTIONS
-from selftask.evaluate.features import Features, extract_features
+from selftask.evaluate.features import Features, collect
 from selftask.evaluate.knn import KNN
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
-from selftask.evaluate.offline import eval_batches
+from selftask.evaluate.offline import iterate_source
+from selftask.evaluate.on_ranks import part_of_rank
 from selftask.evaluate.online import evaluated_model
 from selftask.logs import get_logger
 
@@ -101,7 +102,8 @@ def measure_robustness(
     """Return the errors of k-NN on clean and on corrupted test images.
 
     Images are corrupted before they are normalized, or read from ``options.folder``. The draws
-    depend on ``train.seed`` and on the position of the image among the test images.
+    depend on ``train.seed`` and on the position of the image among the test images. Several ranks
+    share the images and the search for neighbors.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -144,14 +146,11 @@ def measure_robustness(
 
     def features(source: Source, key: str, transforms: list[Component]) -> Features:
         changed = replace(config, eval=replace(config.eval, transforms=transforms))
-        batches = eval_batches(changed, source, device, key)
-        result = extract_features(model, batches, device=device)
-        if transforms is plain and (unreadable := batches.bad_files.summary()):
-            tell(f"warning: {unreadable}")
-        return result
+        once = tell if transforms is plain else log.debug
+        return collect(iterate_source(model, changed, source, device=device, key=key, tell=once))
 
     def error(shown: Features) -> float:
-        return 1 - KNN(k=[options.k])(bank, shown)["knn_top1"]
+        return 1 - KNN(k=[options.k])(part_of_rank(bank), part_of_rank(shown))["knn_top1"]
 
     bank, shown = features(sources.train, "data", plain), features(test, "data.val", plain)
     if options.alexnet:

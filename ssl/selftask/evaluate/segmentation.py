@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
@@ -35,6 +36,7 @@ from selftask.evaluate.dense.patches import (
     limited,
     square_batches,
 )
+from selftask.evaluate.on_ranks import in_order
 from selftask.logs import get_logger
 from selftask.models.eval_mode import in_eval_mode
 from selftask.registry import register_evaluation
@@ -156,7 +158,8 @@ def evaluate_segmentation(
     """Segment test images by the labeled patches of training images.
 
     Images and masks are resized to S x S. Class scores of patches are interpolated to S x S, and
-    predictions are compared with masks pixel by pixel.
+    predictions are compared with masks pixel by pixel. Several ranks share the images of both sets,
+    and each trains the heads.
 
     Args:
         backbone: A backbone with patches, see ``models.features``.
@@ -195,14 +198,22 @@ def evaluate_segmentation(
             f"{features.shape[1]} features, {features.nbytes / 1e6:,.1f} MB"
         )
         del features
-        confusions = {name: Confusion(len(classes), device) for name in heads}
-        for batch in square_batches(test.open(size, classes), config, device, test.key):
+
+        def segment(batch: Batch) -> dict[str, Tensor]:
+            confusions = {name: Confusion(len(classes), device) for name in heads}
             masks = batch.extras["mask"].to(device)
             for dense, mask in zip(patches(batch.all_views[0]), masks, strict=True):
                 queries = dense.flatten(1).T  # (h * w, E)
                 for name, score in heads.items():
                     scores = score(queries).T.unflatten(1, dense.shape[1:])  # (C, h, w)
                     confusions[name].add(mask, upsampled_classes(scores, size))
+            return {name: confusion.counts.cpu() for name, confusion in confusions.items()}
+
+        confusions = {name: Confusion(len(classes)) for name in heads}
+        batches = square_batches(test.open(size, classes), config, device, test.key)
+        for counts in in_order(segment, batches):
+            for name, confusion in confusions.items():
+                confusion.counts += counts[name]
     facts |= {"train_images": len(train.masks), "test_images": len(test.masks)}
     facts |= {"classes": len(classes), "patches": len(shares), "size": size}
     return SegmentationResult(classes, confusions, facts)

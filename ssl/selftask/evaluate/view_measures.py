@@ -6,7 +6,7 @@ N images, Q views of each, E features.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -24,7 +24,8 @@ from selftask.data.transforms.pipeline import build_pipeline
 from selftask.distributed.accelerator import forked_rng
 from selftask.errors import UserError
 from selftask.evaluate.dense.patches import limited
-from selftask.evaluate.features import extract_features
+from selftask.evaluate.features import collect
+from selftask.evaluate.on_ranks import iterate_in_order
 from selftask.logs import get_logger
 from selftask.registry import register_evaluation
 
@@ -73,7 +74,7 @@ def measure_views(
     """Return LiDAR and alignment of views made by the first group in ``views``.
 
     View number v of an image has the draws of seed ``train.seed + v``, so that measures of
-    checkpoints are comparable.
+    checkpoints are comparable. Several ranks share the images.
 
     Args:
         backbone: Images (B, C, H, W) -> features (B, E).
@@ -102,7 +103,7 @@ def measure_views(
         bad_files=BadFiles.of(part, config.data, None, key),
     )
     with forked_rng():  # a DataLoader draws one number
-        rows = extract_features(backbone.to(device), batches, device=device).features
+        rows = collect(iterate_in_order(backbone.to(device), batches, device=device)).features
     features = rows.unflatten(0, (-1, options.views))  # (N, Q, E)
     if len(features) < 3:
         raise UserError(f"{key}: {len(features)} images; three or more are expected")
@@ -150,7 +151,8 @@ class _Views(Dataset):
 
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
         image, view = divmod(key[1], len(self.datasets))
-        return self.datasets[view].sample((0, image), out)
+        sample = self.datasets[view].sample((0, image), out)
+        return replace(sample, index=key[1])  # of the row: images have several
 
 
 def lidar(features: Tensor) -> float:

@@ -36,6 +36,9 @@ COMMANDS = {
     "predictions": ("selftask.cli.model.predictions", "metrics of what `selftask test` wrote"),
 }  # name -> module with USAGE and main(argv) -> exit code, description in one line
 
+ALONE = ("retrieval", "suite", "predictions")
+"""Those that run in one process."""
+
 USAGE = f"""\
 usage: selftask eval knn|linear|svm|clusters|spectrum|clid RUN_OR_MODEL ... [key=value ...]
        selftask eval linear RUN_OR_MODEL protocol=dinov2|mae|moco|simclr|vissl|lejepa|attentive
@@ -56,7 +59,7 @@ data.val=DIR  those to test on; without it, k-NN leaves each image out of its ow
               spectrum and clid need no labels
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. linear, svm, clusters
-and clid repeat with seeds=3. Prints one JSON line last, with 95 % intervals over the test images;
+and clid repeat with seeds=3. Ranks of torchrun share the images. Prints one JSON line last, with 95 % intervals over the test images;
 with several models, one after each, which names the model.
 `selftask eval retrieval --help` says more of that one, likewise of those below it.
 {VERBOSITY}"""
@@ -69,7 +72,8 @@ def main(argv: list[str]) -> int:
         if asks_for_help(argv):
             print(command.USAGE)
             return 0
-        refuse_ranks(f"eval {argv[0]}")
+        if argv[0] in ALONE:
+            refuse_ranks(f"eval {argv[0]}")
         return int(command.main(argv[1:]))
     if not argv or asks_for_help(argv):
         print(USAGE)
@@ -79,12 +83,11 @@ def main(argv: list[str]) -> int:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
     _check_name(name)
     takes_backbone = EVALUATIONS.declared(name, "takes_backbone", False)
-    if takes_backbone:
-        refuse_ranks(f"eval {name}")
     for address in models:
         overrides = argv[1 + len(models) :]
         frozen, run = open_named(address, asked_words(name, overrides))
-        with info_on_stderr() if takes_backbone else nullcontext():  # it has no `tell`
+        is_logged = takes_backbone and read_world().rank == 0  # it has no `tell`
+        with info_on_stderr() if is_logged else nullcontext():
             figures = evaluate_frozen(name, frozen, tell=announce)
         if figures:  # rank 0 has the results
             from selftask.cli.model.result_row import described, layer_table  # need torch

@@ -113,19 +113,18 @@ def _compute_share(frozen: Frozen, world: World) -> None:
     """Compute the part of a rank other than 0, which sends it to rank 0."""
     from selftask.evaluate.on_ranks import connected
 
-    with connected(world):
-        deque(_compute(frozen, world)[1], maxlen=0)
+    with connected(world, frozen.backbone):
+        deque(_compute(frozen)[1], maxlen=0)
 
 
-def _compute(frozen: Frozen, world: World) -> tuple[nn.Module, Iterator[Features]]:
+def _compute(frozen: Frozen) -> tuple[nn.Module, Iterator[Features]]:
     """Return the backbone on its device, and an iterator that computes its features."""
     from selftask.evaluate.offline import iterate_source
     from selftask.evaluate.online import evaluated_model
 
     config, device = frozen.config, frozen.device
     backbone = evaluated_model(frozen.backbone, config.eval).to(device)
-    source = frozen.sources.train
-    parts = iterate_source(backbone, config, source, device=device, world=world, tell=announce)
+    parts = iterate_source(backbone, config, frozen.sources.train, device=device, tell=announce)
     return backbone, parts
 
 
@@ -152,8 +151,8 @@ def _write(write: Callable[..., Any], frozen: Frozen, world: World, facts: dict[
     from selftask.evaluate.online import pooled_layers
 
     source = frozen.sources.train
-    with connected(world):
-        backbone, parts = _compute(frozen, world)
+    with connected(world, frozen.backbone):
+        backbone, parts = _compute(frozen)
         layers = pooled_layers(backbone)
         if layers is None:
             return write(((part, [part]) for part in parts), source, facts)

@@ -5,7 +5,7 @@ M patches in memory, E features, C classes, G learning rates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.data.loading.loader import EvalBatches
 from selftask.errors import UserError
 from selftask.evaluate.dense.linear_heads import fit_linear_heads
 from selftask.evaluate.dense.memory import PatchMemory, class_shares, vote
 from selftask.evaluate.dense.patches import PatchFeatures, PatchOptions
 from selftask.evaluate.knn import Bank
+from selftask.evaluate.on_ranks import in_order
 
 Scores = Callable[[Tensor], Tensor]
 """Patch features (Q, E) -> probabilities of classes (Q, C), or their logits."""
@@ -62,13 +64,15 @@ class HeadOptions(PatchOptions):
 
 def sample_patches(
     patches: PatchFeatures,
-    batches: Iterable[Batch],
+    batches: EvalBatches,
     options: HeadOptions,
     num_images: int,
     masks_of: Callable[[Batch], Tensor],
     num_classes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a sample of labeled patches: features (M, E), class shares (M, C), images (M,).
+
+    Several ranks share the images, and all get the same sample.
 
     Args:
         patches: Patch features.
@@ -79,12 +83,16 @@ def sample_patches(
         num_classes: Number of classes, C.
     """
     memory = PatchMemory(options.memory, num_images, options.seed)
-    for batch in batches:
+
+    def offer(batch: Batch) -> dict[int, int]:
         maps = patches(batch.all_views[0])
         grid = (maps.shape[2], maps.shape[3])
         shares = class_shares(masks_of(batch).to(maps.device), grid, num_classes)
-        memory.add(maps, shares, batch.index)
-    return memory.finish()
+        return memory.offer(maps, shares, batch.index)
+
+    for counts in in_order(offer, batches):
+        memory.add(counts)
+    return memory.finish(batches.device)
 
 
 def hits(scores: Tensor, shares: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.distributed.collectives import gather_objects
 from selftask.evaluate.dense.masks import IGNORED
 from selftask.evaluate.knn import Bank
 from selftask.models.features.tokens import Grid
@@ -23,7 +24,8 @@ class PatchMemory:
     """Random sample of the labeled patches of a sequence of images.
 
     Each image adds at most ``capacity / num_images`` patches, plus the number that earlier images
-    left unused. The sample depends on the seed and the images only.
+    left unused. The sample depends on the seed and the images only. Of several ranks, each offers
+    the patches of its own images, and all add all images in the same order.
 
     Args:
         capacity: Largest number of patches.
@@ -34,10 +36,11 @@ class PatchMemory:
     def __init__(self, capacity: int, num_images: int, seed: int) -> None:
         self.capacity, self.num_images, self.seed = capacity, num_images, seed
         self._added = self._filled = 0
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._offered: dict[int, tuple[Tensor, Tensor, np.ndarray]] = {}
+        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def add(self, maps: Tensor, shares: Tensor, indices: Tensor) -> None:
-        """Add patches of images.
+    def offer(self, maps: Tensor, shares: Tensor, indices: Tensor) -> dict[int, int]:
+        """Hold the patches of images; return the number of labeled ones by number of the image.
 
         Args:
             maps: Patch features (B, E, h, w).
@@ -45,19 +48,39 @@ class PatchMemory:
             indices: Number of each image (B,), which selects the random stream of its draw.
         """
         patches = maps.flatten(2).transpose(1, 2)  # (B, N, E)
+        counts = {}
         is_labeled = shares.sum(dim=2).gt(0).cpu().numpy()
         for number, index in enumerate(indices.tolist()):
+            labeled = np.flatnonzero(is_labeled[number])
+            self._offered[index] = patches[number], shares[number], labeled
+            counts[index] = len(labeled)
+        return counts
+
+    def add(self, counts: dict[int, int]) -> None:
+        """Add images whose patches this rank or another one has offered.
+
+        Args:
+            counts: What ``offer`` has returned.
+        """
+        for index, count in counts.items():
             self._added += 1
             room = self.capacity * self._added // self.num_images - self._filled
-            order = draw_rng(self.seed, 0, index, 0).permutation(np.flatnonzero(is_labeled[number]))
-            rows = torch.from_numpy(np.sort(order[:room])).to(maps.device)
-            images = torch.full((len(rows),), index, device=maps.device)
-            self._parts.append((patches[number, rows], shares[number, rows], images))
-            self._filled += len(rows)
+            self._filled += min(room, count)
+            if index in self._offered:
+                patches, shares, labeled = self._offered.pop(index)
+                order = draw_rng(self.seed, 0, index, 0).permutation(labeled)
+                rows = torch.from_numpy(np.sort(order[:room])).to(patches.device)
+                images = torch.full((len(rows),), index)
+                self._parts[self._added] = patches[rows].cpu(), shares[rows].cpu(), images
 
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return features (M, E), shares of classes (M, C) and image numbers (M,) of the sample."""
-        features, shares, images = map(torch.cat, zip(*self._parts, strict=True))
+    def finish(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+        """Return features (M, E), shares of classes (M, C) and image numbers (M,) of the sample.
+
+        Every rank must call it; all get the same.
+        """
+        parts = {n: part for of_rank in gather_objects(self._parts) for n, part in of_rank.items()}
+        columns = zip(*(parts[number] for number in sorted(parts)), strict=True)
+        features, shares, images = (torch.cat(column).to(device) for column in columns)
         self._parts.clear()
         return features, shares, images
 

@@ -5,14 +5,12 @@ B images of S x S pixels, patches in a grid of h x w, E features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from selftask.batch import Batch
 from selftask.config.checks.grid import nominal_size
 from selftask.config.fields import setting
 from selftask.config.schema import Config
@@ -27,7 +25,6 @@ from selftask.data.transforms.pipeline import build_pipeline
 from selftask.data.transforms.resampling import resize
 from selftask.errors import UserError
 from selftask.evaluate.chunks import InChunks
-from selftask.logs.stages import staged
 from selftask.models.features.extract import adapter_of, extract, fixed_size, interpolates
 
 _BATCH_SIZE = 16  # affects memory only
@@ -133,32 +130,21 @@ def limited(source: Source, images: int | None, seed: int) -> Source:
     return Subset(source, Part(count=images, seed=seed))
 
 
-def square_batches(
-    source: Squared, config: Config, device: torch.device, key: str
-) -> Iterator[Batch]:
-    """Yield batches of the readable images, normalized as in ``eval.transforms``.
+def square_batches(source: Squared, config: Config, device: torch.device, key: str) -> EvalBatches:
+    """Return batches of the readable images, normalized as in ``eval.transforms``.
 
     Args:
         source: The images, whose extra arrays are read, too.
         config: Config with ``eval.transforms``, of which only ``normalize`` is used.
         device: Device that the batches are moved to.
         key: Config key of the images, for messages.
-
-    Raises:
-        UserError: If no image or too few images can be read.
     """
     normalize = [t for t in config.eval.transforms if t.name == "normalize"]
     pipeline = build_pipeline(normalize, "eval.transforms", channels_of(source))
-    batches = EvalBatches(
+    return EvalBatches(
         EvalDataset(source, pipeline, extras=ExtrasReader(source.extras)),
         batch_size=_BATCH_SIZE,
         num_workers=config.data.num_workers,
         device=device,
         bad_files=BadFiles.of(source, config.data, None, key),
     )
-    is_empty = True
-    for batch in staged("features", batches, len(batches)):
-        is_empty = False
-        yield batch
-    if is_empty:
-        raise UserError(f"{key}: no image can be read")

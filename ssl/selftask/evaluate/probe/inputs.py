@@ -21,7 +21,8 @@ from selftask.data.source import Source, channels_of
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.errors import UserError
 from selftask.evaluate.chunks import InChunks
-from selftask.evaluate.features import log_speed
+from selftask.evaluate.features import check_targets
+from selftask.evaluate.on_ranks import in_order
 from selftask.evaluate.probe.protocols import Pool
 from selftask.models.features.extract import adapter_of, extract
 
@@ -94,6 +95,8 @@ class ProbeInputs:
     ) -> Iterator[Rows]:
         """Yield features and labels of images in this order; unreadable images are left out.
 
+        Several ranks share the images, and each gets all features.
+
         Args:
             source: The images.
             key: Config key of the images, for messages.
@@ -101,7 +104,7 @@ class ProbeInputs:
             seed: Seed of random crops and flips; None for ``eval.transforms``.
 
         Raises:
-            UserError: If features are not finite, or images have no label.
+            UserError: If features are not finite, or images have no label or cannot be read.
         """
         transforms = self.config.eval.transforms
         if seed is not None:
@@ -115,8 +118,8 @@ class ProbeInputs:
             bad_files=BadFiles.of(source, self.config.data, None, key),
         )
         batches.batches = in_batches(rows, _BATCH_SIZE)
-        for batch in log_speed(batches):
-            yield self._of(batch, key)
+        for parts in in_order(lambda batch: self._of(batch, key), batches):
+            yield tuple(part.to(self.device) for part in parts)
 
     def _of(self, batch: Batch, key: str) -> Rows:
         features = self._run(batch.all_views[0].to(self.device, non_blocking=True))
@@ -124,7 +127,8 @@ class ProbeInputs:
             raise UserError(
                 f"{key}: features are not finite: the weights are damaged or training has diverged"
             )
-        return *features, batch.labels.to(self.device)
+        check_targets(batch.labels, f"probe, {key}")
+        return *(part.cpu() for part in features), batch.labels.cpu()
 
 
 def augmented(transforms: Sequence[Component]) -> list[Component]:

@@ -5,7 +5,7 @@ N training images, B images of a batch, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from selftask.config.fields import setting
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
+from selftask.data.data_module import val_key
+from selftask.data.labels import count_unlabeled
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source
 from selftask.distributed.accelerator import forked_rng
 from selftask.distributed.heartbeat import track
 from selftask.errors import UserError, plural
-from selftask.evaluate.features import check_targets
 from selftask.evaluate.figure import Figure
 from selftask.evaluate.label_counts import LabelCounts
+from selftask.evaluate.online import of_set
 from selftask.evaluate.probe.heads import AttentiveHead, HeadGrid, LinearHead, normalization
 from selftask.evaluate.probe.inputs import Input, ProbeInputs, Rows, augmented, regrouped
 from selftask.evaluate.probe.protocols import PROTOCOLS, Name, Pool, Protocol
@@ -75,6 +77,10 @@ class Probe:
     """Share of the training images that is held out to choose among several heads."""
     seed: int = setting(0, min=0)
     """Seed of initial weights, order, crops, and held-out images."""
+    seeds: int = setting(1, min=1)
+    """Number of seeds, from ``seed`` on, over which metrics are averaged. With several, the
+    settings of the tested heads are only logged, since each seed may choose others.
+    """
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         for name in ("lr", "weight_decay", "blocks", "pool"):
@@ -91,15 +97,19 @@ class Probe:
     def __call__(
         self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device
     ) -> dict[str, float]:
-        """Return the accuracy on ``data.val`` and the settings of the tested head.
+        """Return the accuracy on each validation set and the settings of the tested head.
+
+        Several ranks share the images; each trains all heads, on the features of all images.
 
         Raises:
             UserError: If labels are missing, or the backbone or the images do not fit.
         """
-        train, test = sources.train, sources.val
-        if test is None:
+        train = sources.train
+        every = {"": sources.val, **sources.val_sets}
+        tests = {name: source for name, source in every.items() if source is not None}
+        if not tests:
             raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
-        classes, counts = _classes(train, test)
+        _check_labels(train, tests)
         settings = self.settings()
         inputs = [Input(*pair) for pair in product(settings.pool, settings.blocks)]
         if self.augment:
@@ -111,31 +121,44 @@ class Probe:
         if len(train) - num_held < 2:
             raise UserError(f"data: {len(train)} images; three or more are expected")
         held, kept = order[:num_held], order[num_held:]
+        prefix = f"probe_{self.protocol}"
+        row: dict[str, float] = {}
+        held_out: dict[str, float] = {}
+        chosen = 0, 0
         with in_eval_mode(backbone), forked_rng(), torch.no_grad():
+            classes = _classes(features, train)
             torch.manual_seed(self.seed)
             grids = self._fit(features, settings, train, kept, classes)
-            best = 0, 0
-            prefix = f"probe_{self.protocol}"
-            row: dict[str, float] = {}
             if num_heads > 1:
                 on_held = _hits(features, grids, train, "data", held.tolist(), classes)
                 means = [hits.double().mean(dim=1) for hits in on_held]
-                best = max(
+                chosen = max(
                     ((i, h) for i, mean in enumerate(means) for h in range(len(mean))),
                     key=lambda pair: float(means[pair[0]][pair[1]]),
                 )
-                row[f"{prefix}_held_out_top1"] = float(means[best[0]][best[1]])
-            tested = _hits(features, grids, test, "data.val", range(len(test)), classes)
-        rate, decay = list(product(settings.lr, settings.weight_decay))[best[1]]
-        part = inputs[best[0]]
+                held_out[f"{prefix}_held_out_top1"] = float(means[chosen[0]][chosen[1]])
+            for name, test in tests.items():
+                rows = range(len(test))
+                tested = _hits(features, grids, test, val_key(name), rows, classes)
+                hits = Figure.of_scores(tested[chosen[0]][chosen[1]].cpu())
+                row |= of_set(name, {f"{prefix}_top1": hits})
+        return row | held_out | self._settings_of(chosen, inputs, settings)
+
+    def _settings_of(
+        self, chosen: tuple[int, int], inputs: Sequence[Input], settings: Protocol
+    ) -> dict[str, float]:
+        """Log the settings of the tested head, and return them if there is one seed."""
+        pairs = list(product(settings.lr, settings.weight_decay))
+        (rate, decay), num_heads = pairs[chosen[1]], len(inputs) * len(pairs)
+        part = inputs[chosen[0]]
         log.info(
-            "probe: %s; %s; %d %s; tested: pool %s, blocks %d, lr %g, weight decay %g",
-            *(counts.describe(), settings.paper, num_heads, plural("head", num_heads)),
+            "probe: %s; %d %s; tested: pool %s, blocks %d, lr %g, weight decay %g",
+            *(settings.paper, num_heads, plural("head", num_heads)),
             *(part.pool, part.blocks, rate, decay),
         )
-        row |= {f"{prefix}_lr": rate, f"{prefix}_weight_decay": decay}
-        row[f"{prefix}_blocks"] = part.blocks
-        return {f"{prefix}_top1": Figure.of_scores(tested[best[0]][best[1]].cpu()), **row}
+        names = {"lr": rate, "weight_decay": decay, "blocks": part.blocks}
+        row = {f"probe_{self.protocol}_{name}": value for name, value in names.items()}
+        return row if self.seeds == 1 else {}
 
     def _fit(
         self,
@@ -167,7 +190,6 @@ class Probe:
                 seed = self.seed + epoch + 1
                 parts = features.batches(train, "data", rows[order].tolist(), seed)
             for *inputs, labels in regrouped(parts, size):
-                check_targets(labels, "probe, training set")
                 if not grids:
                     grids = self._grids(settings, features.inputs, inputs, len(classes), pairs)
                 factor = schedule(min(step / length.total_steps, 1 - 1e-9))
@@ -199,21 +221,26 @@ class Probe:
         return grids
 
 
-def _classes(train: Source, test: Source) -> tuple[Tensor, LabelCounts]:
-    """Return the labels of the training images, sorted, and the numbers of images.
+def _check_labels(train: Source, tests: Mapping[str, Source]) -> None:
+    """Log the numbers of images; raise UserError if images have no label."""
+    for key, source in {"data": train, **{val_key(n): s for n, s in tests.items()}}.items():
+        if unlabeled := count_unlabeled(source):
+            raise UserError(
+                f"probe, {key}: {unlabeled} of {len(source)} images have no label, or none that is "
+                "a whole number"
+            )
+    for name, test in tests.items():
+        counts = LabelCounts.of_sources(Sources(train, test))
+        if counts is not None:
+            log.info("probe: %s%s", f"{name}: " if name else "", counts.describe())
 
-    Raises:
-        UserError: If there are none, or images have no label.
-    """
-    counts = LabelCounts.of_sources(Sources(train, test))
-    if counts is None:
-        raise UserError(
-            "probe: images of data or data.val have no labels, or labels that are not known before "
-            "they are read, which eval linear takes without a protocol"
-        )
-    for source, name in ((train, "training set"), (test, "test set")):
-        check_targets(torch.as_tensor(source.labels), f"probe, {name}")
-    return torch.from_numpy(counts.classes), counts
+
+def _classes(features: ProbeInputs, train: Source) -> Tensor:
+    """Return the labels of the classes; unknown ones are read with the images, in one more pass."""
+    if train.labels is not None:
+        return torch.from_numpy(np.unique(train.labels))
+    parts = features.batches(train, "data", range(len(train)))
+    return torch.unique(torch.cat([labels for *_, labels in parts]))
 
 
 def _hits(
@@ -234,6 +261,4 @@ def _hits(
         match = labels[:, None] == numbers  # (B, C)
         targets = torch.where(match.any(dim=1), match.int().argmax(dim=1), -1)
         parts.append([grid.hits(x, targets) for grid, x in zip(grids, inputs, strict=True)])
-    if not parts:
-        raise UserError(f"{key}: no image can be read")
     return [torch.cat(column, dim=1) for column in zip(*parts, strict=True)]

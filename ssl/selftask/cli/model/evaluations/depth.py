@@ -5,10 +5,11 @@ from __future__ import annotations
 from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import take_model, take_options
 from selftask.cli.model.evaluations.folders import take_folders
+from selftask.cli.model.evaluations.measured import is_first_rank, on_all_ranks
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.logs import announce, json_row
+from selftask.logs import json_row
 
 USAGE = f"""\
 usage: selftask eval depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
@@ -39,15 +40,8 @@ def main(argv: list[str]) -> int:
     options, words = take_options("depth", overrides, DepthOptions)
     roots, words = take_folders(words, DEPTHS, "NAME.npy")
     frozen, address = open_named(address, words)
-    row = evaluate_depth(
-        frozen.backbone,
-        frozen.config,
-        roots,
-        frozen.sources,
-        options,
-        device=frozen.device,
-        tell=announce,
-    )
-    print(json_row(row))
-    keep(address, "depth", overrides, frozen, options, row)
+    row = on_all_ranks(frozen, evaluate_depth, roots, frozen.sources, options)
+    if is_first_rank():
+        print(json_row(row))
+        keep(address, "depth", overrides, frozen, options, row)
     return 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import take_model, take_options
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import Frozen
-from selftask.logs import announce, json_row
+from selftask.distributed.world import read_world
+from selftask.logs import announce, get_logger, json_row
+
+T = TypeVar("T")
 
 
 def print_measured(
@@ -32,17 +35,31 @@ def print_measured(
     kind, measure = load()
     options, words = take_options(name, overrides, kind)
     frozen, address = open_model(address, words)
-    figures = measure(
-        frozen.backbone,
-        frozen.config,
-        frozen.sources,
-        options,
-        device=frozen.device,
-        tell=announce,
-    )
-    from selftask.cli.model.result_row import described  # needs torch
+    figures = on_all_ranks(frozen, measure, frozen.sources, options)
+    if is_first_rank():
+        from selftask.cli.model.result_row import described  # needs torch
 
-    row, scores = described(figures, frozen.data_digests)
-    print(json_row(row))
-    keep(address, name, overrides, frozen, options, row | scores)
+        row, scores = described(figures, frozen.data_digests)
+        print(json_row(row))
+        keep(address, name, overrides, frozen, options, row | scores)
     return 0
+
+
+def on_all_ranks(frozen: Frozen, measure: Callable[..., T], *args: Any) -> T:
+    """Return the result of ``measure``, whose images the ranks of a launcher share.
+
+    Args:
+        frozen: The model.
+        measure: Called with the backbone, its config, ``args``, ``device`` and ``tell``.
+        args: Further arguments.
+    """
+    from selftask.evaluate.on_ranks import connected
+
+    tell = announce if is_first_rank() else get_logger(__name__).debug
+    with connected(read_world(), frozen.backbone):
+        return measure(frozen.backbone, frozen.config, *args, device=frozen.device, tell=tell)
+
+
+def is_first_rank() -> bool:
+    """Return whether this process prints and keeps the results."""
+    return read_world().rank == 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import take_model, take_options
 from selftask.cli.model.evaluations.folders import take_folders
+from selftask.cli.model.evaluations.measured import is_first_rank, on_all_ranks
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
@@ -54,20 +55,12 @@ def main(argv: list[str]) -> int:
     assert frozen.sources.val is not None
     sources = (frozen.sources.train, frozen.sources.val)
     train, test, classes = open_folders(roots, sources, options, table)
-    result = evaluate_segmentation(
-        frozen.backbone,
-        frozen.config,
-        train,
-        test,
-        classes,
-        options,
-        device=frozen.device,
-        tell=announce,
-    )
-    row = {**result.row(), **result.facts, **result.by_class()}
-    announce(_table(result))
-    print(json_row(row))
-    keep(address, "segmentation", overrides, frozen, options, row)
+    result = on_all_ranks(frozen, evaluate_segmentation, train, test, classes, options)
+    if is_first_rank():
+        row = {**result.row(), **result.facts, **result.by_class()}
+        announce(_table(result))
+        print(json_row(row))
+        keep(address, "segmentation", overrides, frozen, options, row)
     return 0
 
 
