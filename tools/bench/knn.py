@@ -1,15 +1,19 @@
-"""CPU time of k-NN on one thread: selftask, faiss's flat index, and a bare matrix product.
+"""CPU time of k-NN on one thread: selftask, faiss, scikit-learn, lightly, and a matrix product.
 
     OMP_NUM_THREADS=1 python tools/bench/knn.py [--train 50000] [--test 10000] [--rounds 7]
 
 Each round runs every entry once. Shown are median and minimum of CPU seconds, the median over
-rounds of the ratio to faiss (pip install faiss-cpu) with its 95 % bootstrap interval, and the share
-of neighbors that equal those of faiss.
+rounds of the ratio to faiss (pip install faiss-cpu lightly) with its 95 % bootstrap interval, and
+the shares of neighbors and of predicted classes that equal those of faiss. Classes are predicted by
+votes of the neighbors, in double precision for entries that only search.
 
     faiss     IndexFlatIP, search only: features are normalized and indexed before
     product   torch.mm in blocks only
+    sklearn   NearestNeighbors, brute force, cosine
     exact     selftask's search in float32, with normalization
     bfloat16  candidates in bfloat16, compared in float32
+    lightly   knn_predict in batches of 512, with votes: features are normalized before
+    votes     as exact, with votes
 """
 
 from __future__ import annotations
@@ -31,16 +35,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
 from selftask.distributed.device import keep_freed_memory
 from selftask.evaluate import knn
+from selftask.models.feature_queue import class_votes
 
 CLASSES = 100
+TEMPERATURE = 0.07
 
 
-def draw(num: int, width: int, seed: int) -> Tensor:
-    """Draw features of images of some classes, (num, width), with similarities as in a network."""
+def draw(num: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw features (num, width), with similarities as in a network, and classes of images."""
     centers = torch.randn(CLASSES, width, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     classes = torch.randint(CLASSES, (num,), generator=generator)
-    return (centers[classes] + torch.randn(num, width, generator=generator)).relu()
+    features = centers[classes] + torch.randn(num, width, generator=generator)
+    return features.relu(), classes
 
 
 def of_faiss(train: Tensor, test: Tensor, k: int) -> Callable[[], Tensor]:
@@ -53,6 +60,22 @@ def of_faiss(train: Tensor, test: Tensor, k: int) -> Callable[[], Tensor]:
     return lambda: torch.from_numpy(index.search(queries, k)[1])
 
 
+def of_sklearn(train: Tensor, test: Tensor, k: int) -> Callable[[], Tensor]:
+    from sklearn.neighbors import NearestNeighbors
+
+    index = NearestNeighbors(n_neighbors=k, algorithm="brute", metric="cosine").fit(train.numpy())
+    return lambda: torch.from_numpy(index.kneighbors(test.numpy(), return_distance=False))
+
+
+def of_lightly(train: Tensor, test: Tensor, k: int, classes: Tensor) -> Callable[[], Tensor]:
+    from lightly.utils.benchmarking import knn_predict
+
+    bank = F.normalize(train).T.contiguous()  # (E, N), as its callers have it
+    batches = F.normalize(test).split(knn._TEST_ROWS)
+    options = {"num_classes": CLASSES, "knn_k": k, "knn_t": TEMPERATURE}
+    return lambda: torch.cat([knn_predict(x, bank, classes, **options)[:, 0] for x in batches])
+
+
 def of_product(train: Tensor, test: Tensor, k: int) -> Callable[[], Tensor]:
     def search() -> Tensor:
         for queries in test.split(512):
@@ -63,7 +86,11 @@ def of_product(train: Tensor, test: Tensor, k: int) -> Callable[[], Tensor]:
     return search
 
 
-def of_selftask(train: Tensor, test: Tensor, k: int, search: str) -> Callable[[], Tensor]:
+def of_selftask(
+    train: Tensor, test: Tensor, k: int, search: str, classes: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """Return a search for neighbors, or with ``classes`` a prediction."""
+
     def run() -> Tensor:
         bank = knn.Bank(train, search=search)
         queries = F.normalize(test, dim=1)
@@ -72,9 +99,23 @@ def of_selftask(train: Tensor, test: Tensor, k: int, search: str) -> Callable[[]
         neighbors = [
             bank.nearest(*pair) for pair in ((c, k, n) for c, n in zip(chunks, none, strict=True))
         ]
-        return torch.cat([rows for _, rows in neighbors])
+        if classes is None:
+            return torch.cat([rows for _, rows in neighbors])
+        votes = [class_votes(c, classes[rows], CLASSES, TEMPERATURE) for c, rows in neighbors]
+        return torch.cat(votes).argmax(dim=1)
 
     return run
+
+
+def predicted(train: Tensor, test: Tensor, classes: Tensor, rows: Tensor) -> Tensor:
+    """Return the classes (N,) that neighbors (N, k) vote for."""
+    cosines = [
+        F.cosine_similarity(x, train[near].double())
+        for x, near in zip(test.double(), rows, strict=True)
+    ]
+    votes = torch.zeros(len(test), CLASSES, dtype=torch.float64)
+    votes.scatter_add_(1, classes[rows], (torch.stack(cosines) / TEMPERATURE).exp())
+    return votes.argmax(dim=1)
 
 
 def main() -> None:
@@ -87,12 +128,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory(torch.device("cpu"))
-    train, test = draw(args.train, args.width, 1), draw(args.test, args.width, 2)
+    (train, classes), (test, _) = draw(args.train, args.width, 1), draw(args.test, args.width, 2)
     contestants = {
         "faiss": of_faiss(train, test, args.k),
         "product": of_product(train, test, args.k),
+        "sklearn": of_sklearn(train, test, args.k),
         "exact": of_selftask(train, test, args.k, "float32"),
         "bfloat16": of_selftask(train, test, args.k, "bfloat16"),
+        "lightly": of_lightly(train, test, args.k, classes),
+        "votes": of_selftask(train, test, args.k, "float32", classes),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     rows: dict[str, Tensor] = {}
@@ -105,19 +149,26 @@ def main() -> None:
         f"{args.train} x {args.test} x {args.width}, k={args.k}; {args.rounds} rounds, "
         f"load {os.getloadavg()[0]:.1f}"
     )
-    print(f"{'':<10}{'median s':>10}{'least s':>10}   x faiss [95 %]         same neighbors")
+    print(f"{'':<10}{'median s':>10}{'least s':>10}   x faiss [95 %]       neighbors  classes")
+    expected = predicted(train, test, classes, rows["faiss"])
     for name, taken in seconds.items():
         ratios = [mine / other for mine, other in zip(taken, seconds["faiss"], strict=True)]
         middle, low, high = median_and_interval(ratios)
-        same = sum(
-            int(torch.isin(mine, other).sum())
-            for mine, other in zip(rows[name], rows["faiss"], strict=True)
-        )
-        share = "" if name == "product" else f"{same / rows[name].numel():.5%}"
         print(
             f"{name:<10}{statistics.median(taken):>10.2f}{min(taken):>10.2f}   "
-            f"{middle:.2f} [{low:.2f}, {high:.2f}]      {share}"
+            f"{middle:.2f} [{low:.2f}, {high:.2f}]      ",
+            end="",
         )
+        mine = rows[name]
+        if name == "product":
+            print()
+            continue
+        share = ""
+        if mine.ndim == 2:
+            pairs = zip(mine, rows["faiss"], strict=True)
+            share = f"{sum(int(torch.isin(*pair).sum()) for pair in pairs) / mine.numel():.5%}"
+            mine = predicted(train, test, classes, mine)
+        print(f"{share:>10} {(mine == expected).double().mean():.5%}")
 
 
 if __name__ == "__main__":
