@@ -19,7 +19,7 @@ from selftask.config.schema import Component, EvalConfig
 from selftask.errors import UserError
 from selftask.evaluate import chunks, knn
 from selftask.evaluate import features as features_module
-from selftask.evaluate.features import Features, extract_features
+from selftask.evaluate.features import Features, FileRows, extract_features
 from selftask.evaluate.knn import KNN
 from selftask.evaluate.online import evaluated_model, flat_scores, run_evaluations
 from selftask.logs import DETAIL
@@ -212,7 +212,7 @@ def test_rows_of_a_file_have_the_neighbors_of_float64(
     monkeypatch.setattr(knn, "_TRAIN_ROWS", 300)
     features, queries = _set(1_000, 3).features, F.normalize(_set(50, 4).features)
     np.save(tmp_path / "features.npy", features.numpy())
-    bank = knn.FileBank(tmp_path / "features.npy")
+    bank = knn.Bank(FileRows.of(tmp_path / "features.npy"))
     cosine, row = bank.nearest(queries, 7, torch.full((50,), -1))
     units = F.normalize(features.double())
     expected = (queries.double() @ units.T).topk(7)

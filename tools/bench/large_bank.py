@@ -24,7 +24,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
-from selftask.evaluate.knn import FileBank
+from selftask.evaluate.features import FileRows
+from selftask.evaluate.knn import Bank
 
 BLOCK = 8192  # rows
 
@@ -61,7 +62,7 @@ def main() -> None:
         queries = F.normalize(rows + torch.randn(rows.shape, generator=draw), dim=1)
         wall, cpu = time.perf_counter(), time.process_time()
         none = torch.full((len(queries),), -1)
-        _, nearest = FileBank(path).nearest(queries, args.k, none)
+        _, nearest = Bank(FileRows.of(path)).nearest(queries, args.k, none)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     found = (nearest[:, 0] == copied).double().mean()

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from selftask.data.source import Source
 from selftask.errors import UserError
-from selftask.evaluate.features import Features
+from selftask.evaluate.features import Features, FileFeatures, FileRows
 from selftask.files.addresses import is_remote
 from selftask.files.replace import replacing
 
@@ -150,6 +151,31 @@ def _utf8(path: str) -> str:
     except UnicodeEncodeError as error:
         raise UserError(f"out: parquet cannot hold the path {path!r}; give out=DIR") from error
     return path
+
+
+def read_features(path: Path) -> tuple[FileFeatures, list[str]]:
+    """Return features, which are read when they are used, and the names of their classes, if known.
+
+    Labels are those of ``images.csv`` beside the file.
+
+    Args:
+        path: The folder, or one of its files of features.
+
+    Raises:
+        UserError: If a file is missing or damaged, or they have different numbers of rows.
+    """
+    path = path if path.suffix == ".npy" else path / features_name()
+    rows, images = FileRows.of(path), path.parent / IMAGES
+    try:
+        with images.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+            labels = [int(row["label"] or -1) for row in csv.DictReader(file)]
+        facts = path.parent / FACTS
+        names = json.loads(facts.read_text("utf-8")).get("classes", []) if facts.exists() else []
+    except (OSError, KeyError, ValueError) as error:
+        raise UserError(f"{images}: labels or {FACTS} cannot be read: {error}") from error
+    if len(labels) != len(rows):
+        raise UserError(f"{images}: has {len(labels)} images, and {path.name} {len(rows)}")
+    return FileFeatures(rows, torch.tensor(labels)), names
 
 
 def write_table(path: Path, images: Path, labels: Iterable[int]) -> None:

@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +24,7 @@ from selftask.logs.stages import staged
 from selftask.models.build import check_images
 from selftask.models.eval_mode import in_eval_mode
 
+_ROWS = 8192
 _WARM_UP = 5  # batches
 _LOG_EVERY_S = 30.0
 
@@ -106,6 +109,75 @@ class Features:
     def check_labels(self, what: str) -> None:
         """Raise UserError unless there are images and all of them have labels."""
         check_targets(self.targets, what)
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows of a ``.npy`` file of float32 (N, E), read when they are indexed.
+
+    Reading raises UserError if a feature is not finite.
+    """
+
+    path: Path
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, path: str | Path) -> FileRows:
+        """Open a file; raise UserError if it has other content."""
+        try:
+            mapped = np.load(path, mmap_mode="r")
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"{path}: is no file of features: {error}") from error
+        if mapped.ndim != 2 or mapped.dtype != np.float32:
+            raise UserError(
+                f"{path}: is {mapped.dtype} of shape {mapped.shape}; expected float32 (images, "
+                "features)"
+            )
+        return cls(Path(path), mapped.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice | np.ndarray) -> Tensor:
+        mapped = np.load(self.path, mmap_mode="r")  # for this block: pages in memory do not add up
+        features = torch.from_numpy(np.array(mapped[rows]))
+        if not bool(features.isfinite().all()):
+            raise UserError(f"{self.path}: features are not finite")
+        return features
+
+
+def in_blocks(rows: Tensor | FileRows) -> Iterator[Tensor]:
+    """Yield consecutive rows, at most 8192 at once."""
+    for first in range(0, len(rows), _ROWS):
+        yield rows[first : first + _ROWS]
+
+
+@dataclass(frozen=True)
+class FileFeatures:
+    """Features in a file, which may be larger than the memory, and labels of the images.
+
+    Evaluations with ``takes_files = True`` read them block by block.
+    """
+
+    features: FileRows  # (N, E)
+    targets: Tensor  # (N,) int64; -1 for images without a label
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, rows: Tensor) -> Features:
+        """Return a subset of the rows, in memory. ``rows`` is a mask or numbers."""
+        numbers = torch.arange(len(self))
+        return Features(self.features[rows.numpy()], self.targets[rows], numbers[rows])
+
+    def loaded(self) -> Features:
+        """Return all rows, in memory."""
+        return Features(self.features[:], self.targets, torch.arange(len(self)))
+
+    def check_finite(self) -> None:
+        """Raise UserError if a feature is not finite."""
+        for _ in in_blocks(self.features):
+            pass  # reading has checked it
 
 
 def check_targets(targets: Tensor, what: str) -> None:

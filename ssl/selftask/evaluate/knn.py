@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +23,7 @@ from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_objects, rank, world_size
 from selftask.distributed.heartbeat import track
 from selftask.evaluate.chunks import InChunks
-from selftask.evaluate.features import Features, check_targets
+from selftask.evaluate.features import Features, FileFeatures, FileRows, check_targets
 from selftask.evaluate.figure import Figure
 from selftask.evaluate.label_counts import LabelCounts, require_labels
 from selftask.models.feature_queue import class_votes
@@ -42,6 +40,7 @@ class KNN:
     """Weighted nearest neighbors: top-1 as knn_top1 for the first k, knn_top1_k200 for others."""
 
     takes_parts: ClassVar[bool] = True  # each rank passes its own part of the features
+    takes_files: ClassVar[bool] = True
 
     k: list[int] = setting([20], min=1)
     """Numbers of neighbors that vote; one metric for each."""
@@ -49,12 +48,12 @@ class KNN:
     """Temperature of the votes; a smaller one gives nearer neighbors more weight."""
     search: Literal["float32", "bfloat16"] = "float32"
     """Data type for finding candidates, which are then compared in float32; bfloat16 is faster on
-    hardware that supports it, with nearly the same neighbors.
+    hardware that supports it, with nearly the same neighbors, and keeps all features in memory.
     """
     only_test_classes: bool = False
     """Whether neighbors are restricted to classes of the test set."""
 
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
         if not self.k:
             yield "k: []; one or more numbers of neighbors are expected"
 
@@ -67,7 +66,9 @@ class KNN:
                 f"images to choose from; use at most {counts.num_neighbors}"
             )
 
-    def __call__(self, train: Features, test: Features) -> dict[str, float]:
+    def __call__(
+        self, train: Features | FileFeatures, test: Features | FileFeatures
+    ) -> dict[str, float]:
         """Return the fraction of test images that are classified correctly, by metric name.
 
         If ``test is train``, no image is its own neighbor. With several ranks, every rank must
@@ -100,15 +101,16 @@ class KNN:
         results = [Figure.of_scores(torch.cat(parts).cpu()) for parts in hits]
         return dict(zip(names, results, strict=True))
 
-    def _neighbors(self, train: Features, test: Features) -> Iterator[tuple[Tensor, ...]]:
+    def _neighbors(
+        self, train: Features | FileFeatures, test: Features | FileFeatures
+    ) -> Iterator[tuple[Tensor, ...]]:
         """Yield targets (B,), cosines and row numbers (B, k), nearest first, for all test images.
 
         Row numbers refer to the concatenated training sets of all ranks.
         """
         bank = Bank(train.features, search=self.search)
         nearest = InChunks(lambda rows, out: bank.nearest(rows, max(self.k), out), "test images")
-        queries = F.normalize(test.features, dim=1)
-        excluded = torch.arange(len(test), device=queries.device)  # rows to exclude
+        excluded = torch.arange(len(test), device=test.targets.device)  # rows to exclude
         if test is not train:
             excluded = torch.full_like(excluded, -1)
         sizes = gather_objects((len(train), len(test)))
@@ -116,7 +118,8 @@ class KNN:
         rows = max(1, _TEST_ROWS // world_size())
         for start in range(0, max(num_test for _, num_test in sizes), rows):
             chunk = slice(start, start + rows)  # cloned: pickle copies the whole storage of a view
-            parts = gather_objects((queries[chunk].clone(), test.targets[chunk].clone()))
+            queries = F.normalize(test.features[chunk], dim=1)
+            parts = gather_objects((queries, test.targets[chunk].clone()))
             left_out = [torch.full_like(targets, -1) for _, targets in parts]
             left_out[rank()] = excluded[chunk]
             every = torch.cat([part for part, _ in parts])  # (B, E)
@@ -127,37 +130,38 @@ class KNN:
             yield torch.cat([targets for _, targets in parts]), cosine, row.gather(1, order)
 
 
-class FileRows:
-    """Normalized rows of a ``.npy`` file of float32 (N, E), read when they are indexed."""
+class _UnitRows:
+    """Normalized rows of a file."""
 
     dtype = torch.float32
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = path
-        self._num_rows = len(np.load(path, mmap_mode="r"))
+    def __init__(self, rows: FileRows) -> None:
+        self._rows = rows
 
     def __len__(self) -> int:
-        return self._num_rows
+        return len(self._rows)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        mapped = np.load(self.path, mmap_mode="r")  # for this block: pages in memory do not add up
-        return F.normalize(torch.from_numpy(np.array(mapped[rows])), dim=1)
+        return F.normalize(self._rows[rows], dim=1)
 
 
 class Bank:
     """Nearest-neighbor search by cosine in a set of features.
 
     Args:
-        features: (N, E).
+        features: (N, E). Rows of a file are read block by block in each search.
         search: ``float32``, or ``bfloat16`` to find candidates whose cosines are then computed in
             float32.
     """
 
-    _rows: Tensor | FileRows  # (N, E), normalized
+    _rows: Tensor | _UnitRows  # (N, E), normalized
     _candidates: tuple[Tensor, Tensor] | None = None  # in bfloat16, and their rows
 
-    def __init__(self, features: Tensor, *, search: str = "float32") -> None:
-        self._rows = rows = F.normalize(features, dim=1)
+    def __init__(self, features: Tensor | FileRows, *, search: str = "float32") -> None:
+        if isinstance(features, FileRows) and search == "float32":
+            self._rows = _UnitRows(features)
+            return
+        self._rows = rows = F.normalize(features[:], dim=1)
         if search == "bfloat16":
             # subtracting the mean keeps the order of cosines with a query and reduces rounding
             # errors
@@ -194,19 +198,8 @@ class Bank:
         return cosine, row
 
 
-class FileBank(Bank):
-    """Nearest-neighbor search in the rows of a ``.npy`` file, which may be larger than the memory.
-
-    Args:
-        path: A file of float32 (N, E).
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._rows = FileRows(path)
-
-
 def _top(
-    queries: Tensor, bank: Tensor | FileRows, k: int, left_out: Tensor
+    queries: Tensor, bank: Tensor | _UnitRows, k: int, left_out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the k largest products of each query and their rows, one block at a time."""
     best = queries.new_empty(len(queries), 0)

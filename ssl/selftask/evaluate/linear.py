@@ -44,7 +44,7 @@ class Linear(FewLabels):
     held_out: float = setting(0.2, min=0, max=1)
     """Share of the training images that is held out to choose the weight decay."""
 
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
         if not self.weight_decay:
             yield "weight_decay: []; one or more are expected"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -82,8 +82,8 @@ def evaluate_backbone(
     main = {} if sources.val is None and sources.val_sets else {"": sources.val}
     tests: dict[str, Source | None] = {**main, **sources.val_sets}  # None: the training images
     learning = evaluations.keys() - label_free(evaluations).keys()
-    if None in tests.values() and learning - {"knn", "clusters"}:
-        raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
+    if None in tests.values():
+        check_test_set(learning)
     counts_of = {
         name: LabelCounts.of_sources(Sources(sources.train, s)) for name, s in tests.items()
     }
@@ -130,6 +130,12 @@ def evaluate_backbone(
         tell(f"{name}: {counts.describe()}" if name else counts.describe())
         row |= of_set(name, {**figures, **counts.facts()})
     return row | on_images
+
+
+def check_test_set(names: Iterable[str]) -> None:
+    """Raise UserError if evaluations that learn from labels need a test set of its own."""
+    if {*names} - {"knn", "clusters"}:
+        raise UserError("data.val is missing: give the labeled images to test on, data.val=DIR")
 
 
 def iterate_source(

@@ -117,7 +117,9 @@ def run_on_backbone(
     row: dict[str, float] = {}
     for key, component in components.items():
         evaluation = EVALUATIONS[component.name](**component.args)
-        row |= _of_seeds(evaluation, (backbone, config, sources, device), f"eval.evaluations.{key}")
+        row |= over_seeds(
+            evaluation, (backbone, config, sources, device), f"eval.evaluations.{key}"
+        )
     return row
 
 
@@ -223,7 +225,7 @@ def run_evaluations(
                 first = _of_all_ranks(train)
                 gathered = first, first if test is train else _of_all_ranks(test)
             features = gathered
-        scores = _of_seeds(evaluation, features, f"eval.evaluations.{key}")
+        scores = over_seeds(evaluation, features, f"eval.evaluations.{key}")
         if duplicates := sorted(scores.keys() & row.keys()):
             raise UserError(
                 f"eval.evaluations.{key}: {', '.join(duplicates)} is the result of an evaluation "
@@ -233,7 +235,7 @@ def run_evaluations(
     return row
 
 
-def _of_seeds(evaluation: Any, inputs: tuple[Any, ...], key: str) -> dict[str, float]:
+def over_seeds(evaluation: Any, inputs: tuple[Any, ...], key: str) -> dict[str, float]:
     """Return the metrics of an evaluation, or their means over its seeds."""
     seeds = evaluation.seeds if hasattr(evaluation, "seed") and hasattr(evaluation, "seeds") else 1
     if seeds == 1:

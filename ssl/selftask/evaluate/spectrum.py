@@ -16,10 +16,11 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.evaluate.features import Features
+from selftask.evaluate.features import Features, FileFeatures, FileRows, in_blocks
 from selftask.registry import register_evaluation
 
 _EPS = 1e-7  # RankMe, eq. 1
+_COMPARED = 4096  # first images, of whose pairs the uniformity is
 
 
 @register_evaluation("spectrum")
@@ -32,39 +33,43 @@ class Spectrum:
     """
 
     needs_labels: ClassVar[bool] = False
+    takes_files: ClassVar[bool] = True
 
     first: int = setting(3, min=1)
     """First eigenvalue of the fit of ``alpha``, counted from the largest, 1."""
     last: int = setting(100, min=2)
     """Last eigenvalue of the fit; at most as many as there are."""
 
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
         if self.last <= self.first:
             yield f"last: {self.last}; more than first={self.first} is expected"
 
-    def __call__(self, train: Features, test: Features) -> dict[str, float]:
+    def __call__(
+        self, train: Features | FileFeatures, test: Features | FileFeatures
+    ) -> dict[str, float]:
         """Return the measures of the test images; the training images are not used.
 
         Raises:
             UserError: If there are too few images or features, or features are not finite.
         """
         test.check_finite()
-        if min(test.features.shape) <= self.first:
+        features = test.features
+        if min(features.shape) <= self.first:
             raise UserError(
-                f"spectrum: {len(test)} images of {test.features.shape[1]} features have too few "
+                f"spectrum: {len(test)} images of {features.shape[1]} features have too few "
                 f"eigenvalues for a fit from number {self.first} on; give more images"
             )
-        features = test.features.double()
-        variances = _eigenvalues(features - features.mean(dim=0))
+        mean = torch.stack([rows.double().sum(dim=0) for rows in in_blocks(features)]).sum(dim=0)
+        variances = _eigenvalues(features, mean / len(test))
         return {
             "rankme": rankme(features),
             "alpha": alpha(variances, self.first, self.last),
             "nesum": float(variances.sum() / variances[0]),
-            "feature_uniformity": uniformity(features),
+            "feature_uniformity": uniformity(features[:_COMPARED].double()),
         }
 
 
-def rankme(features: Tensor) -> float:
+def rankme(features: Tensor | FileRows) -> float:
     """Return the exponential of the entropy of the singular values of features (N, E).
 
     Garrido et al., RankMe, ICML 2023, arXiv:2210.02885, eq. 1. The features are not centered.
@@ -92,22 +97,33 @@ def alpha(variances: Tensor, first: int, last: int) -> float:
     return float(-(weight * x * y).sum() / (weight * x.square()).sum())
 
 
-def uniformity(features: Tensor, most: int = 4096) -> float:
-    """Return log E exp(-2 |x - y|^2) over pairs of the first images, as unit vectors.
+def uniformity(features: Tensor) -> float:
+    """Return log E exp(-2 |x - y|^2) over pairs of images, as unit vectors.
 
     Wang and Isola, ICML 2020, arXiv:2005.10242, eq. 3. Lower is more uniform; 0 is collapsed.
 
     Args:
         features: (N, E), not necessarily normalized.
-        most: Number of images to compare, at most.
     """
-    units = F.normalize(features[:most], dim=1)
+    units = F.normalize(features, dim=1)
     kernel = torch.exp(4 * (units @ units.T - 1))
     count = len(units)
     return float(((kernel.sum() - kernel.diagonal().sum()) / (count * (count - 1))).log())
 
 
-def _eigenvalues(rows: Tensor) -> Tensor:
-    """Return the min(N, E) largest eigenvalues of ``rows.T @ rows``, descending."""
-    gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
+def _eigenvalues(features: Tensor | FileRows, mean: Tensor | float = 0.0) -> Tensor:
+    """Return the min(N, E) largest eigenvalues of ``x.T @ x``, descending.
+
+    Args:
+        features: (N, E); x are these minus ``mean``, in double precision.
+        mean: (E,).
+    """
+    if len(features) < features.shape[1]:
+        rows = features[:].double() - mean
+        gram = rows @ rows.T
+    else:
+        gram = torch.zeros((), dtype=torch.float64)
+        for block in in_blocks(features):
+            rows = block.double() - mean
+            gram = gram + rows.T @ rows
     return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0)

@@ -42,7 +42,7 @@ class SVM(FewLabels):
     iterations: int = setting(2000, min=1)
     """Maximum number of iterations of liblinear."""
 
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
         if not self.costs:
             yield "costs: []; one or more are expected"
 

@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from selftask.cli.model.checkpoint_model import open_named
+from selftask.cli.model.evaluate_files import evaluate_files, is_features
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen
@@ -41,6 +42,7 @@ ALONE = ("retrieval", "suite", "predictions")
 
 USAGE = f"""\
 usage: selftask eval knn|linear|svm|clusters|spectrum|clid RUN_OR_MODEL ... [key=value ...]
+       selftask eval knn|linear|svm|clusters|spectrum|clid FEATURES [data.val=FEATURES]
        selftask eval linear RUN_OR_MODEL protocol=dinov2|mae|moco|simclr|vissl|lejepa|attentive
        selftask eval retrieval RUN_OR_MODEL [truth=FILE] [key=value ...]
        selftask eval views RUN [images=1000] [views=10] [key=value ...]
@@ -54,13 +56,15 @@ usage: selftask eval knn|linear|svm|clusters|spectrum|clid RUN_OR_MODEL ... [key
 
 {MODEL},
               or RUN@STEP or RUN@best: a checkpoint of a run (weights=ema: its average)
+FEATURES      a folder of `selftask features`, or one of its .npy files; knn and spectrum read them
+              block by block
 data=DIR      the labeled images to learn from; default: those of the run
 data.val=DIR  those to test on; without it, k-NN leaves each image out of its own neighbors;
               spectrum and clid need no labels
 {WEIGHTS}
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. linear, svm, clusters
-and clid repeat with seeds=3. Ranks of torchrun share the images. Prints one JSON line last, with 95 % intervals over the test images;
-with several models, one after each, which names the model.
+and clid repeat with seeds=3. Ranks of torchrun share the images. Prints one JSON line last, with
+95 % intervals over the test images; with several models, one after each, which names the model.
 `selftask eval retrieval --help` says more of that one, likewise of those below it.
 {VERBOSITY}"""
 
@@ -83,15 +87,19 @@ def main(argv: list[str]) -> int:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
     _check_name(name)
     takes_backbone = EVALUATIONS.declared(name, "takes_backbone", False)
+    from selftask.cli.model.result_row import described, layer_table, with_intervals  # need torch
+
     for address in models:
         overrides = argv[1 + len(models) :]
+        if is_features(address):
+            row = with_intervals(evaluate_files(name, address, overrides))
+            print(json_row({"model": address, **row} if len(models) > 1 else row), flush=True)
+            continue
         frozen, run = open_named(address, asked_words(name, overrides))
         is_logged = takes_backbone and read_world().rank == 0  # it has no `tell`
         with info_on_stderr() if is_logged else nullcontext():
             figures = evaluate_frozen(name, frozen, tell=announce)
         if figures:  # rank 0 has the results
-            from selftask.cli.model.result_row import described, layer_table  # need torch
-
             row, scores = described(figures, frozen.data_digests)
             for line in layer_table(row):
                 print(line)

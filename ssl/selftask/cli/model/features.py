@@ -194,11 +194,12 @@ def _write_ranking(folder: Path, path: Path, source: Source | None) -> None:
         source: The images, of which a page is also written; None for no page.
     """
     from selftask.evaluate.feature_files import IMAGES, indices_of, write_ranking
-    from selftask.evaluate.knn import FileBank
+    from selftask.evaluate.features import FileRows
+    from selftask.evaluate.knn import Bank
 
     if len(_mapped(path)) < 2:
         raise UserError("rank=true: there is one image, and no other to compare it with")
-    cosines, nearest = (part.tolist() for part in FileBank(path).nearest_others())
+    cosines, nearest = (part.tolist() for part in Bank(FileRows.of(path)).nearest_others())
     write_ranking(folder / RANKING, folder / IMAGES, cosines)
     if source is not None:
         from selftask.report.images.copies import write_ranked

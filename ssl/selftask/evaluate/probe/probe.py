@@ -82,7 +82,7 @@ class Probe:
     settings of the tested heads are only logged, since each seed may choose others.
     """
 
-    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
         for name in ("lr", "weight_decay", "blocks", "pool"):
             if getattr(self, name) == []:
                 yield f"{name}: []; one or more are expected"
