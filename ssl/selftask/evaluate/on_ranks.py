@@ -58,7 +58,8 @@ def in_order(compute: Callable[[Batch], T], batches: EvalBatches) -> Iterator[T]
     Every rank must exhaust the iterator. An error on any rank is raised on all of them.
 
     Args:
-        compute: Batch -> result, with tensors on the CPU. It must not communicate between ranks.
+        compute: Batch -> result; of several ranks, with tensors on the CPU. It must not communicate
+            between ranks.
         batches: All batches. This rank's share of them remains.
 
     Raises:

@@ -19,6 +19,7 @@ from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches, in_batches
 from selftask.data.source import Source, channels_of
 from selftask.data.transforms.pipeline import build_pipeline
+from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
 from selftask.evaluate.chunks import InChunks
 from selftask.evaluate.features import check_targets
@@ -118,7 +119,12 @@ class ProbeInputs:
             bad_files=BadFiles.of(source, self.config.data, None, key),
         )
         batches.batches = in_batches(rows, _BATCH_SIZE)
-        for parts in in_order(lambda batch: self._of(batch, key), batches):
+        sent = self.device if world_size() == 1 else torch.device("cpu")
+
+        def compute(batch: Batch) -> Rows:
+            return tuple(part.to(sent) for part in self._of(batch, key))
+
+        for parts in in_order(compute, batches):
             yield tuple(part.to(self.device) for part in parts)
 
     def _of(self, batch: Batch, key: str) -> Rows:
@@ -128,7 +134,7 @@ class ProbeInputs:
                 f"{key}: features are not finite: the weights are damaged or training has diverged"
             )
         check_targets(batch.labels, f"probe, {key}")
-        return *(part.cpu() for part in features), batch.labels.cpu()
+        return *features, batch.labels
 
 
 def augmented(transforms: Sequence[Component]) -> list[Component]:
