@@ -10,8 +10,8 @@ from itertools import takewhile
 from typing import Any
 
 from selftask.cli.model.checkpoint_model import open_named
-from selftask.cli.model.evaluate_files import evaluate_files, is_features
 from selftask.cli.model.evaluate_words import check_words
+from selftask.cli.model.evaluations.files import evaluate_files, is_features
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen
 from selftask.cli.options import asks_for_help, refuse_ranks
