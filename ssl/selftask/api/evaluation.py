@@ -47,8 +47,8 @@ def evaluate(
         data: Training images: a value of ``data=`` or a map-style data set, as for ``train``; None
             for those of the run.
         data_val: Images to test on, likewise.
-        **settings: Fields of the evaluation, such as ``k=[5]``, and further settings of the
-            command, by dotted key or as nested dicts.
+        **settings: Fields of the evaluation, such as ``k=[5]``, and other settings of the command,
+            by dotted key or as nested dicts.
 
     Returns:
         Metrics by name with their 95 % intervals, and the numbers of images and classes; empty on

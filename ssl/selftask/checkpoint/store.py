@@ -68,7 +68,7 @@ def save(
         step: Step after which the state is saved.
         keep: Number of newest checkpoints to keep; others are removed.
         durable: Files to which the state refers. They are synced to disk before the rename.
-        kept: Further checkpoints to keep.
+        kept: Additional checkpoints to keep.
 
     Raises:
         TypeError: If the state contains other objects; the message has the key.

@@ -47,7 +47,8 @@ class CheckpointWriter:
             folder: Folder of the checkpoints.
             keep: Number of newest checkpoints to keep.
             background: Write in a thread; False to write before ``save`` returns.
-            durable: Files to which a state refers (``metrics.jsonl``), synced before it is named.
+            durable: Files to which a state refers (``metrics.jsonl``), synced before its file gets
+                its final name.
         """
         self.folder, self.keep, self.durable = folder, keep, durable
         self.background = background

@@ -299,7 +299,7 @@ class Reader:
         """Return the components of a mapping ``{name: {args}}`` by name.
 
         An entry may set another ``name``; null removes it. ``kind`` is Component or a subclass with
-        further fields.
+        more fields.
         """
         made = {}
         ours = Schema.of(kind, without=["name", "args"])

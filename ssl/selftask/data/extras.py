@@ -18,7 +18,7 @@ _NUMBERS = {"f": np.float32, "i": np.int64}  # dtype of values that are not arra
 class ExtrasReader:
     """Reader of the texts and arrays of a sample.
 
-    Further images are not read here: groups of views are made from them.
+    Extra images are not read here: groups of views are made from them.
 
     Args:
         kinds: Kind of each field to read, by name.
@@ -77,12 +77,12 @@ def as_array(value: Any, source: Source, index: int, name: str) -> np.ndarray:
 
 
 def read_extra_image(source: Source, index: int, name: str) -> np.ndarray:
-    """Return a further image of a sample, uint8 (H, W, C).
+    """Return an extra image of a sample, uint8 (H, W, C).
 
     Args:
         source: Source of the sample.
         index: Index of the sample.
-        name: Name of the further image.
+        name: Name of the extra image.
 
     Raises:
         BadImage: If it cannot be read.
@@ -99,7 +99,7 @@ def read_extra_image(source: Source, index: int, name: str) -> np.ndarray:
 
 
 class ExtraImages(Wrapped):
-    """Unlabeled source of the further images called ``name`` in another source."""
+    """Unlabeled source of the extra images called ``name`` in another source."""
 
     def __init__(self, source: Source, name: str) -> None:
         super().__init__(source)

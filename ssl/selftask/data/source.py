@@ -22,8 +22,8 @@ class Source(ABC):
 
     ``source[i]`` is ``(image, label)``. The image is a uint8 array (H, W, C) that callers must not
     modify in place. C is ``channels``; three channels are red, green and blue. The label is an
-    int, -1 if there is none. A sample may have extra fields: ``extras`` names further images,
-    texts (a caption) and arrays (a time, a mask), which ``extra(i, name)`` returns.
+    int, -1 if there is none. A sample may have extra fields: ``extras`` names extra images, texts
+    (a caption) and arrays (a time, a mask), which ``extra(i, name)`` returns.
 
     Reading raises BadImage if an image or field cannot be read. Registered sources are dataclasses
     whose fields are the keys of the ``data:`` section; ``__post_init__`` opens the source and
@@ -73,7 +73,7 @@ class Source(ABC):
         return None
 
     def extra_path(self, index: int, name: str) -> str:
-        """Return a name of a further image for logs and lists: its path, if it is a file."""
+        """Return a name of an extra image for logs and lists: its path, if it is a file."""
         return f"{self.path(index)}:{name}"
 
     @abstractmethod

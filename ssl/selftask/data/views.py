@@ -40,7 +40,7 @@ class Views:
         named = dict.fromkeys(image for group in views.values() for image in group.images)
         self.images = tuple(
             filter(None, named)
-        )  # names of a sample's further images that views are made from
+        )  # names of a sample's extra images that views are made from
         self.made: list[View] = []
         for name, group in views.items():
             pipeline = build_pipeline(group.transforms, f"views.{name}.transforms", channels)

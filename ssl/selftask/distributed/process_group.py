@@ -50,7 +50,7 @@ def join_world(world: World, device: torch.device, *, timeout_s: float = 600.0) 
 
 
 def _place(world: World) -> str:
-    """Return where ranks meet: the file, or host and port of rank 0."""
+    """Return the rendezvous of the ranks, for messages: a file, or host and port of rank 0."""
     if world.master is None and INIT_FILE in os.environ:
         return os.environ[INIT_FILE]
     host, port = world.master or (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])

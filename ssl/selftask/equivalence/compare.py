@@ -111,7 +111,7 @@ def compare_resume(undisturbed: Record, legs: list[list[Record]]) -> Iterator[Ro
 
 
 def _largest(one: dict[str, Any], many: dict[str, Any]) -> tuple[float, str]:
-    """Return the largest relative difference over all tensors and ranks, and its place.
+    """Return the largest relative difference over all tensors and ranks, and its location.
 
     Both arguments map names to one value per rank; the first rank of ``one`` is the reference.
     """

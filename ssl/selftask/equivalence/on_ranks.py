@@ -41,7 +41,7 @@ def on_ranks(
     Args:
         function: Function at module level; ranks are new processes, which import it.
         world_size: Number of ranks.
-        *args: Further arguments, which can be pickled.
+        *args: Other arguments, which can be pickled.
         timeout_s: Longest time that a rank may take, in seconds.
         backend: Backend of ``torch.distributed``; with ``nccl`` rank r uses GPU r.
 
@@ -100,7 +100,7 @@ def _run(
     timeout_s: float,
     backend: str,
 ) -> None:
-    """Run the function as one rank; write its result, traceback or the place where it hangs."""
+    """Run the function as one rank; write its result, traceback or the stack at which it hangs."""
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)

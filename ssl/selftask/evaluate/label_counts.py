@@ -137,9 +137,9 @@ class FewLabels:
     """Options of classifiers that are trained on all labels and on few, a base class."""
 
     few_labels: list[int] = setting([], min=1)
-    """Numbers of labels per class on which to train as well; each has its own metrics."""
+    """Also train on this many labels per class; each number has its own metrics."""
     few_shares: list[float] = setting([], above=0, max=1)
-    """Shares of the labels of each class on which to train as well, such as 0.01 and 0.1."""
+    """Also train on these shares of the labels of each class, such as 0.01 and 0.1."""
     repeats: int = setting(5, min=1)
     """Number of random draws of few labels, over which results are averaged."""
     only_test_classes: bool = False

@@ -130,7 +130,7 @@ def function_hook(*, priority: int = 50, **functions: Callable[[Task], None]) ->
     """Return a hook of plain functions: ``function_hook(on_step=lambda task: print(task.where))``.
 
     Args:
-        priority: Place among the hooks of a point; lower runs earlier.
+        priority: Position among the hooks of a point; lower runs earlier.
         **functions: Functions of the task, by hook point.
 
     Raises:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ExportBackbone(Hook):
     """Writes ``export/backbone.pt``, ``.safetensors`` and ``.json`` when the run ends.
 
-    Further students of the method are written to the folders ``export/NAME``.
+    Additional backbones of the method are written to the folders ``export/NAME``.
     """
 
     priority: ClassVar[int] = 80

@@ -46,7 +46,7 @@ class MixedResolution(Hook):
     together, the second ones, ...; other groups keep their size.
     """
     shares: list[float] | None = setting(None, min=0)
-    """Share of the batches that get each entry, of a sum of 1; null: equal shares."""
+    """Share of the batches for each entry; shares sum to 1. null: equal shares."""
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         numbers = {len(sizes) for sizes in self.sizes.values()}

@@ -41,9 +41,9 @@ class Plateau(Hook):
     factor: float = setting(0.1, above=0, below=1)
     """Factor of the learning rate at each reduction."""
     patience: int = setting(3, min=0)
-    """Rows without improvement that are tolerated."""
+    """Number of rows without improvement that are tolerated."""
     threshold: float = setting(1e-4, min=0)
-    """Relative improvement that counts."""
+    """Smallest relative improvement that counts."""
     cooldown: int = setting(0, min=0)
     """Rows to wait after each reduction."""
     min_factor: float = setting(0.0, min=0, max=1)

@@ -62,7 +62,7 @@ class _FromRoot(logging.Handler):
 def show_root_lines_of(package: str) -> None:
     """Also log a package's messages on the root logger, from level INFO, until ``stop_log``.
 
-    Further calls before ``stop_log`` have no effect.
+    Later calls before ``stop_log`` have no effect.
     """
     root = logging.getLogger()
     if not any(isinstance(handler, _FromRoot) for handler in root.handlers):

@@ -39,7 +39,7 @@ class BarlowTwins(Method):
     Published: ImageNet linear top-1 of ResNet-50 73.3 after 1000 epochs at batch 2048 (authors'
     README).
 
-    Use it without a teacher or negatives; wide heads pay, and so does memory for them.
+    Use it without a teacher or negatives. It needs wide heads, and memory for them.
 
     Differs from the authors' code:
 

@@ -1,7 +1,7 @@
 """Base class of methods: loss, state and hook points of one paper in one object.
 
 A method is an ``nn.Module``. Its queue, center, prototypes or teacher are buffers and sub-modules,
-so they are moved, saved and resumed without further code. Its own parameters, such as a
+so they are moved, saved and resumed without additional code. Its own parameters, such as a
 predictor's, are trained. It is also a hook, called first at each point. ``task.loss`` is the
 method: its ``forward`` returns the loss.
 """
@@ -62,7 +62,7 @@ class Method(nn.Module, Hook):
     groups of views, a dict with these numbers for each group.
     """
     requires: ClassVar[tuple[str, ...]] = ()
-    """Further requirements of the loss, checked before a run starts; a tuple of these words:
+    """Other requirements of the loss, checked before a run starts; a tuple of these words:
 
     * of the backbone, see ``models.features``: ``"dense"``: feature maps; ``"hidden"``: hidden
       layers; ``"tokens"``: patches that can be replaced by a mask token; ``"subset"``: patches that
@@ -278,7 +278,7 @@ class Method(nn.Module, Hook):
         return backbone
 
     def further_backbones(self) -> dict[str, Component]:
-        """Return the architectures of further trained backbones, by name; none by default.
+        """Return the architectures of additional trained backbones, by name; none by default.
 
         The network of each is ``network.further[NAME]``, and its backbone is exported to the folder
         ``export/NAME``.

@@ -3,8 +3,8 @@
 Section 2 of the paper; ``branch_depth`` adds the class token's branch of BEiT v2 (Peng et al.,
 2022, arXiv:2208.06366, section 3.3).
 
-B: images per rank, N: patches of an image, H: hidden ones at most, E: width of the backbone, K:
-tokens.
+B: images per rank, N: patches of an image, H: maximum number of hidden ones, E: width of the
+backbone, K: tokens.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class BEiT(BlockMaskedPatches):
 
 
 class BranchNetwork(HiddenPatchNetwork):
-    """Backbone and head, and the head once more on a class token and patches of an early layer.
+    """Backbone and head; a branch predicts again, from a class token and patches of an early layer.
 
     A few blocks predict the hidden patches from both. The class token of the last layer, or the
     mean of its patches if it has none, is the only way from the layers between: it learns to

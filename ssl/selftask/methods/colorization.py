@@ -55,7 +55,7 @@ class Colorization(ViewPixels):
 
     * The distribution of colors, for w, is that of the training images so far; there a file.
     * Targets have five bins, as in the paper; there ten.
-    * Images without color count; there they are left out.
+    * Images without color are included; there they are left out.
     * The weights w multiply loss and gradient; there the gradient alone.
     """
 
@@ -111,7 +111,7 @@ class Colorization(ViewPixels):
         return MapNetwork(backbone, decoder)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Give the network the lightness, in all channels."""
+        """Set the input to the lightness, repeated in all channels."""
         (images,) = batch.all_views
         batch.input = images[:, :1].expand(-1, 3, -1, -1)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @register_method("context_encoder")
 class ContextEncoder(Method):
-    """Context Encoders (arXiv:1604.07379): paints the hidden center of an image.
+    """Context Encoders (arXiv:1604.07379): predicts the hidden center of an image.
 
     The reconstruction part of the loss alone. The adversarial part, of weight 0.001, trains a
     discriminator with a second optimizer.
@@ -63,9 +63,9 @@ class ContextEncoder(Method):
         center_size: int = setting(64, min=2)
         """Side S of the predicted square in pixels, half of that of the images."""
         overlap: int = setting(4, min=0)
-        """Width of its border that the network sees, in pixels."""
+        """Width of the visible border inside this square, in pixels."""
         overlap_weight: float = setting(10.0, min=0)
-        """Weight of this border in the loss."""
+        """Weight of the visible border in the loss."""
         decoder_dim: int = setting(256, min=1, tiny=16)
         """Width of the decoder."""
 
@@ -120,7 +120,7 @@ class ContextEncoder(Method):
         return MapNetwork(backbone, decoder)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Give the network the images without their center, but for its border."""
+        """Set the input to images whose center, without a border of ``overlap`` pixels, is 0."""
         (images,) = batch.all_views
         size = self.config.center_size
         if images.shape[2:] != (2 * size, 2 * size):

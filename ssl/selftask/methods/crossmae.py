@@ -52,7 +52,7 @@ class CrossMAE(MAE):
     @dataclass(frozen=True, kw_only=True)
     class Config(MAE.Config):
         predicted_ratio: float = setting(0.25, above=0, max=1)
-        """Share of all patches that are predicted, of the masked ones."""
+        """Number of predicted patches, chosen among the masked ones, as a share of all patches."""
         decoder_depth: int = setting(12, min=1, tiny=1)
         """Blocks of the decoder."""
 

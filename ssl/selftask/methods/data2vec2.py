@@ -95,8 +95,8 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         square: int = setting(3, min=1)
         """Side of the visible squares, in patches."""
         more_squares: float = setting(0.07, min=0, max=1)
-        """Share of the patches by which the squares exceed the visible ones, since they overlap;
-        random patches are hidden or shown until their number is right.
+        """Additional area of the squares, as a share of all patches, since squares overlap. Random
+        patches are then hidden or shown to reach ``mask_ratio``.
         """
         top_blocks: int = setting(10, min=1, tiny=2)
         """Number of the teacher's last blocks whose mean is the target."""
@@ -109,9 +109,9 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         decoder_depth: int = setting(6, min=1, tiny=1)
         """Convolutions of the decoder."""
         decoder_kernel: int = setting(3, min=1)
-        """Side of their kernels, odd."""
+        """Side of the convolutions' kernels, odd."""
         decoder_groups: int = setting(16, min=1, tiny=2)
-        """Their groups of channels."""
+        """Groups of channels of the convolutions."""
         momentum: Schedule = teacher_momentum(
             {"name": "constant", "start": 0.99999, "warmup": "27%", "warmup_start": 0.9998}
         )
@@ -133,7 +133,7 @@ class Data2Vec2(MaskedPatches, EMATeacher):
                 yield f"decoder_kernel: {self.decoder_kernel} must be odd"
 
     def check_grid(self, grid: Grid) -> None:
-        """Raise UserError if all patches are hidden, or none."""
+        """Raise UserError if all patches are hidden, or none is."""
         num_patches = grid[0] * grid[1]
         if not 0 < self.num_visible(grid) < num_patches:
             raise UserError(

@@ -224,7 +224,7 @@ class DINOv2(PrototypeHeads, EMATeacher):
     def on_forward(self, task: Task) -> None:
         """Compute targets from the teacher's scores of the unmasked global views.
 
-        ``batch["teacher"]`` is the teacher's whole output, for further terms.
+        ``batch["teacher"]`` is the teacher's whole output, for the terms of subclasses.
         """
         batch = task.last_batch
         batch["teacher"] = self.teacher_output(batch)

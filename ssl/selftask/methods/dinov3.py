@@ -78,7 +78,7 @@ class DINOv3(DINOv2):
         gram_weight: Schedule = setting(2.0, of="schedules", min=0)
         """Weight of the Gram term."""
         local_weight: Schedule = setting(1.0, of="schedules", min=0)
-        """Weight of DINO of local views, times ``dino_weight``."""
+        """Weight of the DINO term of local views, relative to ``dino_weight``."""
         gram_start: int | str = setting("80%", duration=True)
         """Time from which the Gram term counts."""
         gram_copy: int | str = setting("20%", duration=True)
@@ -90,10 +90,11 @@ class DINOv3(DINOv2):
         gram_renew_every: int | str = setting("5%", duration=True)
         """Time after which the teacher is copied again, counted from ``gram_start``."""
         gram_renewals: int = setting(3, min=0)
-        """How often it is copied again."""
+        """Maximum number of these later copies."""
         gram_scale: float = setting(1.0, min=1)
         """How many times larger the global views of the Gram teacher are, such as 1.5. All global
-        views are loaded in its size, and reduced for student and teacher."""
+        views are loaded at this size, and reduced for student and teacher.
+        """
         gram_negatives: Negatives = "keep"
         """Whether negative similarities count or are set to 0."""
 

@@ -26,7 +26,7 @@ class DistillFeatures(Distillation):
 
     Loss: ``distance(W s, t)`` of pooled features, by ``loss``.
 
-    Use it to give a small network a large one's features, if its head is not at hand.
+    Use it to train a small network to a large one's features, if the large one has no head.
     """
 
     learns_scores = False
@@ -36,7 +36,7 @@ class DistillFeatures(Distillation):
         teacher: FrozenModule = trained_teacher()
         """Backbone whose features are learned."""
         loss: Literal["cosine", "mse"] = "cosine"
-        """Distance of the features."""
+        """Distance between the features of student and teacher."""
         project: Literal["auto", "linear", "none"] = "auto"
         """Layer from the student's features to the teacher's; auto: linear if widths differ."""
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class DistillLogits(Distillation):
     """Distillation of logits (arXiv:1503.02531): a student learns a teacher's class scores.
 
-    Loss: ``-sum_c t_c log softmax(s/tau)_c`` of class scores, or their distance, by ``loss``.
+    Loss: ``KL(softmax(t/tau) || softmax(s/tau))`` of class scores s and t; ``loss`` selects others.
 
     Use it if the teacher is a classifier of the classes that you need.
     """
@@ -47,7 +47,9 @@ class DistillLogits(Distillation):
         a checkpoint, or ``timm:NAME`` with the model's own classifier.
         """
         loss: Literal["kl", "cross_entropy", "mse"] = "kl"
-        """Distance of the scores: of their softmax at ``temperature``, or ``mse`` of the scores."""
+        """Distance from the teacher: KL divergence or cross-entropy of the softmaxes at
+        ``temperature``, or mean squared error of the scores.
+        """
         temperature: float = setting(4.0, above=0)
         """Temperature of student and teacher, for ``kl`` and ``cross_entropy``."""
         label_weight: float = setting(0.0, min=0, max=1)

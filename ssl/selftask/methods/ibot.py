@@ -51,8 +51,8 @@ class IBOT(DINOv2):
     Differs from the authors' code:
 
     * The teacher's temperatures rise with each step, there with each epoch.
-    * Student and teacher tie their heads, or not. There the teacher's are tied by default also if
-      the student's are not, so that its patches go through the head of images.
+    * ``tied_heads`` applies to student and teacher. There the teacher's heads are tied by default
+      even if the student's are not, so that its patches go through the head of images.
     * AttMask: each view has a mask ratio of its own, there all views of a GPU's batch the same.
     * Swin transformers are masked by patches of the input, there by windows of 32 pixels.
     """

@@ -35,9 +35,9 @@ class Jigsaw(TilesPretext):
 
     Differs from the authors' code:
 
-    * Each permutation has the largest minimum Hamming distance to those before; there the largest
-      mean distance.
-    * Tiles are normalized by the statistics of all images, not each by its own.
+    * Each new permutation maximizes the smallest Hamming distance to those already chosen; there
+      the mean distance.
+    * Tiles are normalized by the statistics of the data set, not by their own.
     """
 
     paper = (
@@ -50,7 +50,7 @@ class Jigsaw(TilesPretext):
         num_permutations: int = setting(1000, min=2, max=10_000, tiny=8)
         """Number of permutations, the classes, P."""
         tile_dim: int = setting(512, min=1, tiny=16)
-        """Width of the layer that each tile passes."""
+        """Width of the layer that is applied to each tile."""
         hidden_dim: int = setting(4096, min=1, tiny=32)
         """Width of the hidden layer of the classifier."""
 

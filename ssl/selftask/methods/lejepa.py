@@ -37,7 +37,7 @@ class LeJEPA(Method):
 
     Published: Imagenette linear top-1 of ViT-S/8 90.7 after 800 epochs (authors' MINIMAL.md).
 
-    Use it for any backbone with one number to tune and no teacher.
+    Use it with any backbone; it has no teacher, and one weight to tune.
 
     Differs from the authors' code:
 

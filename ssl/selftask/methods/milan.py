@@ -94,7 +94,9 @@ class MILAN(KeptPatches):
 
     @torch.no_grad()
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Choose the patches to keep; set ``batch["targets"]`` (B, 1 + N, D), as predictions."""
+        """Choose the patches to keep; set ``batch["targets"]`` (B, 1 + N, D), ordered as
+        predictions.
+        """
         images = batch.all_views[0]
         grid = self.grid_of(*images.shape[2:])
         with task.autocast():

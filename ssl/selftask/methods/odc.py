@@ -70,7 +70,7 @@ class ODC(ClusteredImages):
         renew_every: int = setting(10, min=1, tiny=2)
         """Steps after which the centroids are renewed."""
         min_size: int = setting(20, min=2, tiny=2)
-        """Images of a cluster; one of fewer is replaced by half of the largest."""
+        """Minimum images of a cluster; a smaller cluster is replaced by half of the largest."""
 
     labels: Tensor
     centroids: Tensor

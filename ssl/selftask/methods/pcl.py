@@ -1,4 +1,4 @@
-"""PCL: MoCo with a further term on clusters of all images, which are renewed each epoch.
+"""PCL: MoCo with another term on clusters of all images, which are renewed each epoch.
 
 B: images per rank, N: images of the data set, D: width of the head, K: length of the queue,
 H: clusterings, K_h: prototypes of clustering h.
@@ -50,7 +50,7 @@ class PCL(MomentumContrast, EMATeacher):
     Differs from the authors' code:
 
     * Clusters are those of the teacher's latest output for each image, which is kept in a memory;
-      there of a further pass over the images without augmentation.
+      there of an additional pass over the images without augmentation.
     * k-means is spherical and starts once; there its centers are normalized at the end, and the
       best of five starts is taken.
     * All other clusters are negatives, each once. There they are 16,384 drawn ones and those of

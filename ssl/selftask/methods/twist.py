@@ -59,9 +59,9 @@ class TWIST(Method):
         temperature: float = setting(1.0, above=0)
         """Temperature of the distributions in both entropies, tau."""
         sharpness_weight: float = setting(0.0, min=-1)
-        """Weight of the entropy of each image beyond 1, lambda_1."""
+        """lambda_1: the mean entropy of the images has the weight 1 + lambda_1."""
         diversity_weight: float = setting(1.0, min=0)
-        """Weight of the entropy of the mean distribution, lambda_2."""
+        """lambda_2, the weight of the entropy of the mean distribution."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build three layers; the last BatchNorm has neither scale nor shift."""

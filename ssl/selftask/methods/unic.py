@@ -1,7 +1,7 @@
 """UNIC: a student learns the features of several frozen teachers, for images and for patches.
 
 Section 3 of the paper. With ``drop_probability: 0`` the loss is a mean over all teachers, as in
-RADIO (arXiv:2312.06709). Further students learn from the same pass of the teachers, as in DINOv3
+RADIO (arXiv:2312.06709). Additional students learn from the same pass of the teachers, as in DINOv3
 (arXiv:2508.10104, section 5.3).
 
 B: images per rank, W: ranks, N: patches of the student, T: teachers, D: width of a teacher, E:
@@ -83,8 +83,8 @@ class UNIC(Method):
         )
         """Teachers by name: runs, exported files, ``timm:NAME`` or ``package.module:Class``."""
         students: dict[str, Component] = setting({}, of="backbones")
-        """Further students by name, which learn beside the backbone from the same pass of the
-        teachers: ``{small: {name: timm, model: vit_small_patch16_224}}``. They begin with random
+        """Additional students by name, which learn from the same pass of the teachers as the
+        backbone: ``{small: {name: timm, model: vit_small_patch16_224}}``. They begin with random
         weights, have heads of their own, and are written to the folders ``export/NAME``.
         """
         patch_weight: float = setting(0.5, min=0, max=1)
@@ -165,7 +165,7 @@ class UNIC(Method):
         return self.config.students
 
     def check_grid(self, student: nn.Module, backbone: nn.Module, key: str) -> None:
-        """Raise UserError if a further student has other patches than the backbone."""
+        """Raise UserError if an additional student has other patches than the backbone."""
         if "patches" not in self.kinds or "dense" not in offers(student):
             return
         theirs, ours = adapter_of(student).stride, adapter_of(backbone).stride
@@ -269,11 +269,11 @@ class Predictions(NamedTuple):
     """Output of the students."""
 
     of_heads: list[Tensor]
-    """Of each head, (B, D) of images or (B, N, D) of patches."""
+    """Output of each head: (B, D) for images or (B, N, D) for patches."""
     grid: Grid | None
     """Rows and columns of the N patches; None if there are none."""
     of_further: Sequence[list[Tensor]] = ()
-    """Output of each head of the further students."""
+    """Output of each head of the additional students."""
 
 
 class StudentNetwork(Network):
@@ -286,7 +286,7 @@ class StudentNetwork(Network):
         ladder: Numbers of the hidden layers that the heads get in addition to the last layer.
 
     Attributes:
-        further: Networks of the further students by name, which get the same images.
+        further: Networks of the additional students by name, which get the same images.
     """
 
     head: nn.ModuleList
@@ -305,7 +305,7 @@ class StudentNetwork(Network):
         self.further = nn.ModuleDict()
 
     def forward(self, images: Tensor) -> Predictions:  # type: ignore[override]
-        """Return the output of each head, and of further students, for images (B, C, H, W)."""
+        """Return the output of each head, and of additional students, for images (B, C, H, W)."""
         if self.ladder or "patches" in self.kinds:
             features = self.extract(images, layers=self.ladder)
             grid, hidden = features.tokens.grid, features.hidden.values()

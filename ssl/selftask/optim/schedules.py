@@ -57,15 +57,15 @@ class ScheduleConfig:
     end: float | None = setting(None, also=["end_value"])
     """Value at the end of the run."""
     warmup: int | str = setting(0, duration=True)
-    """Length of the warm-up."""
+    """Length of the warm-up, such as ``10 epochs``; a number is steps; 0: none."""
     warmup_start: float = 0.0
     """Value at the start of the warm-up."""
     warmup_shape: Literal["linear", "cosine", "exponential", "constant"] = "linear"
-    """Shape of the warm-up."""
+    """Shape of the warm-up from ``warmup_start`` upwards; constant: ``warmup_start`` throughout."""
     warmup_interval: Literal["rescaled", "fixed", "jump"] = "rescaled"
-    """Place of the schedule. rescaled: it starts after the warm-up. fixed: it extends over the
-    whole run, and the warm-up rises to the schedule's value at the end of the warm-up. jump: the
-    same, but the warm-up rises to ``start``, as in timm.
+    """Position of the schedule relative to the warm-up. rescaled: it starts after the warm-up.
+    fixed: it extends over the whole run, and the warm-up rises to the schedule's value at the end
+    of the warm-up. jump: the same, but the warm-up rises to ``start``, as in timm.
     """
     zero_until: int | str = setting(0, duration=True)
     """Time until which the value is 0, as for a layer that is frozen by its learning rate."""
@@ -156,7 +156,7 @@ class Cosine(ScheduleConfig):
     """Half a cosine from start to end, with optional restarts (SGDR, arXiv:1608.03983)."""
 
     restarts: int = setting(0, min=0, max=1000)
-    """Number of restarts."""
+    """Number of restarts of the half cosine; 0: none."""
     growth: float = setting(1.0, above=0)
     """Ratio of the lengths of successive cycles, T_mult."""
     stretch: float = setting(1.0, min=1, also=["ipe_scale"])

@@ -285,7 +285,7 @@ def keep_mask(words: Tensor, count: int, keep: float) -> Tensor:
 
     Args:
         words: A random word for each row, int64 (N,).
-        count: Number of entries per row; above 4, further words are derived from the row's word.
+        count: Number of entries per row; above 4, more words are derived from the row's word.
         keep: Probability, from 0 to 1.
     """
     bits = words[:, None]

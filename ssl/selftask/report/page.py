@@ -107,7 +107,7 @@ def page_html(
         title: Title of the window, and the heading unless ``top`` is given.
         sections: Sections in order.
         top: HTML above the first section, with the page's heading.
-        scripts: Further JavaScript.
+        scripts: Additional JavaScript.
         connect: ``connect-src`` of the Content Security Policy; a page in a file needs none.
     """
     shown = [section for section in sections if section.html.strip()]

@@ -37,12 +37,12 @@ FILES = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of a run."""
+    """A checkpoint file or folder, and the reason for keeping it."""
 
     step: int
     path: Path
     size: int  # in bytes
-    why: str  # why it is kept: newest, best and its place, for good, or recent
+    why: str  # why it is kept: newest, best and its rank, permanent, or recent
 
 
 @dataclass(frozen=True)

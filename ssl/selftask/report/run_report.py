@@ -44,7 +44,7 @@ def write_run_report(
     Args:
         record: The run.
         path: The file to write. Default: ``report.html`` in the run folder.
-        more: Further sections, after the curves.
+        more: Additional sections, after the curves.
 
     Raises:
         OSError: If the file cannot be written.

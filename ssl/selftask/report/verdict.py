@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of a run in one line, and further findings.
+    """Outcome of a run in one line, and other findings.
 
     ``learns`` is whether the run learns, regardless of its state, or None if that is unknown.
     """

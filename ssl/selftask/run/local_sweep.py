@@ -97,7 +97,7 @@ class Sweep:
     """Runner of a sweep: starts runs in order, at most ``at_once`` at a time.
 
     If runs are trained one at a time, they print to this terminal. Otherwise their output is only
-    in ``log.txt``. A stop signal is forwarded to the active runs, and no further runs are started.
+    in ``log.txt``. A stop signal is forwarded to the active runs, and no other runs are started.
     """
 
     def __init__(self, runs: Sequence[Run], at_once: int) -> None:

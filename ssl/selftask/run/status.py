@@ -66,7 +66,7 @@ class Status:
 
         Args:
             state: ``running``, ``finished``, ``interrupted``, ``requeued`` or ``failed``.
-            **more: Further entries of the file.
+            **more: Other entries of the file.
         """
         content = {
             "state": state,

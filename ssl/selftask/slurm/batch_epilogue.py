@@ -136,7 +136,7 @@ class Record:
         Args:
             state: The new state.
             line: The line, which is appended to the log and printed.
-            **more: Further entries of ``status.json``.
+            **more: Other entries of ``status.json``.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         kept = {key: self.content[key] for key in self.content.keys() - {"error", "lost"}}

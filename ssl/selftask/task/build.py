@@ -61,7 +61,7 @@ def network(task: Task, initial: InitialWeights) -> tuple[Any, nn.Module]:
 
     Args:
         task: The task, with its data.
-        initial: How the ranks get equal weights.
+        initial: Builder of equal weights on all ranks; see ``initial_weights``.
 
     Returns:
         The method and the network.

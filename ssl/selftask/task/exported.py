@@ -36,8 +36,7 @@ def export_backbone(task: Task, student: str | None = None) -> nn.Module:
 
     Args:
         task: The task.
-        student: Name of a further student, see ``Method.further_backbones``; None for the backbone
-            of the config.
+        student: Name in ``Method.further_backbones``; None for the backbone of the config.
     """
     task.sync_buffers()
     backbone: nn.Module = (

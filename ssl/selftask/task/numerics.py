@@ -150,7 +150,7 @@ def numerics(train: TrainConfig, device: torch.device) -> Iterator[None]:
 
 
 def uses_benchmark(train: TrainConfig, device: torch.device) -> bool:
-    """Return whether cuDNN times its algorithms; ``auto`` does on CUDA, since shapes repeat."""
+    """Return whether cuDNN times its algorithms; by default on CUDA, since shapes repeat."""
     if train.cudnn_benchmark is None:
         return device.type == "cuda" and not train.deterministic
     return train.cudnn_benchmark

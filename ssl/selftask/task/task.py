@@ -213,7 +213,7 @@ class Task(Recorder, ClassyTaskNames):
         self._reduce[optimizer]()
 
     def export_backbone(self, student: str | None = None) -> nn.Module:
-        """Return the backbone, or that of a further student, unsharded; to call on every rank."""
+        """Return the backbone, or that of another ``student``, unsharded; call it on every rank."""
         return exported.export_backbone(self, student)
 
     def sync_buffers(self) -> None:

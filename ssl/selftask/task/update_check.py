@@ -12,7 +12,7 @@ log = get_logger(__name__)
 class UpdateCheck:
     """Warns once if a train step updates the weights more often than it calls ``task.advance``.
 
-    Schedules, epochs, teachers and checkpoints depend on the counted steps, so further updates
+    Schedules, epochs, teachers and checkpoints depend on the counted steps, so uncounted updates
     would pass unnoticed.
 
     Args:

@@ -25,8 +25,7 @@ class Compiled:
     since its fused kernel is as fast. It is meant for accelerators; on a CPU it is not faster than
     ``standard``. On several ranks all gradients come at the end of the backward pass, which their
     exchange then cannot overlap. Compiled code sums in another order than eager code, so that
-    results agree with those of ``standard`` to
-    rounding only.
+    results agree with those of ``standard`` up to rounding only.
     """
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:

@@ -182,7 +182,7 @@ def test_a_group_makes_views_of_several_images(tmp_path: Path) -> None:
     step = (later - first).mean(dim=1)
     assert torch.allclose(step, step[:1].expand_as(step)) and step[0] > 0  # 100 gray values
     assert torch.equal(first, again)  # images of one color: crops are alike
-    with pytest.raises(ConfigError, match=r"views\.then\.image: .* no further image 'after'"):
+    with pytest.raises(ConfigError, match=r"views\.then\.image: .* no extra image 'after'"):
         batches(config(tmp_path, "views.then.image=[null, after]"), Clips())
 
 

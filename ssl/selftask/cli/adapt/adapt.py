@@ -93,7 +93,7 @@ def recipe_words(address: str, words: list[str]) -> tuple[str, list[str]]:
 
 
 def _normalization(facts: dict[str, Any], recipe: str) -> dict[str, Any]:
-    """Return settings that normalize all images of the recipe as those of the model."""
+    """Return overrides that give all pipelines of the recipe the model's normalization."""
     from selftask.config.load import load_config
 
     normalize = next((t for t in facts.get("transforms") or () if t["name"] == "normalize"), None)
@@ -110,7 +110,7 @@ def _normalization(facts: dict[str, Any], recipe: str) -> dict[str, Any]:
 def _chosen(
     sides: list[Choice], recipe: str, words: list[str], keys: set[str], assumptions: Any
 ) -> list[str]:
-    """Make the remaining choices and print all; return those not overridden, as ``key=value``."""
+    """Print all choices; return those that the user has not overridden, as ``key=value``."""
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import open_data
     from selftask.run.compatibility import resumes

@@ -35,7 +35,7 @@ def take_options(
         name: Name of the evaluation, for messages.
         words: ``key=value`` words.
         kind: Dataclass of the options.
-        keys: Further keys that the command accepts.
+        keys: Additional keys that the command accepts.
 
     Raises:
         UserError: As ``take_fields``, or for a word that has no effect.

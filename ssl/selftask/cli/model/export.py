@@ -248,7 +248,7 @@ def export_run(
 
 
 def _of_backbones(state: Mapping[str, Any], name: str) -> bool:
-    """Return whether a tensor of a checkpoint is in the backbone or in a further student."""
+    """Return whether a tensor of a checkpoint is in a trained backbone."""
     from selftask.models.weights.read import of_backbone
 
     return of_backbone(state, name) or name.startswith("model.further.")

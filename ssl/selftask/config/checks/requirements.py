@@ -133,11 +133,11 @@ def of_labels(config: Config, unlabeled: int, total: int, key: str = "data") -> 
 
 
 def of_extras(config: Config, kinds: Mapping[str, str]) -> Iterator[str]:
-    """Yield a problem for missing captions and for each missing number or further image.
+    """Yield a problem for missing captions and for each missing number or extra image.
 
     Args:
         config: The config; its method may require captions or numbers, and its groups of views
-            may use further images.
+            may use extra images.
         kinds: Kind of each field of the data besides image and label, as in ``Source.extras``.
     """
     method = config.method.name
@@ -156,4 +156,4 @@ def of_extras(config: Config, kinds: Mapping[str, str]) -> Iterator[str]:
     for name, group in config.views.items():
         for image in group.images:
             if image is not None and image not in images:
-                yield f"views.{name}.image: the data has no further image {image!r}; {has}"
+                yield f"views.{name}.image: the data has no extra image {image!r}; {has}"

@@ -41,18 +41,17 @@ class LoRAConfig:
 
     rank: int = setting(8, min=0, also=["r", "lora_rank"])
     """Rank of the adapters: each adapted weight is W + alpha / rank * B A, with B of shape (out,
-    rank) and A of shape (rank, in); W is frozen. 0: no adapters, ``train`` alone.
+    rank) and A of shape (rank, in); W is frozen. 0: no adapters; only ``train`` applies.
     """
     alpha: float = setting(8.0, above=0, also=["lora_alpha"])
     """Scale of the adapters, divided by ``rank``."""
     layers: list[str] | None = setting(None, also=["target_modules"])
-    """Names of adapted layers in the backbone, or patterns: ``["*.attn.qkv", "blocks.11"]``; linear
-    layers, attention and convolutions have adapters. Null: all linear layers; of a network without
-    linear layers, all convolutions.
+    """Names or patterns of the linear, attention and convolution layers to adapt: ``["*.attn.qkv",
+    "blocks.11"]``. Null: all linear layers, or all convolutions if there are no linear layers.
     """
     train: list[str] = setting([], also=["modules_to_save", "bias"])
-    """Names of the backbone's own parameters that are trained, too, or patterns: ``["*.bias"]``,
-    ``["*norm*"]``. All others are frozen.
+    """Names or patterns of backbone parameters to train in addition to the adapters:
+    ``["*.bias"]``, ``["*norm*"]``. All others are frozen.
     """
 
 

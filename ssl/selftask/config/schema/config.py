@@ -58,7 +58,7 @@ class Config(Section):
     optimizer: OptimizerConfig = setting(missing="give its name and lr")
     """Optimizer, learning rate and weight decay."""
     optimizers: dict[str, NamedOptimizerConfig] = setting({})
-    """Further optimizers by name, for a train step that steps them; see docs/train-steps.md."""
+    """Additional optimizers by name, for a train step that steps them; see docs/train-steps.md."""
     meters: dict[str, Component] = setting(of="meters")
     """Meters of test phases, by name."""
     hooks: dict[str, HookComponent] = setting(of="hooks")

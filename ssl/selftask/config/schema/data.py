@@ -18,7 +18,7 @@ class DataConfig(Section):
     val: Component | None = setting(None, of="sources", shared=["subset"])
     """Labeled images for evaluations, in the form of ``data``; null: no k-NN during training."""
     val_sets: dict[str, Component] = setting({}, of="sources", also=["val_datasets", "test_sets"])
-    """Further labeled sets by name; their metrics are ``NAME/knn_top1`` and ``NAME/val_loss``."""
+    """Other labeled sets by name; their metrics are ``NAME/knn_top1`` and ``NAME/val_loss``."""
     sampler: Component = setting(Component(name="shuffled"), of="samplers")
     """Order of the images in an epoch."""
     tokenizer: Component = setting(Component(name="bytes"), of="tokenizers")

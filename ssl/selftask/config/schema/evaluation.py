@@ -27,7 +27,7 @@ class EvalConfig(Section):
     and at the end only.
     """
     start: int | str = setting(0, duration=True, also=["val_begin"])
-    """Time before which there are no evaluations, at step 0 neither, and no test phases."""
+    """No evaluation or test phase comes before this time; above 0, there is none at step 0."""
     loss: bool = setting(False, also=["val_loss", "validation_loss"])
     """Whether to compute the method's own loss on ``data.val``, with the views of training, as
     ``val_loss``.

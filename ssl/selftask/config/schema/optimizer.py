@@ -90,11 +90,11 @@ class OptimizerConfig(Section):
     schedule's own keys.
     """
     warmup: int | str = setting(0, duration=True, also=["warmup_epochs", "warmup_steps"])
-    """Length of the warm-up."""
+    """Length of the learning rate's warm-up, such as ``10 epochs``; a number is steps; 0: none."""
     warmup_shape: Literal["linear", "cosine", "exponential", "constant"] = setting(
         "linear", also=["warmup_method"]
     )
-    """Shape of the warm-up."""
+    """Shape of the warm-up from ``start_lr`` to ``lr``; constant: ``start_lr`` throughout."""
     start_lr: float = setting(0.0, min=0, also=["warmup_lr", "start_warmup"])
     """Learning rate at the start of the warm-up; scaled like ``lr``."""
     end_lr: float = setting(0.0, min=0, also=["min_lr", "final_lr"])
@@ -159,7 +159,7 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class NamedOptimizerConfig(OptimizerConfig):
-    """A further optimizer for parameters that ``optimizer`` then does not train."""
+    """An additional optimizer, for parameters that ``optimizer`` then does not train."""
 
     match: str | list[str] = setting(missing="give the names of the modules that it trains")
     """Names of the modules whose parameters it trains, or patterns, as in ``optimizer.groups``."""

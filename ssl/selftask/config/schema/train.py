@@ -130,7 +130,7 @@ class TrainConfig(Section):
     )
     """Time between checkpoints."""
     keep_checkpoints: int = setting(3, min=1)
-    """Newest checkpoints to keep; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int | str | None = setting(None, duration=True, min=1)
     """Time between checkpoints that are kept permanently; null: none are."""
     keep_best: KeepBest = setting(KeepBest(), also=["save_best", "monitor", "best_checkpoint"])

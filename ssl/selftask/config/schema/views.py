@@ -15,11 +15,11 @@ class ViewConfig(Section):
     """Group of views made by one list of transforms."""
 
     count: int = setting(1, min=0, also=["num", "crops", "num_crops", "number"])
-    """Views of each image, or of each view in the group ``of``; 0: the group is only the input of
-    other groups.
+    """Number of views of each image, or of each view in the group ``of``. 0: none; the group is
+    only the input of other groups.
     """
     image: str | list[str | None] | None = None
-    """Name of a further image of the sample to make views of; null: its main image. A list makes
+    """Name of an extra image of the sample to make views of; null: its main image. A list makes
     ``count`` views of each: ``[null, frame_1, frame_2]``.
     """
     of: str | None = None

@@ -35,7 +35,7 @@ class Decoded(Wrapped):
     def __init__(self, source: Source, store: Store) -> None:
         super().__init__(source)
         self.store = store
-        self.images: dict[str, Decoded] = {}  # decoded further images of the samples, by name
+        self.images: dict[str, Decoded] = {}  # decoded extra images of the samples, by name
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         try:
@@ -50,7 +50,7 @@ class Decoded(Wrapped):
         return image, int(self.store.labels[index])
 
     def extra(self, index: int, name: str) -> Any:
-        """Return an extra field: a further image from its store, or the source's text or array."""
+        """Return an extra field: an extra image from its store, or the source's text or array."""
         return self.images[name][index][0] if name in self.images else super().extra(index, name)
 
 

@@ -114,7 +114,7 @@ class _Worker(Generic[T]):
         self._reads = False  # set by its first message
 
     def assign(self, indices: Sequence[int] | np.ndarray) -> None:
-        """Send further images to the process."""
+        """Send the numbers of more images to the process."""
         images = [int(index) for index in indices]
         self.assigned += images
         self.heard = time.monotonic()

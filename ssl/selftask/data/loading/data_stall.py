@@ -36,7 +36,7 @@ class WaitWatch:
     reported: bool = False
 
     def saw(self, steps: int, data_wait: float) -> float | None:
-        """Record a log row; return the mean share of waiting when it is to be reported, else None.
+        """Record a log row; return the mean share of waiting if it is to be reported, else None.
 
         Args:
             steps: Number of steps in the row.

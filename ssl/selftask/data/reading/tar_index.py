@@ -51,7 +51,7 @@ class _Shard:
 def index_shards(shards: list[FileStat], wanted: Wanted) -> Index:
     """Return the index of the images in these shards; make it if it is missing or out of date.
 
-    The paths of the index are the names of the members that hold the images. Its further arrays
+    The paths of the index are the names of the members that hold the images. Its other arrays
     locate these members: ``shard`` (N,) int32, an index into ``shards``, and ``start`` and ``size``
     (N,) int64 in bytes. ``header["damaged"]`` has a pair for each damaged shard: its index, and the
     byte from which it is unreadable.

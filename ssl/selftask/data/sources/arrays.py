@@ -36,7 +36,7 @@ class ArrayFile(Source):
         channels: int = setting(3, min=1)
         """Number of channels of each image."""
         extras: list[str] = field(default_factory=list)
-        """Keys of a .npz file with further data of each image: texts, images or numbers."""
+        """Keys of a .npz file with extra data of each image: texts, images or numbers."""
 
     def __init__(self, config: Config) -> None:
         self.file = str(fetch(config.path))

@@ -114,7 +114,7 @@ class Torchvision(DatasetSource):
         split: str = "train"
         """Split to read: train; val or test if the class has them."""
         args: dict[str, Any] = field(default_factory=dict)
-        """Further keyword arguments of the class."""
+        """Other keyword arguments of the class."""
 
     def __init__(self, config: Config) -> None:
         root = os.path.expanduser(config.root)

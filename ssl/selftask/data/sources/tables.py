@@ -67,7 +67,7 @@ class TableSource(FileSource):
         caption: str | None = None
         """Column of the captions; null: no captions."""
         images: dict[str, str] = field(default_factory=dict)
-        """Further images of each sample: name -> column of their paths."""
+        """Extra images of each sample: name -> column of their paths."""
         numbers: list[str] = field(default_factory=list)
         """Columns of numbers, each of which is added to the samples."""
         box: list[str] = field(default_factory=list)

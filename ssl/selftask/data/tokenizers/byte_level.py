@@ -19,7 +19,7 @@ class Bytes(Tokenizer):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         length: int = setting(77, min=3)
-        """Tokens of a text with start and end; the rest is cut."""
+        """Number of tokens of a text, including start and end; longer texts are truncated."""
         lower: bool = True
         """Whether texts become lower-case, as CLIP does."""
 

@@ -26,7 +26,7 @@ class TokenizerFile(Tokenizer):
         path: str
         """The tokenizer.json file."""
         length: int = setting(77, min=3)
-        """Tokens of a text with start and end; the rest is cut."""
+        """Number of tokens of a text, including start and end; longer texts are truncated."""
 
     def __init__(self, config: Config) -> None:
         if importlib.util.find_spec("tokenizers") is None:

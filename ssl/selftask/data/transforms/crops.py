@@ -41,7 +41,7 @@ class RandomResizedCrop(Transform):
     ratio: tuple[float, float] = setting((0.75, 1.3333333333333333), above=0, rising=True)
     """Range of the crop's width / height, drawn log-uniformly."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    """How pixels are interpolated."""
+    """Interpolation between pixels of the input; antialiased unless nearest."""
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> Box:
         box: Box | None = first_fit(rng, height, width, self.attempt)
@@ -106,7 +106,7 @@ class Resize(Transform):
     size: int = setting(min=1)
     """Length of the shorter side, in pixels."""
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    """How pixels are interpolated."""
+    """Interpolation between pixels of the input; antialiased unless nearest."""
 
     def draw(
         self, rng: np.random.Generator, height: int, width: int

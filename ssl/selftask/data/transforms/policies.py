@@ -48,7 +48,7 @@ class _Policy(Resampled):
     name: ClassVar[str]  # under which it is registered
 
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest"
-    """How pixels are interpolated."""
+    """Interpolation of the geometric operations."""
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         return needs_rgb(f"name: {self.name} changes saturation and", channels, INSTEAD)
@@ -204,7 +204,7 @@ def perform(
     Args:
         image: uint8 (H, W, C).
         operations: Names and magnitudes.
-        interpolation: How pixels are interpolated.
+        interpolation: ``bilinear``, ``bicubic`` or ``nearest``, for geometric operations.
         fill: Gray level of pixels from outside the image.
     """
     for name, size in operations:

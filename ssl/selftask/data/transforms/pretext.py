@@ -233,8 +233,9 @@ def drawn_permutation(
 def permutations(num_tiles: int, count: int) -> np.ndarray:
     """Return permutations that differ as much as possible, uint8 (count, num_tiles).
 
-    They are selected one after the other: each has the largest minimum Hamming distance to those
-    before. Candidates are all permutations, or random ones if there are more than ``CANDIDATES``.
+    They are selected one after the other: each maximizes the smallest Hamming distance to those
+    already selected. Candidates are all permutations, or random ones if there are more than
+    ``CANDIDATES``.
     """
     if math.factorial(num_tiles) <= CANDIDATES:
         listed = list(itertools.permutations(range(num_tiles)))

@@ -173,7 +173,7 @@ class Resampled(Transform):
     """Base class of transforms that interpolate pixels; pixels outside the image get ``fill``."""
 
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    """How pixels are interpolated."""
+    """Interpolation between pixels of the input."""
     fill: int = setting(0, min=0, max=255)
     """Gray level of pixels from outside the image."""
 

@@ -46,11 +46,11 @@ class Fault(Hook):
     at: int
     """Step of the fault, after its forward pass; the first step is 1."""
     rank: int = setting(0, min=0)
-    """Rank of the fault."""
+    """Rank on which the fault happens."""
     kind: Literal[
         "raise", "kill", "sleep", "stop", "terminate", "nan_input", "nan_output", "nan_gradient"
     ] = "raise"
-    """Kind of fault."""
+    """Fault: an exception, SIGKILL (kill), a pause, SIGSTOP (stop), SIGTERM (terminate), or NaN."""
     seconds: float = setting(3600.0, min=0)
     """Duration of a sleep, in seconds."""
 

@@ -26,7 +26,7 @@ log = get_logger(__name__)
 class StopOnSignal(Hook):
     """SIGTERM, SIGINT, SIGUSR2 and SIGHUP: save at the next step; exit at once on a second one.
 
-    Further SIGHUPs are ignored, since closing a terminal sends several. A signal that the process
+    Later SIGHUPs are ignored, since closing a terminal sends several. A signal that the process
     ignores from its start (nohup) stays ignored. The handler prints a message and sets a flag. With
     several ranks, each step starts a collective that asks whether any rank got a signal, and reads
     its result one step later. So no rank waits, and all stop after the same step. The handler is

@@ -52,7 +52,7 @@ class OnlineProbe(Hook):
     add ``probe_top1``, the accuracy on ``data.val`` with the transforms of evaluations. Both are
     those of the learning rate with the highest recent accuracy on training images, ``probe_lr``.
     Columns of hidden layers end with the layer, as in ``probe_top1_layer3``, and those of the
-    teacher with ``_teacher``. ``ms_probe`` is the time of a step that the hook takes.
+    teacher with ``_teacher``. ``ms_probe`` is the time that the hook takes in a step.
     """
 
     priority: ClassVar[int] = 60  # before the row is written

@@ -48,8 +48,8 @@ class Timing(Hook):
 
     priority: ClassVar[int] = 100
     skip: int = setting(3, min=0, also=["warmup_iter"])
-    """Number of first steps that the summary at the end leaves out: kernels are chosen or compiled
-    in them.
+    """Number of first steps that the final summary ignores, since kernels are chosen or compiled in
+    them.
     """
     nvtx: bool = False
     """Whether sections are also NVTX ranges, for Nsight Systems."""

@@ -60,10 +60,10 @@ class MemoryContrast(Method):
         Args:
             batch: The batch.
             task: The task, with the seed of the run.
-            others: Number of further draws for each image.
+            others: Number of additional draws for each image.
 
         Returns:
-            The further draws, (B, others) in [0, 1).
+            The additional draws, (B, others) in [0, 1).
         """
         key = batch.key.to(batch.index.device, non_blocking=True)
         draws = uniform(task.config.train.seed, key, others + self.config.num_negatives)

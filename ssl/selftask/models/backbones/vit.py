@@ -150,7 +150,7 @@ class _ViT:
         }
 
     def _tokens(self) -> dict[str, Any]:
-        """Return further arguments of timm's VisionTransformer."""
+        """Return the arguments that only timm's VisionTransformer has."""
         return {
             "reg_tokens": self.registers,
             "no_embed_class": self.registers > 0,  # as in DINOv2 with registers
@@ -158,7 +158,7 @@ class _ViT:
         }
 
     def _rotations(self) -> dict[str, Any]:
-        """Return further arguments of timm's Eva."""
+        """Return the arguments that only timm's Eva has."""
         is_eva = self.positions == "rope_eva"
         return {
             "num_reg_tokens": self.registers,
@@ -173,7 +173,7 @@ class _ViT:
         }
 
     def _rotary(self, sizes: dict[str, Any]) -> nn.Module:
-        """Build timm's Eva from the result of ``_sizes`` and further arguments."""
+        """Build timm's Eva from the result of ``_sizes`` and the arguments that only it has."""
         from timm.models import Eva
         from torch import nn
 

@@ -1,4 +1,4 @@
-"""A frozen transformer whose class token tells which patches matter.
+"""A frozen transformer, and the attention of its class token to the patches.
 
 B: images, N = h * w: patches of the student, D: width.
 """

@@ -121,7 +121,7 @@ def check_layers(network: nn.Module) -> None:
 def see_visible_patches(network: nn.Module) -> None:
     """Make the layers of ``network`` ignore hidden patches in passes within ``VISIBLE.only``.
 
-    Other passes do not change. Hooks are registered once; further calls have no effect.
+    Other passes do not change. Hooks are registered once; later calls have no effect.
     """
     if getattr(network, "_sees_visible_patches", False):
         return

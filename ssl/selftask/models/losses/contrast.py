@@ -30,7 +30,7 @@ def info_nce(
         key: (V, B, D), unit vectors.
         queue: (V, K, D), unit vectors. Must not yet hold ``key``: if a positive is among its own
             negatives, the loss cannot fall below log 2.
-        own: (V, B, M, D), further negatives of each query, unit vectors.
+        own: (V, B, M, D), negatives of a single query each, unit vectors.
         temperature: Temperature, tau.
     """
     query = F.normalize(query, dim=2)

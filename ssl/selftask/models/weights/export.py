@@ -124,7 +124,7 @@ def metadata(
         backbone: The architecture.
         transforms: Transforms of its input images.
         channels: Number of channels of the images.
-        **origin: Further values, such as ``method`` and ``step``.
+        **origin: Other values, such as ``method`` and ``step``.
     """
     pipeline = [transform.to_dict() for transform in transforms]
     normalize = next((t for t in transforms if t.name == "normalize"), None)

@@ -57,7 +57,7 @@ class LARCConfig(FieldArguments):
     optimizer = LARC
 
     sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
-    """Momentum."""
+    """Momentum of the velocity v; 0: none."""
     trust_coefficient: float = setting(1e-3, above=0)
     """Trust coefficient, eta in the paper."""
     eps: float = setting(1e-8, above=0)

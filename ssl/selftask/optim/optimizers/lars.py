@@ -94,7 +94,7 @@ class LARSConfig(FieldArguments):
     layerwise: ClassVar[bool] = True  # groups with adapt=False are handled separately
 
     sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
-    """Momentum."""
+    """Momentum of the velocity v; 0: none."""
     trust_coefficient: float = setting(1e-3, above=0)
     """Trust coefficient, eta in the paper; SimCLR and BYOL use 1e-3, solo-learn's CIFAR 2e-2."""
     clip_lr: bool = False

@@ -23,6 +23,6 @@ class RMSprop(FieldArguments):
     eps: float = setting(1e-8, min=0)
     """Term added to the denominator for numerical stability."""
     sgd_momentum: float = setting(0.0, of="schedules", min=0, below=1)
-    """Momentum."""
+    """Momentum of the normalized gradients; 0: none."""
     centered: bool = False
     """Whether to normalize by the variance: the squared mean gradient is subtracted."""

@@ -17,7 +17,7 @@ class SGD:
     """torch.optim.SGD."""
 
     sgd_momentum: float = setting(0.9, of="schedules", min=0, below=1)
-    """Momentum."""
+    """Momentum of the gradients; 0: none."""
     nesterov: bool = False
     """Whether to use Nesterov momentum."""
 

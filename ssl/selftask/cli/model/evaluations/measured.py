@@ -1,4 +1,4 @@
-"""What commands of ``selftask eval`` share that measure a backbone on the images of its config."""
+"""Shared code of the ``selftask eval`` commands that measure a backbone on its config's images."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Batched color jitter, with factors and order of each image; clips after each operation.
 
 Brightness, contrast and saturation share one formula: x * gain + luma(x) * a + mean(luma) * b. The
-jitter of an image is up to three such steps, the hue shift, and up to three further steps. An image
+jitter of an image is up to three such steps, the hue shift, and up to three more steps. An image
 with fewer steps, or without jitter, is left exactly unchanged by the others. The hue shift is
 expensive and done only once for all images.
 """

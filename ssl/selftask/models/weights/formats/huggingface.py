@@ -92,7 +92,7 @@ def save_huggingface(backbone: nn.Module, folder: Path, config: dict[str, Any]) 
     Args:
         backbone: The backbone.
         folder: Folder in which ``huggingface`` is created.
-        config: Result of ``check_huggingface``.
+        config: Result of ``describe_for_huggingface``.
     """
     from safetensors.torch import save  # not save_file: its error on a full disk is not an OSError
 
