@@ -18,59 +18,41 @@ from selftask.errors import ConfigError, RunError, UserError, nearest, printable
 from selftask.files import paths
 from selftask.logs.verbosity import verbosity
 
+_COMMANDS = """\
+train | train | RECIPE [key=value ...] | pretrain, or resume a run
+adapt | adapt.adapt | RUN_OR_MODEL data=DIR | continue a trained model on your images
+submit | cluster.submit | RECIPE [key=value ...] | train on SLURM; a=1,2: a sweep
+jobs | cluster.jobs | [OUT ...] | state of submitted runs
+cancel | cluster.cancel | OUT|JOBID [...] | cancel jobs
+eval | model.evaluate | knn|linear|svm|segmentation|retrieval|suite|predictions RUN_OR_MODEL \
+data=... | evaluate features
+test | model.score | RUN [data=DIR] | score a trained classifier
+finetune | model.finetune | RUN_OR_MODEL data=... | fine-tune on labeled images
+features | model.features | RUN_OR_MODEL out=DIR data=... | save features as files
+export | model.export | RUN [--to FORMAT] | export the backbone
+report | report | RUN [RUN ...] [out=FILE] | HTML page of a run, or several
+watch | monitor.watch | [DIR] [port=...] | live pages of all runs below DIR
+runs | monitor.runs | [DIR ...] [sort=...] | table of all runs below DIR
+checkpoints | checkpoints | RUN | list the checkpoints of a run
+plan | plan | RECIPE [key=value ...] | memory, FLOPs, time, price of a run
+model-summary | model.summary | RECIPE [key=value ...] | cost by module
+replay | replay | RUN/failures/step_N | repeat a step that gave NaN
+new | scaffold.new | method|hook|step|project NAME | create files from templates
+check | check | METHOD|--all [key=value ...] | compare 1, 2 and 4 ranks
+data | data | check|stats SOURCE, show RECIPE | look at the images
+bench | bench | data RECIPE [key=value ...] | speed of data loading
+config | show | RECIPE [key=value ...] | every value and its origin
+explain | explain | KEY|NAME|COLUMN [...] | what a key or a metric means
+repro | repro | RUN | compare this machine with that run's
+list | list | [methods|hooks|recipes|...] | the names a config may use
+env | env |  | versions, devices, what is supported
+completion | shell.completion | bash|zsh|fish | completion by the Tab key
+"""  # name, module below selftask.cli, arguments, description in one line
+
 COMMANDS = {
-    "train": ("selftask.cli.train", "RECIPE [key=value ...]", "pretrain, or resume a run"),
-    "adapt": (
-        "selftask.cli.adapt.adapt",
-        "RUN_OR_MODEL data=DIR",
-        "continue a trained model on your images",
-    ),
-    "submit": (
-        "selftask.cli.cluster.submit",
-        "RECIPE [key=value ...]",
-        "train on SLURM; a=1,2: a sweep",
-    ),
-    "jobs": ("selftask.cli.cluster.jobs", "[OUT ...]", "state of submitted runs"),
-    "cancel": ("selftask.cli.cluster.cancel", "OUT|JOBID [...]", "cancel jobs"),
-    "eval": (
-        "selftask.cli.model.evaluate",
-        "knn|linear|svm|segmentation|retrieval|suite|predictions RUN_OR_MODEL data=...",
-        "evaluate features",
-    ),
-    "test": ("selftask.cli.model.score", "RUN [data=DIR]", "score a trained classifier"),
-    "finetune": (
-        "selftask.cli.model.finetune",
-        "RUN_OR_MODEL data=...",
-        "fine-tune on labeled images",
-    ),
-    "features": (
-        "selftask.cli.model.features",
-        "RUN_OR_MODEL out=DIR data=...",
-        "save features as files",
-    ),
-    "export": ("selftask.cli.model.export", "RUN [--to FORMAT]", "export the backbone"),
-    "report": ("selftask.cli.report", "RUN [RUN ...] [out=FILE]", "HTML page of a run, or several"),
-    "watch": ("selftask.cli.monitor.watch", "[DIR] [port=...]", "live pages of all runs below DIR"),
-    "runs": ("selftask.cli.monitor.runs", "[DIR ...] [sort=...]", "table of all runs below DIR"),
-    "checkpoints": ("selftask.cli.checkpoints", "RUN", "list the checkpoints of a run"),
-    "plan": ("selftask.cli.plan", "RECIPE [key=value ...]", "memory, FLOPs, time, price of a run"),
-    "model-summary": ("selftask.cli.model.summary", "RECIPE [key=value ...]", "cost by module"),
-    "replay": ("selftask.cli.replay", "RUN/failures/step_N", "repeat a step that gave NaN"),
-    "new": (
-        "selftask.cli.scaffold.new",
-        "method|hook|step|project NAME",
-        "create files from templates",
-    ),
-    "check": ("selftask.cli.check", "METHOD|--all [key=value ...]", "compare 1, 2 and 4 ranks"),
-    "data": ("selftask.cli.data", "check|stats SOURCE, show RECIPE", "look at the images"),
-    "bench": ("selftask.cli.bench", "data RECIPE [key=value ...]", "speed of data loading"),
-    "config": ("selftask.cli.show", "RECIPE [key=value ...]", "every value and its origin"),
-    "explain": ("selftask.cli.explain", "KEY|NAME|COLUMN [...]", "what a key or a metric means"),
-    "repro": ("selftask.cli.repro", "RUN", "compare this machine with that run's"),
-    "list": ("selftask.cli.list", "[methods|hooks|recipes|...]", "the names a config may use"),
-    "env": ("selftask.cli.env", "", "versions, devices, what is supported"),
-    "completion": ("selftask.cli.shell.completion", "bash|zsh|fish", "completion by the Tab key"),
-}  # name -> module with USAGE and main(argv) -> exit code, arguments, description in one line
+    name: (f"selftask.cli.{module}", arguments, about)
+    for name, module, arguments, about in (row.split(" | ") for row in _COMMANDS.splitlines())
+}  # name -> module with USAGE and main(argv) -> exit code, arguments, description
 
 GROUPS = {
     "train": ("train", "adapt", "finetune", "plan", "config", "explain", "model-summary"),

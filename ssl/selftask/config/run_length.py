@@ -178,10 +178,6 @@ class Clock:
         return {name: getattr(self, name) for name in _COUNTERS}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        batch, phase = state["batch"], state["phase"]
-        # Checkpoints of older versions lack these counters.
-        older = {"skipped": 0, "tested": batch if phase % 2 == 0 else 0}
-        state = {**older, **state}
         for name in _COUNTERS:
             setattr(self, name, state[name])
 

@@ -195,8 +195,7 @@ def _small_views(views: dict[str, ViewConfig]) -> dict[str, ViewConfig]:
     share = min(1.0, IMAGE_SIZE / max(_sizes(pipelines), default=IMAGE_SIZE))
     return {
         name: replace(
-            view,
-            transforms=[replace(t, args=_resized(t.args, share)) for t in view.transforms],
+            view, transforms=[replace(t, args=_resized(t.args, share)) for t in view.transforms]
         )
         for name, view in views.items()
     }

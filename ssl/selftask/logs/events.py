@@ -47,9 +47,8 @@ def add_event(folder: Path, kind: str, text: str, *, step: int = 0, **data: Any)
     event = {"time": now, "step": step, "event": kind, "text": text, "data": data}
     try:
         with (folder / NAME).open("a", encoding="utf-8") as file:
-            file.write(
-                masked(json_row(event)) + "\n"
-            )  # a single write, so that lines are not mixed
+            # A single write, so that lines are not mixed.
+            file.write(masked(json_row(event)) + "\n")
     except OSError as error:
         print(f"{folder / NAME}: {error.strerror or error}", file=sys.stderr, flush=True)
 

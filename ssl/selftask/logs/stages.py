@@ -48,7 +48,7 @@ class Stage:
         self.line: Any = None  # a rich Task
 
     def update(self, done: float | None = None, text: str | None = None) -> None:
-        """Set the progress and the text at the end of the line; redraw at most four times a second."""
+        """Set the progress and the text after the bar; redraw at most four times a second."""
         self.done = self.done if done is None else done
         self.text = self.text if text is None else text
         if self.is_due:

@@ -74,8 +74,7 @@ class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-visio
 
     def set_classy_state(self, state: dict[str, Any]) -> None:
         """Restore the state. Raise ValueError if the parameters are in another order."""
-        names = state.get("names", self._names)  # missing in older runs
-        for before, now in zip(names, self._names, strict=True):
+        for before, now in zip(state["names"], self._names, strict=True):
             if before != now:
                 raise ValueError(
                     f"optimizer.groups or optimizer.layer_decay put {now!r} where the checkpoint "

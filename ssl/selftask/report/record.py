@@ -21,13 +21,7 @@ from selftask.files.yaml_file import read_yaml
 from selftask.logs.checkpoint_results import result_files
 from selftask.logs.drawn_rows import Lines, read_drawn_rows, read_ends
 from selftask.report.overview.liveness import judge
-from selftask.report.record_forms import (
-    CONFIG,
-    ENVIRONMENT,
-    STATUS,
-    numeric_rows,
-    valid_events,
-)
+from selftask.report.record_forms import CONFIG, ENVIRONMENT, STATUS, numeric_rows, valid_events
 
 FILES = (
     *("config.yaml", "log.txt", "metrics.jsonl", "events.jsonl", "status.json"),

@@ -26,23 +26,13 @@ from selftask.data.loading.open_data import Sources, copy_data, open_data
 from selftask.data.source import channels_of
 from selftask.distributed import process_group
 from selftask.distributed.collectives import barrier
-from selftask.distributed.device import (
-    keep_freed_memory,
-    precision_advice,
-)
+from selftask.distributed.device import keep_freed_memory, precision_advice
 from selftask.distributed.garbage import usually_collected
 from selftask.distributed.local_process import raise_limit_of_open_files
 from selftask.distributed.world import STOP_SIGNALS, read_world
 from selftask.errors import RunError, UserError
 from selftask.evaluate.online import check_evaluations, evaluate_task
-from selftask.logs import (
-    DETAIL,
-    LOGGER,
-    info_on_stderr,
-    lasting_output,
-    start_log,
-    stop_log,
-)
+from selftask.logs import DETAIL, LOGGER, info_on_stderr, lasting_output, start_log, stop_log
 from selftask.logs.events import WarningEvents, add_event
 from selftask.logs.startup import lap
 from selftask.logs.unreadable import UNREADABLE

@@ -82,11 +82,7 @@ class Task(Recorder, ClassyTaskNames):
     meters_in_training: bool  # for hooks of Classy Vision, which print or plot their values
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        sources: Sources | None = None,
-        backbone: nn.Module | None = None,
+        self, config: Config, *, sources: Sources | None = None, backbone: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.world = read_world()

@@ -48,7 +48,7 @@ def take(task: Task, *, whole: bool = True) -> dict[str, Any]:
     """
     task.sync_buffers()
     optimizer = task.reduction.rearrange(task.optimizer.get_classy_state())
-    named = {name: further.get_classy_state() for name, further in task.optimizers.items()}
+    named = {name: other.get_classy_state() for name, other in task.optimizers.items()}
     tensors = {
         "model": task.base_model.state_dict(),
         "method": task.loss.state_dict(),
@@ -94,11 +94,11 @@ def restore(task: Task, state: dict[str, Any]) -> None:
     task.base_model.load_state_dict(reduction.shard_state(task.base_model, state["model"]))
     task.loss.load_state_dict(reduction.shard_state(task.loss, state["method"]))
     task.optimizer.set_classy_state(reduction.shard_state_of_optimizer(state["optimizer"]))
-    named = state.get("optimizers", {})  # missing in older runs
+    named = state["optimizers"]
     if named.keys() != task.optimizers.keys():
         raise ValueError(f"optimizers: {[*task.optimizers]} now, {[*named]} in the checkpoint")
-    for name, further in task.optimizers.items():
-        further.set_classy_state(named[name])
+    for name, optimizer in task.optimizers.items():
+        optimizer.set_classy_state(named[name])
     task.grad_scaler.load_state_dict(state["scaler"])
     task.clock.load_state_dict(state["clock"])
     _restore_hooks(task, state["hooks"])

@@ -15,13 +15,8 @@ LARGEST_SIDE = 224  # pixels; the cost of a step grows with its square
 FEW, SOME, MANY = 2_000, 20_000, 200_000  # images
 
 _WITH_LABELS = ("supervised", "multilabel", "clip")
-_BY_NAME = {
-    "dinov3": "dinov3",
-    "dinov2": "dinov2",
-    "dino": "dino",
-    "mae": "mae",
-    "clip": "dino",
-}  # part of a model's name -> method, the first that fits
+_BY_NAME = {"dinov3": "dinov3", "dinov2": "dinov2", "dino": "dino", "mae": "mae", "clip": "dino"}
+"""Part of a model's name -> method, the first that fits."""
 
 
 @dataclass(frozen=True)

@@ -34,44 +34,36 @@ _MANY = 3  # typical keys from which on a config is taken for one of that framew
 
 class _Framework(NamedTuple):
     page: str  # of the documentation
-    typical: frozenset[str]  # top-level keys that no beginner would write in a recipe
-    others: frozenset[str] = frozenset()
+    typical: str  # top-level keys that no beginner would write in a recipe
+    others: str = ""
 
 
 _FRAMEWORKS = {
     "VISSL": _Framework(
         "docs/from-vissl.md",
-        frozenset(
-            {"DATA", "LOSS", "OPTIMIZER", "TRAINER", "METERS", "HOOKS", "DISTRIBUTED", "CHECKPOINT"}
-            | {"MACHINE", "SEED_VALUE", "VERBOSE", "LOG_FREQUENCY", "TEST_MODEL"}
-        ),
-        frozenset({"MODEL"}),
+        "DATA LOSS OPTIMIZER TRAINER METERS HOOKS DISTRIBUTED CHECKPOINT MACHINE SEED_VALUE "
+        "VERBOSE LOG_FREQUENCY TEST_MODEL",
+        "MODEL",
     ),
     "DINOv2": _Framework(
-        "docs/from-dinov2.md",
-        frozenset({"compute_precision", "dino", "ibot", "crops"}),
-        frozenset({"MODEL", "student", "teacher", "optim"}),
+        "docs/from-dinov2.md", "compute_precision dino ibot crops", "MODEL student teacher optim"
     ),
     "solo-learn": _Framework(
         "docs/from-solo-learn.md",
-        frozenset({"method_kwargs", "augmentations", "auto_resume", "sync_batchnorm"}),
-        frozenset({"name", "max_epochs", "devices", "momentum", "accelerator", "precision"}),
+        "method_kwargs augmentations auto_resume sync_batchnorm",
+        "name max_epochs devices momentum accelerator precision",
     ),
     "lightly-train": _Framework(
         "docs/from-lightly.md",
-        frozenset({"model", "method_args", "transform_args", "loader_args", "trainer_args"}),
-        frozenset({"epochs", "batch_size", "overwrite", "embed_dim", "num_nodes", "precision"}),
+        "model method_args transform_args loader_args trainer_args",
+        "epochs batch_size overwrite embed_dim num_nodes precision",
     ),
-    "lightly": _Framework(
-        "docs/from-lightly.md", frozenset({"input_dir", "loader", "trainer", "criterion"})
-    ),
+    "lightly": _Framework("docs/from-lightly.md", "input_dir loader trainer criterion"),
     "mmselfsup": _Framework(
         "docs/finetune.md, for its weights",
-        frozenset(
-            {"default_scope", "train_dataloader", "optim_wrapper", "param_scheduler", "train_cfg"}
-            | {"default_hooks", "env_cfg", "log_config", "lr_config", "checkpoint_config"}
-        ),
-        frozenset({"model", "runner"}),
+        "default_scope train_dataloader optim_wrapper param_scheduler train_cfg default_hooks "
+        "env_cfg log_config lr_config checkpoint_config",
+        "model runner",
     ),
 }
 _OF_MMSELFSUP = ("_base_", "default_scope", "model = dict(", "model=dict(")
@@ -251,9 +243,9 @@ def _foreign_message(values: Mapping[str, Any]) -> str | None:
     inner = values.get("config")  # of VISSL, whose files begin with `config:`
     keys = set(inner if isinstance(inner, Mapping) else values) - TOP_KEYS
     shared = {
-        name: len(keys & (framework.typical | framework.others))
-        for name, framework in _FRAMEWORKS.items()
-        if keys & framework.typical
+        name: len(keys & {*typical.split(), *others.split()})
+        for name, (_, typical, others) in _FRAMEWORKS.items()
+        if keys & {*typical.split()}
     }
     name = max(shared, key=shared.__getitem__, default="")
     return _page_of(name) if shared.get(name, 0) >= _MANY else None

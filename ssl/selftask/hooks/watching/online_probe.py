@@ -226,9 +226,8 @@ class OnlineProbe(Hook):
         """Return the accuracies on a validation set, by column suffix such as ``_layer3``."""
         backbone = task.base_model.backbone
         teacher = _teacher_network(task).backbone if self.teacher else nn.Identity()
-        counts = {  # hits of each learning rate, images
-            name: torch.zeros(len(self.lr) + 1, device=task.device) for name in self.probes
-        }
+        # hits of each learning rate, images
+        counts = {name: torch.zeros(len(self.lr) + 1, device=task.device) for name in self.probes}
         with in_eval_mode(backbone), in_eval_mode(teacher), forked_rng():
             self.hidden.start()
             for batch in task.data_module.test_samples(set_name):

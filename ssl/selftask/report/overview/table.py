@@ -20,15 +20,8 @@ STATES = (
 )
 TEXTS = ("run", "method", "recipe", "state", "job")  # columns of texts; the others are numbers
 MOST_EVALUATIONS = 3  # number of evaluation columns without `columns=`
-_ASCENDING = (
-    "loss",
-    "_s",
-    "_mb",
-    "wait",
-    "error",
-    "perplexity",
-    "unreadable",
-)  # parts of names: small is good
+_ASCENDING = ("loss", "_s", "_mb", "wait", "error", "perplexity", "unreadable")
+"""Parts of the names of columns whose small values are good."""
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,7 @@ def overview_page(title: str, lines: Mapping[str, RunLine]) -> str:
     best = {True: "min", False: "max"}
     heads = [Head(n, "" if n in TEXTS else best[small_is_good(n)]) for n in columns]
     rows = [
-        [
-            Datum(render("compare.mark", name)),
-            *(_datum(name, line, column) for column in columns),
-        ]
+        [Datum(render("compare.mark", name)), *(_datum(name, line, column) for column in columns)]
         for name, line in lines.items()
     ]
     html = render("compare.overview", [Head(""), *heads], rows)

@@ -9,12 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selftask.data.device.operation import (
-    Arrays,
-    Tensors,
-    UniformOperation,
-    to_levels,
-)
+from selftask.data.device.operation import Arrays, Tensors, UniformOperation, to_levels
 from selftask.data.device.resampling import resample
 from selftask.data.transforms.color import GaussianBlur
 from selftask.registry import register_batched_transform

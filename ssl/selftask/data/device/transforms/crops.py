@@ -9,13 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selftask.data.device.operation import (
-    Arrays,
-    Operation,
-    Tensors,
-    UniformOperation,
-    to_levels,
-)
+from selftask.data.device.operation import Arrays, Operation, Tensors, UniformOperation, to_levels
 from selftask.data.device.resampling import filter_matrix, resample
 from selftask.data.transforms.boxes import TRIES, Attempt
 from selftask.data.transforms.crops import RandomCrop, RandomResizedCrop

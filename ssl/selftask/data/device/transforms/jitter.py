@@ -14,13 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selftask.data.device.operation import (
-    Arrays,
-    Tensors,
-    UniformOperation,
-    per_image,
-    to_levels,
-)
+from selftask.data.device.operation import Arrays, Tensors, UniformOperation, per_image, to_levels
 from selftask.data.device.transforms.color import luma
 from selftask.data.transforms.color import ORDERS, ColorJitter
 from selftask.registry import register_batched_transform
