@@ -59,7 +59,8 @@ def _plain(value: Any, key: Key) -> Any:
         return {str(name): _plain(item, (*key, str(name))) for name, item in value.items()}
     if key == ("backbone",) and isinstance(value, nn.Module):
         return {"name": "custom", "model": _address("backbone", value)}
-    if _is_in_pipeline(key) and (callable(value) or _known_name(TRANSFORMS, type(value))):
+    in_pipeline = any(is_pipeline(key[:length]) for length in (2, 3))
+    if in_pipeline and (callable(value) or _known_name(TRANSFORMS, type(value))):
         return _transform(value, key)
     if isinstance(value, list | tuple):
         return [_plain(item, (*key, str(index))) for index, item in enumerate(value)]
@@ -74,11 +75,6 @@ def _plain(value: Any, key: Key) -> Any:
     if registry is not None and callable(value):
         return _name(registry, value)
     raise UserError(f"{dotted(key)}: {type(value).__name__} is no value of a config")
-
-
-def _is_in_pipeline(key: Key) -> bool:
-    """Return whether a key is a list of transforms or below one."""
-    return any(is_pipeline(key[:length]) for length in (2, 3))
 
 
 def _transform(value: Any, key: Key) -> Any:

@@ -165,7 +165,7 @@ def build_optimizer(
         optimizer = classy.build("optimizer", config.name, {"num_epochs": 1, **config.args})
         optimizer.settings = settings
     if not layerwise:
-        groups = merge_alike([_without(group, "adapt") for group in groups])
+        groups = merge_alike([{k: v for k, v in group.items() if k != "adapt"} for group in groups])
     optimizer.set_param_groups(regroup(groups))
     return optimizer
 
@@ -211,10 +211,6 @@ def _moving_settings(kind: type, args: dict[str, Any], length: RunLength) -> dic
 
 def _together(schedules: list[Schedule]) -> Curve:
     return Curve(lambda where: tuple(schedule(where) for schedule in schedules))
-
-
-def _without(group: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != key}
 
 
 def lr_schedule(config: OptimizerConfig, length: RunLength, *, batch: int) -> Any:

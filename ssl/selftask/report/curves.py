@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from selftask.logs.checkpoint_results import tables
@@ -18,24 +18,13 @@ MAX_CURVES = 12  # per chart
 SCALE = 30.0  # columns whose sizes differ by a larger factor are in different charts
 MIB = 2**20
 
-_KNOWN = frozenset(
-    (
-        *("step", "epoch", "loss", "loss_median", "lr", "weight_decay", "images_per_s"),
-        *("data_wait", "step_s", "step_s_median", "memory_mb", "device_memory_mb", "eta_s"),
-        "eta_recent_s",
-        *("device_reserved_mb", "device_memory_now_mb", "device_reserved_now_mb"),
-        *(
-            "chance_loss",
-            "chance_ratio",
-            "emb_std",
-            "mean_cosine",
-            "effective_rank",
-            "target_entropy",
-        ),
-        *("eval_s", "eval_images_per_s"),
-    )
-)
-
+_WITH_CHARTS = """
+    step epoch loss loss_median lr weight_decay images_per_s data_wait step_s step_s_median
+    memory_mb device_memory_mb device_reserved_mb device_memory_now_mb device_reserved_now_mb
+    eta_s eta_recent_s eval_s eval_images_per_s
+    chance_loss chance_ratio emb_std mean_cosine effective_rank target_entropy
+"""  # or without any need for one
+_KNOWN = frozenset(_WITH_CHARTS.split())
 
 CHARTS = {
     "loss": Chart("Loss"),
@@ -75,25 +64,16 @@ def run_charts(record: RunRecord) -> list[Chart]:
         "step_s": ["step_s", "step_s_median"],
     }
     lines = {
-        "loss": chance_lines(chance_loss(record)),
+        "loss": chance_lines(record.last("chance_loss")),
         "emb_std": [Line("collapse", least_std)],
         "effective_rank": [Line("collapse", least_rank)],
     }
-    charts = [
-        _filled(
-            replace(chart, lines=lines.get(name, chart.lines)), record, columns.get(name, [name])
-        )
-        for name, chart in CHARTS.items()
-    ]
-    of_loss = 2  # the loss, and relative to chance
-    return [
-        *charts[:of_loss],
-        *_evaluations(record),
-        *_of_checkpoints(record),
-        *_others(record),
-        *charts[of_loss:],
-        _memory(record),
-    ]
+    loss, relative_loss, *others = (
+        _filled(replace(chart, lines=lines.get(n, chart.lines)), record, columns.get(n, [n]))
+        for n, chart in CHARTS.items()
+    )
+    evaluations = (*_evaluations(record), *_of_checkpoints(record))
+    return [loss, relative_loss, *evaluations, *_others(record), *others, _memory(record)]
 
 
 def marks_of(record: RunRecord) -> list[Mark]:
@@ -104,16 +84,6 @@ def marks_of(record: RunRecord) -> list[Mark]:
         if event.get("event") in MARKED
     ]
     return marks[-MAX_MARKS:]
-
-
-def chance_loss(record: RunRecord) -> float | None:
-    """Return the loss of an uninformed network, or None if the method has none."""
-    logged = record.last("chance_loss")
-    if logged is not None:
-        return logged
-    pairs = [(row.get("loss"), row.get("chance_ratio")) for row in record.rows]
-    chances = [loss / ratio for loss, ratio in pairs if loss and ratio]
-    return statistics.median(chances) if chances else None
 
 
 def chance_lines(chance: float | None) -> list[Line]:
@@ -156,12 +126,8 @@ def _others(record: RunRecord) -> Iterator[Chart]:
         groups.setdefault(title if slash else "Loss terms and others", []).append(name)
     for title, members in groups.items():
         yield from _by_scale(record, title, members)
-    sections = [name for name in names if name.startswith("ms_")]
-    curves = [
-        Curve(name.removeprefix("ms_"), column.steps, [value / 1e3 for value in column.values])
-        for name in sections
-        if (column := record.columns[name])
-    ]
+    sections = {name: name.removeprefix("ms_") for name in names if name.startswith("ms_")}
+    curves = _scaled(record, sections, 1e-3)
     yield Chart("Time in each part of a step", curves, format="seconds", from_zero=True)
 
 
@@ -173,12 +139,17 @@ def _memory(record: RunRecord) -> Chart:
         "device_memory_now_mb": "device, at the row",
         "device_reserved_now_mb": "device, reserved, at the row",
     }
-    curves = [
-        Curve(label, column.steps, [value * MIB for value in column.values])
-        for name, label in names.items()
+    curves = _scaled(record, names, MIB)
+    return Chart("Memory", curves, format="bytes", smooth=False, from_zero=True)
+
+
+def _scaled(record: RunRecord, labels: Mapping[str, str], factor: float) -> list[Curve]:
+    """Return the curves of some columns, with their labels and their values times a factor."""
+    return [
+        Curve(label, column.steps, [value * factor for value in column.values])
+        for name, label in labels.items()
         if (column := record.columns.get(name))
     ]
-    return Chart("Memory", curves, format="bytes", smooth=False, from_zero=True)
 
 
 def _filled(chart: Chart, record: RunRecord, names: Sequence[str]) -> Chart:

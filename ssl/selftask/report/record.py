@@ -234,10 +234,7 @@ class RunRecord:
         self,
         name: str,
         read: Callable[[Path], Lines],
-        check: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], str]] = lambda r: (
-            r,
-            "",
-        ),
+        check: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], str]] | None = None,
     ) -> list[dict[str, Any]]:
         """Return the objects of a file with one JSON object per line, without unexpected values."""
         try:
@@ -251,7 +248,7 @@ class RunRecord:
             self.problems.append(f"{name}: {lines.damaged} damaged lines were left out")
         if lines.lines:
             self.thinned.append(f"{name}: {len(lines.rows):,} of {lines.lines:,} rows are read")
-        rows, problem = check(lines.rows)
+        rows, problem = (lines.rows, "") if check is None else check(lines.rows)
         if problem:
             self._cannot_read(name, problem)
         return rows

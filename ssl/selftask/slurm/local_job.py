@@ -19,7 +19,7 @@ from typing import Any
 from submitit import DebugExecutor, LocalExecutor
 
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option
-from selftask.config.schema import Config, LaunchConfig
+from selftask.config.schema import Config
 from selftask.errors import UserError
 from selftask.slurm.job import WARNING, Submission, python_path, signal_delay_s
 from selftask.slurm.local_rank import OUT
@@ -49,7 +49,8 @@ def submit_locally(
         UserError: If several nodes are requested.
     """
     launch = configs[0].launch
-    _check_one_node(launch, "local")
+    if launch.nodes > 1:
+        raise UserError(f"launch.nodes={launch.nodes}: --cluster local is one machine")
     options = {option(key): value for key, value in launch.slurm.items()}
     limit = minutes(options.get("time")) or DEFAULT_MINUTES
     gpus = _gpus(configs[0], options.get("gpus_per_node"))
@@ -160,8 +161,3 @@ class _Debugged(Submission):
 
         run_task(Task(self.read_config()), raises=True)
         return self.out
-
-
-def _check_one_node(launch: LaunchConfig, cluster: str) -> None:
-    if launch.nodes > 1:
-        raise UserError(f"launch.nodes={launch.nodes}: --cluster {cluster} is one machine")

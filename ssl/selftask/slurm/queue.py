@@ -236,7 +236,8 @@ def queue(ids: list[str]) -> dict[str, str]:
     """
     ids = [job for job in ids if isinstance(job, str) and is_job(job)]
     listed = lines("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")
-    states = {job: _state_of_local(job) for job in ids if _is_local(job)}
+    local = [job for job in ids if _is_local(job)]
+    states = {job: "RUNNING" if _controlled_folder(job) else "gone" for job in local}
     for job, state, reason in (line.split("|", 2) for line in listed if line.count("|") > 1):
         states[job] = f"{state} ({reason})" if state == "PENDING" else state
     for job in ids:
@@ -278,10 +279,6 @@ def cancel(jobs: Mapping[str, Path | None]) -> None:
 
 def _is_local(job: str) -> bool:
     return job.startswith(LOCAL)
-
-
-def _state_of_local(job: str) -> str:
-    return "RUNNING" if _controlled_folder(job) else "gone"
 
 
 def _cancel_local(job: str, run: Path | None) -> None:

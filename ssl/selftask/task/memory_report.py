@@ -55,7 +55,8 @@ def memory_report(task: Task) -> list[str]:
     fits = 0 if budget is None else nearest_size(int(USABLE * budget) // sample, world)
     lines = [f"{text}; the nearest batch size that fits is about {fits}" if fits else text]
     largest = sorted(by_layer.items(), key=lambda item: -item[1])
-    leaves = [(name, count) for name, count in largest if not _is_outer(name, by_layer)]
+    outer = {name for name in by_layer for other in by_layer if other.startswith(f"{name}.")}
+    leaves = [(name, count) for name, count in largest if name not in outer]
     return lines + [f"  {name}: {show_bytes(count)} a sample" for name, count in leaves[:LAYERS]]
 
 
@@ -96,10 +97,6 @@ def budget_bytes(task: Task, fixed: int) -> int | None:
 def nearest_size(fits: int, world: int) -> int:
     """Return the global batch size for ``fits`` samples a rank, rounded down to multiples of 8."""
     return world * (fits - fits % 8 if fits >= 8 else fits)
-
-
-def _is_outer(name: str, names: Iterable[str]) -> bool:
-    return any(other.startswith(f"{name}.") for other in names)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -91,16 +91,13 @@ def _compared(values: Any, key: Key = ()) -> dict[str, Any]:
     elif isinstance(values, list | tuple) and any(isinstance(i, Mapping | list) for i in values):
         items = [(str(number), item) for number, item in enumerate(values)]
     else:
-        return {dotted(key): json.loads(json.dumps(values, default=_name_of_type))}
+        # the name of an object's type is the same in every process
+        text = json.dumps(values, default=lambda value: type(value).__qualname__)
+        return {dotted(key): json.loads(text)}
     flat: dict[str, Any] = {}
     for name, item in items:
         flat |= _compared(item, (*key, name))
     return flat
-
-
-def _name_of_type(value: Any) -> str:
-    """Return the type name of an object, which is the same in every process."""
-    return type(value).__qualname__
 
 
 def _digests(files: Mapping[str, Path]) -> dict[str, str]:

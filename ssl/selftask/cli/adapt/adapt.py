@@ -181,7 +181,8 @@ def _trained_part(recipe: str, words: list[str], keys: set[str], assumptions: An
     config = load_config(recipe, words)
     if assumptions.memory is None:
         device = pick_device(config.train.device, World())
-        size = accelerator.free_bytes(device) or _host_memory()
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        size = accelerator.free_bytes(device) or host
         assumptions = replace(assumptions, memory=float(size))
     rank, batch = {"rank": 8}, config.train.batch_size
     is_fixed = keys & {"train", "train.batch_size", "train.accumulate", "train.step"}
@@ -208,10 +209,6 @@ def _trained_part(recipe: str, words: list[str], keys: set[str], assumptions: An
         f"adapt: even LoRA on batches of {size} images needs {show_bytes(plan.memory.total)}, and "
         f"the device has {show_bytes(assumptions.memory)}; a smaller image_size needs less"
     )
-
-
-def _host_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _has_labels(sources: Sources) -> bool:

@@ -41,7 +41,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
     for name, (low, high) in config.expected.items():
         if low > high:
             text = f"expected.{name}=[{low:g}, {high:g}]: the lowest value comes first"
-            yield ("expected", name), text
+            yield ("expected", name), text  # the name may contain a slash
     if config.task not in TASKS:
         yield ("task",), f"no task named {config.task!r}; {nearest(config.task, TASKS)}"
     yield from optimizer_problems(config)
@@ -50,6 +50,11 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from patch_problems(config)
     yield from requirement_problems(config)
     yield from view_problems(config)
+
+
+def _named(text: str) -> Problem:
+    """Return a problem with the key at the beginning of its text."""
+    return tuple(re.split(r"[^\w.]", text, maxsplit=1)[0].split(".")), text
 
 
 def _length(train: TrainConfig) -> Iterator[Problem]:
@@ -64,17 +69,16 @@ def _validation(data: DataConfig, evaluation: EvalConfig) -> Iterator[Problem]:
             text = f"data.val_sets: the name {name!r} may have letters, digits and ._- only"
             yield ("data", "val_sets", name), text
     if evaluation.loss and data.val is None and not data.val_sets:
-        yield ("eval", "loss"), "eval.loss=true: data.val is null; give the images to take it of"
+        yield _named("eval.loss=true: data.val is null; give the images to take it of")
 
 
 def _batch(train: TrainConfig, world: int) -> Iterator[Problem]:
     if train.batch_size % world:
         right = max(train.batch_size // world, 1) * world
-        text = (
+        yield _named(
             f"train.batch_size={train.batch_size} is the global batch and must be divisible by "
             f"the {world} processes of launch; try {right}"
         )
-        yield ("train", "batch_size"), text
 
 
 def _engine(data: DataConfig) -> Iterator[Problem]:
@@ -82,13 +86,12 @@ def _engine(data: DataConfig) -> Iterator[Problem]:
     if data.augment_on == "device":
         return
     if data.cache == "device":
-        yield ("data", "cache"), "data.cache='device' needs data.augment_on=device"
+        yield _named("data.cache='device' needs data.augment_on=device")
     if data.max_side is not None and data.cache not in ("ram", "disk"):
-        text = (
+        yield _named(
             f"data.max_side={data.max_side} has no effect with data.augment_on='cpu' without a "
             "cache; use data.augment_on=device, or data.cache=ram or disk"
         )
-        yield ("data", "max_side"), text
 
 
 _DEFAULT = ParallelConfig()
@@ -107,35 +110,33 @@ def _parallel(parallel: ParallelConfig, train: TrainConfig) -> Iterator[Problem]
     """Yield problems of options that ``parallel.reduce`` does not support."""
     for key, way in _ONLY_WITH.items():
         if getattr(parallel, key) != getattr(_DEFAULT, key) and parallel.reduce != way:
-            text = (
+            yield _named(
                 f"parallel.{key} has no effect with parallel.reduce={parallel.reduce!r}; "
                 f"use parallel.reduce={way}"
             )
-            yield ("parallel", key), text
     if parallel.sync_buffers == "never" and parallel.buffers != _DEFAULT.buffers:
-        text = (
+        yield _named(
             f"parallel.buffers={parallel.buffers!r} has no effect with "
             "parallel.sync_buffers=never; use evaluation or step, or take it out"
         )
-        yield ("parallel", "buffers"), text
     if parallel.static_graph and parallel.find_unused:
-        text = "parallel.find_unused does not go with parallel.static_graph; take one of them out"
-        yield ("parallel", "find_unused"), text
+        yield _named(
+            "parallel.find_unused does not go with parallel.static_graph; take one of them out"
+        )
     if parallel.cpu_offload and train.precision == "float16":
-        text = (
+        yield _named(
             "parallel.cpu_offload does not go with train.precision=float16, which checks all "
             "gradients on the device; use train.precision=bfloat16"
         )
-        yield ("parallel", "cpu_offload"), text
     if parallel.static_graph and train.accumulate > 1:
-        text = "parallel.static_graph does not go with train.accumulate; take one of them out"
-        yield ("parallel", "static_graph"), text
+        yield _named(
+            "parallel.static_graph does not go with train.accumulate; take one of them out"
+        )
     if train.sharded_checkpoints and parallel.reduce != "fsdp":
-        text = (
+        yield _named(
             "train.sharded_checkpoints=true has no effect with "
             f"parallel.reduce={parallel.reduce!r}, which shards nothing; use parallel.reduce=fsdp"
         )
-        yield ("train", "sharded_checkpoints"), text
 
 
 def _device(train: TrainConfig, processes: int) -> Iterator[Problem]:
@@ -143,27 +144,27 @@ def _device(train: TrainConfig, processes: int) -> Iterator[Problem]:
     name = train.device
     kind, colon, _ = name.partition(":")
     if colon and kind in DEVICES:
-        text = (
+        yield _named(
             f"train.device={name!r}: give the type only ({kind}); each process takes the device of "
             "its local rank, and CUDA_VISIBLE_DEVICES or the launcher says which there are"
         )
-        yield ("train", "device"), text
     elif name not in DEVICES:
         hint = nearest(name, list(DEVICES))
         hint = hint if hint.startswith("did") else "one of " + ", ".join(DEVICES)
-        yield ("train", "device"), f"train.device={name!r}: {hint}"
+        yield _named(f"train.device={name!r}: {hint}")
     if kind == "mps" and processes > 1:
-        text = "train.device='mps' runs one process: it has no collectives; set launch.processes=1"
-        yield ("train", "device"), text
+        yield _named(
+            "train.device='mps' runs one process: it has no collectives; set launch.processes=1"
+        )
     if train.precision not in ("auto", "float32") and train.step.name == "manual":
-        text = f"train.step='manual' has no mixed precision ({train.precision}); use standard"
-        yield ("train", "step"), text
+        yield _named(
+            f"train.step='manual' has no mixed precision ({train.precision}); use standard"
+        )
     if train.deterministic and train.cudnn_benchmark:
-        text = (
+        yield _named(
             "train.cudnn_benchmark chooses algorithms by their time, which differs from run to "
             "run, and train.deterministic forbids that; take one of them out"
         )
-        yield ("train", "cudnn_benchmark"), text
 
 
 def _compiler(train: TrainConfig, checkpointing: float | str) -> Iterator[Problem]:
@@ -174,23 +175,22 @@ def _compiler(train: TrainConfig, checkpointing: float | str) -> Iterator[Proble
         checkpointing: The value of ``parallel.activation_checkpointing``.
     """
     if train.compile == "step":
-        text = "train.compile='step': forward, loss and backward together are train.step=compiled"
-        yield ("train", "compile"), text
+        yield _named(
+            "train.compile='step': forward, loss and backward together are train.step=compiled"
+        )
     compiler = os.environ.get("CXX", "g++")
     inductor = train.compile_options.backend == "inductor"
     if train.uses_compiler and inductor and not (which(compiler) or which("clang++")):
         key = "compile" if train.compile else "step"
-        text = (
+        yield _named(
             f"train.{key}: torch's inductor needs a C++ compiler, and {compiler} is not on the "
             "PATH; install one, or use train.compile_options.backend=aot_eager"
         )
-        yield ("train", key), text
     if train.compile and checkpointing not in ("none", "blocks"):
-        text = (
+        yield _named(
             "train.compile needs parallel.activation_checkpointing to be none or blocks: a budget "
             "measures while layers run, which a graph does not allow"
         )
-        yield ("train", "compile"), text
 
 
 def _compiler_mode(options: CompileConfig, parallel: ParallelConfig) -> Iterator[Problem]:

@@ -127,7 +127,7 @@ class Writer(Hook):
     def _writing(self, task: Task) -> Callable[[], None]:
         """Return a function that writes the row, and the current images and histograms."""
         row = task.last_row
-        numbers = {name: value for name, value in row.items() if _is_finite(value)}
+        numbers = {n: v for n, v in row.items() if isinstance(v, int | float) and math.isfinite(v)}
         step = numbers.pop("step")
         images, histograms = {}, {}
         for name, (kind, tensor) in (task.media or {}).items() if self.takes_media else ():
@@ -234,7 +234,3 @@ def as_image(image: Tensor) -> Tensor:
     if image.dtype != torch.uint8:
         image = (image.float().clamp(0, 1) * 255).round().to(torch.uint8)
     return image.cpu()
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from selftask.errors import UserError, nearest, plural, shorten
@@ -19,7 +20,7 @@ from selftask.report.compare.tables import (
     reports_from,
     run_table,
 )
-from selftask.report.curves import CHARTS, chance_lines, chance_loss
+from selftask.report.curves import CHARTS, chance_lines
 from selftask.report.overview.table import count_states, small_is_good
 from selftask.report.page import Section, render, static_text, write_page
 from selftask.report.record import RunRecord
@@ -49,12 +50,8 @@ def write_comparison(folders: Sequence[Path], path: Path, sort: str = "") -> Com
     """
     comparison = read_comparison(folders, sort)
     title = f"{len(folders)} runs: selftask"
-    write_page(
-        path,
-        title,
-        comparison_sections(comparison, reports_from(path.parent)),
-        top=comparison_head(comparison),
-    )
+    sections = comparison_sections(comparison, reports_from(path.parent))
+    write_page(path, title, sections, top=comparison_head(comparison))
     return comparison
 
 
@@ -155,28 +152,18 @@ def comparison_sections(comparison: Comparison, link: Link) -> list[Section]:
         comparison: The runs, ranked.
         link: Function that returns the address of a run's report, empty if there is none.
     """
-    script, style = static_text("compare.js"), static_text("compare.css")
+    live = partial(Section, script=static_text("compare.js"), style=static_text("compare.css"))
     of_seeds = any(len(group.members) > 1 for group in comparison.groups)
-    ranking = Section(
-        "Configurations",
-        group_table(comparison) if of_seeds else "",
-        "configurations",
-        script=script,
-        style=style,
-    )
-    runs = Section("Runs", run_table(comparison, link), "runs-table", script=script, style=style)
-    curves = Section("Curves", _curves(comparison), "curves-of-runs", script=script, style=style)
-    settings = Section("Differences of configs", differences_table(comparison), "differences")
     pairs = pairs_of(comparison)
-    tests = Section("Differences on test images", render("compare.pairs", pairs), "pairs")
-    results = Section(
-        "Results of selftask eval",
-        results_table(comparison),
-        "results-of-eval",
-        script=script,
-        style=style,
-    )
-    return [ranking, runs, *([tests] if pairs else []), results, curves, settings]
+    tests = render("compare.pairs", pairs) if pairs else ""
+    return [
+        live("Configurations", group_table(comparison) if of_seeds else "", "configurations"),
+        live("Runs", run_table(comparison, link), "runs-table"),
+        Section("Differences on test images", tests, "pairs"),
+        live("Results of selftask eval", results_table(comparison), "results-of-eval"),
+        live("Curves", _curves(comparison), "curves-of-runs"),
+        Section("Differences of configs", differences_table(comparison), "differences"),
+    ]
 
 
 def pairs_of(comparison: Comparison) -> list[Pair]:
@@ -204,17 +191,10 @@ def _chart(name: str, drawn: Sequence[tuple[Group, Member]]) -> Chart:
         column = member.record.columns.get(name)
         if column is None:
             continue
-        curves.append(
-            Curve(
-                curve_label(group, member),
-                column.steps,
-                column.values,
-                color=group.number,
-                thin=len(group.members) > 1,
-                clock=member.name,
-            )
-        )
-        chance = chance_loss(member.record) if name == "loss" else None
+        label, thin = curve_label(group, member), len(group.members) > 1
+        curve = Curve(label, column.steps, column.values, group.number, thin, member.name)
+        curves.append(curve)
+        chance = member.record.last("chance_loss") if name == "loss" else None
         chances |= set() if chance is None else {float(f"{chance:.4g}")}
     chart = CHARTS.get(name, Chart(name, smooth=False))
     lines = chance_lines(chances.pop()) if len(chances) == 1 else chart.lines
