@@ -184,9 +184,7 @@ class _CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self.calls = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
         self.calls += func.namespace == "c10d" and ("all" in name or "reduce" in name)
         return func(*args, **kwargs or {})

@@ -8,7 +8,7 @@ torch 2.15.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -212,15 +212,9 @@ class _CountActivations(TorchDispatchMode):
         super().__exit__(*error)
         self.tracker.__exit__(*error)
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs or {})
-        if func._overloadpacket in flop_registry:  # type: ignore[attr-defined]
+        if func._overloadpacket in flop_registry:
             first = result[0] if isinstance(result, tuple) else result
             self.by_module.update(dict.fromkeys(self.tracker.parents, first.numel()))
         return result

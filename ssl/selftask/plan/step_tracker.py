@@ -59,16 +59,10 @@ class StepTracker(TorchDispatchMode):
         self.peak, self.at_peak, self.most_activations = self.total, dict(self.live), 0
         self.flops.clear()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         phase = _phase()
         result = func(*args, **kwargs or {})
-        packet = func._overloadpacket  # type: ignore[attr-defined]
+        packet = func._overloadpacket
         if packet in _FLOPS:
             self.flops[phase] += _FLOPS[packet](*args, **kwargs or {}, out_val=result)
         kind = ACTIVATIONS

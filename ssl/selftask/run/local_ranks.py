@@ -58,7 +58,7 @@ def start(config: Config, command: list[str]) -> int:
         # A UserError is already reported; on a restart the status still says that it begins.
         mistake = state is None and code == 2 and attempt == 1
         if state in (None, "running") and not mistake:
-            _tell_what_ranks_could_not(status, ranks)
+            _report_for_ranks(status, ranks)
         again = code != 2 and attempt < attempts  # a restart cannot fix a UserError
         if again:  # the ranks take seconds until they write it themselves
             status.write("running", world_size=config.launch.processes, restart=attempt)
@@ -159,7 +159,7 @@ class Ranks:
         return f"rank {rank} (pid {process.pid}) {describe_exit(code)}{more}"
 
 
-def _tell_what_ranks_could_not(status: Status, ranks: Ranks) -> None:
+def _report_for_ranks(status: Status, ranks: Ranks) -> None:
     """Write the last log line, event and status of a run whose ranks could not write them."""
     message = ranks.describe_failure()
     status.path.parent.mkdir(parents=True, exist_ok=True)

@@ -157,7 +157,7 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
     watch: Watch | None = None
     stopped_by: str | None = None
     try:
-        with _signals_told():
+        with _stop_signals_raised():
             if world.rank == 0:
                 write_durably(task.out / "config.yaml", to_yaml(config))
                 environment.write(task.out, config.places)
@@ -213,7 +213,7 @@ def _tell(ending: Ending, upload: Callable[[], None], failure: Failure) -> None:
 
 
 @contextmanager
-def _signals_told() -> Iterator[None]:
+def _stop_signals_raised() -> Iterator[None]:
     """Context in which a stop signal without a handler raises KeyboardInterrupt.
 
     A signal may arrive before the ``preemption`` hook is installed. A second signal ends the

@@ -92,13 +92,11 @@ def _next_attempt(
     if job is None:
         return ""
     early = code == USR2  # the signal before the time limit came before Python had a handler
-    if not early and _is_the_users_to_mend(paths):
+    if not early and _has_user_error(paths):
         return ""
     if lost or early:
-        remaining, of = (
-            launch.max_requeues - requeues(job, record.out),
-            f"{launch.max_requeues} requeues",
-        )
+        remaining = launch.max_requeues - requeues(job, record.out)
+        of = f"{launch.max_requeues} requeues"
     else:
         remaining = launch.max_restarts - record.failures(job.id)
         of = f"{launch.max_restarts} restarts"
@@ -107,7 +105,7 @@ def _next_attempt(
     return f"{remaining - 1} of {of} left" if remaining > 0 else ""
 
 
-def _is_the_users_to_mend(paths: submitit_files.JobPaths) -> bool:
+def _has_user_error(paths: submitit_files.JobPaths) -> bool:
     """Return True if a rank ended with a UserError, which a restart cannot fix."""
     texts = [submitit_files.pickle_load(path) for path in _results(paths)]
     return any(f"{USER_ERROR}: " in str(text).partition(ENDED)[2][:4] for _, text in texts)

@@ -75,11 +75,13 @@ def main(argv: list[str]) -> int:
     if world.rank:
         _compute_share(frozen, world)
         return 0
+    from selftask.evaluate.feature_files import write_features
+
     if is_table:
         num_images, width = _write_table(out, frozen, world, facts)
     else:
         with output_folder(out) as folder:
-            path = _write_folder(folder, frozen, world, facts)
+            path = _write(partial(write_features, folder), frozen, world, facts)
             num_images, width = _mapped(path).shape
             if clusters:
                 _write_clusters(folder, path, frozen.config.train.seed, clusters)
@@ -126,14 +128,6 @@ def _compute(frozen: Frozen) -> tuple[nn.Module, Iterator[Features]]:
     backbone = evaluated_model(frozen.backbone, config.eval).to(device)
     parts = iterate_source(backbone, config, frozen.sources.train, device=device, tell=announce)
     return backbone, parts
-
-
-def _write_folder(folder: Path, frozen: Frozen, world: World, facts: dict[str, Any]) -> Path:
-    """Write the folder; return the path of its last file of features."""
-    from selftask.evaluate.feature_files import write_features
-
-    path: Path = _write(partial(write_features, folder), frozen, world, facts)
-    return path
 
 
 def _write_table(out: str, frozen: Frozen, world: World, facts: dict[str, Any]) -> tuple[int, int]:
