@@ -59,9 +59,9 @@ class TWIST(Method):
         temperature: float = setting(1.0, above=0)
         """Temperature of the distributions in both entropies, tau."""
         sharpness_weight: float = setting(0.0, min=-1)
-        """lambda_1: the mean entropy of the images has the weight 1 + lambda_1."""
+        """Term lambda_1 of the weight 1 + lambda_1, which the mean entropy of the images has."""
         diversity_weight: float = setting(1.0, min=0)
-        """lambda_2, the weight of the entropy of the mean distribution."""
+        """Weight of the entropy of the mean distribution, lambda_2."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build three layers; the last BatchNorm has neither scale nor shift."""
