@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -115,17 +116,15 @@ def _learning(columns: Mapping[str, Column], record: RunRecord) -> tuple[Finding
         return Finding("bad", still), False
     last = columns["loss"].steps[-1]
     if len(columns["loss"].steps) < MIN_ROWS or last < FROM_STEP:
-        return Finding(
-            "plain", f"too early to say whether it learns: {last} {plural('step', last)}"
-        ), None
+        early = f"too early to say whether it learns: {last} {plural('step', last)}"
+        return Finding("plain", early), None
     loss, gain = _fall(columns["loss"]), _gain(record.rows)
     ratio = columns.get("chance_ratio")
     if ratio is not None and last >= CHANCE_STEPS:
         return _against_chance(ratio, loss, gain)
     if loss.falls and gain.known and not gain.rises:
-        return Finding(
-            "warning", f"the features do not improve: {_and(gain.text, loss.text)}"
-        ), False
+        stays = f"the features do not improve: {_and(gain.text, loss.text)}"
+        return Finding("warning", stays), False
     if loss.falls or gain.rises:
         return Finding("good", f"learning: {_and(loss.text, gain.text)}"), True
     return Finding("warning", f"no sign of learning: {_and(loss.text, gain.text)}"), False
@@ -148,9 +147,8 @@ def _against_chance(ratio: Column, loss: Trend, gain: Trend) -> tuple[Finding, b
         lost = f"back at chance: the loss is {now:.2f} times chance, {lowest:.2f} at step {step:,}"
         return Finding("bad", lost), False
     if loss.falls and not gain.known:
-        return Finding(
-            "warning", f"no better than chance so far: {facts}, {now:.2f} times it"
-        ), None
+        so_far = f"no better than chance so far: {facts}, {now:.2f} times it"
+        return Finding("warning", so_far), None
     return Finding("bad", f"at chance: {facts}; the loss is {now:.2f} times chance"), False
 
 
@@ -316,13 +314,9 @@ def _evaluation_time(record: RunRecord) -> list[Finding]:
 
 
 def _interruptions(events: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    counts = {kind: _count(events, kind) for kind in ("resume", "requeue")}
-    words = {"resume": "resumed", "requeue": "requeued"}
-    parts = [
-        f"{words[kind]} {number} {plural('time', number)}"
-        for kind, number in counts.items()
-        if number
-    ]
+    counts = Counter(event.get("event") for event in events)
+    words = {"resumed": counts["resume"], "requeued": counts["requeue"]}
+    parts = [f"{word} {n} {plural('time', n)}" for word, n in words.items() if n]
     return [Finding("plain", ", ".join(parts))] if parts else []
 
 
@@ -332,10 +326,6 @@ def _warnings(events: Sequence[Mapping[str, Any]]) -> list[Finding]:
         return []
     number = len(texts)
     return [Finding("warning", f"{number} {plural('warning', number)}, the last: {texts[-1]}")]
-
-
-def _count(events: Sequence[Mapping[str, Any]], kind: str) -> int:
-    return sum(event.get("event") == kind for event in events)
 
 
 def _end(values: Sequence[float]) -> float:

@@ -240,19 +240,13 @@ def queue(ids: list[str]) -> dict[str, str]:
     states = {job: "RUNNING" if _controlled_folder(job) else "gone" for job in local}
     for job, state, reason in (line.split("|", 2) for line in listed if line.count("|") > 1):
         states[job] = f"{state} ({reason})" if state == "PENDING" else state
+    accounting = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State", "-j")
     for job in ids:
         if job not in states:
-            states_of_job = [
-                word.removeprefix("JobState=")
-                for line in lines("scontrol", "show", "job", "--oneliner", job)
-                for word in line.split()
-                if word.startswith("JobState=")
-            ]
-            states_of_job = states_of_job or lines(
-                "sacct", "--noheader", "--parsable2", "--allocations", "--format=State", "-j", job
-            )
-            if states_of_job:
-                states[job] = states_of_job[0]
+            shown = " ".join(lines("scontrol", "show", "job", "--oneliner", job))
+            of_job = re.findall(r"(?:^| )JobState=(\S*)", shown) or lines(*accounting, job)
+            if of_job:
+                states[job] = of_job[0]
     return {job: states[job] for job in ids if job in states}
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 DEPTH = 5  # levels of folders that are searched
 _SIGNS = frozenset({"status.json", "metrics.jsonl", "environment.json"})  # files of a run folder
 _JOBS = Path("slurm", "jobs.json")
-_INSIDE = frozenset(
-    (
-        *("checkpoints", "evaluations", "export", "errors", "failures", "slurm"),
-        *("tensorboard", "wandb", "profile"),
-    )
+_INSIDE = (
+    *("checkpoints", "evaluations", "export", "errors", "failures", "slurm"),
+    *("tensorboard", "wandb", "profile"),
 )  # subfolders of a run, which contain no other runs
 
 
