@@ -40,7 +40,7 @@ class Table:
 
     paths: Sequence[str | None]
     labels: Sequence[Any] | None
-    extras: Mapping[str, Sequence[Any]]  # further data of the samples, by name
+    extras: Mapping[str, Sequence[Any]]  # extra data of the samples, by name
     lines: Sequence[int] | None  # line of each row in the file; None if the file has no lines
 
 
@@ -156,14 +156,9 @@ def _extra_of(index: Index, name: str) -> Any:
 
 def _indexed(file: Path, config: TableSource.Config, root: str) -> Index:
     """Return the content of the table, from its index if the file has not changed."""
-    asked: list[Any] = [
-        config.column,
-        config.label_column,
-        config.delimiter,
-        os.path.realpath(root),
-    ]
-    asked += _extra_columns(config).items()
-    kept = store.index_file("table", str(file), json.dumps(asked))
+    asked = (config.column, config.label_column, config.delimiter, os.path.realpath(root))
+    text = json.dumps([*asked, *_extra_columns(config).items()])
+    kept = store.index_file("table", str(file), text)
     return store.cached(kept, lambda: _state(file), lambda: _read(file, config, root))
 
 
@@ -192,7 +187,7 @@ def _read(file: Path, config: TableSource.Config, root: str) -> Index:
             words = arrays_of_paths([os.fsencode(str(value or "")) for value in values])
             arrays |= {f"{name}/{part}": array for part, array in words.items()}
     if config.box:
-        _check_boxes(*(arrays[f"box/{side}/values"] for side in BOX), table=table, file=file)
+        _check_boxes([arrays[f"box/{side}/values"] for side in BOX], table, file)
     header["num_folders"] = len({name.rpartition(b"/")[0] for name in names})
     return Index(header, arrays)
 
@@ -218,20 +213,13 @@ def _numbers(
             raise UserError(f"data.{key}: {line}: {name} is {value!r}, no number") from None
 
 
-def _check_boxes(
-    left: np.ndarray,
-    top: np.ndarray,
-    right: np.ndarray,
-    bottom: np.ndarray,
-    *,
-    table: Table,
-    file: Path,
-) -> None:
+def _check_boxes(sides: Sequence[np.ndarray], table: Table, file: Path) -> None:
     """Raise UserError for the first rectangle that has no pixel."""
+    left, top, right, bottom = sides
     fine = (right >= left + 1) & (bottom >= top + 1) & np.isfinite(right + bottom)
     if not fine.all():
         row = int(fine.argmin())
-        box = ", ".join(f"{side[row]:g}" for side in (left, top, right, bottom))
+        box = ", ".join(f"{side[row]:g}" for side in sides)
         raise UserError(
             f"data.box: {_place(file, table, row)}: ({box}) is no rectangle; left, top, right and "
             "bottom in pixels are expected, right and bottom larger by at least 1"
@@ -252,13 +240,11 @@ def _columns(config: TableSource.Config, names: list[str], file: Path) -> tuple[
         if column is None:
             listed = ", ".join(names)
             raise UserError(f"data.column: which column of {file} holds the paths? one of {listed}")
-    wanted = [("column", column), ("label_column", config.label_column)]
+    wanted = [("column", column)]
+    if config.label_column not in (None, _LABELS):
+        wanted.append(("label_column", config.label_column))
     for key, name in [*wanted, *_extra_columns(config).values()]:
-        if (
-            name is not None
-            and name not in names
-            and not (key == "label_column" and name == _LABELS)
-        ):
+        if name not in names:
             hint = nearest(name, names)
             raise UserError(f"data.{key}: {file} has no column {name!r}; {hint}")
     label = config.label_column if config.label_column in names else None
@@ -359,11 +345,11 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
 
 def _read_json(file: Path, config: TableSource.Config, root: str) -> Table:
     """Read a list of objects, or one object per line (.jsonl)."""
-    expected = "a list of objects" if file.suffix.lower() == ".json" else "an object a line"
+    whole = file.suffix.lower() == ".json"
+    expected = "a list of objects" if whole else "an object a line"
     with no_traceback(f"data: {file} is not {expected}"):
         text = file.read_text(encoding="utf-8-sig")
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        whole = file.suffix.lower() == ".json"
         rows = json.loads(text) if whole else [json.loads(line) for _, line in lines]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"data: {file} is not {expected}")
