@@ -36,7 +36,7 @@ loss_median |  | Median loss of these steps.
 lr |  | Learning rate of the first parameter group, at this step.
 
 groups whose rates differ, `optimizers`
-lr/GROUP |  | Learning rate of a parameter group, or of a further optimizer.
+lr/GROUP |  | Learning rate of a parameter group, or of an additional optimizer.
 
 runs with weight decay
 weight_decay |  | Largest weight decay of all groups.
@@ -87,7 +87,7 @@ target_entropy | nats | Mean entropy of the targets of images, in DINO and those
 
 `eval.evaluations`, at step 0, `eval.every`, the end
 knn_top1 | 0 to 1 | Accuracy of k nearest neighbors, first k of `k`.
-knn_top1_kK | 0 to 1 | Accuracy of K nearest neighbors, further k of `k`.
+knn_top1_kK | 0 to 1 | Accuracy of K nearest neighbors, for other K of `k`.
 linear_top1 | 0 to 1 | Accuracy of logistic regression on frozen features.
 linear_N_labels_top1 | 0 to 1 | The same with N labels per class.
 linear_N_percent_top1 | 0 to 1 | The same with N % of the labels.

@@ -24,7 +24,7 @@ class _Kind(NamedTuple):
     """A library's layer class: the attribute with its rate, and the number of axes it draws for."""
 
     rate: str
-    axes: int  # number of axes after the first; further axes are dropped together
+    axes: int  # number of axes after the first; other axes are dropped together
 
 
 _ALL_AXES = 99

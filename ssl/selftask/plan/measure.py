@@ -16,7 +16,7 @@ from selftask.plan.fake_data import FakeData
 from selftask.plan.fake_task import FakeTask
 from selftask.task.numerics import numerics
 
-_STEPS, _SECONDS = 3, 20.0  # number of steps to time; seconds after which no further step begins
+_STEPS, _SECONDS = 3, 20.0  # number of steps to time; seconds after which no other step begins
 
 
 def measure(config: Config, data: FakeData) -> tuple[float, torch.device]:

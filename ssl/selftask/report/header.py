@@ -27,7 +27,7 @@ STATE_KINDS: dict[str, Kind] = {
     "unreadable": "bad",
 }
 _SYMBOLS: dict[Kind, str] = {"good": "✓", "warning": "!", "bad": "✗", "plain": "·"}
-MAX_CHECKPOINTS = 12  # visible rows; further rows are folded
+MAX_CHECKPOINTS = 12  # visible rows; the others are folded
 
 
 def head_html(record: RunRecord) -> str:

@@ -73,7 +73,7 @@ class Task(Recorder, ClassyTaskNames):
     activations: ActivationBudget
     reduction: Reduction  # of the network
     optimizer: Any
-    optimizers: dict[str, Any]  # further ones, by name
+    optimizers: dict[str, Any]  # others, by name
     frozen: Any  # FrozenParameters
     grad_scaler: NoScaler  # or its subclass LossScaler
     meters: list[Any]

@@ -190,13 +190,11 @@ def _trained_part(recipe: str, words: list[str], keys: set[str], assumptions: An
     smaller = [(rank, batch // parts, parts) for parts in numbers if batch // parts > 1]
     needed = 0
     for lora, size, parts in [(None, batch, 1), *smaller]:
-        changes = [] if lora is None else [Choice("backbone.lora", lora, "")]
+        values: dict[str, Any] = {} if lora is None else {"backbone.lora": lora}
         if parts > 1:
-            changes += [
-                Choice("train.batch_size", size, ""),
-                Choice("train.accumulate", parts, ""),
-                Choice("train.step", "accumulate", ""),
-            ]
+            values |= {"train.batch_size": size, "train.accumulate": parts}
+            values["train.step"] = "accumulate"
+        changes = [Choice(key, value, "") for key, value in values.items()]
         plan = make_plan(load_config(recipe, [*words, *_words(changes, keys)]), assumptions)
         needed = needed or plan.memory.total
         if plan.memory.fits(assumptions.memory):

@@ -29,7 +29,7 @@ class Sources(NamedTuple):
 
     train: Source
     val: Source | None
-    val_sets: Mapping[str, Source] = MappingProxyType({})  # further ones, by name
+    val_sets: Mapping[str, Source] = MappingProxyType({})  # others, by name
 
 
 def open_data(data: DataConfig) -> Sources:

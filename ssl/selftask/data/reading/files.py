@@ -29,8 +29,8 @@ from selftask.files.received import special_kind
 T = TypeVar("T")
 
 SAMPLE_BYTES = 4096  # of a file, at its start and in its middle
-MAX_STUCK = 16  # hanging threads of a process, after which further reads fail
-FIRST_PAUSE_S = 0.1  # pause before the first retry; each further pause is four times as long
+MAX_STUCK = 16  # hanging threads of a process, after which other reads fail
+FIRST_PAUSE_S = 0.1  # pause before the first retry; each later pause is four times as long
 
 TRANSIENT = frozenset(
     {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO}
