@@ -128,7 +128,7 @@ class Writer(Hook):
         """Return a function that writes the row, and the current images and histograms."""
         row = task.last_row
         numbers = {n: v for n, v in row.items() if isinstance(v, int | float) and math.isfinite(v)}
-        step = numbers.pop("step")
+        step = int(numbers.pop("step"))
         images, histograms = {}, {}
         for name, (kind, tensor) in (task.media or {}).items() if self.takes_media else ():
             if kind == "image":
