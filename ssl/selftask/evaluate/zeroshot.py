@@ -16,9 +16,9 @@ from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source
 from selftask.errors import UserError, join_some, nearest
-from selftask.evaluate.features import extract_features
+from selftask.evaluate.features import collect
 from selftask.evaluate.figure import Figure
-from selftask.evaluate.offline import eval_batches
+from selftask.evaluate.offline import iterate_source
 from selftask.evaluate.online import evaluated_model
 from selftask.evaluate.tables import read_rows
 from selftask.files.paths import expand_user
@@ -61,7 +61,8 @@ def measure_zeroshot(
     """Return the accuracy of the class whose prompts are most similar to the image.
 
     Radford et al., arXiv:2103.00020, section 3.1: a class is the mean of the unit embeddings of its
-    prompts. Similarity is the cosine, so that temperature and bias do not matter.
+    prompts. Similarity is the cosine, so that temperature and bias do not matter. Several ranks
+    share the images.
 
     Args:
         model: Embeds images and texts.
@@ -85,12 +86,10 @@ def measure_zeroshot(
     test, key = (sources.train, "data") if sources.val is None else (sources.val, "data.val")
     names = read_names(options.classes, _class_names(test, sources.train))
     templates = read_templates(options.templates)
-    batches = eval_batches(config, test, device, key)
     images = nn.Sequential(evaluated_model(model.backbone, config.eval), model.head)
-    features = extract_features(images.to(device), batches, device=device)
+    parts = iterate_source(images.to(device), config, test, device=device, key=key, tell=tell)
+    features = collect(parts)
     features.check_labels(key)
-    if unreadable := batches.bad_files.summary():
-        tell(f"warning: {unreadable}")
     chosen, targets = _candidates(names, features.targets.cpu(), options.only_test_classes, tell)
     prompts = {
         name: [t.replace("{}", n) for n in names[name] for t in templates] for name in chosen
