@@ -237,6 +237,8 @@ def test_a_folder_of_transformers_gives_its_own_logits(
     torch.testing.assert_close(cosines * model.logit_scale.detach().exp() + bias, logits)
     assert facts["transforms"][-1]["mean"] == list(processor.image_mean)
     assert not (tmp_path / "evaluations.jsonl").exists()
+    assert main([*command, f"classes={one}", "image_size=64"]) == 2
+    assert "image_size: " in capsys.readouterr().err
     (tmp_path / "model.safetensors").write_bytes(b"cut")
     assert main([*command, f"classes={one}"]) == 2
     assert "transformers cannot load it: " in capsys.readouterr().err

@@ -97,12 +97,18 @@ def joined(rows: Sequence[int], cosines: Sequence[float], nearest: Sequence[int]
     return [Group(f"cosine {cosine:.4f}", members) for members, cosine in groups.items()]
 
 
+def _counted(group: Group) -> str:
+    """Return the text of a group, and how many of its images are shown if not all are."""
+    number = len(group.indices)
+    return group.text if number <= _MOST else f"{group.text}, {_MOST} of {number} images shown"
+
+
 def _section(title: str, note: str, id: str, groups: Sequence[Group], source: Source) -> Section:
     sprite = Sprite(id, _SIDE, _BUDGET)
     shown = [index for group in groups for index in group.indices[:_MOST]]
     names = iter(short_names([source.path(index) for index in shown]))
     rows = [
-        (group.text, [(source[index][0], next(names)) for index in group.indices[:_MOST]])
+        (_counted(group), [(source[index][0], next(names)) for index in group.indices[:_MOST]])
         for group in groups
     ]
     return image_section(title, render("images.groups", note, sprite, rows), id, sprite)
