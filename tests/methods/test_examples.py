@@ -6,7 +6,7 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,11 +26,11 @@ SMALL = {"out_dim": 5, "hidden_dim": 7, "bottleneck": 4, "momentum": 0.9, "mask_
 
 
 @pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+def example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], ModuleType]]:
     """Import a file of the page; its names are registered for one test."""
-    for registry in (METHODS, HOOKS):
-        for attribute in ("_registered", "_addresses"):
-            monkeypatch.setattr(registry, attribute, dict(getattr(registry, attribute)))
+    loaded = []
 
     def load(name: str) -> ModuleType:
         text = re.search(rf"```python\n(# {name}\.py\n.*?)```", PAGE, re.DOTALL)
@@ -40,10 +40,15 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)
+        loaded.append(name)
         spec.loader.exec_module(module)
         return module
 
-    return load
+    yield load
+    for registry in (METHODS, HOOKS):  # what selftask itself registered meanwhile stays
+        for name, thing in [*registry._registered.items()]:
+            if thing.__module__ in loaded:
+                del registry._registered[name], registry._addresses[name]
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:
