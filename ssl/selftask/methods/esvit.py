@@ -58,7 +58,7 @@ class EsViT(DINO):
         "ICLR 2022"
     )
     columns = {
-        "images": "Term of the loss: views.",
+        "views": "Term of the loss: whole views.",
         "regions": "Term of the loss: regions of the views.",
     }
     requires = ("dense",)
@@ -115,7 +115,7 @@ class EsViT(DINO):
             [self.log_probs(view) for view in predicted.regions],
             predicted.features,
         )
-        return {"images": (1 - weight) * sum(terms.values()), "regions": weight * regions}
+        return {"views": (1 - weight) * sum(terms.values()), "regions": weight * regions}
 
 
 class RegionNetwork(Network):

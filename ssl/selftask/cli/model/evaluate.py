@@ -86,26 +86,40 @@ def main(argv: list[str]) -> int:
     if not models:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
     _check_name(name)
-    takes_backbone = EVALUATIONS.declared(name, "takes_backbone", False)
-    from selftask.cli.model.result_row import described, layer_table, with_intervals  # need torch
-
     for address in models:
-        overrides = argv[1 + len(models) :]
-        if is_features(address):
-            row = with_intervals(evaluate_files(name, address, overrides))
+        row = _row(name, address, argv[1 + len(models) :])
+        if row:  # rank 0 has the results
             print(json_row({"model": address, **row} if len(models) > 1 else row), flush=True)
-            continue
-        frozen, run = open_named(address, asked_words(name, overrides))
-        is_logged = takes_backbone and read_world().rank == 0  # it has no `tell`
-        with info_on_stderr() if is_logged else nullcontext():
-            figures = evaluate_frozen(name, frozen, tell=announce)
-        if figures:  # rank 0 has the results
-            row, scores = described(figures, frozen.data_digests)
-            for line in layer_table(row):
-                print(line)
-            print(json_row({"model": address, **row} if len(models) > 1 else row), flush=True)
-            keep(run, name, overrides, frozen, options_of(name, frozen), row | scores)
     return 0
+
+
+def _row(name: str, address: str, overrides: list[str]) -> dict[str, float]:
+    """Return the metrics with their intervals, and append those of a run to its file.
+
+    Args:
+        name: Name of the evaluation.
+        address: A run, a model, or features in files.
+        overrides: ``key=value`` words.
+    """
+    if is_features(address):
+        figures = evaluate_files(name, address, overrides)
+        from selftask.cli.model.result_row import with_intervals  # needs torch
+
+        return with_intervals(figures)
+    frozen, run = open_named(address, asked_words(name, overrides))
+    takes_backbone = EVALUATIONS.declared(name, "takes_backbone", False)
+    is_logged = takes_backbone and read_world().rank == 0  # it has no `tell`
+    with info_on_stderr() if is_logged else nullcontext():
+        figures = evaluate_frozen(name, frozen, tell=announce)
+    if not figures:
+        return {}
+    from selftask.cli.model.result_row import described, layer_table  # need torch
+
+    row, scores = described(figures, frozen.data_digests)
+    for line in layer_table(row):
+        print(line)
+    keep(run, name, overrides, frozen, options_of(name, frozen), row | scores)
+    return row
 
 
 def evaluate_frozen(
