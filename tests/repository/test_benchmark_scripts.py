@@ -36,7 +36,7 @@ SMALLEST = {
     "threads": "--recipes simclr/digits --steps 1",
 }
 NEEDS_PEER = {"knn": "faiss", "method_step": "lightly"}
-NEEDS_DATA = {"same_learning"}  # two folders of images
+NEEDS_DATA = {"end_to_end", "end_to_end_peers", "same_learning"}  # folders of images
 
 
 def test_all_scripts_are_here() -> None:

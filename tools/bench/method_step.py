@@ -26,6 +26,7 @@ from typing import Any
 import lightly_methods
 import torch
 from contestants import LR, MOMENTUM, train_in_memory
+from method_parts import PARTS
 from rounds import in_turns, median_and_interval
 from small_models import Stamped
 
@@ -34,31 +35,6 @@ from selftask.config.schema import Config
 from selftask.models.build import build_backbone
 
 STEPS = 5  # per turn; the first one does not count
-_MLP = {"hidden_dim": 2048, "out_dim": 2048}
-_SMALL = {"hidden_dim": 512, "out_dim": 128}
-PARTS: dict[str, dict[str, Any]] = {
-    "simclr": {"hidden_dim": 512, "out_dim": 128, "norm": True, "temperature": 0.1},
-    "dcl": {"hidden_dim": 512, "out_dim": 128, "norm": True, "temperature": 0.1},
-    "moco": {**_SMALL, "queue_size": 4096, "temperature": 0.1},
-    "nnclr": {
-        **_MLP,
-        "out_dim": 256,
-        "predictor_dim": 4096,
-        "queue_size": 4096,
-        "temperature": 0.1,
-    },
-    "byol": {"hidden_dim": 4096, "out_dim": 256},
-    "simsiam": {"hidden_dim": 512, "out_dim": 2048},
-    "swav": {"hidden_dim": 2048, "out_dim": 128, "num_prototypes": 3000, "freeze_prototypes": 0},
-    "dino": {"hidden_dim": 2048, "bottleneck": 256, "out_dim": 4096, "freeze_last_layer": 0},
-    "barlow": _MLP,
-    "vicreg": _MLP,
-    "tico": {"hidden_dim": 2048, "out_dim": 256},
-    "frossl": {"hidden_dim": 2048, "out_dim": 1024},
-    "mae": {"mask_ratio": 0.75, "decoder_dim": 512, "decoder_depth": 8, "decoder_heads": 16},
-}
-"""Arguments of selftask's methods, from which lightly's parts are built."""
-
 _VIEWS = {"mae": [32], "dino": [32, 32, 16, 16, 16, 16]}  # sizes in pixels; others: two of 32
 
 
