@@ -67,14 +67,14 @@ class Contest:
 
 
 CONTESTS = {
-    "simclr, 32 pixels": Contest("simclr", "resnet18", 32, 32),
+    "simclr, 32 pixels": Contest("simclr", "resnet18", 32, 16),
     "simclr, small network": Contest("simclr", "small_resnet", 32, 128),
-    "simclr, 224 pixels": Contest("simclr", "resnet18", 224, 16),
-    "moco, 32 pixels": Contest("moco", "resnet18", 32, 32),
-    "byol, 32 pixels": Contest("byol", "resnet18", 32, 32),
-    "barlow, 32 pixels": Contest("barlow", "resnet18", 32, 32),
-    "dino, 224 pixels": Contest("dino", "vit_tiny", 224, 8),
-    "mae, 224 pixels": Contest("mae", "vit_small", 224, 16),
+    "simclr, 224 pixels": Contest("simclr", "resnet18", 224, 8),
+    "moco, 32 pixels": Contest("moco", "resnet18", 32, 16),
+    "byol, 32 pixels": Contest("byol", "resnet18", 32, 16),
+    "barlow, 32 pixels": Contest("barlow", "resnet18", 32, 16),
+    "dino, 224 pixels": Contest("dino", "vit_tiny", 224, 4),
+    "mae, 224 pixels": Contest("mae", "vit_small", 224, 8),
 }
 
 
