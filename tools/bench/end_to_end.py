@@ -34,10 +34,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from end_to_end_peers import CONTESTANTS, CONTESTS
+from end_to_end_peers import CONTESTANTS, CONTESTS, LACKS
 from rounds import in_turns, median_and_interval
 
-WARM_UP = 3  # steps after the start that do not count
+WARM_UP = 2  # steps after the start that do not count
 PATIENCE_S = 300.0  # for a step, and for the start
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -140,6 +140,8 @@ def enter(contest: str, images: Path, folder: Path, ends: ExitStack) -> list[Con
     """Start all contestants, one after the other; each is stopped after its first steps."""
     entered = []
     for name in CONTESTANTS:
+        if CONTESTS[contest].method in LACKS.get(name, ()):
+            continue
         for precision in ("float32", "fast"):
             out = folder / f"{contest}_{name}_{precision}".replace(" ", "_").replace(",", "")
             contestant = Contestant(name, contest, precision, images, out)
@@ -200,8 +202,8 @@ def main() -> None:
             with ExitStack() as ends:
                 entered = enter(contest, images[made.size], Path(folder), ends)
                 for number in range(options.rounds):
-                    for place in in_turns(range(len(entered)), number):
-                        entered[place].run(options.steps)
+                    for contestant in in_turns(entered, number):
+                        contestant.run(options.steps)
                 print(table(contest, entered), flush=True)
 
 

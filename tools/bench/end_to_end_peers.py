@@ -300,6 +300,7 @@ def _optimizer(contest: Contest) -> Callable[[Any], Any]:
     return partial(torch.optim.SGD, **SGD)
 
 
+LACKS = {"lightly-train": {"moco", "byol", "barlow", "mae"}}  # methods that a library does not have
 CONTESTANTS: dict[str, Callable[[Contest, bool, str, str], None]] = {
     "selftask": selftask,
     "lightly": lightly,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
+from typing import TypeVar
+
+Entry = TypeVar("Entry")
 
 
-def in_turns(names: Sequence[str], number: int) -> list[str]:
-    """Return the names in the order of round ``number``, so that the order changes."""
-    turn = number % len(names)
-    return [*names[turn:], *names[:turn]]
+def in_turns(entries: Sequence[Entry], number: int) -> list[Entry]:
+    """Return the entries in the order of round ``number``, so that the order changes."""
+    turn = number % len(entries)
+    return [*entries[turn:], *entries[:turn]]
 
 
 def median_and_interval(values: Sequence[float]) -> tuple[float, float, float]:
