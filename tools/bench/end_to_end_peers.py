@@ -74,7 +74,7 @@ CONTESTS = {
     "byol, 32 pixels": Contest("byol", "resnet18", 32, 16),
     "barlow, 32 pixels": Contest("barlow", "resnet18", 32, 16),
     "dino, 224 pixels": Contest("dino", "vit_tiny", 224, 4),
-    "mae, 224 pixels": Contest("mae", "vit_small", 224, 8),
+    "mae, 224 pixels": Contest("mae", "vit_small", 224, 4),
 }
 
 
