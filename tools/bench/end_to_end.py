@@ -1,22 +1,22 @@
-"""Contestants of ``end_to_end.py``: each trains endlessly, as its library documents it.
+"""From JPEG files to updated weights: selftask beside other libraries, each with its own trainer.
 
-    python -m venv --system-site-packages PEERS && PEERS/bin/pip install lightly-train \
-        stable-pretraining
+    python -m venv --system-site-packages PEERS
+    PEERS/bin/pip install lightly lightly-train stable-pretraining
     PEERS/bin/python tools/bench/end_to_end.py SMALL PHOTOS [--contests mae dino] [--rounds 5]
 
 SMALL is a folder of classes with JPEGs of 32 pixels (CIFAR-10), PHOTOS one with photographs; files
-are linked so often that no epoch ends. A library that cannot be imported is named with its error.
-solo-learn is not among them: PyPI has 1.0.2 alone, which asks for torch 1.9.1.
+are linked so often that no epoch ends. A library that does not run is named with its error.
+solo-learn is left out: PyPI has only its version 1.0.2, which requires torch 1.9.1.
 
-Every contestant (end_to_end_peers.py) is a process of its own, with one worker process and one
-thread each: reading, decoding, augmenting, collating, forward, backward and update. All but one
-are stopped (SIGSTOP), loaders too, so a turn goes on where the last one ended; all stay in memory
-(8 to 12 GB). Figures are
-milliseconds an image: CPU time of the processes of a contestant, and wall time with both cores. A
-turn is ``--steps`` steps, from the end of one to the end of another; the first after a stop does
-not count. ``float32`` is the default of all libraries but selftask on a CPU. ``ratio`` is
-selftask's CPU time by that of the contestant, median over rounds with a 95 % interval by
-bootstrap, at ``auto`` (selftask's default) and at float32.
+Every contestant (end_to_end_peers.py) is a process of its own with one thread, and one worker
+process: reading, decoding, augmenting, collating, forward, backward and update. All but one are
+stopped (SIGSTOP), workers too, so a turn goes on where the last one ended. All stay in memory: 8 to
+12 GB. A turn lasts ``--steps`` steps, from the end of one to the end of another; the first step
+after a stop does not count. Figures are milliseconds an image: CPU time of all processes of a
+contestant, and wall time with all cores. Libraries but selftask compute in float32 on a CPU by
+default; selftask's default is ``auto``. The last two columns are selftask's CPU time at ``auto``
+and in float32, divided by that of the contestant in the same round: median over rounds, with its
+95 % interval by bootstrap.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python tools/bench/end_to_end_peers.py CONTESTANT CONTEST float32|fast IMAGES OUT MARKS
 
 Runs until it is killed. After each optimizer step one byte is written to the file descriptor MARKS.
-All use one thread and one worker process, the same architecture, heads, views and batch; the rest
-is the default of each library. ``fast`` is ``train.precision=auto`` of selftask and autocast to
+All use one thread and one worker process, the same architecture, heads, views and batch. The rest,
+such as the interpolation of crops, is the default of each library. ``fast`` is ``train.precision=auto`` of selftask and autocast to
 bfloat16 of the others.
 """
 
