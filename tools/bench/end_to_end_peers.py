@@ -4,8 +4,8 @@
 
 Runs until it is killed. After each optimizer step one byte is written to the file descriptor MARKS.
 All use one thread and one worker process, the same architecture, heads, views and batch. The rest,
-such as the interpolation of crops, is the default of each library. ``fast`` is ``train.precision=auto`` of selftask and autocast to
-bfloat16 of the others.
+such as the interpolation of crops, is the default of each library. ``fast`` means
+``train.precision=auto`` in selftask, and autocast to bfloat16 in the others.
 """
 
 from __future__ import annotations
