@@ -63,7 +63,7 @@ class Contestant:
             self.process = subprocess.Popen(
                 [sys.executable, str(script), *map(str, words)],
                 cwd=out,
-                env={**os.environ, **QUIET, "SPT_CACHE_DIR": str(out)},
+                env={**os.environ, **QUIET, "SPT_CACHE_DIR": str(out), "TMPDIR": str(out.parent)},
                 stdout=log,
                 stderr=log,
                 pass_fds=[writer],
