@@ -32,10 +32,7 @@ class Model(nn.Module):
         self.backbone = backbone
         self.facts = facts
         self.channels: int = facts.get("channels", 3)
-        components = [
-            Component(name=t["name"], args={k: v for k, v in t.items() if k != "name"})
-            for t in facts.get("transforms", [])
-        ]
+        components = [Component.from_dict(part) for part in facts.get("transforms", [])]
         self._pipeline = build_pipeline(components, "transforms", self.channels)
         self.eval()
 

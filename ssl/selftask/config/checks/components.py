@@ -74,8 +74,7 @@ def _of_optimizer(
     for place, text in iter_problems(component, OPTIMIZERS, key, as_optimizer):
         yield place, text.replace("optimizer.", f"{dotted(key)}.")
     for inner, section in optimizer.schedules(key).items():
-        args = {name: value for name, value in section.items() if name != "name"}
-        schedule = Component(name=section["name"], args=args)
+        schedule = Component.from_dict(section)
         for place, text in iter_problems(schedule, SCHEDULES, inner, whole):
             yield place, text if text.startswith(dotted(inner)) else f"{dotted(inner)}: {text}"
 
@@ -140,8 +139,7 @@ def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
         for name, item in value.items():
             yield from _named_in(item, (*key, name))
     elif isinstance(value, dict):
-        args = {name: item for name, item in value.items() if name != "name"}
-        yield Component(name=value["name"], args=args), key
+        yield Component.from_dict(value), key
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _named_in(item, (*key, str(index)))

@@ -180,7 +180,7 @@ def resized_pipeline(transforms: list[Component], size: int) -> list[Component]:
         return transforms
     factor = size / nominal
     scaled = [_scaled({"name": t.name, **t.args}, factor) for t in transforms]
-    return [Component(name=args.pop("name"), args=args) for args in scaled]
+    return list(map(Component.from_dict, scaled))
 
 
 def nominal_size(transforms: list[Component]) -> int | None:
@@ -379,7 +379,7 @@ def keeps_size(transform: Component) -> bool:
 def _inner(value: Any) -> Iterator[Component]:
     """Yield the components in nested lists and mappings of plain values."""
     if isinstance(value, dict) and "name" in value:
-        yield Component(name=value["name"], args={k: v for k, v in value.items() if k != "name"})
+        yield Component.from_dict(value)
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _inner(item)

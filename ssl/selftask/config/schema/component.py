@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -16,6 +17,12 @@ class Component:
     """Registered name."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of its ``Config``, including defaults."""
+
+    @classmethod
+    def from_dict(cls, section: Mapping[str, Any]) -> Component:
+        """Return the component of a section ``{name: ..., **args}``, the inverse of ``to_dict``."""
+        args = dict(section)
+        return cls(name=args.pop("name"), args=args)
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``{name: ..., **args}``, as in the yaml."""

@@ -41,7 +41,7 @@ class Concat(Delegating):
                 yield f"weights: {len(self.weights)} numbers for {len(self.sources)} sources"
 
     def __init__(self, config: Config) -> None:
-        self.sources = [open_source(_component(section)) for section in config.sources]
+        self.sources = [open_source(Component.from_dict(section)) for section in config.sources]
         self.channels = channels_of(self.sources[0])
         for number, source in enumerate(self.sources):
             if channels_of(source) != self.channels:
@@ -108,10 +108,6 @@ class Concat(Delegating):
                 result |= dict.fromkeys(range(first + row, end, len(source)), bad)
             first = end
         return result
-
-
-def _component(section: dict[str, Any]) -> Component:
-    return Component(name=section["name"], args={k: v for k, v in section.items() if k != "name"})
 
 
 def _union(names: list[list[str] | None]) -> list[str] | None:

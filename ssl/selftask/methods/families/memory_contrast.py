@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 class MemoryContrast(Method):
     """Method with ``self.memory``, which has an entry for each image, updated after each step.
 
+    An entry is a vector, or several of them, ``(*entry_shape, D)``.
+
     The config's ``loss`` is ``"nce"``, noise-contrastive estimation, or ``"info_nce"``, a softmax
     over an image and its negatives. A subclass may add losses that need no negatives.
     """
 
     loss_reduction = "samples"  # negatives come from the memory
     requires = ("index",)  # the memory has an entry for each image
+    entry_shape: ClassVar[tuple[int, ...]] = ()
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -52,7 +55,8 @@ class MemoryContrast(Method):
 
     def setup(self, task: Task) -> None:
         super().setup(task)
-        self.memory = MemoryBank(task.data_module.num_images, self.config.out_dim)
+        shape = *self.entry_shape, self.config.out_dim
+        self.memory = MemoryBank(task.data_module.num_images, *shape)
 
     def draw_negatives(self, batch: Batch, task: Task, *, others: int = 0) -> Tensor:
         """Draw ``batch["negatives"]``, the indices (B, K) of each image's negatives.
@@ -79,7 +83,11 @@ class MemoryContrast(Method):
                 features, self.memory, batch["negatives"], self.config.temperature
             )
         if task.train:
-            self.pending.append((batch.index, features))
+            self.pending.append((batch.index, self.entries_of(features)))
+
+    def entries_of(self, features: Tensor) -> Tensor:
+        """Return the images' new entries; by default their features."""
+        return features
 
     def contrast(self, batch: Batch, *features: Tensor) -> list[Tensor]:
         """Return the loss of each tensor of features (B, D), averaged over images.

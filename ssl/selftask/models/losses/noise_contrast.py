@@ -3,6 +3,9 @@
 Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination, CVPR 2018,
 arXiv:1805.01978; equation numbers refer to it.
 
+Features and entries may have further dimensions between B (and K) and D: the rows of an image, each
+compared with its own row of the entries. Losses are then means over rows and images.
+
 B: images per rank, K: negatives of an image, D: width, N: images of the data set.
 """
 
@@ -47,7 +50,7 @@ def info_nce(features: Tensor, positive: Tensor, negatives: Tensor, temperature:
     """
     right, wrong = _similarities(features, positive, negatives, temperature)
     logits = torch.cat([right[:, None], wrong], dim=1)  # (B, 1 + K)
-    return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))
+    return F.cross_entropy(logits, torch.zeros_like(right, dtype=torch.long))
 
 
 @in_full_precision
@@ -100,7 +103,7 @@ def estimate_normalizer(
     Returns:
         A scalar, ``N * mean(exp(cosine / tau))``.
     """
-    cosines = torch.einsum("bd,bkd->bk", F.normalize(features, dim=1), negatives)
+    cosines = torch.einsum("b...d,bk...d->bk...", F.normalize(features, dim=-1), negatives)
     return num_images * (cosines / temperature).exp().mean()
 
 
@@ -159,7 +162,7 @@ def _similarities(
     features: Tensor, positive: Tensor, negatives: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return cosine / temperature of each image with its positive (B,) and negatives (B, K)."""
-    unit = F.normalize(features, dim=1)
-    right = (unit * positive).sum(dim=1)
-    wrong = torch.einsum("bd,bkd->bk", unit, negatives)
+    unit = F.normalize(features, dim=-1)
+    right = (unit * positive).sum(dim=-1)
+    wrong = torch.einsum("b...d,bk...d->bk...", unit, negatives)
     return right / temperature, wrong / temperature

@@ -1,0 +1,72 @@
+"""Networks side by side, each of which sees some of the channels of an image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftask.config.fields import setting
+from selftask.config.schema import Component
+from selftask.errors import UserError
+from selftask.models.build import build_backbone, embed_dim
+from selftask.models.features.extract import pooled
+from selftask.registry import register_backbone
+
+
+@register_backbone("channel_towers")
+@dataclass(frozen=True, kw_only=True)
+class ChannelTowersConfig:
+    """Backbones that see different channels; their features are concatenated (CMC)."""
+
+    offers = ()
+
+    towers: list[Any] = setting(of="backbones")
+    """Backbones, such as ``[resnet18, resnet18]``."""
+    channels: list[int] = setting([1, 2], min=1)
+    """Number of channels of each tower: ``[1, 2]`` are L and ab of images in Lab."""
+
+    def problems(self, config: dict[str, Any]) -> Iterator[str]:
+        if len(self.towers) != len(self.channels):
+            yield (
+                f"backbone.channels: {self.channels}, and there are {len(self.towers)} towers; "
+                "give a number for each"
+            )
+
+    def tiny(self) -> dict[str, Any]:
+        tower = {"name": "small_resnet", "width": 8}
+        towers = [tower for _ in self.towers]
+        return {"name": "channel_towers", "towers": towers, "channels": self.channels}
+
+    def build(self, channels: int = 3) -> nn.Module:
+        if sum(self.channels) != channels:
+            raise UserError(
+                f"backbone.channels: {self.channels}, of sum {sum(self.channels)}; the data have "
+                f"{channels} channels"
+            )
+        parts = zip(self.towers, self.channels, strict=True)
+        built = [build_backbone(Component.from_dict(tower), number) for tower, number in parts]
+        return ChannelTowers(built, self.channels)
+
+
+class ChannelTowers(nn.Module):
+    """Concatenated features (B, sum of ``widths``) of the parts of images (B, C, H, W).
+
+    Args:
+        towers: Backbones, in the order of the channels.
+        channels: Number of channels of each tower, of sum C.
+    """
+
+    def __init__(self, towers: Sequence[nn.Module], channels: Sequence[int]) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(towers)
+        self.channels = list(channels)
+        self.widths = [embed_dim(tower) for tower in towers]
+        self.embed_dim = sum(self.widths)
+
+    def forward(self, images: Tensor) -> Tensor:
+        parts = images.split(self.channels, dim=1)
+        return torch.cat([pooled(*pair) for pair in zip(self.towers, parts, strict=True)], dim=1)
