@@ -22,9 +22,15 @@ from selftask.models.features.extract import FeatureExtractor, adapter_of, extra
 from selftask.models.features.tokens import Features, from_map
 from selftask.models.weights.load import load_weights
 
-DENSE, SPARSE, TOKENS, SUBSET = (
+DENSE, SPARSE, TOKENS, GROUPS, SUBSET = (
     frozenset({"dense", "hidden", *more})
-    for more in ((), ("sparse",), ("tokens",), ("tokens", "subset", "attention"))
+    for more in (
+        (),
+        ("sparse",),
+        ("tokens",),
+        ("tokens", "groups"),
+        ("tokens", "subset", "attention", "groups"),
+    )
 )
 
 
@@ -76,8 +82,8 @@ BACKBONES: dict[str, tuple[Callable[[], nn.Module], frozenset[str]]] = {
     "own_rope_eva": (_own(positions="rope_eva", dynamic_img_size=True), SUBSET),
     "deit_distilled": (_timm("deit_tiny_distilled_patch16_224", img_size=32, depth=2), TOKENS),
     "beit": (_timm("beit_base_patch16_224", img_size=32, depth=2, embed_dim=48), TOKENS),
-    "swin": (_timm("swin_tiny_patch4_window7_224", **SWIN), TOKENS),
-    "swinv2": (_timm("swinv2_tiny_window8_256", **SWIN), TOKENS),
+    "swin": (_timm("swin_tiny_patch4_window7_224", **SWIN), GROUPS),
+    "swinv2": (_timm("swinv2_tiny_window8_256", **SWIN), GROUPS),
     "convnext": (_timm("convnext_atto", depths=(1, 1, 1, 1)), SPARSE),
     "small_resnet": (lambda: SmallResNet(4, blocks=1, stem_stride=2), SPARSE),
     "timm_resnet": (_timm("resnet18"), SPARSE),
@@ -220,6 +226,26 @@ def test_patches_attend_to_those_that_are_named(name: str) -> None:
     assert not torch.allclose(limited.patches, extract(vit, images).patches, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", [n for n, (_, kinds) in BACKBONES.items() if "groups" in kinds])
+@torch.no_grad()
+def test_groups_of_patches_are_to_each_other_as_if_they_were_not_there(name: str) -> None:
+    """Squares of 8 pixels. One group of all is the network itself."""
+    backbone = _build(name)
+    group = torch.tensor([[0, 0, 1, 0, 1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0]]).expand(2, -1)
+    images = torch.randn(2, 3, 32, 32)
+    pixels = group.view(2, 1, 4, 4).repeat_interleave(8, 2).repeat_interleave(8, 3).bool()
+    others = torch.where(pixels, torch.randn_like(images), images)
+    limited, changed = (extract(backbone, x, groups=group).patches for x in (images, others))
+    assert torch.equal(limited[group == 0], changed[group == 0])
+    assert not torch.isclose(limited[group == 1], changed[group == 1]).all(dim=1).any()
+    has_prefix = extract(backbone, images).prefix.shape[1]  # no patch attends to it
+    options = {"attend": torch.ones(2, 16, 16, dtype=torch.bool)} if has_prefix else {}
+    whole = extract(backbone, images, **options).patches
+    assert not torch.allclose(whole, limited, atol=1e-4)
+    together = extract(backbone, images, groups=torch.ones_like(group)).patches
+    torch.testing.assert_close(together, whole)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
     "name", ["vit", "vit_avg", "vit_registers", "dinov3", "rope_mixed", "own_rope_capi"]
@@ -354,6 +380,8 @@ def test_compiled_features_are_the_same(name: str) -> None:
     rows, columns = adapter.grid(32, 32)
     mask, token = torch.rand(2, rows * columns) < 0.5, torch.randn(adapter.mask_dim)
     options: dict[str, Any] = {"layers": (0,), "mask": mask, "mask_token": token}
+    if name == "swin":
+        options["groups"] = torch.rand(2, 16) < 0.5
     extractor = FeatureExtractor(backbone)
     compiled = torch.compile(extractor, backend="eager")
     actual, expected = compiled(images, **options), extractor(images, **options)

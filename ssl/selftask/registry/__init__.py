@@ -258,6 +258,7 @@ REQUIREMENTS = {
     "tokens": "patch tokens of a transformer",
     "subset": "patch tokens that can be left out",
     "attention": "patch tokens whose attention can be limited",
+    "groups": "patch tokens that can attend within groups of patches only",
     "sparse": "convolutions that can leave out hidden patches",
     "dense": "dense feature maps",
     "hidden": "hidden layers",

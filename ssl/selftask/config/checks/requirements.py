@@ -17,7 +17,7 @@ from selftask.config.schema import Config, ViewConfig, num_views
 from selftask.errors import UserError, nearest, plural
 from selftask.registry import BACKBONES, METHODS, REQUIREMENTS, TRAIN_STEPS
 
-OF_BACKBONES = ("tokens", "subset", "attention", "sparse", "dense", "hidden")
+OF_BACKBONES = ("tokens", "subset", "attention", "groups", "sparse", "dense", "hidden")
 """Requirements of the backbone; a backbone declares those that it meets in ``offers``."""
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class _ViT:
     """Options common to all widths."""
 
-    offers = ("dense", "hidden", "tokens", "subset", "attention")
+    offers = ("dense", "hidden", "tokens", "subset", "attention", "groups")
     library = "timm"
     embed_dim: ClassVar[int]
     num_heads: ClassVar[int]

@@ -22,6 +22,7 @@ class Adapter(ABC):
             * ``"tokens"``: patches that can be replaced by a mask token;
             * ``"subset"``: patches, some of which can be encoded without the others;
             * ``"attention"``: patches whose attention can be limited to some of the others;
+            * ``"groups"``: patches that can attend to those of their group alone;
             * ``"sparse"``: convolutions that leave out some patches, see ``features.sparse``.
         num_layers: Number of hidden layers.
         patch_size: Height and width in pixels of a patch that can be masked; the total stride of

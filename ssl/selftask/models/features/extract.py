@@ -20,18 +20,27 @@ from selftask.models.features.adapter import Adapter
 from selftask.models.features.sparse import VISIBLE, see_visible_patches
 from selftask.models.features.timm_eva import TimmEva
 from selftask.models.features.timm_models import TimmModel
+from selftask.models.features.timm_swin import TimmSwin
 from selftask.models.features.timm_vit import TimmViT
 from selftask.models.features.tokens import Features, Request
 from selftask.models.features.torchvision_models import TorchvisionStages, TorchvisionViT
 from selftask.random.keyed import LAYER_DRAWS
 
-_ADAPTERS: tuple[Any, ...] = (TimmViT, TimmEva, TimmModel, TorchvisionViT, TorchvisionStages)
+_ADAPTERS: tuple[Any, ...] = (
+    TimmViT,
+    TimmEva,
+    TimmSwin,
+    TimmModel,
+    TorchvisionViT,
+    TorchvisionStages,
+)
 _NEEDED = {
     "mask": "tokens",
     "mask_token": "tokens",
     "keep": "subset",
     "padding": "subset",
     "attend": "attention",
+    "groups": "groups",
     "visible": "sparse",
     "layers": "hidden",
 }
@@ -46,6 +55,7 @@ def extract(
     keep: Tensor | None = None,
     padding: Tensor | None = None,
     attend: Tensor | None = None,
+    groups: Tensor | None = None,
     visible: Tensor | None = None,
     layers: Sequence[int] = (),
 ) -> Features:
@@ -69,6 +79,9 @@ def extract(
             pooling ignores it; its own output is undefined.
         attend: (B, N, N) bool, True for patches (last dimension) that a patch attends to. Prefix
             tokens attend to all tokens; no patch attends to prefix tokens. Needs ``"attention"``.
+        groups: (B, N) bool or int64, the group of each square of the total stride, whose patches
+            attend to those of the same group alone. Prefix tokens are as with ``attend``. Needs
+            ``"groups"``.
         visible: (B, K) indices of the patches that convolutions see. Feature maps keep their full
             size; their values at other patches are undefined. Needs ``"sparse"``.
         layers: Numbers of the hidden layers to return; negative ones count from the last. Needs
@@ -85,6 +98,7 @@ def extract(
         keep=keep,
         padding=padding,
         attend=attend,
+        groups=groups,
         visible=visible,
         layers=tuple(layers),
     )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class TimmViT(Adapter):
     """Adapter of timm's VisionTransformer, with any prefix tokens, image size and pooling."""
 
-    offers = frozenset({"dense", "hidden", "tokens", "subset", "attention"})
+    offers = frozenset({"dense", "hidden", "tokens", "subset", "attention", "groups"})
     interpolates = True
 
     def __init__(self, vit: VisionTransformer) -> None:
@@ -92,8 +92,8 @@ class TimmViT(Adapter):
         keywords: dict[str, Any] = {}
         if padding is not None:
             keywords["attn_mask"] = attention_mask(padding, self.vit.num_prefix_tokens)
-        elif request.attend is not None:
-            keywords["attn_mask"] = with_prefix(request.attend, self.vit.num_prefix_tokens)
+        elif (attend := request.attending()) is not None:
+            keywords["attn_mask"] = with_prefix(attend, self.vit.num_prefix_tokens)
         return repeat(keywords, self.num_layers)
 
     def grid(self, height: int, width: int) -> Grid:

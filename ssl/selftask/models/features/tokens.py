@@ -79,6 +79,7 @@ class Request:
     keep: Tensor | None = None
     padding: Tensor | None = None
     attend: Tensor | None = None
+    groups: Tensor | None = None
     visible: Tensor | None = None
     layers: tuple[int, ...] = ()
 
@@ -87,6 +88,11 @@ class Request:
         return {
             name: value for name, value in vars(self).items() if value is not None and value != ()
         }
+
+    def attending(self) -> Tensor | None:
+        """Return ``attend``, or the pairs of patches of one group; None if all may attend."""
+        groups = self.groups
+        return self.attend if groups is None else groups[:, :, None] == groups[:, None]
 
     def replace_masked(self, x: Tensor, *, channels_last: bool = True) -> Tensor:
         """Replace masked patches by the mask token, if there is a mask.
