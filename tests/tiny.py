@@ -47,15 +47,21 @@ def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: in
         images = np.kron(digits.images[start:stop], np.ones((1, 4, 4))) * 15.9
         labels = digits.target[start:stop]
         captions = [f"{label} in writing {row}" for row, label in enumerate(labels)]
-        numbers = {n: np.isin(labels, kinds).astype(np.float32) for n, kinds in NUMBERS.items()}
-        np.savez(path, images=images.astype(np.uint8), labels=labels, caption=captions, **numbers)
+        arrays = {n: np.isin(labels, kinds).astype(np.float32) for n, kinds in NUMBERS.items()}
+        images = images.astype(np.uint8)
+        frames = np.stack(3 * [images], axis=3)
+        arrays |= {f"frame_{n}": np.roll(frames, n, axis=2) for n in range(1, 6)}
+        np.savez(path, images=images, labels=labels, caption=captions, **arrays)
     return path
 
 
 def extras(key: str, method: str) -> list[str]:
     """Return the override that adds to ``key`` the arrays of ``digits_file`` that it requires."""
-    names = {"captions": "caption", "numbers": ", ".join(NUMBERS)}
-    return [f"{key}.extras=[{names[word]}]" for word in names if word in required(method)]
+    names = {"captions": ["caption"], "numbers": list(NUMBERS)}
+    wanted = [name for word in names if word in required(method) for name in names[word]]
+    groups = load_config(f"{method}/digits", []).views.values()
+    wanted += [name for group in groups for name in group.images if name]
+    return [f"{key}.extras=[{', '.join(wanted)}]"] if wanted else []
 
 
 def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) -> list[str]:

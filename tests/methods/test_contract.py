@@ -92,7 +92,7 @@ def test_another_number_of_views_than_declared_is_refused(method: str) -> None:
         assert wrong or group is not None or number == (1, None)  # any number
         for number in wrong:
             key = group or "main"
-            groups = f"views={{{key}: {{count: {number}, transforms: [normalize]}}}}"
+            groups = f"views={{{key}: {{count: {number}, image: null, transforms: [normalize]}}}}"
             place = "of an image" if group is None else f"in group '{group}'"
             wanted = f"views: {method} needs {least} view.* {place}, got {number}"
             with pytest.raises(ConfigError, match=wanted):

@@ -21,6 +21,7 @@ NUM_VAL = 450  # the last digits of the file, by other writers
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDINGS = ("a handwritten {}", "the digit {}", "{}, written by hand", "a photo of the number {}")
 NUMBERS = {"even": (0, 2, 4, 6, 8), "prime": (2, 3, 5, 7), "loop": (0, 6, 8, 9)}
+TURN = 10  # degrees a frame
 INK_LEVELS = 16  # the file holds 8x8 counts of 0..16
 
 
@@ -45,6 +46,10 @@ class Digits(Source):
         """Whether samples have the numbers ``even``, ``prime`` and ``loop``: 1 if this holds for
         the digit (0, 6, 8 and 9 have a loop), otherwise 0.
         """
+        clip: int | None = setting(None, min=2)
+        """Number of frames of a clip in which the digit turns, the images ``frame_1``, ``frame_2``,
+        ...: 10 degrees a frame, to the left for every other digit. Null: one frame.
+        """
 
     def __init__(self, config: Config) -> None:
         with gzip.open(_packaged_file(), "rt") as file:
@@ -56,6 +61,7 @@ class Digits(Source):
         self.labels = table[rows, -1].astype(np.int64)
         self.extras: dict[str, ExtraKind] = {"caption": "text"} if config.captions else {}
         self.extras |= dict.fromkeys(NUMBERS, "array") if config.numbers else {}
+        self.extras |= {f"frame_{number}": "image" for number in range(1, config.clip or 1)}
         self.images = np.stack([_enlarge(row, config.size) for row in table[rows, :-1]])
 
     def __len__(self) -> int:
@@ -65,7 +71,11 @@ class Digits(Source):
         return from_array(self.images[index]), int(self.labels[index])
 
     def extra(self, index: int, name: str) -> Any:
-        """Return a number as float32, or the caption, whose wording depends on the index."""
+        """Return a frame, a number as float32, or a caption, whose wording depends on the index."""
+        if name.startswith("frame_"):
+            degrees = TURN * int(name.removeprefix("frame_")) * (-1) ** (self.first + index)
+            turned = Image.fromarray(self.images[index]).rotate(degrees, Image.Resampling.BICUBIC)
+            return from_array(np.asarray(turned))
         if name in NUMBERS:
             return np.float32(self.labels[index] in NUMBERS[name])
         word = WORDS[self.labels[index]]
