@@ -33,7 +33,7 @@ class CMC(MemoryContrast):
     Loss: ``-log softmax(l.c/tau)`` of the lightness l of an image with its colors c among those of
     K other images, plus that of its colors with lightnesses (eq. 2, 3).
 
-    Published: ImageNet linear top-1 of two ResNet-50 about 63 (authors' README).
+    Published: ImageNet linear top-1 of ResNet-50 about 63 (authors' README).
 
     Use it if channels come from several sensors, or colors tell what is in the images.
 
