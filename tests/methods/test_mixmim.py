@@ -17,6 +17,7 @@ from selftask.errors import UserError
 from selftask.methods.mixmim import hidden_squares, mix, partners
 from selftask.models.features.extract import extract
 from selftask.models.network import PatchOutput
+from selftask.parallel.activation_checkpointing import checkpoint_blocks
 from selftask.task import Task
 
 SWIN = "{img_size: 32, window_size: 2, embed_dim: 12, depths: [1, 2, 2], num_heads: [2, 2, 2]}"
@@ -122,6 +123,9 @@ def test_a_swin_sees_both_images_and_predicts_each_from_itself(tmp_path: Path) -
     assert torch.equal(before[1::2, hidden:], after[1::2, hidden:])
     assert not torch.isclose(before[0::2, hidden:], after[0::2, hidden:]).all(dim=2).any()
     task.step()
+    checkpoint_blocks(network.backbone.layers[0].blocks)
+    with pytest.raises(UserError, match=r"parallel\.activation_checkpointing: groups of"):
+        network((images, mask))
     task.close()
 
 

@@ -51,7 +51,7 @@ class MixMIM(KeptPatches):
     README).
 
     Use it in place of ``mae`` for a Swin transformer. The features of a plain transformer are those
-    of ``mae`` with half the patches.
+    of ``mae`` with half the patches; leave out its class token, which no patch would see.
 
     Differs from the authors' code:
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.errors import UserError
 from selftask.models.features.timm_models import TimmModel
 from selftask.models.features.tokens import Features, Request
 
@@ -42,13 +43,21 @@ class TimmSwin(TimmModel):
 
     @contextmanager
     def _attending_within(self, groups: Tensor) -> Iterator[None]:
-        """Context that limits each token to those of its group; ``groups`` (B, h, w)."""
+        """Context that limits each token to those of its group; ``groups`` (B, h, w).
+
+        Raises UserError if blocks are recomputed in the backward pass, which is outside of it.
+        """
         handles = []
         for stage, info in zip(self.model.layers, self.model.feature_info, strict=True):
             repeats = self.stride // info["reduction"]
             labels = groups.repeat_interleave(repeats, 1).repeat_interleave(repeats, 2)
             for block in stage.blocks:
-                limit = partial(_limit, _same_group(block, labels))
+                if torch.is_grad_enabled() and getattr(block, "_is_recomputed", False):
+                    raise UserError(
+                        "parallel.activation_checkpointing: groups of patches of a Swin are not "
+                        "known in a recomputation; set it to false"
+                    )
+                limit = partial(_limit, block, labels)
                 handles.append(block.attn.register_forward_pre_hook(limit, with_kwargs=True))
         try:
             yield
@@ -57,9 +66,11 @@ class TimmSwin(TimmModel):
                 handle.remove()
 
 
-def _limit(mask: Tensor, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _limit(
+    block: Any, labels: Tensor, module: Any, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
     """Add a mask of each window of each image to that of the shifted windows, if there is one."""
-    shifted = kwargs["mask"]
+    mask, shifted = _same_group(block, labels), kwargs["mask"]
     if shifted is not None:  # (windows of an image, L, L)
         mask = mask + shifted.repeat(len(mask) // len(shifted), 1, 1)
     return args, {**kwargs, "mask": mask.to(args[0].dtype)}
