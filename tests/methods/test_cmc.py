@@ -20,6 +20,7 @@ from selftask.config.schema import Component
 from selftask.errors import ConfigError, UserError
 from selftask.methods.cmc import CMC
 from selftask.models.build import build_backbone
+from selftask.models.features.extract import extract, offers
 from selftask.models.memory_bank import MemoryBank
 
 NONE = torch.empty(0, dtype=torch.int64)
@@ -138,6 +139,20 @@ def test_a_tower_sees_its_channels_alone() -> None:
     expected = torch.cat([lightness(images[:, :1]), colors(images[:, 1:])], dim=1)
     assert torch.equal(backbone(images), expected)
     assert expected.shape == (2, backbone.embed_dim)
+
+
+def test_hidden_layers_are_those_of_one_tower_after_the_other() -> None:
+    backbone = _towers([1, 2]).eval()
+    images, numbers = draw(0, 2, 3, 32, 32).float(), (0, 3, 4)
+    features = extract(backbone, images, layers=(*numbers, -1))
+    lightness, colors = backbone.towers  # four layers and one
+    expected = extract(lightness, images[:, :1], layers=(0, 3)).hidden
+    assert backbone.num_layers == 5 and sorted(features.hidden) == [0, 3, 4]
+    assert all(torch.equal(features.hidden[n].patches, expected[n].patches) for n in (0, 3))
+    last = extract(colors, images[:, 1:], layers=(0,)).hidden[0]
+    assert torch.equal(features.hidden[4].patches, last.patches)
+    assert torch.equal(features.pooled, backbone(images))
+    assert offers(backbone) == {"hidden"}
 
 
 def test_towers_share_the_channels_of_the_data() -> None:

@@ -13,7 +13,8 @@ from selftask.config.fields import setting
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.build import build_backbone, embed_dim
-from selftask.models.features.extract import pooled
+from selftask.models.features.extract import adapter_of, offers, pooled
+from selftask.models.features.tokens import Features, Request, Tokens
 from selftask.registry import register_backbone
 
 
@@ -21,8 +22,6 @@ from selftask.registry import register_backbone
 @dataclass(frozen=True, kw_only=True)
 class ChannelTowersConfig:
     """Backbones that see different channels; their features are concatenated (CMC)."""
-
-    offers = ()
 
     towers: list[Any] = setting(of="backbones")
     """Backbones, such as ``[resnet18, resnet18]``."""
@@ -55,6 +54,8 @@ class ChannelTowersConfig:
 class ChannelTowers(nn.Module):
     """Concatenated features (B, sum of ``widths``) of the parts of images (B, C, H, W).
 
+    Hidden layers are those of the first tower, then those of the next one, if all have some.
+
     Args:
         towers: Backbones, in the order of the channels.
         channels: Number of channels of each tower, of sum C.
@@ -66,7 +67,34 @@ class ChannelTowers(nn.Module):
         self.channels = list(channels)
         self.widths = [embed_dim(tower) for tower in towers]
         self.embed_dim = sum(self.widths)
+        self.offers = frozenset({"hidden"}).intersection(*map(offers, towers))
+        self.num_layers = len(self.layer_modules)
 
     def forward(self, images: Tensor) -> Tensor:
-        parts = images.split(self.channels, dim=1)
-        return torch.cat([pooled(*pair) for pair in zip(self.towers, parts, strict=True)], dim=1)
+        return torch.cat([pooled(*pair) for pair in self._pairs(images)], dim=1)
+
+    def _pairs(self, images: Tensor) -> Iterator[tuple[nn.Module, Tensor]]:
+        return zip(self.towers, images.split(self.channels, dim=1), strict=True)
+
+    @property
+    def layer_modules(self) -> list[nn.Module]:
+        """The modules whose outputs are the hidden layers."""
+        adapters = map(adapter_of, self.towers) if self.offers else ()
+        return [
+            adapter.layer(number) for adapter in adapters for number in range(adapter.num_layers)
+        ]
+
+    def extract(self, images: Tensor, *, layers: tuple[int, ...] = ()) -> Features:
+        """Return pooled features, the patches of the last tower, and hidden layers by number."""
+        outputs: list[Features] = []
+        hidden: dict[int, Tokens] = {}
+        first = 0
+        for tower, part in self._pairs(images):
+            adapter = adapter_of(tower)
+            numbers = range(first, first + adapter.num_layers)
+            own = tuple(number - first for number in layers if number in numbers)
+            outputs.append(adapter.extract(part, Request(layers=own)))
+            hidden |= {first + number: x for number, x in outputs[-1].hidden.items()}
+            first += adapter.num_layers
+        features = torch.cat([output.pooled for output in outputs], dim=1)
+        return Features(features, outputs[-1].tokens, hidden)
