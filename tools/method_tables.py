@@ -33,7 +33,7 @@ NUMBER = r" \((?:arXiv:(?P<arxiv>\d{4}\.\d{5})|OpenReview:(?P<openreview>[\w-]+)
 SUMMARY = re.compile(rf"(?P<title>[^:(]+?)(?:{NUMBER})?: (?P<text>.+)\.")
 DIFFERENCES = re.compile(r"^Differs from the authors' code:\n\n(.+?)(?=\n\n|\Z)", re.M | re.S)
 BEGIN, END = "<!-- begin: tools/method_tables.py -->", "<!-- end -->"
-IN_A_LINE = 4  # links of README.md
+IN_A_LINE = 12  # names in README.md
 ALONE = "Methods of no family"
 OF_OPTIONS = ("neighbor_targets", "view_pixels")  # families that most of their methods do not use
 NUM_CLASSES = {"digits": 10, "images": 10, "imagenet": 1000}
@@ -115,11 +115,11 @@ def cards() -> Iterator[Card]:
 
 
 def names() -> Iterator[str]:
-    """Yield lines with the names of all methods, linked to their files."""
-    links = [f"[`{name}`](ssl/selftask/methods/{name}.py)" for name in METHODS.names()]
-    for first in range(0, len(links), IN_A_LINE):
-        comma = "," if first + IN_A_LINE < len(links) else ""
-        yield ", ".join(links[first : first + IN_A_LINE]) + f"{comma}\n"
+    """Yield lines with the names of all methods."""
+    every = [f"`{name}`" for name in METHODS.names()]
+    for first in range(0, len(every), IN_A_LINE):
+        comma = "," if first + IN_A_LINE < len(every) else ""
+        yield ", ".join(every[first : first + IN_A_LINE]) + f"{comma}\n"
 
 
 def families() -> Iterator[str]:
