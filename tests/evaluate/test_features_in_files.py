@@ -103,12 +103,17 @@ def test_classes_are_matched_by_name(
     [
         (["knn", "train", "k=[120]"], "k: 120 neighbors are asked for, and there are 119"),
         (["knn", "train", "eval.flip=true"], "eval.flip=true: has no effect on features in files"),
-        (["knn", "train", "data.val=none"], "none/features.npy: is no file of features"),
+        (
+            ["knn", "train", "data.val=none"],
+            "none/features.npy: there is no such file",
+        ),
         (["knn", "train", "j=1"], "there is no 'j'"),
         (["linear", "train", "protocol=mae"], "are features, and eval probe takes a run or model"),
         (["knn", "short"], "images.csv: has 2 images, and features.npy 3"),
         (["knn", "double"], "is float64 of shape (3, 2); expected float32 (images, features)"),
         (["knn", "nan", "k=[1]"], "features are not finite"),
+        (["knn", "one"], "k: there are no other images to choose neighbors from"),
+        (["knn", "float"], "float/images.csv:2: label '0.5' is not the number of a class"),
     ],
 )
 def test_mistakes_are_one_message(
@@ -119,10 +124,16 @@ def test_mistakes_are_one_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(home)
-    values = np.arange(6.0).reshape(3, 2)
-    for name, kind, count in (("short", "f4", 2), ("double", "f8", 3), ("nan", "f4", 3)):
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    for name, rows, count, label in (
+        ("short", values, 2, "0"),
+        ("double", values.astype(np.float64), 3, "0"),
+        ("nan", values * np.nan, 3, "0"),
+        ("one", values[:1], 1, "0"),
+        ("float", values, 3, "0.5"),
+    ):
         Path(name).mkdir(exist_ok=True)
-        np.save(f"{name}/features.npy", (values * (np.nan if name == "nan" else 1)).astype(kind))
-        Path(f"{name}/images.csv").write_text("path,label\n" + "a.png,0\n" * count)
+        np.save(f"{name}/features.npy", rows)
+        Path(f"{name}/images.csv").write_text("path,label\n" + f"a.png,{label}\n" * count)
     assert main(["eval", *words]) == 2
     assert message in capsys.readouterr().err

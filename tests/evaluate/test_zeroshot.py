@@ -147,7 +147,7 @@ def test_classes_without_test_images_may_be_left_out(
         ("clip", "classes=classes.csv templates=bad.txt", "bad.txt:2: 'a cat' lacks {}"),
         ("clip", "classes=classes.csv templates=none.txt", "none.txt: cannot be read: "),
         ("clip", "classes=classes.csv eval.layers=[1]", "eval.layers: zeroshot compares"),
-        ("clip", "weights=ema", "weights: averages are of the image tower only"),
+        ("clip", "weights=ema", "weights=: both towers are read from the checkpoint"),
         ("clip", "data.tokenizer.length=20", "data.tokenizer: bytes, lower case, 20 tokens; "),
     ],
 )

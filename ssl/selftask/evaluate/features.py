@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.distributed.accelerator import forked_rng
-from selftask.errors import UserError
+from selftask.errors import UserError, nearest_path
 from selftask.evaluate.chunks import InChunks
 from selftask.logs import DETAIL, get_logger
 from selftask.logs.stages import staged
@@ -126,6 +126,8 @@ class FileRows:
         """Open a file; raise UserError if it has other content."""
         try:
             mapped = np.load(path, mmap_mode="r")
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: there is no such file; {nearest_path(path)}") from error
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"{path}: is no file of features: {error}") from error
         if mapped.ndim != 2 or mapped.dtype != np.float32:

@@ -60,7 +60,9 @@ class KNN:
     def label_problems(self, counts: LabelCounts) -> Iterator[str]:
         if self.only_test_classes:
             counts = counts.among_test_classes()
-        if max(self.k) > counts.num_neighbors:
+        if not counts.num_neighbors:
+            yield "k: there are no other images to choose neighbors from"
+        elif max(self.k) > counts.num_neighbors:
             yield (
                 f"k: {max(self.k)} neighbors are asked for, and there are {counts.num_neighbors} "
                 f"images to choose from; use at most {counts.num_neighbors}"

@@ -59,7 +59,7 @@ def _open(address: str, words: list[str]) -> tuple[Frozen, str]:
     """Return the towers of a checkpoint, both of the same step, with its images; and its run."""
     if take("weights", words)[0] is not None:
         raise UserError(
-            "eval zeroshot: weights: averages are of the image tower only; leave it out"
+            "eval zeroshot: weights=: both towers are read from the checkpoint; leave it out"
         )
     from selftask.models.weights.formats.image_text_folder import (
         is_image_text_folder,
