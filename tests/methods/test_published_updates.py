@@ -273,6 +273,7 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "adco/resnet50_imagenet",
     "capi/vit_large_imagenet",
     "clsa/resnet50_imagenet",
+    "cmc/resnet50_imagenet",
     "crossmae/vit_base_imagenet",
     "data2vec2/vit_base_imagenet",
     "detcon/resnet50_imagenet",  # extends byol/resnet50_imagenet
@@ -283,6 +284,7 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "jigsaw/resnet50_imagenet",
     "maskfeat/vit_base_imagenet",
     "milan/vit_base_imagenet",
+    "mixmim/swin_base_imagenet",  # extends mae/vit_base_imagenet
     "mocov3/resnet50_imagenet",
     "mocov3/vit_small_imagenet",
     "msf/resnet50_imagenet",
