@@ -114,6 +114,7 @@ def test_classes_are_matched_by_name(
         (["knn", "nan", "k=[1]"], "features are not finite"),
         (["knn", "one"], "k: there are no other images to choose neighbors from"),
         (["knn", "float"], "float/images.csv:2: label '0.5' is not the number of a class"),
+        (["knn", "unlabeled"], "knn, features: 3 of 3 images have no label"),
     ],
 )
 def test_mistakes_are_one_message(
@@ -131,6 +132,7 @@ def test_mistakes_are_one_message(
         ("nan", values * np.nan, 3, "0"),
         ("one", values[:1], 1, "0"),
         ("float", values, 3, "0.5"),
+        ("unlabeled", values, 3, ""),
     ):
         Path(name).mkdir(exist_ok=True)
         np.save(f"{name}/features.npy", rows)

@@ -110,9 +110,9 @@ def reflected(index: int, size: int) -> int:
 def test_defocus_averages_over_a_smoothed_disk(level: int) -> None:
     radius, softness = at("defocus_blur", level)
     grid = 2 * max(8, radius) + 1
-    centre = grid // 2
+    center = grid // 2
     disk = [
-        [(x - centre) ** 2 + (y - centre) ** 2 <= radius**2 for x in range(grid)]
+        [(x - center) ** 2 + (y - center) ** 2 <= radius**2 for x in range(grid)]
         for y in range(grid)
     ]
     reach = 1 if radius <= 8 else 2
@@ -130,7 +130,7 @@ def test_defocus_averages_over_a_smoothed_disk(level: int) -> None:
     for row, column in ((0, 0), (20, 15), (39, 29), (3, 17)):
         total = sum(
             kernel[y, x]
-            * rough[reflected(row + y - centre, 40), reflected(column + x - centre, 30)]
+            * rough[reflected(row + y - center, 40), reflected(column + x - center, 30)]
             for y, x in np.ndindex(grid, grid)
         )
         np.testing.assert_allclose(actual[row, column], total, atol=0.51)

@@ -169,25 +169,21 @@ def read_features(path: Path) -> tuple[FileFeatures, list[str]]:
     facts = path.parent / FACTS
     try:
         with images.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-            texts = [row["label"] for row in csv.DictReader(file)]
+            texts = [row.get("label") or "" for row in csv.DictReader(file)]
         names = json.loads(facts.read_text("utf-8")).get("classes", []) if facts.exists() else []
-    except (OSError, KeyError, ValueError) as error:
-        raise UserError(f"{images}: labels or {FACTS} cannot be read: {error!r}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{images}: labels or {FACTS} cannot be read: {error}") from error
     labels = [_label(text, f"{images}:{line}") for line, text in enumerate(texts, start=2)]
     if len(labels) != len(rows):
         raise UserError(f"{images}: has {len(labels)} images, and {path.name} {len(rows)}")
     return FileFeatures(rows, torch.tensor(labels)), names
 
 
-def _label(text: str | None, where: str) -> int:
-    """Return the number of a class; -1 for an empty cell. ``where`` is for the message."""
-    try:
-        number = int(text or -1)
-    except ValueError:
-        number = -2
-    if number < -1:
-        raise UserError(f"{where}: label {text!r} is not the number of a class, such as 0")
-    return number
+def _label(text: str, line: str) -> int:
+    """Return the number of a class, -1 for an empty cell; ``line`` begins the error message."""
+    if text and not text.isdecimal():
+        raise UserError(f"{line}: label {text!r} is not the number of a class, such as 0")
+    return int(text or -1)
 
 
 def write_table(path: Path, images: Path, labels: Iterable[int]) -> None:

@@ -79,7 +79,7 @@ def measure_zeroshot(
 
     Raises:
         UserError: If the test images lack labels, a class lacks a name, a table or file is damaged,
-            or the texts of two classes cannot be told apart.
+            or two classes have the same embedding.
     """
     if config.eval.layers:
         raise UserError("eval.layers: zeroshot compares the output with texts; leave it out")

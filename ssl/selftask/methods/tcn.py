@@ -38,7 +38,7 @@ class TCN(Method):
     one p and with the nearest of the distant ones n that are farther from it than p; if all are
     nearer, with the farthest.
 
-    Use it for videos in which what happens, not what is seen, is to be told apart.
+    Use it for videos, if features should tell what happens rather than how things look.
 
     Differs from the authors' code:
 

@@ -58,11 +58,12 @@ def main(argv: list[str]) -> int:
     ranks, overrides = take("rank", overrides)
     if ranks not in (None, "true", "false", "html"):
         raise UserError(f"rank={ranks}: expected true, false or html")
+    is_ranked = ranks in ("true", "html")
     out, clusters, overrides = _own_options(overrides)
     is_table = out.endswith(_TABLE)
     if is_table:
         require("pyarrow", "data", "parquet files", key="out")
-        if clusters or ranks not in (None, "false"):
+        if clusters or is_ranked:
             raise UserError(f"out={out}: clusters and rank write into a folder; give out=DIR")
     world = read_world()
     frozen = open_frozen(address, ["data.val=null", "data.val_sets=null", *overrides])
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> int:
             num_images, width = _mapped(path).shape
             if clusters:
                 _write_clusters(folder, path, frozen.config.train.seed, clusters)
-            if ranks not in (None, "false"):
+            if is_ranked:
                 _write_ranking(folder, path, frozen.sources.train if ranks == "html" else None)
     print(f"{out}: {num_images:,} images, {width} features")
     return 0

@@ -42,6 +42,7 @@ def evaluate_files(name: str, address: str, words: list[str]) -> dict[str, float
     if rest:
         raise UserError(f"{rest[0]}: has no effect on features in files")
     from selftask.evaluate.feature_files import read_features
+    from selftask.evaluate.features import check_targets
     from selftask.evaluate.label_counts import LabelCounts, check_label_counts
     from selftask.evaluate.offline import check_test_set
     from selftask.evaluate.online import over_seeds
@@ -52,6 +53,8 @@ def evaluate_files(name: str, address: str, words: list[str]) -> dict[str, float
     if EVALUATIONS.declared(name, "needs_labels", True):
         if val is None:
             check_test_set([name])
+        for key, part in (("features", train), ("data.val", test)):
+            check_targets(part.targets, f"{name}, {key}")
         counts = LabelCounts.of_targets(
             train.targets, test.targets, names=classes, leave_one_out=val is None
         )
