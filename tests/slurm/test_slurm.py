@@ -109,8 +109,8 @@ def test_requeued_by_hand(folder: Path, undisturbed: dict[str, Any]) -> None:
     run = Run(folder, "requeued", pace=0.5)
     run.wait_for_step(4)
     command("scontrol", "requeue", run.job.job_id)
-    wait_for(lambda: run.state == "requeued", 15, f"requeued, not {run.state}")
-    assert f"SLURM has put job {run.job.job_id} back into the queue" in run.log
+    line = f"SLURM has put job {run.job.job_id} back into the queue"
+    wait_for(lambda: line in run.log, 30, f"{line!r} in the log")  # after status and report
     run.at_full_speed()
     run.wait_for_end()
     assert re.search(r"resumed from \S+: step (\d+)", run.log)
