@@ -11,7 +11,7 @@ from numpy.random import default_rng
 
 import tiny
 from selftask.cli.main import main
-from selftask.evaluate import features, knn
+from selftask.evaluate import features, knn, nearest
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def test_figures_are_those_of_the_model(
         del sets["data.val"]
     images = [f"{key}={path}.npz" for key, path in sets.items()]
     expected = row(capsys, name, str(home / "run"), *images, *options, "train.device=cpu")
-    monkeypatch.setattr(knn, "_TRAIN_ROWS", 32)
-    monkeypatch.setattr(knn, "_TEST_ROWS", 16)
+    monkeypatch.setattr(nearest, "_BLOCK", 32)
+    monkeypatch.setattr(knn, "QUERIES", 16)
     monkeypatch.setattr(features, "_ROWS", 32)
     read, inner = [], features.FileRows.__getitem__
 

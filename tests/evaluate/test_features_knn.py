@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,9 +16,9 @@ from torch import nn
 from selftask.batch import Batch
 from selftask.config.schema import Component, EvalConfig
 from selftask.errors import UserError
-from selftask.evaluate import chunks, knn
+from selftask.evaluate import chunks, knn, nearest
 from selftask.evaluate import features as features_module
-from selftask.evaluate.features import Features, FileRows, extract_features
+from selftask.evaluate.features import Features, extract_features
 from selftask.evaluate.knn import KNN
 from selftask.evaluate.online import evaluated_model, flat_scores, run_evaluations
 from selftask.logs import DETAIL
@@ -124,11 +123,11 @@ def test_features_that_are_not_finite_are_told() -> None:
 def test_equals_scikit_learn(
     blocks: tuple[int, int], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(knn, "_TEST_ROWS", blocks[0])
-    monkeypatch.setattr(knn, "_TRAIN_ROWS", blocks[1])
-    products, sizes = knn._products, []
+    monkeypatch.setattr(knn, "QUERIES", blocks[0])
+    monkeypatch.setattr(nearest, "_BLOCK", blocks[1])
+    products, sizes = nearest._products, []
     spy = lambda rows, bank: sizes.append((len(rows), len(bank))) or products(rows, bank)  # noqa: E731
-    monkeypatch.setattr(knn, "_products", spy)
+    monkeypatch.setattr(nearest, "_products", spy)
     train, test = _set(150, 0), _set(60, 1)
     got = KNN(k=[20, 5, 1], temperature=temperature)(train, test)
     assert all(rows <= blocks[0] and bank <= blocks[1] for rows, bank in sizes), "low memory"
@@ -146,8 +145,8 @@ def test_equals_scikit_learn(
 def test_leave_one_out_is_a_loop_over_sets_without_one(
     blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(knn, "_TEST_ROWS", blocks[0])
-    monkeypatch.setattr(knn, "_TRAIN_ROWS", blocks[1])
+    monkeypatch.setattr(knn, "QUERIES", blocks[0])
+    monkeypatch.setattr(nearest, "_BLOCK", blocks[1])
     data = _set(40, 2)
     hits = 0.0
     for i in range(40):
@@ -185,41 +184,6 @@ def test_more_neighbours_than_there_are_is_refused() -> None:
         KNN(k=[5, 11])(data, _set(5, 1))
     with pytest.raises(UserError, match="use at most 9"):
         KNN(k=[10])(data, data)
-
-
-@pytest.mark.parametrize("leave_one_out", [True, False])
-def test_candidates_in_bfloat16_are_the_neighbours_of_float64(leave_one_out: bool) -> None:
-    train = _set(20_000, 3, dim=64)
-    queries = F.normalize(train.features[:300] if leave_one_out else _set(300, 4, dim=64).features)
-    left_out = torch.arange(300) if leave_one_out else torch.full((300,), -1)
-    cosine, row = knn.Bank(train.features, search="bfloat16").nearest(queries, 20, left_out)
-    exact = queries.double() @ F.normalize(train.features.double()).T
-    if leave_one_out:
-        exact[torch.arange(300), torch.arange(300)] = -torch.inf
-    assert torch.allclose(cosine.double(), exact.gather(1, row), atol=1e-6)
-    actual = torch.stack(
-        [torch.isin(a, b) for a, b in zip(row, exact.topk(20).indices, strict=True)]
-    )
-    assert actual.float().mean() > 0.999
-    assert KNN(search="bfloat16")(train, _set(300, 4, dim=64)) == pytest.approx(
-        KNN()(train, _set(300, 4, dim=64)), abs=1.5 / 300
-    )
-
-
-def test_rows_of_a_file_have_the_neighbors_of_float64(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(knn, "_TRAIN_ROWS", 300)
-    features, queries = _set(1_000, 3).features, F.normalize(_set(50, 4).features)
-    np.save(tmp_path / "features.npy", features.numpy())
-    bank = knn.Bank(FileRows.of(tmp_path / "features.npy"))
-    cosine, row = bank.nearest(queries, 7, torch.full((50,), -1))
-    units = F.normalize(features.double())
-    expected = (queries.double() @ units.T).topk(7)
-    assert torch.equal(row, expected.indices)
-    torch.testing.assert_close(cosine.double(), expected.values, rtol=0, atol=1e-6)
-    others = (units @ units.T).fill_diagonal_(-1).amax(dim=1)
-    torch.testing.assert_close(bank.nearest_others()[0].double(), others, rtol=0, atol=1e-6)
 
 
 def test_labels_are_needed() -> None:
@@ -335,7 +299,7 @@ def test_half_the_rows_if_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> Non
 
     train, test = _set(60, 1), _set(30, 2)
     expected = [KNN(k=[5])(train, test), KNN(k=[5])(train, train)]  # the second leaves one out
-    top = Full(knn._top, 7)
-    monkeypatch.setattr(knn, "_top", top)
+    largest = Full(nearest._largest, 7)
+    monkeypatch.setattr(nearest, "_largest", largest)
     assert [KNN(k=[5])(train, test), KNN(k=[5])(train, train)] == expected
-    assert top.rows[:4] == [30, 15, 7, 7]
+    assert largest.rows[:4] == [30, 15, 7, 7]

@@ -10,8 +10,8 @@ votes of the neighbors, in double precision for entries that only search.
     faiss     IndexFlatIP, search only: features are normalized and indexed before
     product   torch.mm in blocks only
     sklearn   NearestNeighbors, brute force, cosine
-    exact     selftask's search in float32, with normalization
-    bfloat16  candidates in bfloat16, compared in float32
+    exact     selftask's search, with normalization
+    int8      the same with a first pass in int8
     lightly   knn_predict in batches of 512, with votes: features are normalized before
     votes     as exact, with votes
 """
@@ -34,7 +34,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
 from selftask.distributed.device import keep_freed_memory
-from selftask.evaluate import knn
+from selftask.evaluate.nearest import QUERIES, Bank
 from selftask.models.feature_queue import class_votes
 
 CLASSES = 100
@@ -71,7 +71,7 @@ def of_lightly(train: Tensor, test: Tensor, k: int, classes: Tensor) -> Callable
     from lightly.utils.benchmarking import knn_predict
 
     bank = F.normalize(train).T.contiguous()  # (E, N), as its callers have it
-    batches = F.normalize(test).split(knn._TEST_ROWS)
+    batches = F.normalize(test).split(QUERIES)
     options = {"num_classes": CLASSES, "knn_k": k, "knn_t": TEMPERATURE}
     return lambda: torch.cat([knn_predict(x, bank, classes, **options)[:, 0] for x in batches])
 
@@ -87,14 +87,14 @@ def of_product(train: Tensor, test: Tensor, k: int) -> Callable[[], Tensor]:
 
 
 def of_selftask(
-    train: Tensor, test: Tensor, k: int, search: str, classes: Tensor | None = None
+    train: Tensor, test: Tensor, k: int, first_pass: torch.dtype, classes: Tensor | None = None
 ) -> Callable[[], Tensor]:
     """Return a search for neighbors, or with ``classes`` a prediction."""
 
     def run() -> Tensor:
-        bank = knn.Bank(train, search=search)
+        bank = Bank(train, first_pass=first_pass)
         queries = F.normalize(test, dim=1)
-        chunks = queries.split(knn._TEST_ROWS)
+        chunks = queries.split(QUERIES)
         none = [torch.full((len(chunk),), -1) for chunk in chunks]
         neighbors = [
             bank.nearest(*pair) for pair in ((c, k, n) for c, n in zip(chunks, none, strict=True))
@@ -133,10 +133,10 @@ def main() -> None:
         "faiss": of_faiss(train, test, args.k),
         "product": of_product(train, test, args.k),
         "sklearn": of_sklearn(train, test, args.k),
-        "exact": of_selftask(train, test, args.k, "float32"),
-        "bfloat16": of_selftask(train, test, args.k, "bfloat16"),
+        "exact": of_selftask(train, test, args.k, torch.bfloat16),
+        "int8": of_selftask(train, test, args.k, torch.int8),
         "lightly": of_lightly(train, test, args.k, classes),
-        "votes": of_selftask(train, test, args.k, "float32", classes),
+        "votes": of_selftask(train, test, args.k, torch.bfloat16, classes),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     rows: dict[str, Tensor] = {}

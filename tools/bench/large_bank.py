@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
 from selftask.evaluate.features import FileRows
-from selftask.evaluate.knn import Bank
+from selftask.evaluate.nearest import Bank
 
 BLOCK = 8192  # rows
 

@@ -26,7 +26,7 @@ from selftask.config.schema import FrozenModule
 from selftask.data.loading.open_data import open_data
 from selftask.data.reading.files import BadImage
 from selftask.errors import UserError
-from selftask.evaluate.knn import Bank
+from selftask.evaluate.nearest import Bank
 from selftask.files.paths import exists, expand_user
 from selftask.files.yaml_file import read_yaml
 from selftask.logs import get_logger

@@ -17,7 +17,7 @@ from selftask.config.fields import setting
 from selftask.errors import UserError
 from selftask.evaluate.clusters import KMeans
 from selftask.evaluate.features import Features
-from selftask.evaluate.knn import Bank
+from selftask.evaluate.nearest import Bank
 from selftask.registry import register_evaluation
 
 _FEWEST = 10  # images; of fewer, no neighbor distances remain to fit

@@ -21,7 +21,7 @@ from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source
 from selftask.errors import UserError
 from selftask.evaluate.features import Features, collect
-from selftask.evaluate.knn import Bank
+from selftask.evaluate.nearest import Bank
 from selftask.evaluate.offline import iterate_source
 from selftask.evaluate.online import evaluated_model
 from selftask.evaluate.tables import read_rows

@@ -21,17 +21,13 @@ from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_objects, rank, world_size
-from selftask.distributed.heartbeat import track
 from selftask.evaluate.chunks import InChunks
-from selftask.evaluate.features import Features, FileFeatures, FileRows, check_targets
+from selftask.evaluate.features import Features, FileFeatures, check_targets
 from selftask.evaluate.figure import Figure
 from selftask.evaluate.label_counts import LabelCounts, require_labels
+from selftask.evaluate.nearest import QUERIES, Bank
 from selftask.models.feature_queue import class_votes
 from selftask.registry import register_evaluation
-
-_TEST_ROWS = 512
-_TRAIN_ROWS = 8192  # in float32, one block of similarities has 16 MiB; larger blocks are slower
-_SPARE = 2  # bfloat16 candidates per float32 neighbor
 
 
 @register_evaluation("knn")
@@ -46,9 +42,9 @@ class KNN:
     """Numbers of neighbors that vote; one metric for each."""
     temperature: float = setting(0.07, above=0)
     """Temperature of the votes; a smaller one gives nearer neighbors more weight."""
-    search: Literal["float32", "bfloat16"] = "float32"
-    """Data type for finding candidates, which are then compared in float32; bfloat16 is faster on
-    hardware that supports it, with nearly the same neighbors, and keeps all features in memory.
+    search: Literal["float32", "int8"] = "float32"
+    """Precision of the search; int8 is faster on CPUs with AVX512-BF16 or AMX, and finds the
+    neighbors of float32 unless rounding errors exceed 8 standard deviations.
     """
     only_test_classes: bool = False
     """Whether neighbors are restricted to classes of the test set."""
@@ -110,14 +106,15 @@ class KNN:
 
         Row numbers refer to the concatenated training sets of all ranks.
         """
-        bank = Bank(train.features, search=self.search)
+        first_pass = torch.int8 if self.search == "int8" else torch.bfloat16
+        bank = Bank(train.features, first_pass=first_pass)
         nearest = InChunks(lambda rows, out: bank.nearest(rows, max(self.k), out), "test images")
         excluded = torch.arange(len(test), device=test.targets.device)  # rows to exclude
         if test is not train:
             excluded = torch.full_like(excluded, -1)
         sizes = gather_objects((len(train), len(test)))
         first_row = sum(num_train for num_train, _ in sizes[: rank()])
-        rows = max(1, _TEST_ROWS // world_size())
+        rows = max(1, QUERIES // world_size())
         for start in range(0, max(num_test for _, num_test in sizes), rows):
             chunk = slice(start, start + rows)  # cloned: pickle copies the whole storage of a view
             queries = F.normalize(test.features[chunk], dim=1)
@@ -130,97 +127,3 @@ class KNN:
             cosine, row = (torch.cat(blocks, dim=1) for blocks in zip(*of_ranks, strict=True))
             cosine, order = cosine.topk(max(self.k), dim=1)
             yield torch.cat([targets for _, targets in parts]), cosine, row.gather(1, order)
-
-
-class _UnitRows:
-    """Normalized rows of a file."""
-
-    dtype = torch.float32
-
-    def __init__(self, rows: FileRows) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        return F.normalize(self._rows[rows], dim=1)
-
-
-class Bank:
-    """Nearest-neighbor search by cosine in a set of features.
-
-    Args:
-        features: (N, E). Rows of a file are read block by block in each search.
-        search: ``float32``, or ``bfloat16`` to find candidates whose cosines are then computed in
-            float32.
-    """
-
-    _rows: Tensor | _UnitRows  # (N, E), normalized
-    _candidates: tuple[Tensor, Tensor] | None = None  # in bfloat16, and their rows
-
-    def __init__(self, features: Tensor | FileRows, *, search: str = "float32") -> None:
-        if isinstance(features, FileRows) and search == "float32":
-            self._rows = _UnitRows(features)
-            return
-        self._rows = rows = F.normalize(features[:], dim=1)
-        if search == "bfloat16":
-            # subtracting the mean keeps the order of cosines with a query and reduces rounding
-            # errors
-            self._candidates = ((rows - rows.mean(dim=0)).bfloat16(), rows)
-
-    def nearest(self, queries: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and row indices (B, min(k, N)) of the nearest rows, nearest first.
-
-        Args:
-            queries: (B, E), normalized.
-            k: Number of neighbors.
-            left_out: (B,) row that is excluded for each query, -1 for none.
-        """
-        k = min(k, len(self._rows))
-        if self._candidates is None:
-            return _top(queries, self._rows, k, left_out)
-        num_candidates = min(_SPARE * k, len(self._rows))
-        candidates, rows = self._candidates
-        _, row = _top(queries.bfloat16(), candidates, num_candidates, left_out)
-        pairs = zip(queries.unbind(), row.unbind(), strict=True)  # per query: rows stay in cache
-        cosine = torch.stack([rows.index_select(0, near).mv(query) for query, near in pairs])
-        cosine[row == left_out[:, None]] = -torch.inf
-        cosine, order = cosine.topk(k, dim=1)
-        return cosine, row.gather(1, order)
-
-    def nearest_others(self) -> tuple[Tensor, Tensor]:
-        """Return the cosine of each row to the nearest other row, and the number of that, (N,)."""
-        nearest = []
-        for first in range(0, len(self._rows), _TEST_ROWS):
-            queries = self._rows[first : first + _TEST_ROWS]
-            own = torch.arange(first, first + len(queries), device=queries.device)
-            nearest.append(self.nearest(queries, 1, own))
-        cosine, row = (torch.cat(parts)[:, 0] for parts in zip(*nearest, strict=True))
-        return cosine, row
-
-
-def _top(
-    queries: Tensor, bank: Tensor | _UnitRows, k: int, left_out: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the k largest products of each query and their rows, one block at a time."""
-    best = queries.new_empty(len(queries), 0)
-    row = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
-    size = _TRAIN_ROWS * torch.float32.itemsize // bank.dtype.itemsize
-    for first in track("k-NN", range(0, len(bank), size)):
-        products = _products(queries, bank[first : first + size])
-        inside = (left_out >= first) & (left_out < first + products.shape[1])
-        products[inside, left_out[inside] - first] = -torch.inf
-        values, rows = products.topk(min(k, products.shape[1]), dim=1, sorted=False)
-        best, row = torch.cat([best, values], dim=1), torch.cat([row, rows + first], dim=1)
-        best, order = best.topk(min(k, best.shape[1]), dim=1)
-        row = row.gather(1, order)
-    return best, row
-
-
-def _products(queries: Tensor, block: Tensor) -> Tensor:
-    """Return ``queries @ block.T``; float32 on a CPU uses oneDNN, twice as fast as MKL on AMD."""
-    dense = queries.dtype == torch.float32 and queries.device.type == "cpu" and len(queries) > 0
-    if dense and torch.backends.mkldnn.is_available():
-        return F.linear(queries.to_mkldnn(), block.to_mkldnn()).to_dense()
-    return queries @ block.T

@@ -190,7 +190,7 @@ def _write_ranking(folder: Path, path: Path, source: Source | None) -> None:
     """
     from selftask.evaluate.feature_files import IMAGES, indices_of, write_ranking
     from selftask.evaluate.features import FileRows
-    from selftask.evaluate.knn import Bank
+    from selftask.evaluate.nearest import Bank
 
     if len(_mapped(path)) < 2:
         raise UserError("rank=true: there is one image, and no other to compare it with")

@@ -19,7 +19,7 @@ from selftask.errors import UserError
 from selftask.evaluate.dense.linear_heads import fit_linear_heads
 from selftask.evaluate.dense.memory import PatchMemory, class_shares, vote
 from selftask.evaluate.dense.patches import PatchFeatures, PatchOptions
-from selftask.evaluate.knn import Bank
+from selftask.evaluate.nearest import Bank
 from selftask.evaluate.on_ranks import in_order
 
 Scores = Callable[[Tensor], Tensor]

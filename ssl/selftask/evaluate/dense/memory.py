@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selftask.distributed.collectives import gather_objects
 from selftask.evaluate.dense.masks import IGNORED
-from selftask.evaluate.knn import Bank
+from selftask.evaluate.nearest import Bank
 from selftask.models.features.tokens import Grid
 from selftask.random.views import draw_rng
 

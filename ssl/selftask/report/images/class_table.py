@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from selftask.evaluate.knn import Bank
+from selftask.evaluate.nearest import Bank
 from selftask.models.feature_queue import class_votes
 from selftask.report.images.gathered import Gathered
 from selftask.report.images.image_section import image_section

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftask.evaluate.knn import Bank
+from selftask.evaluate.nearest import Bank
 from selftask.report.images.gathered import Gathered
 from selftask.report.images.image_section import image_section
 from selftask.report.images.sprite import Sprite
