@@ -51,9 +51,11 @@ from selftask.api.objects import overrides
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources, open_data
+from selftask.evaluate.clid import CLID
 from selftask.evaluate.features import Features, collect
 from selftask.evaluate.offline import iterate_source
 from selftask.evaluate.online import evaluate_features
+from selftask.evaluate.view_measures import ViewMeasures
 from selftask.hooks.base import Hook
 from selftask.hooks.watching.health import effective_rank
 from selftask.models.build import build_backbone
@@ -126,7 +128,15 @@ def rate(backbone: nn.Module, config: Config, sources: Sources) -> dict[str, flo
     known, test = map(collect, parts)
     figures = evaluate_features(backbone, config.eval.evaluations, known, test)
     figures["effective_rank"] = float(effective_rank(_double(test)))
+    figures |= CLID()(known, test)
+    figures |= ViewMeasures()(backbone, with_shared_views(config), sources, CPU)
     return {name: round(value, 6) for name, value in figures.items()}
+
+
+def with_shared_views(config: Config) -> Config:
+    """Return a config whose views are the distorted images that evaluations see."""
+    given = overrides({"views.main.transforms": config.eval.transforms})
+    return dataclasses.replace(config, views=load_config("simclr/digits", given).views)
 
 
 def _double(features: Features) -> torch.Tensor:

@@ -10,13 +10,16 @@ from typing import Any
 
 from scipy.stats import spearmanr, t
 
-from league_plan import BASELINES, LEAGUES, group_of, order
+from league_plan import BASELINES, LEAGUES, LEFT_OUT, group_of, order
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/league.md"
 BEGIN, END = "<!-- begin: tools/league.py -->", "<!-- end -->"
 FIGURES = ("knn_top1", "linear_top1", "linear_10_labels_top1", "effective_rank", "rankme")
-LABEL_FREE = ("rankme", "effective_rank", "alpha", "nesum", "feature_uniformity")
+LABEL_FREE = (
+    *("rankme", "effective_rank", "alpha", "nesum", "feature_uniformity"),
+    *("lidar", "feature_alignment", "cluster_learnability", "intrinsic_dimension"),
+)
 ENOUGH = 10  # methods for a rank correlation
 GROUPS = {
     "small_resnet": "Methods on the small ResNet",
@@ -96,6 +99,7 @@ def tables(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
     missing = [f"`{method}`" for method in methods if method not in done]
     if missing:
         yield f"\n**Not run** in this league: {', '.join(missing)}.\n"
+    yield from (f"\nNot in this league: `{name}`: {why}.\n" for name, why in LEFT_OUT.items())
     yield from origins({k: v for k, v in entries.items() if k in done or k in BASELINES})
     yield "\n"
 
@@ -145,16 +149,20 @@ def below_untrained(
 def correlations(done: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield Spearman's correlation of label-free measures with linear top-1, over methods."""
     for network, net in LEAGUES["digits"].networks.items():
-        entries = [entry for method, entry in done.items() if group_of(method) == network]
-        if len(entries) >= ENOUGH:
-            linear = [mean(_all(entry, "seconds", "linear_top1")) for entry in entries]
+        members = [entry for method, entry in done.items() if group_of(method) == network]
+        if len(members) >= ENOUGH:
             yield (
-                f"\n**Rank correlation with linear top-1** ({net.title}, {len(entries)} methods, "
-                "means over seeds, equal CPU time)\n\n| measure | Spearman's rho |\n|---|---|\n"
+                f"\n**Rank correlation with linear top-1** ({net.title}, means over seeds, equal "
+                "CPU time)\n\n| measure | methods | Spearman's rho |\n|---|---|---|\n"
             )
-            for name in LABEL_FREE:
-                values = [mean(_all(entry, "seconds", name)) for entry in entries]
-                yield f"| {name} | {spearmanr(values, linear).statistic:.2f} |\n"
+        for name in LABEL_FREE:
+            runs = [entry for entry in members if all(name in r for r in runs_of(entry, "seconds"))]
+            if len(runs) >= ENOUGH:
+                values, linear = (
+                    [mean(_all(entry, "seconds", figure)) for entry in runs]
+                    for figure in (name, "linear_top1")
+                )
+                yield f"| {name} | {len(runs)} | {spearmanr(values, linear).statistic:.2f} |\n"
 
 
 def origins(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
