@@ -135,7 +135,7 @@ def rate(backbone: nn.Module, config: Config, sources: Sources) -> dict[str, flo
 
 def with_shared_views(config: Config) -> Config:
     """Return a config whose views are the distorted images that evaluations see."""
-    given = overrides({"views.main.transforms": config.eval.transforms})
+    given = overrides({"views.main.transforms": config.to_dict()["eval"]["transforms"]})
     return dataclasses.replace(config, views=load_config("simclr/digits", given).views)
 
 

@@ -87,7 +87,9 @@ def test_finished_runs_are_kept_after_a_kill_and_others_made(tmp_path: Path) -> 
 
 def test_every_method_is_in_the_order_once_and_after_its_teachers() -> None:
     order = league_plan.order()
-    assert sorted(order) == sorted([*METHODS.names(), *league_plan.BASELINES])
+    assert sorted([*order, *league_plan.LEFT_OUT]) == sorted(
+        [*METHODS.names(), *league_plan.BASELINES]
+    )
     for method, (_, teacher) in league_plan.TEACHERS.items():
         assert order.index(teacher) < order.index(method)
 
@@ -148,8 +150,9 @@ def test_correlation_is_that_of_ranks_over_at_least_ten_methods() -> None:
         name: entry([0.1, 0.2, 0.3], 0.1 * number, number**3) for number, name in enumerate(names)
     }
     text = "".join(league_page.correlations(done))
-    assert "| rankme | 1.00 |" in text
-    assert "| effective_rank | -1.00 |" in text
+    assert "| rankme | 10 | 1.00 |" in text
+    assert "| effective_rank | 10 | -1.00 |" in text
+    assert "lidar" not in text, "it was not computed"
     assert not [*league_page.correlations(dict([*done.items()][:9]))]
 
 
@@ -167,4 +170,5 @@ def test_a_method_from_search_to_figures(tmp_path: Path) -> None:
     assert made["images_1"]["steps"] == 1
     assert made["seconds_1"]["steps"] > 1
     assert 1 <= made["seconds_1"]["effective_rank"] <= 128
+    assert 1 <= made["seconds_1"]["lidar"] <= 128
     assert 0 <= made["seconds_1"]["linear_10_labels_top1"] <= 1
