@@ -29,7 +29,7 @@ from rounds import in_turns
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import league
-from league_plan import LEAGUES, batch_size, network_of, settings
+from league_plan import LEAGUES, LEFT_OUT, batch_size, network_of, settings
 from selftask.api.objects import overrides
 from selftask.config.load import load_config
 from selftask.config.schema import Config
@@ -83,7 +83,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     kept: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    for name in options.methods or METHODS.names():
+    for name in options.methods or sorted({*METHODS.names()} - {*LEFT_OUT}):
         started = time.monotonic()
         kept.setdefault("cost", {})[name] = round(cost(name, options.rounds), 2)
         date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
