@@ -17,6 +17,7 @@ from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import Sources
 from selftask.data.sources.files import Folder
+from selftask.errors import UserError
 from selftask.evaluate.correspondence import (
     Correspondence,
     centers,
@@ -191,3 +192,10 @@ def test_bad_arguments_of_eval_correspondence_are_refused(
     assert main(["eval", "correspondence", *words]) == 2
     printed = capsys.readouterr().err
     assert message in printed and "Traceback" not in printed
+
+
+def test_needs_a_size_before_training() -> None:
+    words = ["eval.evaluations={correspondence: {}}"]
+    with pytest.raises(UserError, match=r"correspondence\.size: eval\.transforms has no crop"):
+        load_config("simclr/digits", words)
+    load_config("simclr/digits", ["eval.evaluations={correspondence: {size: 16}}"])

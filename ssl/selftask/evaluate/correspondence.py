@@ -62,6 +62,7 @@ class Correspondence(PatchOptions):
     """Seed of the choice of images and of the warps."""
 
     def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
+        yield from super().problems(config)
         if not self.thresholds:
             yield "thresholds: []; one or more distances are expected, such as [0.1]"
 

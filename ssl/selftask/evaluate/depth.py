@@ -46,7 +46,7 @@ class DepthOptions(HeadOptions):
     """Depth of 1 in a PNG of 16 bits."""
 
     def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
-        yield from super().problems()
+        yield from super().problems(config)
         if self.min_depth >= self.max_depth:
             yield f"min_depth: {self.min_depth:g}; must be below max_depth={self.max_depth:g}"
 

@@ -66,7 +66,7 @@ class Segmentation(SegmentationOptions):
     """Folder of test images and masks."""
 
     def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
-        yield from super().problems()
+        yield from super().problems(config)
         for name, root in (("data", self.data), ("val", self.val)):
             problem = "a folder with images and masks is expected"
             if root is None or (problem := folder_problem(root) or ""):

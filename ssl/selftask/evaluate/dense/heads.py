@@ -56,6 +56,7 @@ class HeadOptions(PatchOptions):
     """Seed of the choice of images and patches, and of their order."""
 
     def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
+        yield from super().problems(config)
         if not self.heads:
             yield "heads: []; expected knn, linear or both"
         if not self.lr:

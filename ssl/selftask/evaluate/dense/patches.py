@@ -5,7 +5,9 @@ B images of S x S pixels, patches in a grid of h x w, E features.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from selftask.config.checks.grid import nominal_size
 from selftask.config.fields import setting
-from selftask.config.schema import Config
+from selftask.config.schema import Component, Config
 from selftask.data.extras import ExtrasReader
 from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.dataset import EvalDataset
@@ -30,6 +32,9 @@ from selftask.models.features.extract import adapter_of, extract, fixed_size, in
 _BATCH_SIZE = 16  # affects memory only
 
 
+_NO_SIZE = "eval.transforms has no crop; give the size in pixels, such as size=224"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PatchOptions:
     """Image size and layer of patch features."""
@@ -41,12 +46,19 @@ class PatchOptions:
     layer: int | None = setting(None, min=-1000, max=1000)
     """Number of a hidden layer, -1 for the last; null: the output, after the final norm."""
 
+    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
+        transforms = config["eval"]["transforms"] if config else []
+        if config and not self._size(map(Component.from_dict, transforms)):
+            yield f"size: {_NO_SIZE}"
+
     def size_of(self, config: Config) -> int:
         """Return ``size`` or the size of ``eval.transforms``; raise UserError without either."""
-        size = self.size or nominal_size(config.eval.transforms)
-        if size is None:
-            raise UserError("size: eval.transforms has no crop; give the size in pixels, size=224")
+        if (size := self._size(config.eval.transforms)) is None:
+            raise UserError(f"size: {_NO_SIZE}")
         return size
+
+    def _size(self, transforms: Iterable[Component]) -> int | None:
+        return self.size or nominal_size(list(transforms))
 
 
 class PatchFeatures:
