@@ -35,6 +35,7 @@ def failure(folder: Path, *more: str, method: str = "simclr") -> str:
 def test_stop_finds_the_step_and_dumps_it(tmp_path: Path, step: int) -> None:
     text = failure(tmp_path, inject("nan_input", step), "train.log_every=4")
     assert f"the loss is nan at step {step} on rank 0: its images are not finite" in text
+    assert "Look at the images that the replay lists" in text and "optimizer.lr" not in text
     folder = tmp_path / "run/failures" / f"step_{step}"
     assert str(folder) in text
     assert json.loads((folder / "failure.json").read_text())["step"] == step

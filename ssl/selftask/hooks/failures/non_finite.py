@@ -25,10 +25,9 @@ log = get_logger(__name__)
 
 MOST_DUMPS = 3  # per run
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-REMEDY = (
-    "Try a lower optimizer.lr, a longer optimizer.warmup or train.precision=float32; checkpoints "
-    "before this are intact"
-)
+INTACT = "checkpoints before this are intact"
+REMEDY = "Try a lower optimizer.lr, a longer optimizer.warmup or train.precision=float32; " + INTACT
+IMAGES_REMEDY = f"Look at the images that the replay lists, and at the transforms; {INTACT}"
 
 
 class NonFiniteLoss(RunError, FloatingPointError):
@@ -120,13 +119,13 @@ class NonFiniteGuard(Hook):
         _restore(self.kept)
         self.has_failed = True
         self.in_row += 1
-        step, text = task.steps_done + 1, describe(task, what, here)
+        step, (text, remedy) = task.steps_done + 1, describe(task, what, here)
         if self.dumps < MOST_DUMPS:
             self.dumps += 1
             text = f"{text}; selftask replay {dump(task, text, self.rng)} repeats the step"
         if self.policy == "stop" or (self.policy == "skip" and self.in_row > self.budget):
             before = f", after {self.budget} skipped steps" if self.policy == "skip" else ""
-            raise NonFiniteLoss(f"{text}{before}. {REMEDY}", step=step, exact=True)
+            raise NonFiniteLoss(f"{text}{before}. {remedy}", step=step, exact=True)
         log.warning("%s; the step is skipped (train.on_nan=%s)", text, self.policy)
         raise StepSkipped
 
@@ -146,10 +145,13 @@ class Cause(NamedTuple):
 
     order: int
     text: str
+    remedy: str = REMEDY
 
 
-def describe(task: Task, what: str, here: Cause | None) -> str:
-    """Return a description with step, ranks, cause and learning rate. Every rank must call it.
+def describe(task: Task, what: str, here: Cause | None) -> tuple[str, str]:
+    """Return a description with step, ranks, cause and learning rate, and what may help.
+
+    Every rank must call it.
 
     Only the ranks with the earliest cause are named, since gathered batches spread NaN to all
     ranks.
@@ -162,19 +164,20 @@ def describe(task: Task, what: str, here: Cause | None) -> str:
     causes: list[Cause | None] = gather_objects(here)
     first = min((cause.order for cause in causes if cause), default=None)
     ranks = [rank for rank, cause in enumerate(causes) if cause and cause.order == first]
-    cause = f": {causes[ranks[0]].text}" if ranks else ""  # type: ignore[union-attr]
+    earliest = causes[ranks[0]] if ranks else None
+    cause, remedy = (f": {earliest.text}", earliest.remedy) if earliest else ("", REMEDY)
     lr = task.optimizer.param_groups[0]["lr"]
     step = task.steps_done + 1
     listed = ", ".join(map(str, ranks[:8])) or ("0" if len(causes) == 1 else "unknown")
     named = f"{plural('rank', len(ranks) or 1)} {listed}"
-    return f"{what} at step {step} on {named}{cause}; lr was {lr:.3g}"
+    return f"{what} at step {step} on {named}{cause}; lr was {lr:.3g}", remedy
 
 
 def _cause_in(batch: Batch) -> Cause | None:
     """Return the first non-finite part of this rank's batch, or None."""
     for name, views in batch.views.items():
         if not all(map(is_finite, views)):
-            return Cause(0, f"its images are not finite (views {name})")
+            return Cause(0, f"its images are not finite (views {name})", IMAGES_REMEDY)
     if not is_finite(batch.output):
         return Cause(1, "the output of the network is not finite")
     bad = [name for name, term in batch.terms.items() if not is_finite(term)]
