@@ -28,6 +28,7 @@ TEACHERS = {  # option of the method, and the method of the league that is its t
     "distill_prototypes": ("teacher", "dinov2"),
     "eva": ("teacher", "ibot"),
     "milan": ("teacher", "ibot"),
+    "salt": ("teacher", "mae"),
     "seed": ("teacher", "dino"),
     "vqkd": ("teacher", "ibot"),
 }

@@ -139,7 +139,7 @@ def test_sizes_that_are_no_whole_patches(backbone: list[str]) -> None:
             "mae needs patch tokens .* left out, .* take .*vit_small",
         ),
         ("mae", "torchvision:vit_b_32", "backbone 'torchvision:vit_b_32' has none; take"),
-        ("ijepa", "timm:vit_tiny_patch16_224", "ijepa trains patches, .* use global_pool: avg"),
+        ("ijepa", "timm:vit_tiny_patch16_224", "patches are trained, .* use global_pool: avg"),
         ("simclr", "timm:deit_tiny_patch16_224", r"\(views.main: 96\); set .*args.img_size=96"),
         ("simclr", "torchvision:resnet19", "did you mean 'resnet1"),
     ],

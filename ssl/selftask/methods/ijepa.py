@@ -2,32 +2,23 @@
 
 The loss is the smooth L1 distance of the published code; the paper has L2.
 
-B: images per rank, N: patches of an image, K: maximum patches of a context, M: target blocks, Q:
-maximum patches of a target block, E: width of the backbone.
+B: images per rank, N: patches of an image, E: width of the backbone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selftask.batch import Batch
-from selftask.config.fields import setting
-from selftask.errors import UserError
+from selftask.methods.families.block_prediction import BlockPrediction
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.masked_patches import Kept, MaskedPatches, build_kept_network
 from selftask.models.build import embed_dim
-from selftask.models.features.extract import FeatureExtractor, adapter_of
-from selftask.models.features.tokens import Grid, gather_tokens
-from selftask.models.masks import MultiBlockMask, hide_patches, mask_of
-from selftask.models.network import PatchOutput
-from selftask.models.precision import to_float32
+from selftask.models.features.extract import FeatureExtractor
+from selftask.models.features.tokens import Grid
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -35,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @register_method("ijepa")
-class IJEPA(MaskedPatches, EMATeacher):
+class IJEPA(BlockPrediction, MaskedPatches, EMATeacher):
     """I-JEPA (arXiv:2301.08243): predicts features of hidden blocks of an image from the rest.
 
     Loss: ``smooth L1(predicted, sg t)`` of the patches of hidden blocks.
@@ -61,151 +52,28 @@ class IJEPA(MaskedPatches, EMATeacher):
         "Assran et al., Self-Supervised Learning from Images with a Joint-Embedding Predictive "
         "Architecture, CVPR 2023"
     )
-    requires = ("subset",)
     exports_teacher = True  # as in the paper's evaluations
+    distance = staticmethod(F.smooth_l1_loss)
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EMATeacher.Config):
-        num_targets: int = setting(4, min=1)
-        """Number of target blocks, M."""
-        target_scale: tuple[float, float] = (0.15, 0.2)
-        """Range of a target's share of the image's area."""
-        target_ratio: tuple[float, float] = (0.75, 1.5)
-        """Range of height / width of a target, relative to the image's."""
-        context_scale: tuple[float, float] = (0.85, 1.0)
-        """Range of the context's share of the image's area, before the targets are cut out."""
-        min_context: int = setting(10, min=0)
-        """Minimum patches of a context; if fewer remain, the last targets may overlap it."""
-        max_context: float = setting(0.5, above=0, max=1)
-        """Maximum share of the image's patches in a context; random excess patches are dropped."""
-        predictor_dim: int = setting(384, min=1, tiny=16)
-        """Width of the predictor."""
-        predictor_depth: int = setting(6, min=1, tiny=1)
-        """Blocks of the predictor; 12 for ViT-L and larger."""
-        predictor_heads: int = setting(12, min=1, tiny=2)
-        """Attention heads of the predictor."""
-        init_std: float | None = setting(0.02, above=0)
-        """Initial standard deviation of weights. null: larger in layers with few inputs, for
-        networks much narrower than a ViT-B; with 0.02 these would pass on little but positions.
-        """
+    class Config(BlockPrediction.Config, EMATeacher.Config):
         momentum: Schedule = teacher_momentum({"name": "linear", "start": 0.996, "end": 1.0})
         """Momentum of the teacher."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            backbone = config["backbone"]
-            if backbone.get("pool") == "token":
-                yield "backbone.pool: ijepa trains patches, not the class token; use pool: avg"
-            for name in ("target_scale", "context_scale"):
-                low, high = getattr(self, name)
-                if not 0 < low <= high <= 1:
-                    yield f"{name}: [{low}, {high}]; 0 < least <= largest <= 1 is expected"
-            low, high = self.target_ratio
-            if not 0 < low <= high:
-                yield f"target_ratio: [{low}, {high}]; 0 < least <= largest is expected"
-            elif self.target_scale[1] * max(high, 1 / low) > 1:
-                yield f"target_ratio: [{low}, {high}] makes blocks longer than the image; less is"
-            if self.predictor_dim % 4 or self.predictor_dim % self.predictor_heads:
-                yield (
-                    f"predictor_dim: {self.predictor_dim} must be divisible by 4 (its positions) "
-                    f"and by predictor_heads={self.predictor_heads}"
-                )
-
-    @staticmethod
-    def check_backbone(backbone: nn.Module) -> None:
-        if getattr(backbone, "global_pool", None) == "token":
-            raise UserError(
-                "backbone.args: ijepa trains patches, not the class token; use global_pool: avg"
-            )
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Build the network with the published initial weights and fixed positions.
 
         A loaded backbone keeps its own.
         """
-        config = self.config
-        self.check_backbone(backbone)
-        self.masks = self.build_masks(adapter_of(backbone).built_grid)
-        return build_kept_network(
-            backbone,
-            task,
-            partial(initialize, std=config.init_std),
-            num_out=embed_dim(backbone),
-            dim=config.predictor_dim,
-            depth=config.predictor_depth,
-            num_heads=config.predictor_heads,
-        )
-
-    def build_masks(self, grid: Grid) -> MultiBlockMask:
-        config = self.config
-        return MultiBlockMask(
-            grid,
-            num_targets=config.num_targets,
-            target_scale=config.target_scale,
-            target_ratio=config.target_ratio,
-            context_scale=config.context_scale,
-            min_context=config.min_context,
-            max_context=config.max_context,
-        )
+        options = self.network_options(backbone)
+        return build_kept_network(backbone, task, num_out=embed_dim(backbone), **options)
 
     def averaged(self, network: Any) -> nn.Module:
         return FeatureExtractor(network.backbone)
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
-        if grid != self.masks.grid:  # view size differs from that of the backbone
-            self.masks = self.build_masks(grid)
-        (keep, padding), (asked, asked_padding) = self.masks.draw(seed, key)
-        return Kept(keep, asked, padding, asked_padding)
+        return Kept(*self.draw_blocks(seed, key, grid))
 
-    def on_forward(self, task: Task) -> None:
-        """Compute the teacher's normalized features of the whole image at the target blocks."""
-        batch = task.last_batch
-        indices = batch["mask"].asked  # (B, M, Q)
-        features = self.teacher(batch.all_views[0]).tokens.patches  # (B, N, E)
-        features = F.layer_norm(to_float32(features), features.shape[-1:])
-        features = gather_tokens(features, indices.flatten(1))
-        batch["features"] = features.view(*indices.shape, -1)  # (B, M, Q, E)
-
-    def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the smooth L1 distance, averaged over patches of a block, blocks and images."""
-        predicted = to_float32(output.prediction)  # (B, M, Q, E)
-        distance = F.smooth_l1_loss(predicted, batch["features"], reduction="none")
-        inside = ~batch["mask"].asked_padding  # (B, M, Q)
-        of_patch = distance.mean(dim=3) * inside  # (B, M, Q)
-        of_block = of_patch.sum(dim=2) / inside.sum(dim=2)  # (B, M)
-        return of_block.mean()
-
-    def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the image, its context, and each target block."""
-        images, mask = batch.input
-        blocks = {"context": (mask.keep, mask.padding)}
-        for block in range(mask.asked.shape[1]):
-            name = f"target {block + 1}"
-            blocks[name] = (mask.asked[:, block], mask.asked_padding[:, block])
-        shown = {
-            name: hide_patches(images, ~mask_of(rows, unused, self.masks.num_patches))
-            for name, (rows, unused) in blocks.items()
-        }
-        return {"image": images, **shown}
-
-
-@torch.no_grad()
-def initialize(module: nn.Module, *, std: float | None) -> None:
-    """Initialize linear and convolutional layers: truncated normal weights, zero biases.
-
-    Args:
-        module: Module to initialize in place.
-        std: Standard deviation of all weights, as in the published code. (It first divides the
-            residual weights of block l by sqrt(2 l), but then draws all linear layers again.)
-            None, for narrow networks: 1 / sqrt(3 n) for n inputs, at least 0.02, with that
-            division.
-    """
-    for part in module.modules():
-        if isinstance(part, nn.Linear | nn.Conv2d):
-            deviation = std or max(0.02, (3 * part.weight[0].numel()) ** -0.5)
-            nn.init.trunc_normal_(part.weight, std=deviation)
-            if part.bias is not None:
-                nn.init.zeros_(part.bias)
-    blocks: Any = module.blocks if std is None else []
-    for number, block in enumerate(blocks, start=1):
-        for layer in (block.attn.proj, block.mlp.fc2):
-            layer.weight /= (2.0 * number) ** 0.5
+    def teacher_patches(self, images: Tensor) -> Tensor:
+        patches: Tensor = self.teacher(images).tokens.patches
+        return patches  # (B, N, E)

@@ -1,0 +1,70 @@
+"""SALT: predict a frozen teacher's features of four blocks of an image from another block.
+
+B: images per rank, N: patches of an image, D: width of the teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selftask.config.schema import FrozenModule
+from selftask.methods.families.block_prediction import BlockPrediction
+from selftask.methods.families.distillation import trained_teacher
+from selftask.methods.families.masked_patches import Kept, MaskedPatches, build_kept_network
+from selftask.models.distillation.patch_targets import PatchTeacher
+from selftask.models.features.tokens import Grid
+from selftask.registry import register_method
+
+if TYPE_CHECKING:
+    from selftask.task import Task
+
+
+@register_method("salt")
+class SALT(BlockPrediction, MaskedPatches):
+    """SALT (arXiv:2509.24317): I-JEPA whose teacher is a trained network that does not change.
+
+    The teacher, any size of network, first learns to reconstruct masked pixels, by a run of ``mae``
+    for instance: ``method.teacher=RUN``.
+
+    Loss: ``|p - LN(t)|`` of the patches of hidden blocks.
+
+    Use it in place of ``ijepa`` if a trained teacher exists: its targets stay the same, so that
+    losses of different times, runs and sizes of network can be compared.
+
+    Written from the paper, without figures of the authors' code. The paper trains on videos, and
+    its teacher with the masks of the student; those of ``mae`` are random.
+    """
+
+    paper = (
+        "Li et al., Rethinking JEPA: Compute-Efficient Video SSL with Frozen Teachers, arXiv 2025"
+    )
+    distance = staticmethod(F.l1_loss)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BlockPrediction.Config):
+        teacher: FrozenModule = trained_teacher()
+        """Backbone whose features of patches are predicted."""
+
+        def problems(self, config: dict[str, Any]) -> Iterator[str]:
+            yield from super().problems(config)
+            yield from FrozenModule.of(self.teacher).problems("teacher")
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Open the teacher, and build a network whose predictor has the teacher's width."""
+        trained = self.open_trained("teacher", task)
+        self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")
+        options = self.network_options(backbone)
+        return build_kept_network(backbone, task, num_out=trained.width, **options)
+
+    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
+        return Kept(*self.draw_blocks(seed, key, grid))
+
+    def teacher_patches(self, images: Tensor) -> Tensor:
+        """Return the teacher's patches (B, N, D), interpolated to the grid of the backbone."""
+        _, patches = self.teacher.on_grid(images, self.grid_of(*images.shape[2:]))
+        return patches
