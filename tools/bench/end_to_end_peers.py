@@ -42,6 +42,11 @@ class Contest:
         return PARTS[self.method]
 
     @property
+    def crops(self) -> tuple[float, int] | None:
+        """Share of an image between large and small crops, and the number of small ones."""
+        return {"dino": (0.4, 6), "dinov2": (0.32, 8)}.get(self.method)
+
+    @property
     def is_transformer(self) -> bool:
         return self.backbone.startswith("vit")
 
@@ -74,6 +79,7 @@ CONTESTS = {
     "byol, 32 pixels": Contest("byol", "resnet18", 32, 16),
     "barlow, 32 pixels": Contest("barlow", "resnet18", 32, 16),
     "dino, 224 pixels": Contest("dino", "vit_tiny", 224, 4),
+    "dinov2, 224 pixels": Contest("dinov2", "vit_tiny", 224, 4),
     "mae, 224 pixels": Contest("mae", "vit_small", 224, 4),
 }
 
@@ -91,12 +97,14 @@ def selftask(contest: Contest, fast: bool, images: str, out: str) -> None:
         crop = f"{{name: random_resized_crop, size: {size}, scale: {scale}, interpolation: {kind}}}"
         return f"transforms: [{', '.join([crop, 'horizontal_flip', *then, normalize])}]"
 
-    if contest.method == "dino":
+    if contest.crops:
         color = jitter % (0.4, 0.4, 0.2, 0.1), gray
+        between, count = contest.crops
+        large, small = f"[{between}, 1]", f"[0.05, {between}]"
         views = (
-            f"first: {{{view(224, '[0.4, 1]', *color, blur % 1.0)}}}, "
-            f"second: {{{view(224, '[0.4, 1]', *color, blur % 0.1, '{name: solarize, p: 0.2}')}}}, "
-            f"local: {{count: 6, {view(96, '[0.05, 0.4]', *color, blur % 0.5)}}}"
+            f"first: {{{view(224, large, *color, blur % 1.0)}}}, "
+            f"second: {{{view(224, large, *color, blur % 0.1, '{name: solarize, p: 0.2}')}}}, "
+            f"local: {{count: {count}, {view(96, small, *color, blur % 0.5)}}}"
         )
     elif contest.method == "mae":
         views = f"main: {{count: 1, {view(224, '[0.2, 1]', bicubic=True)}}}"
@@ -105,7 +113,7 @@ def selftask(contest: Contest, fast: bool, images: str, out: str) -> None:
         last = [blur % 0.5] if contest.size > 32 else []
         views = f"main: {{count: 2, {view(contest.size, '[0.08, 1]', *color, *last)}}}"
     stem = ", stem: cifar" if contest.backbone == "resnet18" and contest.size == 32 else ""
-    dynamic = ", dynamic_img_size: true" if contest.method == "dino" else ""
+    dynamic = ", dynamic_img_size: true" if contest.crops else ""
     parts = ", ".join(f"{key}: {str(value).lower()}" for key, value in contest.parts.items())
     optimizer = (
         f"{{name: adamw, lr: {ADAMW['lr']}, weight_decay: {ADAMW['weight_decay']}}}"
@@ -130,8 +138,11 @@ def lightly(contest: Contest, fast: bool, images: str, out: str) -> None:
     from lightly import transforms
     from lightly.data import LightlyDataset
 
-    if contest.method == "dino":
-        transform = transforms.DINOTransform()
+    if contest.crops:
+        between, count = contest.crops
+        transform = transforms.DINOTransform(
+            global_crop_scale=(between, 1), local_crop_scale=(0.05, between), n_local_views=count
+        )
     elif contest.method == "mae":
         transform = transforms.MAETransform()
     else:
@@ -141,7 +152,7 @@ def lightly(contest: Contest, fast: bool, images: str, out: str) -> None:
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=contest.batch, shuffle=True, drop_last=True, num_workers=1
     )
-    options = {"dynamic_img_size": True} if contest.method == "dino" else {}
+    options = {"dynamic_img_size": True} if contest.crops else {}
     network = contest.network(**options)
     if hasattr(network, "fc"):
         network.fc = torch.nn.Identity()
@@ -300,7 +311,10 @@ def _optimizer(contest: Contest) -> Callable[[Any], Any]:
     return partial(torch.optim.SGD, **SGD)
 
 
-LACKS = {"lightly-train": {"moco", "byol", "barlow", "mae"}}  # methods that a library does not have
+LACKS = {  # methods that a library does not have, or with another network, masks or terms
+    "lightly-train": {"moco", "byol", "barlow", "mae", "dinov2"},
+    "stable-pretraining": {"dinov2"},
+}
 CONTESTANTS: dict[str, Callable[[Contest, bool, str, str], None]] = {
     "selftask": selftask,
     "lightly": lightly,

@@ -138,6 +138,43 @@ class DINO(Teacher):
         return self.criterion(taught, list(map(self.network, views)), epoch=1)
 
 
+class DINOv2(Teacher):
+    """DINO with one head for masked patches too, and KoLeo, as in its benchmark on ImageNet."""
+
+    def __init__(self, vit: nn.Module, dim: int, parts: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        widths = dim, parts["hidden_dim"], parts["bottleneck"], parts["out_dim"]
+        heads = [modules.DINOProjectionHead(*widths, norm_last_layer=False) for _ in range(2)]
+        student = modules.MaskedVisionTransformerTIMM(
+            vit, antialias=False, pos_embed_initialization="skip"
+        )
+        self.network = nn.ModuleList([student, heads[0]])
+        self.teacher = nn.ModuleList([copy.deepcopy(student), heads[1]])
+        utils.deactivate_requires_grad(self.teacher)
+        self.dino = losses.DINOLoss(parts["out_dim"], warmup_teacher_temp_epochs=0)
+        self.ibot, self.koleo = losses.IBOTPatchLoss(parts["out_dim"]), losses.KoLeoLoss()
+
+    def forward(self, views: list[Tensor]) -> Tensor:
+        utils.update_momentum(self.network, self.teacher, self.momentum)
+        student, head = self.network
+        whole, local = torch.cat(views[:2]), torch.cat(views[2:])
+        block = utils.random_block_mask((len(whole), *student.vit.patch_embed.grid_size))
+        mask = nn.functional.pad(block.flatten(1), (1, 0))  # without the class token
+        taught, taught_patches = self.taught(whole, mask)
+        tokens = student.encode(whole, mask=mask)
+        pooled = tokens[:, 0]
+        scores = torch.cat([head(pooled), head(student.encode(local)[:, 0])])
+        dino = self.dino(taught.chunk(2), scores.chunk(len(views)), epoch=1)
+        ibot = self.ibot(taught_patches, head(tokens[mask]), mask=block)
+        return dino + ibot + 0.1 * sum(map(self.koleo, pooled.chunk(2)))
+
+    @torch.no_grad()
+    def taught(self, whole: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        teacher, head = self.teacher
+        tokens = teacher.encode(whole)
+        return head(tokens[:, 0]), head(tokens[mask])
+
+
 class MAE(nn.Module):
     """Pixels of masked patches, by a decoder."""
 
@@ -228,5 +265,6 @@ _BUILD: dict[str, Any] = {
         backbone, modules.SwaVProjectionHead(dim, *_hidden(parts, dim)), parts
     ),
     "dino": DINO,
+    "dinov2": DINOv2,
     "mae": lambda backbone, dim, parts: MAE(backbone, parts),
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 _MLP = {"hidden_dim": 2048, "out_dim": 2048}
 _SMALL = {"hidden_dim": 512, "out_dim": 128}
+_DINO = {"hidden_dim": 2048, "bottleneck": 256, "out_dim": 4096, "freeze_last_layer": 0}
 PARTS: dict[str, dict[str, Any]] = {
     "simclr": {"hidden_dim": 512, "out_dim": 128, "norm": True, "temperature": 0.1},
     "dcl": {"hidden_dim": 512, "out_dim": 128, "norm": True, "temperature": 0.1},
@@ -20,7 +21,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "byol": {"hidden_dim": 4096, "out_dim": 256},
     "simsiam": {"hidden_dim": 512, "out_dim": 2048},
     "swav": {"hidden_dim": 2048, "out_dim": 128, "num_prototypes": 3000, "freeze_prototypes": 0},
-    "dino": {"hidden_dim": 2048, "bottleneck": 256, "out_dim": 4096, "freeze_last_layer": 0},
+    "dino": _DINO,
+    "dinov2": {**_DINO, "targets": "centering", "tied_heads": True, "norm_last_layer": False},
     "barlow": _MLP,
     "vicreg": _MLP,
     "tico": {"hidden_dim": 2048, "out_dim": 256},

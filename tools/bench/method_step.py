@@ -3,11 +3,11 @@
     pip install lightly
     python tools/bench/method_step.py [METHOD ...] [--rounds 5] [--batch 64] [--precision auto]
 
-ResNet-18 for images of 32x32 (CIFAR stem); ViT-S with patches of 4 for ``mae``. Random images in
-memory, heads of the same widths, SGD with momentum. selftask runs its trainer with default hooks;
-lightly's modules run in the loop of its examples. Rounds take turns in one process with one thread.
-Shown is CPU time per step: least of all steps, and the median over rounds of the ratio of both
-medians, with its 95 % interval by bootstrap. Parameters are those that are trained.
+ResNet-18 for images of 32x32 (CIFAR stem); ViT-S with patches of 4 for ``mae`` and ``dinov2``.
+Random images in memory, heads of the same widths, SGD with momentum. selftask runs its trainer with
+default hooks; lightly's modules run in the loop of its examples. Rounds take turns in one process
+with one thread. Shown is CPU time per step: least of all steps, and the median over rounds of the
+ratio of both medians, with its 95 % interval by bootstrap. Parameters are those that are trained.
 With ``--precision auto``, lightly computes in float32, as in its examples.
 """
 
@@ -35,7 +35,8 @@ from selftask.config.schema import Config
 from selftask.models.build import build_backbone
 
 STEPS = 5  # per turn; the first one does not count
-_VIEWS = {"mae": [32], "dino": [32, 32, 16, 16, 16, 16]}  # sizes in pixels; others: two of 32
+_CROPS = [32, 32, 16, 16, 16, 16]
+_VIEWS = {"mae": [32], "dino": _CROPS, "dinov2": _CROPS}  # sizes in pixels; others: two of 32
 
 
 class _Batches(Stamped):
@@ -57,11 +58,11 @@ class _Batches(Stamped):
 def _config(name: str, batch: int, precision: str, folder: Path) -> Config:
     large = _VIEWS.get(name, [32, 32]).count(32)
     views = f"{{main: {{count: {large}, transforms: [{{name: resize, size: 32}}, normalize]}}"
-    if name == "dino":
+    if name in ("dino", "dinov2"):
         views += ", small: {count: 4, transforms: [{name: resize, size: 16}, normalize]}"
     backbone = (
-        "{name: vit_small, img_size: 32, patch_size: 4}"
-        if name == "mae"
+        "{name: vit_small, img_size: 32, patch_size: 4, dynamic_img_size: true}"
+        if name in ("mae", "dinov2")
         else "{name: resnet18, stem: cifar}"
     )
     parts = ", ".join(f"{key}: {str(value).lower()}" for key, value in PARTS[name].items())
