@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import tiny
 
@@ -42,6 +45,26 @@ NEEDS_DATA = {"end_to_end", "end_to_end_peers", "same_learning"}  # folders of i
 def test_all_scripts_are_here() -> None:
     scripts = {path.stem for path in BENCH.glob("*.py") if "__main__" in path.read_text()}
     assert scripts == {*SMALLEST} | NEEDS_DATA
+
+
+@pytest.mark.slow
+def test_a_training_from_files_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """selftask's side of ``end_to_end``, without other libraries."""
+    for name in ("a", "b"):
+        (tmp_path / "small" / name).mkdir(parents=True)
+        Image.new("RGB", (32, 32), "red").save(tmp_path / "small" / name / "0.jpg")
+    monkeypatch.syspath_prepend(BENCH)
+    end_to_end = importlib.import_module("end_to_end")
+    contest = "simclr, small network"
+    images = end_to_end.link_often(tmp_path / "small", tmp_path / "images", 512)
+    with ExitStack() as ends:
+        contestant = end_to_end.Contestant("selftask", contest, "float32", images, tmp_path / "out")
+        ends.callback(contestant.end)
+        assert contestant.wait(1), contestant.log.read_text()
+        contestant.stop()
+        for _ in range(2):
+            contestant.run(1)
+        assert end_to_end.table(contest, [contestant]).startswith("| simclr, small network | self")
 
 
 @pytest.mark.slow
