@@ -93,9 +93,12 @@ def test_that_the_first_pass_cannot_tell_apart(
 def test_among_equal_rows(dtype: torch.dtype, passes: list[torch.dtype]) -> None:
     features = torch.ones(3_000, 13)
     features[7] = -1
-    queries = F.normalize(features[:100])
-    _check(nearest.Bank(features, first_pass=dtype), features, queries, torch.arange(100))
-    assert {dtype, torch.float32} <= set(passes)
+    queries, bank = F.normalize(features[:100]), nearest.Bank(features, first_pass=dtype)
+    _check(bank, features, queries, torch.arange(100))
+    assert {dtype, torch.float32} == set(passes)
+    passes.clear()
+    _check(bank, features, queries, torch.arange(100))
+    assert {torch.float32} == set(passes), "a first pass is useless here"
 
 
 @DTYPES

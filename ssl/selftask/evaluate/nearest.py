@@ -61,7 +61,7 @@ class Bank:
             self._rows = _UnitRows(features)
         else:
             self._rows = F.normalize(features, dim=1)
-        self._first_pass = first_pass
+        self._first_pass: torch.dtype | None = first_pass
         self._rounded: _Rounded | None = None
 
     def nearest(self, queries: Tensor, k: int, left_out: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,10 +90,11 @@ class Bank:
 
     def _nearest(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         rows, most = self._rows, _SPARE * k
-        if isinstance(rows, _UnitRows) or most >= len(rows) or not _is_faster(queries):
+        dtype = self._first_pass if most < len(rows) and _is_faster(queries) else None
+        if isinstance(rows, _UnitRows) or dtype is None:
             return _largest(queries, rows, k)
         if self._rounded is None:
-            self._rounded = _Rounded.of(rows, self._first_pass)
+            self._rounded = _Rounded.of(rows, dtype)
         rounded, margin = self._rounded.round(queries)
         product, row = _largest(rounded, self._rounded.rows, k, margin, most)
         counts = (product >= margin.below(product[:, k - 1 : k])).sum(dim=1).tolist()
@@ -105,6 +106,8 @@ class Bank:
         if most in counts:  # rows that were not kept may be near, too
             again = torch.tensor(counts) == most
             cosine[again], row[again] = _largest(queries[again], rows, k)
+            if 2 * int(again.sum()) > len(queries):
+                self._first_pass = self._rounded = None  # differences are below rounding errors
         return cosine, row
 
 
