@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ import torch
 import torchvision
 from timm.models import VisionTransformer
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.backbones.libraries import Torchvision
 from selftask.models.backbones.small_resnet import SmallResNet
 from selftask.models.build import build_backbone
-from selftask.models.features.extract import FeatureExtractor, adapter_of, extract, offers
+from selftask.models.features.extract import FeatureExtractor, adapter_of, extract, offers, pooled
 from selftask.models.features.tokens import Features, from_map
 from selftask.models.weights.load import load_weights
 
@@ -154,6 +156,31 @@ def test_hidden_layers_are_the_outputs_of_the_modules(name: str, modules: list[s
         else:
             is_last = "swin" in name
             assert torch.equal(mine.map, theirs.permute(0, 3, 1, 2) if is_last else theirs)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "init_values": 0.1, "reg_tokens": 2}])
+def test_pooling_the_class_token_needs_no_more_of_the_last_block(
+    options: dict[str, Any], fused: bool
+) -> None:
+    """Features and gradients are timm's; a hook sees the whole block."""
+    torch.manual_seed(0)
+    vit, images = _vit(**options).double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    for block in vit.blocks:
+        block.attn.fused_attn = fused
+    results = []
+    for forward in (vit, partial(pooled, vit)):
+        with FlopCounterMode(display=False) as counter:
+            features = forward(images)
+        gradients = torch.autograd.grad(features.square().sum(), [*vit.parameters()])
+        results.append((counter.get_total_flops(), [features, *gradients]))
+    (whole, expected), (shorter, found) = results
+    assert shorter < 0.82 * whole  # the last of three blocks
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    seen: list[torch.Size] = []
+    vit.blocks[-1].mlp.register_forward_hook(lambda _, inputs, output: seen.append(output.shape))
+    assert torch.equal(pooled(vit, images), vit(images))
+    assert len(set(seen)) == 1
 
 
 @pytest.mark.parametrize("name", MASKABLE)

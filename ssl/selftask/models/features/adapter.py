@@ -52,6 +52,10 @@ class Adapter(ABC):
     def extract(self, images: Tensor, request: Request) -> Features:
         """Return the features of images (B, C, H, W) for a ``request`` within ``offers``."""
 
+    def pooled(self, images: Tensor) -> Tensor:
+        """Return pooled features (B, E) of images (B, C, H, W)."""
+        return self.extract(images, Request()).pooled
+
     def grid(self, height: int, width: int) -> Grid:
         """Return rows and columns of the patches that can be masked, for an image size in pixels.
 

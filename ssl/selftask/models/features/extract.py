@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -117,14 +117,17 @@ def extract(
 def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
     """Return pooled features (B, E) of images (B, C, H, W) of any size that ``extract`` accepts.
 
-    The result is ``backbone(images)``, unless it is a transformer with a grid of another size.
+    The result is ``backbone(images)``, unless it is a transformer with a grid of another size. The
+    last block of timm's ViT with a class token is computed for this token alone.
     timm's own interpolation of positions is not used: its backward pass is not deterministic.
     """
     size = _built_size(backbone)
+    if TimmViT.fits(backbone) and (vit := TimmViT(cast(Any, backbone))).reads_class_token:
+        return vit.pooled(images)
     if size is None or tuple(images.shape[-2:]) == size or not interpolates(backbone):
         features: Tensor = backbone(images)
         return features
-    return adapter_of(backbone).extract(images, Request()).pooled
+    return adapter_of(backbone).pooled(images)
 
 
 def fixed_size(backbone: nn.Module) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.models.features.adapter import Adapter
+from selftask.models.features.last_block import class_token_of, is_plain
 from selftask.models.features.tokens import (
     Features,
     Grid,
@@ -61,7 +62,21 @@ class TimmViT(Adapter):
             and isinstance(backbone.patch_embed, PatchEmbed)
         )
 
+    @property
+    def reads_class_token(self) -> bool:
+        """Whether pooled features need no more of the last block than the class token."""
+        vit = self.vit
+        is_token = vit.global_pool == "token" and vit.attn_pool is None
+        return is_token and not vit.grad_checkpointing and is_plain(vit.blocks[-1])
+
+    def pooled(self, images: Tensor) -> Tensor:
+        """Return pooled features, without the last block's outputs of patches if none are read."""
+        return self._extract(images, Request(), only_class_token=self.reads_class_token).pooled
+
     def extract(self, images: Tensor, request: Request) -> Features:
+        return self._extract(images, request, only_class_token=False)
+
+    def _extract(self, images: Tensor, request: Request, *, only_class_token: bool) -> Features:
         vit, num_prefix = self.vit, self.vit.num_prefix_tokens
         grid: Grid | None = self.grid(*images.shape[-2:])
         x = request.replace_masked(self.embed(images))  # (B, N, E)
@@ -79,7 +94,10 @@ class TimmViT(Adapter):
         hidden = {}
         options = self._block_options(self.grid(*images.shape[-2:]), request)
         for number, (block, keywords) in enumerate(zip(vit.blocks, options, strict=True)):
-            x = block(x, **keywords)
+            if only_class_token and number == self.num_layers - 1:
+                x = class_token_of(block, x)
+            else:
+                x = block(x, **keywords)
             if number in request.layers:
                 hidden[number] = from_sequence(x, num_prefix, grid)
         x = vit.norm(x)
