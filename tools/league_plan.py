@@ -35,7 +35,10 @@ TEACHERS = {  # option of the method, and the method of the league that is its t
 TWO_TEACHERS = {"unic": {"first": "ibot", "second": "dinov2"}}
 FIRST = ("simclr", "mae", "dino", "barlow", "swav", "byol", "ibot", "moco", "simmim", "rotation")
 """Methods of different families, which ``--next`` runs first."""
-LEFT_OUT = {"cmc": "its two networks see lightness and color, and the images are gray"}
+LEFT_OUT = {
+    "cmc": "its two networks see lightness and color, and the images are gray",
+    "igpt": "its transformer has a token for each pixel",
+}
 
 
 @dataclass(frozen=True)

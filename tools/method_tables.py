@@ -45,6 +45,8 @@ TEACHERS = {  # numbers of prototypes or tokens
     "cae/images": {"num_tokens": 1024},
     "distill_prototypes/digits": {"out_dim": 1000},  # timm:test_vit
     "distill_prototypes/images": {"out_dim": 4096, "patch_dim": 4096},  # dinov2/images
+    "igpt/digits": {"num_colors": 512},
+    "igpt/images": {"num_colors": 512},
 }
 
 
