@@ -11,10 +11,10 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.models.features.adapter import Adapter
-from selftask.models.features.last_block import class_token_of, is_plain
 from selftask.models.features.tokens import (
     Features,
     Grid,
@@ -67,7 +67,7 @@ class TimmViT(Adapter):
         """Whether pooled features need no more of the last block than the class token."""
         vit = self.vit
         is_token = vit.global_pool == "token" and vit.attn_pool is None
-        return is_token and not vit.grad_checkpointing and is_plain(vit.blocks[-1])
+        return is_token and not vit.grad_checkpointing and _is_plain(vit.blocks[-1])
 
     def pooled(self, images: Tensor) -> Tensor:
         """Return pooled features, without the last block's outputs of patches if none are read."""
@@ -95,7 +95,7 @@ class TimmViT(Adapter):
         options = self._block_options(self.grid(*images.shape[-2:]), request)
         for number, (block, keywords) in enumerate(zip(vit.blocks, options, strict=True)):
             if only_class_token and number == self.num_layers - 1:
-                x = class_token_of(block, x)
+                x = _class_token_of(block, x)
             else:
                 x = block(x, **keywords)
             if number in request.layers:
@@ -161,3 +161,42 @@ def _fill(x: Tensor, padding: Tensor) -> Tensor:
     prefix, patches = x[:, :num_prefix], x[:, num_prefix:]
     mean = mean_token(patches, padding)[:, None]
     return torch.cat([prefix, torch.where(padding[..., None], mean, patches)], dim=1)
+
+
+def _is_plain(block: Any) -> bool:
+    """Return True if a block is timm's ``Block``: not sharded, recomputed, compiled or hooked."""
+    from timm.layers import Attention
+    from timm.models.vision_transformer import Block
+
+    return (
+        type(block) is Block
+        and type(block.attn) is Attention
+        and getattr(block.attn, "gate", None) is None
+        and block._compiled_call_impl is None
+        and not any(part._forward_hooks or part._forward_pre_hooks for part in block.modules())
+    )
+
+
+def _class_token_of(block: Any, x: Tensor) -> Tensor:
+    """Return ``block(x)[:, :1]`` for tokens (B, N, E) and a block that ``_is_plain``.
+
+    The outputs of patches, about three quarters of the block's products, are not computed.
+    """
+    x = x[:, :1] + block.drop_path1(block.ls1(_attend(block.attn, block.norm1(x))))
+    output: Tensor = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+    return output
+
+
+def _attend(attention: Any, x: Tensor) -> Tensor:
+    """Return ``attention(x)[:, :1]``, with the operations of timm's ``Attention``."""
+    heads = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    query, key, value = heads.unbind(0)  # (B, H, N, F)
+    query, key = attention.q_norm(query[:, :, :1]), attention.k_norm(key)
+    if attention.fused_attn:
+        rate = attention.attn_drop.p if attention.training else 0.0
+        x = F.scaled_dot_product_attention(query, key, value, dropout_p=rate)
+    else:
+        weights = ((query * attention.scale) @ key.transpose(-2, -1)).softmax(dim=-1)
+        x = attention.attn_drop(weights) @ value
+    output: Tensor = attention.proj_drop(attention.proj(attention.norm(x.flatten(1)[:, None])))
+    return output
