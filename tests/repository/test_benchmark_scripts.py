@@ -39,7 +39,7 @@ SMALLEST = {
     "threads": "--recipes simclr/digits --steps 1",
 }
 NEEDS_PEER = {"knn": "faiss", "method_step": "lightly"}
-NEEDS_DATA = {"end_to_end", "end_to_end_peers", "same_learning"}  # folders of images
+NEEDS_DATA = {"end_to_end", "end_to_end_peers", "processes", "same_learning"}  # of images
 
 
 def test_all_scripts_are_here() -> None:
