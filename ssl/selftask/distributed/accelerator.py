@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _PINNED = ("cuda", "xpu")  # asynchronous copies from page-locked host memory
-_CHANNELS_LAST = ("cuda", "cpu")  # the order of the operands of tensor cores, and of oneDNN
+_CHANNELS_LAST = ("cuda",)  # the tensor cores' order of a convolution's operands
 _STATISTICS = {
     f"{kind}{suffix}": f"{kind}_bytes.all.{which}"
     for kind in ("allocated", "reserved")

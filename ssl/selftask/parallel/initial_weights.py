@@ -32,7 +32,7 @@ class InitialWeights:
     Args:
         device: Device of the run.
         channels_last: Whether to store convolution weights in ``torch.channels_last``, so that
-            cuDNN and oneDNN need not convert them in each pass.
+            cuDNN need not convert them in each pass.
     """
 
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
