@@ -155,7 +155,7 @@ def test_list_of_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert text.startswith("recipes:\n  ")
     assert "simclr/digits" in text
-    assert "methods" not in text
+    assert "\nmethods:" not in text
 
 
 def test_env_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,8 +66,9 @@ def numbers() -> Iterator[tuple[str, str, str]]:
 def complaints(kind: str, name: str, field: str, value: float, whole: dict[str, Any]) -> str:
     """What is said about one number of a config whose others are as they should be."""
     schema = Schema.of(config_class(REGISTRIES[kind], name))
+    needed = {key: filled(t, 8) if has_numbers(t) else "file" for key, t in schema.types.items()}
     args = {
-        key: default_of(f) if has_default(f) else filled(schema.types[key], 8)
+        key: default_of(f) if has_default(f) else needed[key]
         for key, f in schema.fields.items()
         if f.metadata.get("of") in (None, "schedules")
     }
