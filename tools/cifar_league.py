@@ -1,7 +1,8 @@
 """Compare methods on CIFAR-10 with the same number of images seen, on one GPU; see docs/league.md.
 
     python tools/cifar_league.py --images DIR/cifar10.npz --pack DIR   write that file once
-    python tools/cifar_league.py --images DIR/cifar10.npz [--processes 12] [--seconds 500] [METHOD ...]
+    python tools/cifar_league.py --images DIR/cifar10.npz [--processes 14] [METHOD ...]
+    python tools/cifar_league.py --page | --check                      as of tools/league.py
 
 ``--pack DIR`` reads DIR/train/CLASS/*.jpg and DIR/test/CLASS/*.jpg. Processes share the GPU, so the
 time of a run says nothing. Each run is written when it ends to ``league/cifar10/METHOD.json``, and
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import league_page
 from league import RESULTS, Runs, best_factor
 from league_plan import BASELINES, PIXELS, Net, held_out, network_of
 from selftask.api.objects import overrides
@@ -43,17 +45,35 @@ from selftask.task import Task
 from selftask.task.exported import export_backbone
 from selftask.task.loop import train_loop
 
+MARK = "tools/cifar_league.py"
 NORMALIZE = {"name": "normalize", "stats": "cifar10"}
 CROP = {"name": "random_resized_crop", "size": 32, "scale": [0.2, 1.0], "interpolation": "bicubic"}
 COLORS = [
-    {"name": "color_jitter", "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "p": 0.8},
+    {
+        "name": "color_jitter",
+        "brightness": 0.4,
+        "contrast": 0.4,
+        "saturation": 0.4,
+        "hue": 0.1,
+        "p": 0.8,
+    },
     {"name": "grayscale", "p": 0.2},
 ]
 METHODS = (
     *("simclr", "mae", "dino", "barlow", "swav", "byol", "ibot", "moco", "rotation", "vicreg"),
     *("simsiam", "nnclr", "ijepa", "supervised", "dcl", "data2vec", "mmcr", "tico", "maskfeat"),
     *("ressl", "lejepa", "simmim", "dinov2", "deepcluster", "mocov3", "msn", "npid", "mec"),
-    *("frossl", "corinfomax", "all4one", "directclr", "crossmae", "aim", "wmse", "visreg", "supcon"),
+    *(
+        "frossl",
+        "corinfomax",
+        "all4one",
+        "directclr",
+        "crossmae",
+        "aim",
+        "wmse",
+        "visreg",
+        "supcon",
+    ),
 )
 """Methods in the order in which they run: one of each family first."""
 
@@ -156,15 +176,16 @@ class Runner:
         self.league, self.data, self.out, self.scratch = league, data(images), out, scratch
 
     def of(self, method: str) -> Runs:
-        made = Runs(self.league, "cifar10", method, self.out)  # type: ignore[arg-type]
-        return made
+        return Runs(self.league, "cifar10", method, self.out, on="one GPU")
 
     def search(self, method: str) -> float:
         """Return the best factor of the learning rate."""
         steps = self._steps(self.league.search_length)
         rated = partial(self.one, method, steps=steps, seed=self.league.search_seed, search=True)
         runs = self.of(method)
-        return best_factor([runs.run(f"search_{f:.2g}", partial(rated, f)) for f in self.league.factors])
+        return best_factor(
+            [runs.run(f"search_{f:.2g}", partial(rated, f)) for f in self.league.factors]
+        )
 
     def seed(self, method: str, seed: int) -> None:
         made = partial(self.one, method, steps=self._steps(1.0), seed=seed, search=False)
@@ -177,7 +198,9 @@ class Runner:
     def _steps(self, share: float) -> int:
         return round(share * self.league.images / self.league.batch_size)
 
-    def one(self, method: str, factor: float, *, steps: int, seed: int, search: bool) -> dict[str, Any]:
+    def one(
+        self, method: str, factor: float, *, steps: int, seed: int, search: bool
+    ) -> dict[str, Any]:
         """Train and evaluate; return the figures."""
         recipe, more = settings(self.league, method, factor, steps, seed)
         out = self.scratch / f"{method}_{time.monotonic_ns()}"
@@ -188,7 +211,8 @@ class Runner:
         train_loop(task)
         figures = rate(export_backbone(task).eval(), config, sources, task.device)
         lr = config.to_dict()["optimizer"]["lr"]
-        return {**figures, "factor": factor, "lr": lr, "seed": seed, "steps": steps}
+        made = {"factor": factor, "lr": lr, "seed": seed, "steps": steps}
+        return {**figures, **made, "device": device_name(task.device)}
 
     def baseline(self, method: str, name: str, seed: int) -> dict[str, Any]:
         """Evaluate raw pixels, or a network with initial weights."""
@@ -201,7 +225,13 @@ class Runner:
         torch.manual_seed(seed)
         backbone = nn.Flatten() if method == PIXELS else build_backbone(config.backbone).eval()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return {**rate(backbone, config, open_data(config.data), device), "seed": seed}
+        figures = rate(backbone, config, open_data(config.data), device)
+        return {**figures, "seed": seed, "device": device_name(device)}
+
+
+def device_name(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name}, torch {torch.__version__}"
 
 
 def rate(
@@ -210,11 +240,48 @@ def rate(
     """Return the figures of frozen features."""
     assert sources.val is not None
     known, test = (
-        collect(iterate_source(backbone.to(device), config, source, device=device, tell=lambda _: None))
+        collect(
+            iterate_source(backbone.to(device), config, source, device=device, tell=lambda _: None)
+        )
         for source in (sources.train, sources.val)
     )
     figures = evaluate_features(backbone, config.eval.evaluations, known, test)
     return {name: round(float(value), 6) for name, value in figures.items()}
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+
+def table(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of docs/league.md: the best run of the search, and the runs of all images."""
+    search, last = "search: lr | k-NN | linear", "all images: k-NN | linear | 10 labels"
+    yield f"\n| method | network | {search} | {last} |\n"
+    yield "|---" * 8 + "|\n"
+    rows = []
+    for method in (name for name in METHODS if name in entries):
+        runs = entries[method]["runs"]
+        search = [run for name, run in runs.items() if name.startswith("search")]
+        best = max(search, key=lambda run: run["knn_top1"] + run["linear_top1"])
+        title = CifarLeague().networks[network_of(method)].title
+        cells = [f"`{method}`", title, f"{best['lr']:.2g}"]
+        cells += [f"{best[figure]:.3f}" for figure in league_page.FIGURES[:2]]
+        rows.append((-best["knn_top1"], [*cells, *_figures(runs, "images")]))
+    for name in (name for name in BASELINES if name in entries):
+        for network, net in CifarLeague().networks.items():
+            cells = _figures(entries[name]["runs"], network)
+            if any(cells):
+                rows.append((0.0, [name.replace("_", " "), net.title, "", "", "", *cells]))
+    yield from (f"| {' | '.join(cells)} |\n" for _, cells in sorted(rows))
+    runs = [run for entry in entries.values() for run in entry["runs"].values()]
+    for key in ("device", "date", "commit"):
+        yield f"\n{key.capitalize()}: {', '.join(sorted({run[key] for run in runs}))}.\n"
+    yield "\n"
+
+
+def _figures(runs: dict[str, Any], group: str) -> list[str]:
+    """Return the three columns of all images; empty ones if no seed was run."""
+    made = [run for name, run in runs.items() if name.startswith(f"{group}_")]
+    return [league_page.shown(made, figure) if made else "" for figure in league_page.FIGURES[:3]]
 
 
 # -- all runs ------------------------------------------------------------------------------------
@@ -252,14 +319,22 @@ def main() -> int:
     """Run the league, or write its images."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("methods", nargs="*", metavar="METHOD", choices=[*METHODS, []])
-    parser.add_argument("--images", type=Path, required=True, help="the .npz file of --pack")
+    parser.add_argument("--images", type=Path, help="the .npz file of --pack")
     parser.add_argument("--pack", type=Path, metavar="DIR", help="write --images, and end")
     parser.add_argument("--processes", type=int, default=1, help="runs at once")
     parser.add_argument("--seconds", type=float, help="stop all runs after this time")
     parser.add_argument("--count", type=int, help="images a run reads, for a trial")
     parser.add_argument("--out", type=Path, default=RESULTS / "cifar10")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/cifar_league"))
+    parser.add_argument("--page", action="store_true", help="write docs/league.md")
+    parser.add_argument("--check", action="store_true", help="exit 1 if the page is not up to date")
     options = parser.parse_args()
+    if options.page or options.check:
+        return league_page.update(
+            MARK, table(league_page.read(options.out, "cifar10")), check=options.check
+        )
+    if options.images is None:
+        parser.error("--images is missing")
     if options.pack:
         pack(options.pack, options.images)
         return 0

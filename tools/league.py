@@ -147,16 +147,19 @@ class Runs:
     """Runs of a method in a league, kept in a file.
 
     Args:
-        league: Its constants.
+        league: Its constants, a dataclass.
         name: Name of the league.
         method: Name of the method, or of a baseline.
         folder: Folder of the file.
+        on: The machine, if other ones give the same figures.
     """
 
-    def __init__(self, league: League, name: str, method: str, folder: Path = RESULTS) -> None:
+    def __init__(
+        self, league: Any, name: str, method: str, folder: Path = RESULTS, on: str | None = None
+    ) -> None:
         self.league, self.name, self.method = league, name, method
         self.path = folder / f"{method}.json"
-        self.fixed = {"budget": budget(league), "machine": machine()}
+        self.fixed = {"budget": budget(league), "machine": on or machine()}
         kept = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
         self.all: dict[str, Any] = kept
         old = kept.get(name, {})
@@ -293,7 +296,7 @@ def train_teacher(runs: Runs, teacher: str, scratch: Path) -> Path:
 # -- all runs ------------------------------------------------------------------------------------
 
 
-def budget(league: League) -> dict[str, Any]:
+def budget(league: Any) -> dict[str, Any]:
     """Return the constants of a league as JSON has them."""
     made: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(league)))
     return made
@@ -356,7 +359,9 @@ def main() -> int:
         league = dataclasses.replace(league, seconds=options.budget)
         words = ["--budget", str(options.budget)]
     if options.page or options.check:
-        return league_page.update(check=options.check)
+        return league_page.update(
+            "tools/league.py", league_page.tables(league_page.read(RESULTS)), check=options.check
+        )
     torch.set_num_threads(1)
     for method in options.methods:
         run_one(options.league, league, method)

@@ -14,7 +14,7 @@ from league_plan import BASELINES, LEAGUES, LEFT_OUT, group_of, order
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/league.md"
-BEGIN, END = "<!-- begin: tools/league.py -->", "<!-- end -->"
+END = "<!-- end -->"
 FIGURES = ("knn_top1", "linear_top1", "linear_10_labels_top1", "effective_rank", "rankme")
 LABEL_FREE = (
     *("rankme", "effective_rank", "alpha", "nesum", "feature_uniformity"),
@@ -33,12 +33,19 @@ HEAD = (
 )
 
 
-def update(*, check: bool, page: Path = PAGE, folder: Path = ROOT / "league") -> int:
-    """Write the page; with ``check``, return 1 if it is not up to date, and write nothing."""
+def update(mark: str, parts: Iterator[str], *, check: bool, page: Path = PAGE) -> int:
+    """Write the text between two marks; with ``check``, only return 1 if it is not up to date.
+
+    Args:
+        mark: The script, which the first mark names.
+        parts: The text.
+        check: Whether to write nothing.
+        page: The page.
+    """
+    begin = f"<!-- begin: {mark} -->\n"
     old = page.read_text(encoding="utf-8")
-    head, _, rest = old.partition(BEGIN + "\n")
-    tail = rest.partition(END)[2]
-    new = f"{head}{BEGIN}\n{''.join(tables(read(folder)))}{END}{tail}"
+    head, _, rest = old.partition(begin)
+    new = f"{head}{begin}{''.join(parts)}{END}{rest.partition(END)[2]}"
     if new != old and not check:
         page.write_text(new, encoding="utf-8")
     return int(check and new != old)
@@ -76,10 +83,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def shown(runs: list[dict[str, Any]], figure: str) -> str:
-    """Return mean and interval as text."""
+    """Return the mean as text, with its interval if there are several runs."""
     middle, half = interval([run[figure] for run in runs])
     digits = 3 if figure.endswith("top1") else 1
-    return f"{middle:.{digits}f} ± {half:.{digits}f}"
+    return f"{middle:.{digits}f}" + (f" ± {half:.{digits}f}" if len(runs) > 1 else "")
 
 
 def tables(entries: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -255,10 +255,10 @@ def test_measure_applies_the_arithmetic_of_the_run(monkeypatch: pytest.MonkeyPat
     seen: list[tuple[str, bool]] = []
 
     class Noting(Sleeping):
-        def read(self, count: int) -> list[int]:
+        def read(self, count: int, steps: int = 1) -> list[int]:
             deterministic = torch.are_deterministic_algorithms_enabled()
             seen.append((torch.get_float32_matmul_precision(), deterministic))
-            return super().read(count)
+            return super().read(count, steps)
 
     monkeypatch.setattr(measure, "_SECONDS", 0.1)
     monkeypatch.setattr(measure, "FakeTask", Noting)

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import scipy.stats
 
+import cifar_league
 import league
 import league_page
 import league_plan
+from selftask.api.objects import overrides
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import open_data
 from selftask.registry import METHODS
@@ -130,10 +132,15 @@ def test_page_shows_files_and_lists_what_is_missing(tmp_path: Path) -> None:
     del whole["digits"]["runs"]["images_3"]
     (tmp_path / "byol.json").write_text(json.dumps(whole))  # not finished
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{league_page.BEGIN}\n{league_page.END}\nafter\n")
-    assert league_page.update(check=True, page=page, folder=tmp_path) == 1
-    assert league_page.update(check=False, page=page, folder=tmp_path) == 0
-    assert league_page.update(check=True, page=page, folder=tmp_path) == 0
+    page.write_text(f"before\n<!-- begin: here -->\n{league_page.END}\nafter\n")
+
+    def update(*, check: bool) -> int:
+        parts = league_page.tables(league_page.read(tmp_path))
+        return league_page.update("here", parts, check=check, page=page)
+
+    assert update(check=True) == 1
+    assert update(check=False) == 0
+    assert update(check=True) == 0
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -156,8 +163,26 @@ def test_correlation_is_that_of_ranks_over_at_least_ten_methods() -> None:
     assert not [*league_page.correlations(dict([*done.items()][:9]))]
 
 
-def test_page_of_the_docs_is_up_to_date() -> None:
-    assert league_page.update(check=True) == 0
+def test_page_of_the_docs_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["", "--check"])
+    assert league.main() == 0
+    assert cifar_league.main() == 0
+
+
+def test_methods_see_photographs_whose_views_the_device_can_make() -> None:
+    photographs = cifar_league.data(Path("cifar10.npz"))
+    for method in cifar_league.METHODS:
+        recipe, more = cifar_league.settings(cifar_league.CifarLeague(), method, 1.0, 9, 0)
+        config = load_config(recipe, overrides({**more, **photographs})).to_dict()
+        names = [[t["name"] for t in group["transforms"]] for group in config["views"].values()]
+        assert all(group[0] == "random_resized_crop" for group in names), method
+        assert config["eval"]["transforms"][0]["stats"] == "cifar10"
+
+
+def test_every_method_has_its_first_seed_before_another_has_its_second() -> None:
+    made = [*cifar_league.jobs(cifar_league.CifarLeague(), ["simclr", "mae"])]
+    assert [seeds for _, seeds in made] == 4 * [(1,)] + 4 * [(2, 3)]
+    assert {name for name, _ in made[:4]} == {"simclr", "mae", *league_plan.BASELINES}
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from selftask.evaluate.online import evaluate_task
 from selftask.optim.gradients import clip_norm
 from selftask.registry import METHODS, TRAIN_STEPS
 from selftask.task import Task
+from selftask.task.numerics import numerics
 
 QUICK = ("moco",)
 STEP_OVERRIDES = {"accumulate": ["train.accumulate=2"]}
@@ -59,7 +60,8 @@ def run(
 
     Returns:
         Where the host waited in the steps between, and streams did not; losses in half precision;
-        steps of more than ``bound`` launches or without a finite loss. And the trained task.
+        operations that CUDA refuses in deterministic mode; steps of more than ``bound`` launches or
+        without a finite loss. And the trained task.
     """
     options = ["train.epochs=1", "train.log_every=1000", "hooks.progress=null"]
     problems, losses = [], []
@@ -69,7 +71,7 @@ def run(
         task.prepare()
         if plant is not None:
             task.loss.forward = plant.__get__(task.loss)
-        with count_parts(task, device):
+        with count_parts(task, device), numerics(task.config.train, task.device):
             task.on_start()
             while not task.done_training():
                 task.on_phase_start()
@@ -89,7 +91,7 @@ def run(
                 task.on_phase_end()
             task.on_end()
             task.close()
-        problems += device.races + device.halves
+        problems += device.races + device.halves + device.nondeterministic
         problems += [f"loss {loss}" for loss in map(float, losses) if not math.isfinite(loss)]
     assert task.device.type == NAME
     assert next(task.base_model.parameters()).device == torch.device(NAME, 0)
@@ -138,7 +140,8 @@ def check_method(method: str, folder: Path) -> None:
 
 
 def trained_twice(method: str, folder: Path, then: list[str]) -> list[str]:
-    return trained(method, folder, "train.precision=bfloat16", then=then, bound=BOUND)
+    options = ["train.precision=bfloat16", "train.deterministic=true"]
+    return trained(method, folder, *options, then=then, bound=BOUND)
 
 
 @pytest.mark.slow

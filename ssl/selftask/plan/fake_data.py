@@ -61,11 +61,14 @@ class FakeData:
         }
 
     def views(self, size: int, device: torch.device) -> dict[str, list[Tensor]]:
-        """Return random views of ``size`` images, by group."""
+        """Return random views of ``size`` images by group, channels last as the loader's."""
         numbers = num_views(self.config.views)
         shape = (size, self.channels)
         return {
-            name: [torch.rand(*shape, side, side, device=device) for _ in range(numbers[name])]
+            name: [
+                torch.rand(*shape, side, side, device=device).to(memory_format=torch.channels_last)
+                for _ in range(numbers[name])
+            ]
             for name, side in self.sides.items()
         }
 

@@ -87,14 +87,14 @@ class FakeTask(Task):
         """Tensors of the state of optimizers."""
         return state_of_optimizers(self)
 
-    def read(self, size: int) -> list[Batch]:
-        """Return the batches of the next step, with ``size`` samples each.
+    def read(self, size: int, steps: int = 1) -> list[Batch]:
+        """Return the batches of the next ``steps`` steps, with ``size`` samples each.
 
         As in a run, the method prepares each when the step reads it; without the fake tensor mode,
         since masks are drawn on the host and need values.
         """
         batches = []
-        for _ in range(self.config.train.accumulate):
+        for _ in range(self.config.train.accumulate * steps):
             with self.mode:
                 views = self.data_module.views(size, self.device)
             batches.append(self.data_module.batch(views, size, self.device))

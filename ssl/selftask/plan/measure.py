@@ -16,14 +16,16 @@ from selftask.plan.fake_data import FakeData
 from selftask.plan.fake_task import FakeTask
 from selftask.task.numerics import numerics
 
-_STEPS, _SECONDS = 3, 20.0  # number of steps to time; seconds after which no other step begins
+_BLOCKS, _SECONDS = 3, 20.0  # blocks of steps to time; seconds after which no other block begins
+_BLOCK_SECONDS, _MOST_STEPS = 0.5, 20  # length of a block
 
 
 def measure(config: Config, data: FakeData) -> tuple[float, torch.device]:
     """Return the images per second of one rank, with its share of the batch, and its device.
 
     The images are random and already on the device, so loading and communication are not measured.
-    The first step is not timed.
+    The first step is not timed. As in a run, the host waits for the device only after several
+    steps.
     """
     device = pick_device(config.train.device, World())
     per_rank = config.train.batch_size // config.launch.world_size
@@ -33,17 +35,20 @@ def measure(config: Config, data: FakeData) -> tuple[float, torch.device]:
         launch=replace(config.launch, nodes=1, processes=1),
     )
     times: list[float] = []
-    images = 0
+    images: list[int] = []
+    steps = 1
     with SIMULATED.of(1), numerics(alone.train, device):
         task = FakeTask(alone, replace(data, config=alone), None, device)
         begun = time.perf_counter()
-        while len(times) <= _STEPS or time.perf_counter() - begun < _SECONDS / 4:
-            images = per_rank * len(task.read(per_rank))
+        while len(times) <= _BLOCKS or time.perf_counter() - begun < _SECONDS / 4:
+            images.append(per_rank * len(task.read(per_rank, steps)))
             wait_for(device)
             start = time.perf_counter()
-            task.train_step_function(task)
+            for _ in range(steps):
+                task.train_step_function(task)
             wait_for(device)
             times.append(time.perf_counter() - start)
             if len(times) > 1 and time.perf_counter() - begun > _SECONDS:
                 break
-    return images * len(times[1:]) / sum(times[1:]), device
+            steps = max(1, min(_MOST_STEPS, int(_BLOCK_SECONDS * steps / times[-1])))
+    return sum(images[1:]) / sum(times[1:]), device
