@@ -112,10 +112,12 @@ class _TaskInMemory(Task):
         self.data_module.train_batches = self._stamped  # type: ignore[method-assign]
 
     def _stamped(self, first: int) -> Iterator[Batch]:
+        pool = [labels for _, labels in self.stamped.pool]
+        keys = [torch.stack([labels, torch.arange(len(labels))], dim=1) for labels in pool]
         for number, (views, labels) in enumerate(self.stamped):
             if not isinstance(views, dict):
                 views = {"main": views if isinstance(views, list) else [views]}
-            key = torch.stack([labels, torch.arange(len(labels))], dim=1)
+            key = keys[number % len(keys)]  # in memory, as the views
             yield Batch(views=views, labels=labels, index=labels, key=key, number=number)
 
 

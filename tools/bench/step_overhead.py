@@ -63,7 +63,7 @@ class Turn:
         self.p20, self.median = (float(np.quantile(wall, q)) for q in (0.2, 0.5))
         self.cpu = float(cpu.mean())
         ends = np.arange(batches.steps - len(cpu), batches.steps) % log_every == 0
-        self.row = float(cpu[ends].mean() - np.median(cpu[~ends])) if ends.any() else 0.0
+        self.row = float(cpu[ends].mean() - np.median(cpu[~ends])) if len({*ends}) == 2 else 0.0
 
 
 def _table(turns: dict[str, list[Turn]], base: str) -> Iterator[str]:
