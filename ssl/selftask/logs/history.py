@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -67,13 +67,13 @@ class History(Mapping[str, Series]):
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, Series] = {}
+        self._columns: defaultdict[str, Series] = defaultdict(Series)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add the numbers of a row, which must have a ``step``; other values are ignored."""
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float):
-                self._columns.setdefault(name, Series()).add(row["step"], float(value))
+                self._columns[name].add(row["step"], float(value))
 
     def __getitem__(self, name: str) -> Series:
         if name not in self._columns:

@@ -226,8 +226,8 @@ def _color(level: int) -> str | None:
 
 def _colored(line: str, color: str | None, stream: Any) -> str:
     """Return the line in its color if the stream is a terminal with colors."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
-    if color is None or plain or not stream.isatty():
+    plain = color is None or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+    if plain or not stream.isatty():
         return line
     return f"\033[{31 if color == 'red' else 33}m{line}\033[0m"
 

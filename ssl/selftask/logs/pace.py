@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from selftask.distributed.accelerator import memory_bytes, reset_memory_peaks, wait_for
-from selftask.distributed.collectives import all_gather_cat
+from selftask.distributed.collectives import all_gather_cat, world_size
+
+if sys.platform != "win32":
+    import resource
 
 _COLUMNS = {
     "allocated_peak": "device_memory_mb",
@@ -116,8 +119,6 @@ def take_memory_mb(device: torch.device) -> dict[str, float]:
     """
     row = {}
     if sys.platform != "win32":
-        import resource
-
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; bytes on macOS
         row["memory_mb"] = peak / (2**20 if sys.platform == "darwin" else 2**10)
     counted = memory_bytes(device)
@@ -140,6 +141,9 @@ def over_ranks(
         The means and the maxima, by name.
     """
     terms = [torch.as_tensor(value, device=device).detach().float() for value in means.values()]
+    if world_size() == 1:
+        values = torch.stack(terms).tolist() if terms else ()
+        return dict(zip(means, values, strict=True)), dict(maxima)
     largest = torch.tensor(list(maxima.values()), device=device)
     row = torch.cat([*(term.reshape(1) for term in terms), largest])
     # Each column has the values of all ranks.

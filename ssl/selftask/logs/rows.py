@@ -146,10 +146,10 @@ _FORMATS: dict[str, Callable[[Any, str], str]] = {
     "device_memory_mb": lambda value, _: f"device_memory {value / 1024:.1f} GiB",
 }
 
-FILE_ONLY = (
+FILE_ONLY = {
     *("loss_median", "step_s", "step_s_median", "memory_mb", "weight_decay", "chance_loss"),
     *("device_reserved_mb", "device_memory_now_mb", "device_reserved_now_mb", "eta_recent_s"),
-)
+}
 
 MEASURED = (
     *("images_per_s", "data_wait", "step_s", "step_s_median", "eta_s", "eta_recent_s"),
@@ -204,8 +204,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, float):
         return float(f"{value:.9g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
     return value

@@ -65,7 +65,10 @@ def intervals_in(
 
 def interval_at(step: int, intervals: Sequence[tuple[int, int]]) -> int:
     """Return the interval that applies at a step, or 0 before the first one."""
-    return next((interval for first, interval in reversed(intervals) if first <= step), 0)
+    for first, interval in reversed(intervals):
+        if first <= step:
+            return interval
+    return 0
 
 
 def steps_in(text: str | int, length: RunLength) -> int:

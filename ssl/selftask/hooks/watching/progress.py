@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from selftask.hooks.base import Hook
 from selftask.logs.stages import Stage, open_stage
@@ -26,28 +26,27 @@ class ProgressBar(Hook):
 
     def __post_init__(self) -> None:
         self.stage: Stage | None = None
-        self.numbers = ""
+        self.row: dict[str, Any] = {}  # the last one of training
 
     def on_start(self, task: Task) -> None:
         name = "train" if task.loss.outputs_logits else "pretrain"
         self.stage = open_stage(name, task.length.total_steps, done=task.steps_done)
-        self._update(task)
+        self._update(self.stage, task)
         self.stage.draw()
 
     def on_step(self, task: Task) -> None:
         if self.stage is not None and self.stage.is_due and task.train:
-            self._update(task)
+            self._update(self.stage, task)
 
     def on_row(self, task: Task) -> None:
-        row = task.last_row
-        if "loss" in row:  # not in rows of evaluations
-            self.numbers = f"  loss {row['loss']:.3f}  {row['images_per_s']:,.0f} images/s"
-            self._update(task)
+        if "loss" in task.last_row:  # not in rows of evaluations
+            self.row = task.last_row
 
-    def _update(self, task: Task) -> None:
-        if self.stage is not None:
-            epoch = task.clock.batch / task.length.batches_per_epoch
-            self.stage.update(task.steps_done, f"epoch {epoch:.1f}{self.numbers}")
+    def _update(self, stage: Stage, task: Task) -> None:
+        text = f"epoch {task.clock.batch / task.length.batches_per_epoch:.1f}"
+        if self.row:
+            text += f"  loss {self.row['loss']:.3f}  {self.row['images_per_s']:,.0f} images/s"
+        stage.update(task.steps_done, text)
 
     def on_end(self, task: Task) -> None:
         self._close()
