@@ -140,12 +140,15 @@ def over_ranks(
     Returns:
         The means and the maxima, by name.
     """
-    terms = [torch.as_tensor(value, device=device).detach().float() for value in means.values()]
+    terms = [
+        torch.as_tensor(value, device=device).detach().float().reshape(1)
+        for value in means.values()
+    ]
     if world_size() == 1:
-        values = torch.stack(terms).tolist() if terms else ()
+        values = torch.cat(terms).tolist() if terms else ()
         return dict(zip(means, values, strict=True)), dict(maxima)
     largest = torch.tensor(list(maxima.values()), device=device)
-    row = torch.cat([*(term.reshape(1) for term in terms), largest])
+    row = torch.cat([*terms, largest])
     # Each column has the values of all ranks.
     columns = list(zip(*all_gather_cat(row.unsqueeze(0)).tolist(), strict=True))
     mean, top = columns[: len(terms)], columns[len(terms) :]
