@@ -247,7 +247,7 @@ def test_what_features_refuses(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["knn", "k=[]"], "k: []; one or more numbers of neighbors are expected"),
+        (["knn", "k=[]"], "knn.k=[]: one or more are expected"),
         (["knn", "k=[5, 0]"], "eval.evaluations.knn.k=[5, 0]: must be at least 1"),
         (["knn", "temperature=0"], "eval.evaluations.knn.temperature=0: must be above 0"),
         (
@@ -259,7 +259,7 @@ def test_what_features_refuses(
         (["linear", "lr=0.1"], "eval linear: there is no 'lr'; known: data, eval, few_labels"),
         (["linear", "optimizer.lr=1"], "eval linear: there is no 'optimizer.lr'; known: data"),
         (["linear", "few_labels=[0]"], "few_labels=[0]: must be at least 1"),
-        (["linear", "weight_decay=[]"], "weight_decay: []; one or more are expected"),
+        (["linear", "weight_decay=[]"], "weight_decay=[]: one or more are expected"),
         (["linear", "repeats=0"], "repeats=0: must be at least 1"),
     ],
 )

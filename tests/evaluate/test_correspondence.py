@@ -172,7 +172,7 @@ def test_command_on_a_run_and_on_a_transformer(
         (["data=RAMPS"], "needs a run or model before any key=value"),
         (["MODEL", "data=RAMPS", "scale=[1,0.5]"], "scale=[1,0.5]: "),
         (["MODEL", "data=RAMPS", "scale=[0,1]"], "scale=[0,1]: must be above 0"),
-        (["MODEL", "data=RAMPS", "thresholds=[]"], "one or more distances are expected"),
+        (["MODEL", "data=RAMPS", "thresholds=[]"], "thresholds=[]: one or more are expected"),
         (["MODEL", "data=RAMPS", "images=0"], "images=0: must be at least 1"),
         (["MODEL", "data=RAMPS", "degree=5"], "there is no 'degree'; did you mean 'degrees'?"),
         (

@@ -109,8 +109,8 @@ def test_figures_of_two_ranks_are_those_of_one_on_the_export(
         ("{segmentation: {}}", "segmentation.data: a folder with images and masks is expected"),
         ("{segmentation: {data: SCENES, val: SCENES}}", "data: there is no folder 'images' in"),
         ("{segmentation: {data: s3://a/b, val: SCENES/val}}", "is an address; a local folder"),
-        ("{segmentation: {data: SCENES/val, val: SCENES/val, lr: []}}", "lr: []; one or more"),
-        ("{correspondence: {thresholds: []}}", "thresholds: []; one or more distances"),
+        ("{segmentation: {data: SCENES/val, val: SCENES/val, lr: []}}", "lr=[]: one or more"),
+        ("{correspondence: {thresholds: []}}", "thresholds=[]: one or more"),
     ],
 )
 def test_mistakes_are_found_before_the_run(

@@ -110,7 +110,7 @@ def test_the_command_and_its_mistakes(home: Path, capsys: pytest.CaptureFixture[
     for content, word, message in (
         (text, "", "coordinates is missing: a table with the columns path,latitude,longitude"),
         (text, "k=31", "k: 31 neighbors are asked for; there are 30"),
-        (text, "distances=[]", "distances: []; one or more distances in km"),
+        (text, "distances=[]", "distances=[]: one or more are expected"),
         ("a,b\n1,2\n", "", "expected the columns path,latitude,longitude"),
         (text.rpartition("test/11.png")[0], "", "coordinates: no row for "),
         (

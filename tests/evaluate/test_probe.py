@@ -296,7 +296,7 @@ def test_crops_are_of_the_epoch(home: Path) -> None:
     ("words", "message"),
     [
         (["protocol=mea"], "protocol"),
-        (["protocol=mae", "lr=[]"], "lr: []; one or more are expected"),
+        (["protocol=mae", "lr=[]"], "lr=[]: one or more are expected"),
         (["protocol=mae", "lr=[0]"], "lr"),
         (["protocol=mae", "few_labels=[1]"], "there is no 'few_labels'"),
         (["protocol=dinov2"], "blocks: 4; a VisionTransformer has 3; use at most 3"),

@@ -306,7 +306,7 @@ def test_unreadable_images_are_left_out(
         (["MODEL", "data=PAIRS", "pol=gem"], "there is no 'pol'; did you mean 'pool'?"),
         (["MODEL", "data=PAIRS", "pool=gme"], "pool=gme: did you mean 'gem'?"),
         (["MODEL", "data=PAIRS", "p=0"], "p=0: must be above 0"),
-        (["MODEL", "data=PAIRS", "scales=[]"], "at least one size is needed"),
+        (["MODEL", "data=PAIRS", "scales=[]"], "scales=[]: one or more are expected"),
         (["MODEL", "data=PAIRS", "whiten_dim=3"], "whiten_dim: without whiten=DIR"),
         (["MODEL", "data=PAIRS", "whiten=PAIRS", "whiten_dim=99"], "use at most 15"),
         (["MODEL", "data=PAIRS", "truth=gnd.pkl"], "truth=gnd.pkl: there is no such file"),

@@ -338,7 +338,7 @@ def test_what_does_not_fit_is_told_before_training(tmp_path: Path) -> None:
     for words, text in {
         ("train.compile=model",): "layers: a compiled model shows no hidden layers",
         ("train.step=grad_cache",): r"layers: train\.step=grad_cache passes parts of a batch",
-        ("hooks.online_probe.lr=[]",): r"lr: \[\]; one or more learning rates",
+        ("hooks.online_probe.lr=[]",): r"lr=\[\]: one or more are expected",
         ("hooks.online_probe.lr=[0]",): "above 0",
     }.items():
         with pytest.raises(ConfigError, match=text):

@@ -20,6 +20,7 @@ def setting(
     below: float | None = None,
     max: float | None = None,
     rising: bool = False,
+    nonempty: bool = False,
     duration: bool = False,
     budget: bool = False,
     path: bool = False,
@@ -41,6 +42,7 @@ def setting(
         below: Exclusive upper limit.
         max: Largest allowed value.
         rising: Whether the value is a range, whose first number must not be above the second.
+        nonempty: Whether a list must have at least one item.
         duration: Whether the value is a length of training, such as ``10 epochs``.
         budget: Whether the value is a memory budget, such as ``8 GB``.
         path: Whether the value is a path, so that ``~`` is expanded.
@@ -56,7 +58,7 @@ def setting(
     limits = {"min": min, "above": above, "below": below, "max": max}
     metadata: dict[str, Any] = {k: limit for k, limit in limits.items() if limit is not None}
     metadata |= {"duration": duration, "budget": budget, "rising": rising}
-    metadata |= {"path": path, "flat": flat}
+    metadata |= {"path": path, "flat": flat, "nonempty": nonempty}
     metadata |= {"also": tuple(also), "shared": tuple(shared)}
     optional = {"of": of, "missing": missing, "tiny": tiny}
     metadata |= {k: value for k, value in optional.items() if value is not None}

@@ -145,6 +145,7 @@ def _entry(key: str, field: dataclasses.Field[Any], kind: Any, text: str) -> Key
         for name, word in _LIMITS.items()
         if name in field.metadata and not field.metadata.get("duration")
     ]
+    limits += ["one or more"] if field.metadata.get("nonempty") else []
     also = tuple(field.metadata.get("also", ()))
     return KeyEntry(key, _type(field, kind), default, ", ".join(limits), text, also)
 

@@ -7,9 +7,9 @@ from the upper left corner, as shares of the side.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -56,15 +56,10 @@ class Correspondence(PatchOptions):
     """Largest rotation of the second view in either direction, in degrees."""
     flip: float = setting(0.5, min=0, max=1)
     """Probability that the second view is mirrored."""
-    thresholds: list[float] = setting([0.05, 0.1, 0.2], above=0, below=1)
+    thresholds: list[float] = setting([0.05, 0.1, 0.2], above=0, below=1, nonempty=True)
     """Distances within which a match is correct, as shares of the side of the image."""
     seed: int = setting(0, min=0)
     """Seed of the choice of images and of the warps."""
-
-    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
-        yield from super().problems(config)
-        if not self.thresholds:
-            yield "thresholds: []; one or more distances are expected, such as [0.1]"
 
     def __call__(
         self, backbone: nn.Module, config: Config, sources: Sources, device: torch.device

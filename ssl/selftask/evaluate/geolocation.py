@@ -43,15 +43,13 @@ class GeolocationOptions:
     """Number of neighbors. The place is that of the neighbor with most others near it."""
     bandwidth: float = setting(25.0, above=0)
     """Standard deviation of the Gaussian that says how near, in km; for k above 1."""
-    distances: list[float] = setting([1.0, 25.0, 200.0, 750.0, 2500.0], above=0)
+    distances: list[float] = setting([1.0, 25.0, 200.0, 750.0, 2500.0], above=0, nonempty=True)
     """Distances within which a place is correct, in km: street, city, region, country, continent.
     """
 
     def problems(self) -> Iterator[str]:
         if not self.coordinates:
             yield "coordinates is missing: a table with the columns path,latitude,longitude"
-        if not self.distances:
-            yield "distances: []; one or more distances in km are expected, such as [25]"
 
 
 @torch.no_grad()

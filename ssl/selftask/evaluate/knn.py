@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ class KNN:
     takes_parts: ClassVar[bool] = True  # each rank passes its own part of the features
     takes_files: ClassVar[bool] = True
 
-    k: list[int] = setting([20], min=1)
+    k: list[int] = setting([20], min=1, nonempty=True)
     """Numbers of neighbors that vote; one metric for each."""
     temperature: float = setting(0.07, above=0)
     """Temperature of the votes; a smaller one gives nearer neighbors more weight."""
@@ -48,10 +48,6 @@ class KNN:
     """
     only_test_classes: bool = False
     """Whether neighbors are restricted to classes of the test set."""
-
-    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
-        if not self.k:
-            yield "k: []; one or more numbers of neighbors are expected"
 
     def label_problems(self, counts: LabelCounts) -> Iterator[str]:
         if self.only_test_classes:

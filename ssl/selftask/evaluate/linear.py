@@ -6,9 +6,7 @@ n training images, E features, R principal axes of the training images, C classe
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +33,7 @@ class Linear(FewLabels):
     With a share of the labels, it is linear_1_percent_top1.
     """
 
-    weight_decay: list[float] = setting([0.00001, 0.0001, 0.001, 0.01, 0.1], min=0)
+    weight_decay: list[float] = setting([0.00001, 0.0001, 0.001, 0.01, 0.1], min=0, nonempty=True)
     """Weight decays to choose from, relative to the mean cross-entropy: 1 / (C * n) in
     scikit-learn.
     """
@@ -43,10 +41,6 @@ class Linear(FewLabels):
     """Maximum number of iterations of L-BFGS."""
     held_out: float = setting(0.2, min=0, max=1)
     """Share of the training images that is held out to choose the weight decay."""
-
-    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
-        if not self.weight_decay:
-            yield "weight_decay: []; one or more are expected"
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return test accuracies by metric name. The weight decay is chosen on training images."""

@@ -63,7 +63,7 @@ _UNCOUNTED = "alexnet: ImageNet-C counts none of these corruptions; use alexnet=
 class RobustnessOptions:
     """Corruptions, and number of test images."""
 
-    corruptions: list[str] = setting([*CORRUPTIONS])
+    corruptions: list[str] = setting([*CORRUPTIONS], nonempty=True)
     """Names of corruptions, each at five strengths."""
     folder: str | None = None
     """Folder of corrupted images, CORRUPTION/STRENGTH/CLASS/IMAGE as in ImageNet-C, to read in
@@ -77,8 +77,6 @@ class RobustnessOptions:
     """Whether errors are also divided by AlexNet's on ImageNet-C; for ImageNet's classes only."""
 
     def problems(self) -> Iterator[str]:
-        if not self.corruptions:
-            yield f"corruptions: []; one or more of {', '.join(CORRUPTIONS)} are expected"
         for name in self.corruptions:
             if name not in CORRUPTIONS:
                 yield f"corruptions: there is no {name!r}; {nearest(name, CORRUPTIONS)}"

@@ -10,7 +10,6 @@ N images, E features, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,16 +34,12 @@ class SVM(FewLabels):
     curve. The cost is chosen on training images only.
     """
 
-    costs: list[float] = setting([0.01, 0.1, 1.0, 10.0], above=0)
+    costs: list[float] = setting([0.01, 0.1, 1.0, 10.0], above=0, nonempty=True)
     """Costs C to choose from, the weight of the hinge loss."""
     folds: int = setting(3, min=2)
     """Number of folds of the cross-validation that chooses the cost."""
     iterations: int = setting(2000, min=1)
     """Maximum number of iterations of liblinear."""
-
-    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
-        if not self.costs:
-            yield "costs: []; one or more are expected"
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return the accuracy and mean average precision of test images, by metric name."""

@@ -85,6 +85,8 @@ def describe(annotation: Any, show: Callable[[Any], str] = repr) -> str:
 def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
     """Raise ValueError if the metadata of a field forbids ``value``."""
     if isinstance(value, list | tuple):
+        if metadata.get("nonempty") and not value:
+            raise ValueError("one or more are expected")
         for item in value:
             check_limits(item, metadata)
         if metadata.get("rising") and list(value) != sorted(value):

@@ -5,9 +5,9 @@ M patches in memory, E features, C classes, G learning rates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ Quality = Callable[[Tensor, Tensor], Tensor]
 class HeadOptions(PatchOptions):
     """Options of the heads and of the patches that they learn from."""
 
-    heads: list[Literal["knn", "linear"]] = setting(["knn", "linear"])
+    heads: list[Literal["knn", "linear"]] = setting(["knn", "linear"], nonempty=True)
     """``knn``: votes of the nearest patches; ``linear``: a linear classifier of patches."""
     memory: int = setting(102_400, min=1)
     """Largest number of training patches that are kept, in a sample from all images."""
@@ -40,7 +40,7 @@ class HeadOptions(PatchOptions):
     """Number of nearest patches that vote."""
     temperature: float = setting(0.02, above=0)
     """Temperature of the votes; with a large one all neighbors count alike."""
-    lr: list[float] = setting([0.0001, 0.001, 0.01, 0.1], above=0)
+    lr: list[float] = setting([0.0001, 0.001, 0.01, 0.1], above=0, nonempty=True)
     """Learning rates of the linear heads, which are trained at once; the best one is chosen on
     held-out training images.
     """
@@ -54,13 +54,6 @@ class HeadOptions(PatchOptions):
     """Largest number of images of each set, in a random choice; null: all."""
     seed: int = setting(0, min=0)
     """Seed of the choice of images and patches, and of their order."""
-
-    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
-        yield from super().problems(config)
-        if not self.heads:
-            yield "heads: []; expected knn, linear or both"
-        if not self.lr:
-            yield "lr: []; one or more learning rates are expected"
 
 
 def sample_patches(

@@ -5,10 +5,10 @@ N training images, B images of a batch, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -52,13 +52,13 @@ class Probe:
 
     protocol: Name
     """Protocol whose settings are the defaults of the other fields."""
-    lr: list[float] | None = setting(None, above=0)
+    lr: list[float] | None = setting(None, above=0, nonempty=True)
     """Learning rates; those of SGD and LARS are multiplied by batch size / 256."""
-    weight_decay: list[float] | None = setting(None, min=0)
+    weight_decay: list[float] | None = setting(None, min=0, nonempty=True)
     """Weight decays."""
-    blocks: list[int] | None = setting(None, min=1)
+    blocks: list[int] | None = setting(None, min=1, nonempty=True)
     """Numbers of last blocks whose features are concatenated."""
-    pool: list[Pool] | None = None
+    pool: list[Pool] | None = setting(None, nonempty=True)
     """Features of a block. ``class``: class token, or without one the mean of the patches;
     ``mean``: mean of the patches; ``both``: class tokens and the mean of the last block's patches;
     ``attentive``: the last block's patches, pooled by attention to learned queries.
@@ -81,11 +81,6 @@ class Probe:
     """Number of seeds, from ``seed`` on, over which metrics are averaged. With several, the
     settings of the tested heads are only logged, since each seed may choose others.
     """
-
-    def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
-        for name in ("lr", "weight_decay", "blocks", "pool"):
-            if getattr(self, name) == []:
-                yield f"{name}: []; one or more are expected"
 
     def settings(self) -> Protocol:
         """Return the protocol with the fields that are set."""

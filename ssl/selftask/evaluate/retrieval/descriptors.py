@@ -5,7 +5,7 @@ A feature map is (E, h, w); a descriptor has E features and length 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,16 +35,12 @@ class DescriptorOptions:
     """Number of region sizes of ``rmac``."""
     side: int = setting(1024, min=1)
     """Longest side in pixels; larger images are resized to it, smaller ones are unchanged."""
-    scales: list[float] = setting([1.0], above=0)
+    scales: list[float] = setting([1.0], above=0, nonempty=True)
     """Image sizes relative to ``side``, whose descriptors are averaged, such as ``[1, 0.7071,
     0.5]``.
     """
     flip: bool = False
     """Whether the descriptors of the mirror images are averaged as well."""
-
-    def problems(self) -> Iterator[str]:
-        if not self.scales:
-            yield "scales=[]: at least one size is needed, such as [1]"
 
 
 class Descriptors:

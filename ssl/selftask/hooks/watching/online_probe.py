@@ -58,7 +58,7 @@ class OnlineProbe(Hook):
     priority: ClassVar[int] = 60  # before the row is written
     evaluates: ClassVar[bool] = True
 
-    lr: list[float] = setting([1.0, 3.0, 10.0], above=0)
+    lr: list[float] = setting([1.0, 3.0, 10.0], above=0, nonempty=True)
     """Learning rates, of which each has its own classifier; for features of unit length."""
     layers: list[int] = setting([])
     """Hidden layers of the backbone with classifiers of their own, beside its output: the mean of
@@ -78,8 +78,6 @@ class OnlineProbe(Hook):
 
     def problems(self, config: dict[str, Any]) -> Iterator[str]:
         train = config["train"]
-        if not self.lr:
-            yield "lr: []; one or more learning rates are expected"
         if self.k > self.queue_size:
             yield f"k: {self.k} is more than queue_size: {self.queue_size}"
         step = train["step"] if isinstance(train["step"], str) else train["step"]["name"]
