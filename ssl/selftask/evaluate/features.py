@@ -99,12 +99,7 @@ class Features:
 
     def check_finite(self) -> None:
         """Raise UserError if a feature is not finite."""
-        broken = int((~self.features.isfinite()).any(dim=1).sum())
-        if broken:
-            raise UserError(
-                f"the features of {broken} of {len(self)} images are not finite: "
-                f"the weights are damaged or training has diverged"
-            )
+        check_finite(self.features, "the features")
 
     def check_labels(self, what: str) -> None:
         """Raise UserError unless there are images and all of them have labels."""
@@ -180,6 +175,15 @@ class FileFeatures:
         """Raise UserError if a feature is not finite."""
         for _ in in_blocks(self.features):
             pass  # reading has checked it
+
+
+def check_finite(features: Tensor, what: str) -> None:
+    """Raise UserError if values of some images (B, ...) are not finite."""
+    if broken := int((~features.isfinite()).flatten(1).any(dim=1).sum()):
+        raise UserError(
+            f"{what} of {broken} of {len(features)} images are not finite: the weights are damaged "
+            "or training has diverged"
+        )
 
 
 def check_targets(targets: Tensor, what: str) -> None:

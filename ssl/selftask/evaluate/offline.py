@@ -11,7 +11,6 @@ from torch import nn
 
 from selftask.config.schema import Config
 from selftask.data.data_module import val_key
-from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.loading.open_data import Sources
@@ -181,10 +180,7 @@ def eval_batches(
         key: Config key of the images, for messages.
     """
     pipeline = build_pipeline(config.eval.transforms, "eval.transforms", channels_of(source))
-    return EvalBatches(
-        EvalDataset(source, pipeline, config.train.seed),
-        batch_size=_BATCH_SIZE,
-        num_workers=config.data.num_workers,
-        device=device,
-        bad_files=BadFiles.of(source, config.data, None, key),
+    dataset = EvalDataset(source, pipeline, config.train.seed)
+    return EvalBatches.of(
+        dataset, source, config.data, batch_size=_BATCH_SIZE, device=device, key=key
     )

@@ -81,20 +81,14 @@ def evaluations_of_sets(task: Task) -> dict[str, dict[str, Component]]:
 
 def label_free(components: Mapping[str, Component]) -> dict[str, Component]:
     """Return the evaluations that need no labels: those with ``needs_labels = False``."""
-    return {
-        key: component
-        for key, component in components.items()
-        if not EVALUATIONS.declared(component.name, "needs_labels", True)
-    }
+    declares = EVALUATIONS.declared
+    return {k: c for k, c in components.items() if not declares(c.name, "needs_labels", True)}
 
 
 def takes_backbone(components: Mapping[str, Component]) -> dict[str, Component]:
     """Return the evaluations of a backbone itself: those with ``takes_backbone = True``."""
-    return {
-        key: component
-        for key, component in components.items()
-        if EVALUATIONS.declared(component.name, "takes_backbone", False)
-    }
+    declares = EVALUATIONS.declared
+    return {k: c for k, c in components.items() if declares(c.name, "takes_backbone", False)}
 
 
 def run_on_backbone(

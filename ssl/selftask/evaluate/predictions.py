@@ -149,15 +149,8 @@ def _read_scores(path: Path) -> Predictions:
     with np.load(path, allow_pickle=False) as file:
         paths, labels, scores = (file[name] for name in _ARRAYS)
         classes = file["classes"].tolist() if "classes" in file else None
-    if (
-        scores.ndim != 2
-        or len(paths) != len(scores)
-        or labels.shape
-        not in (
-            scores.shape,
-            scores.shape[:1],
-        )
-    ):
+    shapes = scores.shape, scores.shape[:1]
+    if scores.ndim != 2 or len(paths) != len(scores) or labels.shape not in shapes:
         raise ValueError(f"labels of shape {labels.shape} and scores of shape {scores.shape}")
     odds = np.exp(scores - scores.max(axis=1, keepdims=True), dtype=np.float64)
     odds /= odds.sum(axis=1, keepdims=True)

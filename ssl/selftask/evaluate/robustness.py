@@ -20,10 +20,10 @@ from selftask.config.schema import Component, Config
 from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.open_data import Sources, open_val
 from selftask.data.source import Source, channels_of
-from selftask.data.subset import Part, Subset
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.errors import UserError, nearest
 from selftask.evaluate.corruptions import CORRUPTIONS
+from selftask.evaluate.dense.patches import limited
 from selftask.evaluate.features import Features, collect
 from selftask.evaluate.knn import KNN
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
@@ -128,9 +128,8 @@ def measure_robustness(
         raise UserError(
             "eval.layers: robustness is measured for one layer, such as eval.layers=[-1]"
         )
-    test, knn = sources.val, Component(name="knn", args={"k": [options.k]})
-    if options.images is not None and options.images < len(test):
-        test = Subset(test, Part(count=options.images))
+    test = limited(sources.val, options.images)
+    knn = Component(name="knn", args={"k": [options.k]})
     counts = LabelCounts.of_sources(Sources(sources.train, test))
     if counts is not None:
         check_label_counts({"knn": knn}, counts)
@@ -194,9 +193,7 @@ def _read(
     def opened(path: Path) -> Images:
         key = f"folder: {path}"
         source = open_val(Component(name="folder", args={"path": str(path)}), train, key)
-        if options.images is not None and options.images < len(source):
-            source = Subset(source, Part(count=options.images))
-        return source, key, plain
+        return limited(source, options.images), key, plain
 
     folder = Path(str(options.folder)).expanduser()
     strengths = {

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.config.schema import Config
-from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.dataset import Dataset, EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.loading.open_data import Sources
@@ -93,14 +92,11 @@ def measure_views(
     source, key = (sources.train, "data") if sources.val is None else (sources.val, "data.val")
     name, group = next(iter(config.views.items()))
     pipeline = build_pipeline(group.transforms, f"views.{name}.transforms", channels_of(source))
-    part = _KeepsLast(limited(source, options.images, seed=0))
+    part = _KeepsLast(limited(source, options.images))
     pipelines = [pipeline.for_view(n % max(1, group.count)) for n in range(options.views)]
-    batches = EvalBatches(
-        _Views([EvalDataset(part, p, config.train.seed + n) for n, p in enumerate(pipelines)]),
-        batch_size=_BATCH_SIZE,
-        num_workers=config.data.num_workers,
-        device=device,
-        bad_files=BadFiles.of(part, config.data, None, key),
+    views = _Views([EvalDataset(part, p, config.train.seed + n) for n, p in enumerate(pipelines)])
+    batches = EvalBatches.of(
+        views, part, config.data, batch_size=_BATCH_SIZE, device=device, key=key
     )
     with forked_rng():  # a DataLoader draws one number
         rows = collect(iterate_in_order(backbone.to(device), batches, device=device)).features

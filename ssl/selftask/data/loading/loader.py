@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from selftask.batch import Batch
+from selftask.config.schema import DataConfig
 from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.collate import RawBatch
 from selftask.data.loading.dataset import Dataset, ViewDataset
@@ -19,6 +20,7 @@ from selftask.data.loading.prefetch import Prefetcher
 from selftask.data.loading.workers import BatchReader
 from selftask.data.sampling.sampler import BatchSampler, Pool, Sampler
 from selftask.data.sampling.shuffled import Shuffled
+from selftask.data.source import Source
 from selftask.distributed.accelerator import is_accelerator
 from selftask.errors import UserError
 
@@ -159,6 +161,35 @@ class EvalBatches:
         first, stop = (len(dataset) * part_number // world_size for part_number in (rank, rank + 1))
         part = range(first, stop)  # as many as on other ranks, or one more or less
         self.batches: Sequence[Sequence[int]] = in_batches(part, batch_size)  # image indices
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Dataset,
+        source: Source,
+        data: DataConfig,
+        *,
+        batch_size: int,
+        device: torch.device,
+        key: str,
+    ) -> EvalBatches:
+        """Return batches of all samples of a source, with its workers and limit of bad files.
+
+        Args:
+            dataset: Samples of the source.
+            source: The images.
+            data: Config of the data.
+            batch_size: Number of samples of a batch; the last one may be smaller.
+            device: Device that the batches are moved to.
+            key: Config key of the images, for messages.
+        """
+        return cls(
+            dataset,
+            batch_size=batch_size,
+            num_workers=data.num_workers,
+            device=device,
+            bad_files=BadFiles.of(source, data, None, key),
+        )
 
     def __len__(self) -> int:
         return len(self.batches)

@@ -5,7 +5,7 @@ M patches in memory, E features, C classes, G learning rates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.data.loading.loader import EvalBatches
 from selftask.errors import UserError
-from selftask.evaluate.dense.linear_heads import fit_linear_heads
+from selftask.evaluate.dense.linear_heads import LinearHeads, fit_linear_heads
 from selftask.evaluate.dense.memory import PatchMemory, class_shares, vote
 from selftask.evaluate.dense.patches import PatchFeatures, PatchOptions
 from selftask.evaluate.nearest import Bank
@@ -54,6 +54,13 @@ class HeadOptions(PatchOptions):
     """Largest number of images of each set, in a random choice; null: all."""
     seed: int = setting(0, min=0)
     """Seed of the choice of images and patches, and of their order."""
+
+    def fit_linear(self, features: Tensor, shares: Tensor, rates: Sequence[float]) -> LinearHeads:
+        """Fit a linear head for each learning rate, see ``fit_linear_heads``."""
+        steps, decay = self.steps, self.weight_decay
+        return fit_linear_heads(
+            features, shares, rates, steps=steps, weight_decay=decay, seed=self.seed
+        )
 
 
 def sample_patches(
@@ -130,14 +137,7 @@ def fit_heads(
         heads["knn"] = lambda rows: vote(bank, shares, rows, options.k, options.temperature)
     if "linear" in options.heads:
         rate = _best_rate(options, features, shares, images, quality)
-        linear = fit_linear_heads(
-            features,
-            shares,
-            [rate],
-            steps=options.steps,
-            weight_decay=options.weight_decay,
-            seed=options.seed,
-        )
+        linear = options.fit_linear(features, shares, [rate])
         heads["linear"] = lambda rows: linear.scores(rows)[0]
         facts["linear_lr"] = rate
     return heads, facts
@@ -154,14 +154,7 @@ def _best_rate(
     order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(options.seed))
     num_held_out = min(len(numbers) - 1, max(1, round(options.held_out * len(numbers))))
     held_out = torch.isin(images, numbers[order[:num_held_out].to(numbers.device)])
-    heads = fit_linear_heads(
-        features[~held_out],
-        shares[~held_out],
-        options.lr,
-        steps=options.steps,
-        weight_decay=options.weight_decay,
-        seed=options.seed,
-    )
+    heads = options.fit_linear(features[~held_out], shares[~held_out], options.lr)
     values = [float(quality(row, shares[held_out])) for row in heads.scores(features[held_out])]
     return options.lr[max(range(len(values)), key=values.__getitem__)]
 

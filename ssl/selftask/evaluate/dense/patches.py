@@ -17,7 +17,6 @@ from selftask.config.checks.grid import nominal_size
 from selftask.config.fields import setting
 from selftask.config.schema import Component, Config
 from selftask.data.extras import ExtrasReader
-from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.reading.class_numbers import NO_LABEL
@@ -27,6 +26,7 @@ from selftask.data.transforms.pipeline import build_pipeline
 from selftask.data.transforms.resampling import resize
 from selftask.errors import UserError
 from selftask.evaluate.chunks import InChunks
+from selftask.evaluate.features import check_finite
 from selftask.models.features.extract import adapter_of, extract, fixed_size, interpolates
 
 _BATCH_SIZE = 16  # affects memory only
@@ -102,12 +102,7 @@ class PatchFeatures:
             UserError: If features are not finite.
         """
         (maps,) = self._run(images)
-        broken = int((~maps.isfinite()).flatten(1).any(dim=1).sum())
-        if broken:
-            raise UserError(
-                f"the patch features of {broken} of {len(maps)} images are not finite: the weights "
-                "are damaged or training has diverged"
-            )
+        check_finite(maps, "the patch features")
         return maps
 
     @torch.no_grad()
@@ -135,7 +130,7 @@ class Squared(Wrapped):
         return resize(image, self.size, self.size, "bilinear"), NO_LABEL
 
 
-def limited(source: Source, images: int | None, seed: int) -> Source:
+def limited(source: Source, images: int | None, seed: int = 0) -> Source:
     """Return at most ``images`` randomly chosen images in their order, or all if None."""
     if images is None or images >= len(source):
         return source
@@ -153,10 +148,7 @@ def square_batches(source: Squared, config: Config, device: torch.device, key: s
     """
     normalize = [t for t in config.eval.transforms if t.name == "normalize"]
     pipeline = build_pipeline(normalize, "eval.transforms", channels_of(source))
-    return EvalBatches(
-        EvalDataset(source, pipeline, extras=ExtrasReader(source.extras)),
-        batch_size=_BATCH_SIZE,
-        num_workers=config.data.num_workers,
-        device=device,
-        bad_files=BadFiles.of(source, config.data, None, key),
+    dataset = EvalDataset(source, pipeline, extras=ExtrasReader(source.extras))
+    return EvalBatches.of(
+        dataset, source, config.data, batch_size=_BATCH_SIZE, device=device, key=key
     )

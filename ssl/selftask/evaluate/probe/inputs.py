@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.checks.grid import nominal_size
 from selftask.config.schema import Component, Config
-from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches, in_batches
 from selftask.data.source import Source, channels_of
@@ -22,7 +21,7 @@ from selftask.data.transforms.pipeline import build_pipeline
 from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
 from selftask.evaluate.chunks import InChunks
-from selftask.evaluate.features import check_targets
+from selftask.evaluate.features import check_finite, check_targets
 from selftask.evaluate.on_ranks import in_order
 from selftask.evaluate.probe.protocols import Pool
 from selftask.models.features.extract import adapter_of, extract
@@ -111,12 +110,9 @@ class ProbeInputs:
         if seed is not None:
             transforms = augmented(transforms)
         pipeline = build_pipeline(transforms, "eval.transforms", channels_of(source))
-        batches = EvalBatches(
-            EvalDataset(source, pipeline, seed or 0),
-            batch_size=_BATCH_SIZE,
-            num_workers=self.config.data.num_workers,
-            device=self.device,
-            bad_files=BadFiles.of(source, self.config.data, None, key),
+        dataset, data = EvalDataset(source, pipeline, seed or 0), self.config.data
+        batches = EvalBatches.of(
+            dataset, source, data, batch_size=_BATCH_SIZE, device=self.device, key=key
         )
         batches.batches = in_batches(rows, _BATCH_SIZE)
         sent = self.device if world_size() == 1 else torch.device("cpu")
@@ -129,10 +125,8 @@ class ProbeInputs:
 
     def _of(self, batch: Batch, key: str) -> Rows:
         features = self._run(batch.all_views[0].to(self.device, non_blocking=True))
-        if not all(bool(part.isfinite().all()) for part in features):
-            raise UserError(
-                f"{key}: features are not finite: the weights are damaged or training has diverged"
-            )
+        for part in features:
+            check_finite(part, f"{key}: features")
         check_targets(batch.labels, f"probe, {key}")
         return *features, batch.labels
 

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.schema import Config
 from selftask.data.inspect.contact_sheet import to_pixels
-from selftask.data.loading.bad_files import BadFiles
-from selftask.data.loading.dataset import EvalDataset
 from selftask.data.loading.loader import EvalBatches
-from selftask.data.source import Source, channels_of
+from selftask.data.source import Source
 from selftask.data.subset import subset_of
-from selftask.data.transforms.pipeline import build_pipeline
 from selftask.evaluate.features import extract_features
+from selftask.evaluate.offline import eval_batches
 from selftask.report.images.gathered import Gathered
 from selftask.report.images.sprite import short_names, thumbnail
 
@@ -65,7 +63,10 @@ def gather(
     part = {"count": min(count, len(source)), "seed": config.train.seed}
     chosen = subset_of(source, part if count < len(source) else None)
     order = np.random.default_rng(config.train.seed).permutation(len(chosen))
-    kept = _Watched(config, _batches(config, chosen, device), tell, what)
+    # Unreadable images must not fail a report.
+    data = replace(config.data, on_error="skip", max_unreadable=1.0)
+    batches = eval_batches(replace(config, data=data), chosen, device)
+    kept = _Watched(config, batches, tell, what)
     kept.wanted = set(order[:_SHOWN].tolist())
     extracted = extract_features(backbone.to(device), kept, device=device)
     rows = extracted.indices.tolist()
@@ -82,19 +83,6 @@ def gather(
         shown=[number for number, row in enumerate(rows) if row in kept.wanted],
         inputs=torch.cat(kept.inputs),
         pixels=np.concatenate(kept.pixels),
-    )
-
-
-def _batches(config: Config, source: Source, device: torch.device) -> EvalBatches:
-    pipeline = build_pipeline(config.eval.transforms, "eval.transforms", channels_of(source))
-    # Unreadable images must not fail a report.
-    data = replace(config.data, on_error="skip", max_unreadable=1.0)
-    return EvalBatches(
-        EvalDataset(source, pipeline, config.train.seed),
-        batch_size=_BATCH_SIZE,
-        num_workers=config.data.num_workers,
-        device=device,
-        bad_files=BadFiles.of(source, data, None),
     )
 
 

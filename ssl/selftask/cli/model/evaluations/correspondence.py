@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from selftask.cli.model.evaluations.measured import print_measured
 from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
@@ -30,13 +27,6 @@ seed=0        of the choice of images and of the warps
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
-    return print_measured("correspondence", argv, USAGE, _load)
+    from selftask.evaluate.correspondence import Correspondence, evaluate_correspondence
 
-
-def _load() -> tuple[type[Any], Callable[..., dict[str, float]]]:
-    from selftask.evaluate.correspondence import (
-        Correspondence,
-        evaluate_correspondence,
-    )  # need torch
-
-    return Correspondence, evaluate_correspondence
+    return print_measured("correspondence", argv, USAGE, Correspondence, evaluate_correspondence)

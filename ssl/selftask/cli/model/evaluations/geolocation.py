@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from selftask.cli.model.evaluations.measured import print_measured
 from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
@@ -29,10 +26,6 @@ k=1           number of neighbors; of several, the one with most others near it 
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the shares, and append them to the run's ``evaluations.jsonl``."""
-    return print_measured("geolocation", argv, USAGE, _load)
+    from selftask.evaluate.geolocation import GeolocationOptions, measure_geolocation
 
-
-def _load() -> tuple[type[Any], Callable[..., dict[str, float]]]:
-    from selftask.evaluate.geolocation import GeolocationOptions, measure_geolocation  # need torch
-
-    return GeolocationOptions, measure_geolocation
+    return print_measured("geolocation", argv, USAGE, GeolocationOptions, measure_geolocation)

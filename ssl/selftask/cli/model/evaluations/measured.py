@@ -19,7 +19,8 @@ def print_measured(
     name: str,
     argv: list[str],
     usage: str,
-    load: Callable[[], tuple[type[Any], Callable[..., dict[str, float]]]],
+    kind: type[Any],
+    measure: Callable[..., dict[str, float]],
     open_model: Callable[[str, list[str]], tuple[Frozen, str]] = open_named,
 ) -> int:
     """Measure, print the metrics, append them to the run's ``evaluations.jsonl``, and return 0.
@@ -28,11 +29,11 @@ def print_measured(
         name: Name of the evaluation.
         argv: The words after it.
         usage: Its usage, for messages.
-        load: Imports and returns the class of the options, and the function that measures.
+        kind: Class of the options.
+        measure: Function that measures, see ``on_all_ranks``.
         open_model: Opens the model at an address; see ``open_named``.
     """
     address, overrides = take_model(name, argv, usage)
-    kind, measure = load()
     options, words = take_options(name, overrides, kind)
     frozen, address = open_model(address, words)
     figures = on_all_ranks(frozen, measure, frozen.sources, options)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from selftask.cli.model.evaluations.measured import print_measured
 from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
@@ -30,10 +27,6 @@ k=20          number of neighbors that vote
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the errors, and append them to the run's ``evaluations.jsonl``."""
-    return print_measured("robustness", argv, USAGE, _load)
+    from selftask.evaluate.robustness import RobustnessOptions, measure_robustness
 
-
-def _load() -> tuple[type[Any], Callable[..., dict[str, float]]]:
-    from selftask.evaluate.robustness import RobustnessOptions, measure_robustness  # need torch
-
-    return RobustnessOptions, measure_robustness
+    return print_measured("robustness", argv, USAGE, RobustnessOptions, measure_robustness)

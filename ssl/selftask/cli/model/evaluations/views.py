@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from selftask.cli.model.evaluations.measured import print_measured
 from selftask.cli.model.load_model import WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
@@ -25,10 +22,6 @@ views=10      number of views of each image (50 in the paper)
 
 def main(argv: list[str]) -> int:
     """Measure, print the measures, and append them to the run's ``evaluations.jsonl``."""
-    return print_measured("views", argv, USAGE, _load)
+    from selftask.evaluate.view_measures import ViewMeasures, measure_views
 
-
-def _load() -> tuple[type[Any], Callable[..., dict[str, float]]]:
-    from selftask.evaluate.view_measures import ViewMeasures, measure_views  # need torch
-
-    return ViewMeasures, measure_views
+    return print_measured("views", argv, USAGE, ViewMeasures, measure_views)

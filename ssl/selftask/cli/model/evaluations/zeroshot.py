@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
@@ -46,13 +45,9 @@ eval.transforms=[...]   how images are shown; default: as in the run
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the accuracies, and append them to the run's ``evaluations.jsonl``."""
-    return print_measured("zeroshot", argv, USAGE, _load, _open)
+    from selftask.evaluate.zeroshot import ZeroshotOptions, measure_zeroshot
 
-
-def _load() -> tuple[type[Any], Callable[..., dict[str, float]]]:
-    from selftask.evaluate.zeroshot import ZeroshotOptions, measure_zeroshot  # need torch
-
-    return ZeroshotOptions, measure_zeroshot
+    return print_measured("zeroshot", argv, USAGE, ZeroshotOptions, measure_zeroshot, _open)
 
 
 def _open(address: str, words: list[str]) -> tuple[Frozen, str]:
