@@ -107,7 +107,7 @@ def test_plateau_of_an_evaluation_that_also_runs_before_training(tmp_path: Path)
 
 def test_a_metric_that_no_row_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny.train("simclr", tmp_path, "run", "hooks.plateau={metric: lose}", "train.max_steps=2")
-    assert "hooks.plateau.metric='lose': no row has it so far" in caplog.text
+    assert "hooks.plateau.metric=lose: no row has it so far" in caplog.text
     assert "did you mean 'loss'?" in caplog.text
 
 

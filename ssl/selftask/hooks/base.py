@@ -49,6 +49,7 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
     """
 
     priority: ClassVar[int] = 50
+    loaded: dict[str, Any] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -99,7 +100,9 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the saved state as ``loaded``, for ``on_start``."""
+        self.loaded = state
 
     def get_classy_state(self) -> dict[str, Any]:
         return self.state_dict()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from selftask.checkpoint.kept import Kept
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.config.values.duration import steps_in
-from selftask.distributed.collectives import gather_objects, is_primary
-from selftask.errors import nearest
+from selftask.distributed.collectives import is_primary
 from selftask.hooks.base import Hook
+from selftask.hooks.watched_metric import WatchedMetric
 from selftask.logs import get_logger
 from selftask.logs.direction import direction
 from selftask.registry import register_hook
@@ -42,17 +42,16 @@ class SaveCheckpoints(Hook):
             self.forever = max(1, steps_in(train.keep_every, task.length))
         self.saved_at = task.steps_done
         self.is_best = False  # whether a row of this step has a value to keep
-        self.names: set[str] | None = set()  # metrics seen in rows; None once ``metric`` is found
+        self.metric = WatchedMetric("train.keep_best.metric", train.keep_best.metric)
         self.kept = self._resumed(task)
         task.checkpoints.kept = self.kept
 
     def _resumed(self, task: Task) -> Kept:
         """Return which existing checkpoints to keep, from the resumed state and the file."""
         folder = task.checkpoints.folder
-        state: dict[str, Any] = getattr(self, "loaded", {})
         sources = [Kept.read(folder)]  # may have a newer value of the last step than the state
-        if state:
-            sources.insert(0, Kept.of(state).only(map(step_of, checkpoints(folder))))
+        if self.loaded:
+            sources.insert(0, Kept.of(self.loaded).only(map(step_of, checkpoints(folder))))
         kept = Kept(metric=self.wanted.metric)
         if self.wanted.metric is not None:
             mode = direction("train.keep_best.mode", self.wanted.mode, self.wanted.metric)
@@ -65,16 +64,8 @@ class SaveCheckpoints(Hook):
         return kept
 
     def on_row(self, task: Task) -> None:
-        if not task.steps_done or self.wanted.metric is None:
-            return
-        value = task.last_row.get(self.wanted.metric)
-        if value is None:
-            if self.names is not None:
-                self.names |= task.last_row.keys()
-            return
-        self.names = None
-        value = gather_objects(float(value))[0]  # all ranks save together
-        if math.isfinite(value):
+        value = self.metric.value(task)
+        if value is not None and math.isfinite(value):
             better = self.kept.with_value(task.steps_done, value, self.wanted.count)
             self.is_best |= task.steps_done in dict(better.best)
             self.kept = better
@@ -92,7 +83,7 @@ class SaveCheckpoints(Hook):
         """Update which checkpoints are kept: the final evaluation runs after the last save."""
         if is_primary():
             task.checkpoints.keep_now(self.kept)
-        self._warn_of_missing()
+        self.metric.warn_if_missing()
 
     def _due(self, task: Task) -> bool:
         regular = task.steps_done // self.every > self.saved_at // self.every
@@ -108,20 +99,8 @@ class SaveCheckpoints(Hook):
         task.checkpoints.kept = self.kept
         task.save_checkpoint()
         self.saved_at, self.is_best = step, False
-        self._warn_of_missing()
-
-    def _warn_of_missing(self) -> None:
-        """Warn once if no row so far has had the metric."""
-        if self.wanted.metric is not None and self.names:
-            suggestion = nearest(self.wanted.metric, sorted(self.names))
-            log.warning(
-                "train.keep_best.metric=%s: no row has it yet; %s", self.wanted.metric, suggestion
-            )
-            self.names = None
+        self.metric.warn_if_missing()
 
     def state_dict(self) -> dict[str, Any]:
         kept = getattr(self, "kept", None)
         return kept.to_dict() if kept is not None and kept.steps else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state

@@ -10,9 +10,8 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from selftask.config.fields import setting
-from selftask.distributed.collectives import gather_objects
-from selftask.errors import nearest
 from selftask.hooks.base import Hook
+from selftask.hooks.watched_metric import WatchedMetric
 from selftask.logs import get_logger
 from selftask.logs.direction import Mode, direction
 from selftask.registry import register_hook
@@ -71,11 +70,10 @@ class Plateau(Hook):
             min_lr=self.min_factor,
             eps=0.0,
         )
-        self.seen: set[str] = set()
-        restored = getattr(self, "restored", None)
-        if restored:
-            self.optimizer.param_groups[0]["lr"] = restored["scale"]
-            self.scheduler.load_state_dict(restored["scheduler"])
+        self.watched = WatchedMetric("hooks.plateau.metric", self.metric)
+        if self.loaded:
+            self.optimizer.param_groups[0]["lr"] = self.loaded["scale"]
+            self.scheduler.load_state_dict(self.loaded["scheduler"])
         task.optimizer.multiply_lr(lambda: self.scale)
 
     @property
@@ -86,34 +84,24 @@ class Plateau(Hook):
     def on_row(self, task: Task) -> None:
         if not task.steps_done:  # an evaluation before training, and before on_start
             return
-        self.seen |= task.last_row.keys()
-        if self.metric not in task.last_row:
+        value, before = self.watched.value(task), self.scale
+        if value is None:
             return
-        before = self.scale
-        self.scheduler.step(gather_objects(task.last_row[self.metric])[0])  # equal on all ranks
+        self.scheduler.step(value)
         if self.scale < before:
             log.info(
                 "step %d: %s %.4g has not improved on %.4g: learning rate times %.3g from here",
                 task.steps_done,
                 self.metric,
-                task.last_row[self.metric],
+                value,
                 self.scheduler.best,
                 self.scale,
             )
 
     def on_phase_end(self, task: Task) -> None:
-        if self.seen and self.metric not in self.seen:
-            log.warning(
-                "hooks.plateau.metric=%r: no row has it so far, the learning rate stays; %s",
-                self.metric,
-                nearest(self.metric, self.seen),
-            )
-            self.seen.clear()
+        self.watched.warn_if_missing("no row has it so far, the learning rate stays")
 
     def state_dict(self) -> dict[str, Any]:
         state = self.scheduler.state_dict()
         kept = {key: state[key] for key in ("best", "num_bad_epochs", "cooldown_counter")}
         return {"scale": self.scale, "scheduler": kept}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.restored = state

@@ -61,9 +61,8 @@ class Preserve(Hook):
         self.weight_at = build_schedule(self.weight, task.length)
         backbone = task.export_backbone()
         self.start = deepcopy(backbone).requires_grad_(False).eval()
-        weights: dict[str, Tensor] = getattr(self, "loaded", {})
-        if weights:
-            self.start.load_state_dict(weights)
+        if self.loaded:
+            self.start.load_state_dict(self.loaded)
         self.has_patches = "dense" in offers(self.start)
 
     def on_forward(self, task: Task) -> None:
@@ -90,9 +89,6 @@ class Preserve(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         return self.start.state_dict() if hasattr(self, "start") else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state
 
 
 @in_full_precision

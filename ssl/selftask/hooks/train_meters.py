@@ -33,14 +33,13 @@ class TrainMeters(Hook):
             yield "hooks.train_meters: there are no meters; add meters.accuracy={topk: [1, 5]}"
 
     def on_start(self, task: Task) -> None:
-        loaded: dict[str, Any] = getattr(self, "loaded", {})
         self.meters = dict(zip(task.config.meters, map(deepcopy, task.meters), strict=True))
         for key, meter in self.meters.items():
             meter.reset()
             if isinstance(meter, Accuracy):
                 meter.classes = None  # the classes of data.val do not apply
-            if key in loaded:
-                meter.set_classy_state(loaded[key])
+            if key in self.loaded:
+                meter.set_classy_state(self.loaded[key])
 
     def on_loss_and_meter(self, task: Task) -> None:
         if not task.train:
@@ -65,6 +64,3 @@ class TrainMeters(Hook):
     def state_dict(self) -> dict[str, Any]:
         meters = getattr(self, "meters", {})
         return {key: meter.get_classy_state() for key, meter in meters.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state

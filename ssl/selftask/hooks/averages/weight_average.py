@@ -58,11 +58,10 @@ class WeightAverage(Hook):
 
     def on_start(self, task: Task) -> None:
         (self.key,) = (key for key, hook in task.named_hooks.items() if hook is self)
-        loaded: dict[str, Any] = getattr(self, "loaded", {})
-        self.updates: int = loaded.get("updates", 0)
+        self.updates: int = self.loaded.get("updates", 0)
         self.weights: dict[str, Tensor] = {}
-        if loaded.get("weights"):
-            self._begin(task, task.reduction.shard_state(task.base_model, loaded["weights"]))
+        if weights := self.loaded.get("weights"):
+            self._begin(task, task.reduction.shard_state(task.base_model, weights))
 
     def step_of(self, start: int | str, task: Task) -> int:
         """Return the step of ``start``; raise UserError if the run ends before it."""
@@ -142,8 +141,5 @@ class WeightAverage(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         if not hasattr(self, "weights"):
-            return getattr(self, "loaded", {})
+            return self.loaded
         return {"updates": self.updates, "weights": dict(self.weights)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state

@@ -14,7 +14,7 @@ from selftask.errors import RunError, StepSkipped, plural
 from selftask.hooks.base import Hook
 from selftask.hooks.failures.dump import dump
 from selftask.logs import get_logger
-from selftask.optim.gradients import to_one_device
+from selftask.optim.gradients import local_parts, to_one_device
 from selftask.random import process_state
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _non_finite_gradients(task: Task) -> list[str]:
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     ]
-    sums = [grad.to_local() if hasattr(grad, "to_local") else grad for _, grad in named]
+    sums = local_parts([grad for _, grad in named])
     if not sums:
         return []
     finite = torch.stack(to_one_device(grad.isfinite().all() for grad in sums)).tolist()

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from selftask.config.fields import setting
-from selftask.distributed.collectives import gather_objects
-from selftask.errors import nearest
 from selftask.hooks.base import Hook
-from selftask.logs import get_logger
+from selftask.hooks.watched_metric import WatchedMetric
 from selftask.logs.direction import Mode, direction
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
     from selftask.task import Task
-
-log = get_logger(__name__)
 
 
 @register_hook("early_stopping")
@@ -44,19 +40,16 @@ class EarlyStopping(Hook):
 
     def on_start(self, task: Task) -> None:
         self.direction = direction("hooks.early_stopping.mode", self.mode, self.metric)
-        state: dict[str, Any] = getattr(self, "loaded", {})
-        self.best: float | None = state.get("best")
-        self.best_step: int = state.get("best_step", 0)
-        self.waited: int = state.get("waited", 0)
-        self.names: set[str] = set()  # metrics seen in rows, until ``metric`` is found
+        self.watched = WatchedMetric("hooks.early_stopping.metric", self.metric)
+        self.best: float | None = self.loaded.get("best")
+        self.best_step: int = self.loaded.get("best_step", 0)
+        self.waited: int = self.loaded.get("waited", 0)
         self._stop_if_done(task)
 
     def on_row(self, task: Task) -> None:
-        value = task.last_row.get(self.metric)
-        if value is None or not task.steps_done:
-            self.names |= task.last_row.keys()
+        value = self.watched.value(task)
+        if value is None:
             return
-        value = gather_objects(float(value))[0]  # all ranks stop together
         if self._improves(value):
             self.best, self.best_step, self.waited = value, task.steps_done, 0
         else:
@@ -93,15 +86,9 @@ class EarlyStopping(Hook):
 
     def on_end(self, task: Task) -> None:
         if self.best is None and not self.waited:
-            suggestion = nearest(self.metric, sorted(self.names))
-            log.warning(
-                "hooks.early_stopping.metric=%s: no row had it; %s", self.metric, suggestion
-            )
+            self.watched.warn_if_missing("no row had it")
 
     def state_dict(self) -> dict[str, Any]:
         if not hasattr(self, "waited"):
             return {}
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state

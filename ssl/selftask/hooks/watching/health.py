@@ -22,7 +22,7 @@ from selftask.hooks.watching.limits import (
     stays_at_chance,
 )
 from selftask.logs import get_logger
-from selftask.optim.gradients import to_one_device
+from selftask.optim.gradients import local_parts, to_one_device
 from selftask.registry import register_hook
 
 if TYPE_CHECKING:
@@ -162,9 +162,8 @@ def _peak(task: Task) -> float:
 def _sample(task: Task) -> Tensor:
     """Return a sample of values of every trained parameter of this rank."""
     values = []
-    for parameter in updated_parameters(task):
-        shard = parameter.detach()
-        flat = (shard.to_local() if hasattr(shard, "to_local") else shard).flatten()
+    for shard in local_parts([parameter.detach() for parameter in updated_parameters(task)]):
+        flat = shard.flatten()
         values.append(flat[:: max(1, flat.numel() // NUM_SAMPLED)].float())
     return torch.cat(to_one_device(values))
 
