@@ -64,6 +64,8 @@ class SaveCheckpoints(Hook):
         return kept
 
     def on_row(self, task: Task) -> None:
+        if not task.steps_done:  # an evaluation before training, and before on_start
+            return
         value = self.metric.value(task)
         if value is not None and math.isfinite(value):
             better = self.kept.with_value(task.steps_done, value, self.wanted.count)
