@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from selftask.cli.options import take_options
+from selftask.config.schema import Config
 from selftask.errors import ConfigError, UserError, masked
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Config
 
 USAGE = """\
 usage: selftask config RECIPE [key=value ...] [--against OTHER]

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from selftask.config.keys import Key
+from selftask.config.schema import Config
 from selftask.errors import UserError
 from selftask.files.addresses import is_remote
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Config
 
 TRUST = "trust=true   import and call code that the run, file or catalog names (docs/security.md)"
 _ADDRESSES = ("model", "dataset", "transform")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from selftask.config.schema import Component
 from selftask.data.labels import check_labels
 from selftask.data.source import Source
 from selftask.data.subset import subset_of
 from selftask.registry import SOURCES
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Component
 
 
 def open_source(component: Component) -> Source:

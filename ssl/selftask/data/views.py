@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from selftask.config.schema import ViewConfig
 from selftask.data.transforms.channels import RGB
 from selftask.data.transforms.pipeline import Compose, Normalizer, build_pipeline
 from selftask.data.transforms.transform import Drawn, Trace
 from selftask.errors import ConfigError
 from selftask.random.views import ViewDraws
-
-if TYPE_CHECKING:
-    from selftask.config.schema import ViewConfig
 
 
 @dataclass(frozen=True)

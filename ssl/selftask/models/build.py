@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selftask.config.checks import grid, requirements
 from selftask.config.library_names import LIBRARIES
+from selftask.config.schema import Component, Config
 from selftask.errors import ConfigError, UserError
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.features.extract import adapter_of, fixed_size, interpolates, offers
 from selftask.models.weights.lora import adapt
 from selftask.registry import BACKBONES, METHODS
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Component, Config
 
 _TRIED_SIZES = (224, 32)  # pixels
 

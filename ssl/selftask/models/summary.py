@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 from selftask.config.checks.grid import output_side
-from selftask.config.schema import num_views
+from selftask.config.schema import Component, Config, ViewConfig, num_views
 from selftask.config.values.budget import show_count
 from selftask.models.eval_mode import in_eval_mode
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Component, Config, ViewConfig
 
 
 def opening_lines(

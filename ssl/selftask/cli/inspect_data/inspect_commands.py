@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from selftask.config.schema import DataConfig
 from selftask.config.trust import take_trust
+from selftask.data.source import Source
 from selftask.errors import UserError
-
-if TYPE_CHECKING:
-    from selftask.config.schema import DataConfig
-    from selftask.data.source import Source
 
 BLANK = "base/evaluate.yaml"  # recipe of which only the data section is used
 

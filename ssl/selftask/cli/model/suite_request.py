@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.cli.model.evaluate_words import OTHERS, SECTIONS
 from selftask.cli.model.load_model import without_old_val
 from selftask.cli.options import take
+from selftask.config.schema import Config
 from selftask.config.trust import take_trust
 from selftask.errors import UserError, nearest
 from selftask.files.paths import exists, expand_user
 from selftask.registry import EVALUATIONS
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Config
 
 _ON_ANY_MACHINE = ("train.device", "train.threads", "data.num_workers", "launch", "trust")
 

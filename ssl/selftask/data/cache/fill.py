@@ -7,25 +7,22 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 
+from selftask.config.schema import DataConfig
 from selftask.data.cache.decoded import DamagedStore, Decoded, Store, store_name
 from selftask.data.cache.on_device import CacheDataset, free_bytes
 from selftask.data.device.batches import DeviceBatch
 from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.loader import EvalBatches
-from selftask.data.source import channels_of
+from selftask.data.source import Source, channels_of
 from selftask.errors import UserError
 from selftask.files.cache_dir import cache_folder, locked
 from selftask.files.replace import replacing
 from selftask.logs import get_logger
 from selftask.logs.stages import staged
-
-if TYPE_CHECKING:
-    from selftask.config.schema import DataConfig
-    from selftask.data.source import Source
 
 log = get_logger(__name__)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from selftask.config.checks.views import is_unbatched
+from selftask.config.schema import ViewConfig
 from selftask.data.device.operation import Operation, find_batched_transform
 from selftask.data.device.packing import Packed, ViewParameters, pack
 from selftask.data.transforms.pipeline import Compose
@@ -18,9 +19,6 @@ from selftask.data.transforms.transform import Drawn, Trace
 from selftask.data.views import View, Views
 from selftask.errors import UserError
 from selftask.random.views import Streams, ViewDraws
-
-if TYPE_CHECKING:
-    from selftask.config.schema import ViewConfig
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +17,8 @@ from torch import Tensor
 
 from selftask.data.transforms.transform import SCALARS
 from selftask.errors import UserError
+from selftask.random.views import Streams
 from selftask.registry import BATCHED_TRANSFORMS
-
-if TYPE_CHECKING:
-    from selftask.random.views import Streams
 
 Arrays = dict[str, np.ndarray]  # parameters by name, (B, ...) each
 Tensors = Mapping[str, Tensor]  # the same on the device; float32 or bool

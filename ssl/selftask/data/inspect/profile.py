@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from selftask.batch import Batch
-from selftask.config.schema import num_views
+from selftask.config.schema import Config, num_views
 from selftask.config.values.auto_values import cores
 from selftask.data.data_module import DataModule, train_dataset
 from selftask.data.inspect.check import has_own_files
@@ -27,9 +27,6 @@ from selftask.distributed.world import World
 from selftask.errors import UserError
 from selftask.random.views import draw_rng
 from selftask.registry import TRANSFORMS
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Config
 
 MAX_PER_BATCH = 64  # images; larger batches take the same time per image
 MAX_IMAGES = 256  # most images measured in each stage

@@ -6,14 +6,11 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from selftask.config.schema import DataConfig
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source
 from selftask.errors import UserError
-
-if TYPE_CHECKING:
-    from selftask.config.schema import DataConfig
 
 # Share and number of images that may be unreadable if max_unreadable is null.
 DEFAULT_MAX_UNREADABLE, MIN_ALLOWED_UNREADABLE = 0.001, 3

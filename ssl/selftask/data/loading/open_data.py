@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from selftask.config.checks.requirements import of_extras, of_labels, required
+from selftask.config.schema import Component, Config, DataConfig
 from selftask.config.trust import refuse_addresses
 from selftask.data.labels import align_classes, count_unlabeled
 from selftask.data.open_source import open_source
@@ -19,9 +20,6 @@ from selftask.data.staging.staged_source import copied
 from selftask.data.subset import subset_of
 from selftask.data.transforms.channels import list_problems
 from selftask.errors import AddressError, ConfigError, UserError
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Component, Config, DataConfig
 
 
 class Sources(NamedTuple):

@@ -10,17 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from selftask.config.schema import Config
+from selftask.data.source import Source
 from selftask.errors import ConfigError
 from selftask.random.permutation import BLOCK, EpochOrder
 from selftask.registry import SAMPLERS
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Config
-    from selftask.data.source import Source
 
 _EPOCHS = 1 << 32  # a key's first number is epoch + repeat * _EPOCHS,
 _REPEATS = 1 << 31  # with fewer repeats than this; together 63 bits

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from selftask.config.schema import Component
 from selftask.registry import TOKENIZERS
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Component
 
 PADDING = 0  # id after the last token
 

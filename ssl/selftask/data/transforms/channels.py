@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from selftask.config.schema import Component
 from selftask.errors import UserError, plural
 from selftask.registry import TRANSFORMS
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Component
 
 RGB = 3
 _AT_ONCE = 4  # most channels that all OpenCV functions accept

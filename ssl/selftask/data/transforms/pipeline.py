@@ -5,21 +5,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from selftask.config.schema import Component
 from selftask.data import kernel
 from selftask.data.transforms.channels import RGB, for_channels, list_problems
 from selftask.data.transforms.normalize import Normalize
 from selftask.data.transforms.transform import Drawn, Nested, Transform
 from selftask.errors import ConfigError
 from selftask.registry import TRANSFORMS
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Component
 
 UNIT = np.float32(1 / 255)  # scale without ``normalize``: values in [0, 1]
 BLOCK = 1 << 17  # values per thread that stay in a CPU's cache: 512 KiB of floats

@@ -6,17 +6,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from selftask.config.schema import LoRAConfig
 from selftask.errors import UserError, nearest
 from selftask.models.precision import in_full_precision
-
-if TYPE_CHECKING:
-    from selftask.config.schema import LoRAConfig
 
 _WEIGHTS: dict[type[nn.Module], str] = {
     nn.Linear: "weight",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +13,8 @@ from selftask.data.device.operation import Arrays, Operation, Tensors, UniformOp
 from selftask.data.device.resampling import filter_matrix, resample
 from selftask.data.transforms.boxes import TRIES, Attempt
 from selftask.data.transforms.crops import RandomCrop, RandomResizedCrop
+from selftask.random.views import Streams
 from selftask.registry import register_batched_transform
-
-if TYPE_CHECKING:
-    from selftask.random.views import Streams
 
 
 @register_batched_transform("random_resized_crop")
