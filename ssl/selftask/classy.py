@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from selftask.errors import UserError, nearest
-from selftask.logs import show_root_lines_of
+from selftask.errors import UserError, check_known
+from selftask.logs.lines import show_root_lines_of
 
 
 class _LoadedAlone(MetaPathFinder, Loader):
@@ -245,8 +245,7 @@ def build(kind: str, name: str, args: dict[str, Any], out: Path | None = None) -
     """
     bare = name.removeprefix("classy:")
     registered = _registry(kind)
-    if bare not in registered:
-        raise UserError(f"Classy Vision has no {kind} named {bare!r}; {nearest(bare, registered)}")
+    check_known(bare, registered, f"Classy Vision has no {kind} named {bare!r}")
     config = {**args, "name": bare}
     if kind == "hook":
         config = {**_hook_defaults(bare, out or Path()), **args}

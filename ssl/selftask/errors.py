@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -44,6 +46,35 @@ class ConfigError(UserError):
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an error with a known cause; of others with the type in front."""
+    is_explained = isinstance(error, UserError | RunError)
+    return str(error) if is_explained else f"{type(error).__name__}: {error}"
+
+
+def reason_of(error: Exception) -> str:
+    """Return the message of an error in one line, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def explained(problem: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Context manager that converts an error to the UserError ``{problem}: {reason}``.
+
+    Args:
+        problem: What was wrong for the user.
+        kinds: The types of errors to convert; without any, all but UserError. Parsers may raise any
+            error on damaged files, even MemoryError if a header gives a wrong size.
+    """
+    converted = kinds or (Exception,)
+    try:
+        yield
+    except UserError:
+        raise
+    except converted as error:
+        raise UserError(f"{problem}: {shorten(reason_of(error), 400)}") from error
 
 
 def describe_exit(code: int | None) -> str:
@@ -136,6 +167,28 @@ def nearest(name: str, known: Iterable[str], *, show: int = 12) -> str:
         return f"did you mean {close[0]!r}?"
     listed = ", ".join(known[:show]) + (", ..." if len(known) > show else "")
     return f"known: {listed}" if known else "there are none"
+
+
+def require(package: str, extra: str, purpose: str, key: str = "data") -> None:
+    """Raise UserError with an install command if a package is missing; nothing is imported.
+
+    Args:
+        package: Name of the package.
+        extra: Extra of selftask that installs it.
+        purpose: What needs the package, in the plural, such as ``HDF5 files``.
+        key: Config key or option that asks for it.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"{key}: {purpose} need the package {package}: pip install {package}, or "
+            f"pip install 'selftask[{extra}]'"
+        )
+
+
+def check_known(name: str, known: Iterable[str], problem: str) -> None:
+    """Raise UserError with ``problem`` and the nearest name if ``name`` is not in ``known``."""
+    if name not in known:
+        raise UserError(f"{problem}; {nearest(name, known)}")
 
 
 def nearest_path(path: str | Path) -> str:

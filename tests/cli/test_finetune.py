@@ -13,7 +13,8 @@ from selftask.checkpoint import rotation, store
 from selftask.cli.main import main
 from selftask.cli.model.finetune import RECIPE, recipe_words
 from selftask.config.load import load_config
-from selftask.config.schema import BackboneComponent, Component, Config
+from selftask.config.schema import Component, Config
+from selftask.config.schema.component import BackboneComponent
 from selftask.errors import UserError
 from selftask.models.build import build_backbone
 from selftask.models.weights.export import save_backbone

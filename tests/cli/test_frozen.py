@@ -436,4 +436,4 @@ def test_evaluations_of_hidden_layers(
         expected = (folders[nearest] == folders).mean()
         assert row[f"knn_top1_layer{layer}"] == pytest.approx(expected)
     assert main(["eval", "knn", str(exported_vit), *words, "k=[1]", "eval.layers=[7]"]) == 2
-    assert "eval.layers: 7; a VisionTransformer has layers 0 to" in capsys.readouterr().err
+    assert "eval.layers: 7; the backbone has layers 0 to" in capsys.readouterr().err

@@ -13,7 +13,8 @@ import pytest
 
 import tiny
 from selftask.cli.main import main
-from selftask.logs import LOGGER, show_root_lines_of, start_log, stop_log, verbosity
+from selftask.logs import LOGGER, verbosity
+from selftask.logs.lines import show_root_lines_of, start_log, stop_log
 
 DETAILS = (
     "sampler: shuffled",

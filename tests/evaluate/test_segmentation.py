@@ -380,7 +380,7 @@ def edit_mask(root: Path, change: str) -> None:
             "data.val: there is no folder 'images' in SCENES/",
         ),
         ("", ["k=4000", "layer=-1"], "k: 4000 neighbors are asked for, and there are"),
-        ("", ["layer=9"], "layer: 9; a SmallResNet has layers 0 to"),
+        ("", ["layer=9"], "layer: 9; the backbone has layers 0 to"),
         ("", ["heads=[svm]"], "heads=[svm]: "),
         ("", ["heads=[]"], "heads=[]: one or more are expected"),
         ("", ["lr=[]"], "lr=[]: one or more are expected"),

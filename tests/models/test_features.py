@@ -385,7 +385,7 @@ def test_what_a_backbone_cannot_do_is_told() -> None:
         extract(resnet, torch.zeros(1, 3, 32, 32), mask=mask, mask_token=torch.zeros(3))
     with pytest.raises(UserError, match="a SwinTransformer takes no keep"):
         extract(_build("swin"), torch.zeros(1, 3, 32, 32), keep=torch.zeros(1, 1).long())
-    with pytest.raises(UserError, match="3 hidden layers, and no number 3"):
+    with pytest.raises(UserError, match="layers: 3; the backbone has layers 0 to 2"):
         extract(_vit(), torch.zeros(1, 3, 32, 32), layers=(3,))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tiny
 from selftask.checkpoint import rotation, store
 from selftask.config.load import load_config, to_yaml
-from selftask.config.schema import LoRAConfig
+from selftask.config.schema.component import LoRAConfig
 from selftask.errors import ConfigError, UserError
 from selftask.models.backbones.vit import ViTMicro
 from selftask.models.weights.lora import LowRank, adapt, adapted_state, merged, merged_state

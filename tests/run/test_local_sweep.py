@@ -82,10 +82,10 @@ def test_a_sweep_trains_resumes_and_ends_in_a_table(tmp_path: Path) -> None:
     done = tiny.run(command, tmp_path)
     lines = done.stdout.splitlines()
     assert lines[0].endswith(f"2 runs in {tmp_path}/sweep, 2 at a time")
-    assert lines[-3].split()[:3] == ["run", "state", "step"]
-    assert [line.split()[:3] for line in lines[-2:]] == [
-        ["seed_1", "finished", "4"],
-        ["seed_2", "finished", "4"],
+    assert lines[-3].split()[:4] == ["RUN", "METHOD", "STATE", "STEP"]
+    assert [line.split()[:4] for line in lines[-2:]] == [
+        ["sweep/seed_1", "simclr", "finished", "4/4"],
+        ["sweep/seed_2", "simclr", "finished", "4/4"],
     ]
     losses = [
         json.loads((tmp_path / "sweep" / name / "metrics.jsonl").read_text().splitlines()[-1])

@@ -18,7 +18,7 @@ from selftask.cli.main import guarded
 from selftask.distributed.world import STOP_SIGNALS
 from selftask.errors import UserError
 from selftask.hooks.stopping.preemption import StopOnSignal
-from selftask.logs import lasting_output, start_log, stop_log
+from selftask.logs.lines import lasting_output, start_log, stop_log
 
 LONG = "train.epochs=4000"
 

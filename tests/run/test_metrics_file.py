@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from selftask.errors import RunError
-from selftask.logs import MetricsFile, read_metrics
+from selftask.logs import read_metrics
+from selftask.logs.rows import MetricsFile
 
 
 def test_a_row_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path) -> None:

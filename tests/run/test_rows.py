@@ -26,9 +26,10 @@ from selftask.hooks import metrics
 from selftask.hooks.base import function_hook
 from selftask.hooks.failures.non_finite import NonFiniteLoss
 from selftask.hooks.metrics import Metrics
-from selftask.logs import format_row, pace, read_json, read_metrics, write_json
+from selftask.logs import pace, read_json, read_metrics, write_json
 from selftask.logs.history import LENGTH, History
 from selftask.logs.pace import Pace, settings_of_groups, take_memory_mb
+from selftask.logs.rows import format_row
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
 

@@ -19,7 +19,7 @@ from selftask.cli.model.evaluate_words import OTHERS
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import open_frozen
 from selftask.cli.model.result_row import described
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known
 from selftask.registry import EVALUATIONS
 
 
@@ -57,8 +57,7 @@ def evaluate(
     Raises:
         UserError: If there is no such evaluation, or the model, images or labels do not fit it.
     """
-    if name not in EVALUATIONS:
-        raise UserError(f"no evaluation named {name!r}; {nearest(name, EVALUATIONS.names())}")
+    check_known(name, EVALUATIONS, f"no evaluation named {name!r}")
     named = {"data": data, "data.val": data_val}
     plain = {key: settings.pop(key) for key in OTHERS if key in settings}
     words = overrides({k: v for k, v in named.items() if v is not None} | settings)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from selftask.api.batches import as_batch
 from selftask.batch import Batch
 from selftask.config.run_length import Clock, RunLength
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known
 from selftask.hooks.base import defines
 from selftask.methods.base import Method
 from selftask.models.build import with_embed_dim
@@ -85,8 +85,7 @@ class Learner(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         """The backbone to keep: the network's, or in some methods the teacher's."""
-        backbone: nn.Module = self.method.export_backbone(self.network)
-        return backbone
+        return self.method.export_backbone(self.network)
 
     def forward(
         self,
@@ -183,6 +182,5 @@ def _build(method: str | Method | type[Method], options: dict[str, Any]) -> Any:
     kind = METHODS[method] if isinstance(method, str) else method
     names = [field.name for field in dataclasses.fields(kind.Config)]
     for name in options:
-        if name not in names:
-            raise UserError(f"{kind.__name__} has no option {name!r}; {nearest(name, names)}")
+        check_known(name, names, f"{kind.__name__} has no option {name!r}")
     return kind(kind.Config(**options))

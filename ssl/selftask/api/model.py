@@ -70,8 +70,7 @@ class Model(nn.Module):
         return torch.cat(parts)
 
     def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.backbone(images)
-        return features
+        return self.backbone(images)
 
 
 def load(

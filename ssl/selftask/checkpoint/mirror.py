@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from selftask.checkpoint.rotation import MANIFEST, step_of
-from selftask.errors import RunError, UserError
+from selftask.errors import RunError, explained, reason_of
 from selftask.files import addresses
-from selftask.files.addresses import is_remote, reason_of, work_folder
+from selftask.files.addresses import is_remote, work_folder
 from selftask.files.cache_dir import cache_folder, locked
 from selftask.logs import get_logger, read_json
 
@@ -69,11 +69,9 @@ def fetch_run(
         with suppress(OSError):  # if a folder is not empty
             (folder / name).parent.rmdir()
     for name in sorted(wanted, key=_rank):
-        try:
+        with explained(f"{address}/{name}: cannot be read"):
             if not _is_here(address, folder, name):
                 addresses.download(f"{address}/{name}", folder / name)
-        except Exception as error:  # each handler raises its own errors
-            raise UserError(f"{address}/{name}: cannot be read ({reason_of(error)})") from error
     return {**dict.fromkeys(names, (0, 0)), **_stamps(folder)}
 
 
@@ -139,10 +137,8 @@ def upload_files(out: str, folder: Path, *patterns: str) -> None:
     """
     for path in chain(*map(folder.glob, patterns)) if is_remote(out) else ():
         address = f"{out.rstrip('/')}/{path.relative_to(folder).as_posix()}"
-        try:
+        with explained(f"{address}: cannot be written"):
             addresses.upload(path, address)
-        except Exception as error:  # each handler raises its own errors
-            raise UserError(f"{address}: cannot be written ({reason_of(error)})") from error
 
 
 class _Mirror:

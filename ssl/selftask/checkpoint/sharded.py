@@ -156,8 +156,7 @@ def load(
         raise
     except Exception as error:  # DCP and pickle raise many kinds for other files
         raise DamagedCheckpoint(f"{type(error).__name__}: {error}") from error
-    state: dict[str, Any] = rest["state"]
-    return state
+    return rest["state"]
 
 
 def _verify(path: Path, checker: int, num_checkers: int, *, shards: bool) -> None:

@@ -219,8 +219,7 @@ class HostBuffers:
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with every tensor on the CPU, so that it loads without a GPU."""
-    host: dict[str, Any] = _map_tensors(lambda tensor, path: tensor.detach().cpu(), state)
-    return host
+    return _map_tensors(lambda tensor, path: tensor.detach().cpu(), state)
 
 
 def _map_tensors(change: Callable[[Tensor, str], Tensor], value: Any, path: str = "") -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from selftask.cli.options import take_options
+from selftask.cli.options import needs_first, take_options
 from selftask.errors import UserError, nearest
 
 USAGE = """\
@@ -28,8 +28,7 @@ def main(argv: list[str]) -> int:
     if not words or words[0] not in BENCHMARKS:
         wrong = words[0] if words else ""
         raise UserError(f"there is no benchmark {wrong!r}; {nearest(wrong, BENCHMARKS)}")
-    if len(words) < 2 or "=" in words[1]:
-        raise UserError(f"bench data needs a RECIPE before any key=value\n{USAGE}")
+    needs_first(words[1:], "bench data needs a RECIPE", USAGE)
     seconds = options.get("--seconds", 3)
     if seconds == 0:
         raise UserError("--seconds 0: nothing can be measured in no time")

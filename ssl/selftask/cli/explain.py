@@ -6,14 +6,11 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from selftask.config.compose.provenance import show_path
+from selftask.config.reference import KeyEntry, NamedEntry
 from selftask.errors import UserError, nearest
 from selftask.registry import REGISTRIES
-
-if TYPE_CHECKING:
-    from selftask.config.reference import KeyEntry, NamedEntry
 
 USAGE = """\
 usage: selftask explain WORD [...]

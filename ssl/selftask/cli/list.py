@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from selftask.errors import UserError, nearest
+from selftask.errors import check_known
 from selftask.registry import REGISTRIES, Registry
 from selftask.registry.class_source import parse
 
@@ -30,8 +30,7 @@ def main(argv: list[str]) -> int:
     imports = [word for word in argv if word.lstrip("+").startswith("import=")]
     kinds = [word for word in argv if word not in imports]
     for kind in kinds:
-        if kind not in KINDS:
-            raise UserError(f"there is no kind {kind!r}; {nearest(kind, KINDS)}")
+        check_known(kind, KINDS, f"there is no kind {kind!r}")
     from selftask.config.compose.overrides import import_plugins
 
     import_plugins(imports)

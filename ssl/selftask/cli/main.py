@@ -14,7 +14,7 @@ from collections.abc import Callable
 from selftask.cli.options import HELP, asks_for_help, refuse_ranks
 from selftask.cli.verbosity import TALKATIVE, print_versions, take_verbosity
 from selftask.distributed.garbage import seldom_collected
-from selftask.errors import ConfigError, RunError, UserError, nearest, printable
+from selftask.errors import ConfigError, RunError, UserError, check_known, printable
 from selftask.files import paths
 from selftask.logs.verbosity import verbosity
 
@@ -170,8 +170,7 @@ def usage() -> str:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    if name not in COMMANDS:
-        raise UserError(f"there is no command {name!r}; {nearest(name, COMMANDS)}")
+    check_known(name, COMMANDS, f"there is no command {name!r}")
     if name in ALONE:
         refuse_ranks(name)
     command = importlib.import_module(COMMANDS[name][0])

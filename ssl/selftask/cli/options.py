@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from selftask.distributed.world import read_world
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known, nearest
 from selftask.files.paths import exists
 
 HELP = ("-h", "--help")
@@ -16,6 +16,12 @@ HELP = ("-h", "--help")
 def asks_for_help(argv: list[str]) -> bool:
     """Return whether one of the words is a help option."""
     return any(word in HELP for word in argv)
+
+
+def needs_first(words: list[str], what: str, usage: str) -> None:
+    """Raise UserError, beginning with ``what``, unless the first word names a run or a recipe."""
+    if not words or "=" in words[0]:
+        raise UserError(f"{what} before any key=value\n{usage}")
 
 
 def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str], dict[str, Any]]:
@@ -39,8 +45,7 @@ def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str],
             words.append(word)
             continue
         name, equals, value = word.partition("=")
-        if name not in known:
-            raise UserError(f"there is no option {name}; {nearest(name, known)}")
+        check_known(name, known, f"there is no option {name}")
         if known[name] is bool:
             if equals:
                 raise UserError(f"{name} takes no value")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from selftask.cli.options import take_options
-from selftask.errors import UserError
+from selftask.cli.options import needs_first, take_options
 
 USAGE = """\
 usage: selftask plan RECIPE [key=value ...] [--measure] [--json]
@@ -27,8 +26,7 @@ KNOWN: dict[str, type] = {"--json": bool, "--measure": bool}
 def main(argv: list[str]) -> int:
     """Print the plan of a recipe."""
     words, options = take_options(argv, KNOWN)
-    if not words or "=" in words[0]:
-        raise UserError(f"plan needs a RECIPE before any key=value\n{USAGE}")
+    needs_first(words, "plan needs a RECIPE", USAGE)
     from selftask.config.load import load_config
     from selftask.plan.assumptions import take_assumptions
 

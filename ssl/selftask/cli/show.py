@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from selftask.cli.options import take_options
+from selftask.cli.options import needs_first, take_options
 from selftask.config.schema import Config
-from selftask.errors import ConfigError, UserError, masked
+from selftask.errors import ConfigError, masked
 
 USAGE = """\
 usage: selftask config RECIPE [key=value ...] [--against OTHER]
@@ -22,8 +22,7 @@ The output is itself a recipe: selftask config simclr > mine.yaml; selftask trai
 def main(argv: list[str]) -> int:
     """Print the config of a recipe with overrides, or its difference from another recipe."""
     words, other = _take_other(argv)
-    if not words or "=" in words[0]:
-        raise UserError(f"config needs a RECIPE before any key=value\n{USAGE}")
+    needs_first(words, "config needs a RECIPE", USAGE)
     from selftask.config.difference import difference
     from selftask.config.explain import explain
 

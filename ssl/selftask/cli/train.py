@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from selftask.cli.options import needs_first
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.errors import UserError
 
 USAGE = f"""\
 usage: selftask train RECIPE [key=value ...]
@@ -21,8 +21,7 @@ launch.parallel_runs=2 trains two at a time.
 
 def main(argv: list[str]) -> int:
     """Check the config and the data before torch is imported, then train."""
-    if not argv or "=" in argv[0]:
-        raise UserError(f"train needs a RECIPE before any key=value\n{USAGE}")
+    needs_first(argv, "train needs a RECIPE", USAGE)
     from selftask.config.compose.sweep import expand_sweep
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import check_data, open_data

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from selftask.config.compose.recipes import available, locate
 from selftask.config.explain import COLUMN, as_yaml
 from selftask.config.keys import NAMED_ENTRIES, Key
-from selftask.config.schema import SHARED, Config
+from selftask.config.schema import Config
+from selftask.config.schema.config import SHARED
 from selftask.errors import shorten
 
 _NAMES_OF_THE_RUN = ("recipe", "out")  # follow from the name of a recipe

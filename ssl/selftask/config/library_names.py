@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from selftask.errors import UserError, nearest
+from selftask.errors import check_known
 
 LIBRARIES = ("timm", "torchvision")
 
@@ -29,10 +29,7 @@ def check_name(library: str, model: str) -> None:
     """Raise UserError, with the nearest names, if the library has no such model."""
     names = _imported_names(library) if f"{library}.models" in sys.modules else _read_names(library)
     architecture = model.partition(".")[0] if library == "timm" else model  # NAME.TAG: weights
-    if architecture not in names:
-        raise UserError(
-            f"{library} has no model named {model!r}; {nearest(architecture, sorted(names))}"
-        )
+    check_known(architecture, names, f"{library} has no model named {model!r}")
 
 
 def _imported_names(library: str) -> set[str]:

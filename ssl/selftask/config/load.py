@@ -86,5 +86,4 @@ def load_config(
 
 def to_yaml(config: Config) -> str:
     """Return the text of a run's ``config.yaml``; ``load_config`` of it gives an equal Config."""
-    text: str = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
-    return text
+    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from selftask.config.keys import Key, dotted
 from selftask.config.schema import OptimizerConfig
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known, nearest
 
 PREFIX = "torch:"
 _OURS = ("params", "lr", "weight_decay")  # arguments set from the section's own fields
@@ -52,8 +52,7 @@ def _class(name: str) -> Any:
     bare = name.removeprefix(PREFIX)
     if bare in _REFUSED:
         raise UserError(f"torch.optim.{bare} does not work here: {_REFUSED[bare]}")
-    if bare not in kinds:
-        raise UserError(f"torch.optim has no optimizer {bare!r}; {nearest(bare, kinds)}")
+    check_known(bare, kinds, f"torch.optim has no optimizer {bare!r}")
     return kinds[bare]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from selftask.batch import Batch
 from selftask.config.checks.requirements import required
+from selftask.config.schema import Config
 from selftask.data.cache.fill import decode_once
 from selftask.data.cache.on_device import CachedBatches
 from selftask.data.device.batches import DeviceDataset
@@ -21,21 +22,17 @@ from selftask.data.extras import ExtraImages, ExtrasReader
 from selftask.data.fingerprint import fingerprint, sample_contents
 from selftask.data.labels import is_labeled
 from selftask.data.loading.bad_files import BadFiles
+from selftask.data.loading.collate import Draw
 from selftask.data.loading.dataset import EvalDataset, ViewDataset
 from selftask.data.loading.loader import Batches, EvalBatches, in_batches, in_equal_numbers
 from selftask.data.loading.open_data import Sources, check_data, check_val
-from selftask.data.source import channels_of, extras_of
+from selftask.data.source import Source, channels_of, extras_of
 from selftask.data.tokenizers.base import Tokenizer, build_tokenizer
 from selftask.data.transforms.pipeline import build_pipeline
 from selftask.data.views import Views
 from selftask.distributed.collectives import gather_objects, is_primary
+from selftask.distributed.world import World
 from selftask.logs import DETAIL, get_logger
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Config
-    from selftask.data.loading.collate import Draw
-    from selftask.data.source import Source
-    from selftask.distributed.world import World
 
 log = get_logger(__name__)
 

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from selftask.batch import Draws
+from selftask.config.schema import Component, ViewConfig
 from selftask.data.transforms.transform import UNMOVED, Matrix, Nested, Trace, Transform, after
+from selftask.data.views import View, Views
 from selftask.errors import ConfigError
 from selftask.registry import TRANSFORMS
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Component, ViewConfig
-    from selftask.data.views import View, Views
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, Wrapped
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known
 from selftask.random.splitmix import hash_words, mix
 
 
@@ -85,8 +85,7 @@ def _read(value: Any) -> Part:
         value = {"fraction": value}
     names = [field.name for field in fields(Part)]
     for name in value:
-        if name not in names:
-            raise UserError(f"unknown key 'data.subset.{name}'; {nearest(str(name), names)}")
+        check_known(name, names, f"unknown key 'data.subset.{name}'")
     part = Part(**value)
     problem = _problem(part)
     if problem:

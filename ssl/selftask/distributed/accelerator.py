@@ -74,8 +74,7 @@ def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
     """Return a context that launches operations on ``stream``; None means the current one."""
     if stream is None:
         return nullcontext()
-    context: AbstractContextManager[Any] = _module(device).stream(stream)
-    return context
+    return _module(device).stream(stream)
 
 
 def record_event(device: torch.device, *, timing: bool = False) -> Any:

@@ -16,12 +16,10 @@ def full_tensor(shards: DTensor) -> Tensor:
     Shards on the CPU are gathered on the mesh's device.
     """
     on_device: Any = shards.detach().to(shards.device_mesh.device_type)
-    whole: Tensor = on_device.full_tensor()
-    return whole
+    return on_device.full_tensor()
 
 
 def ranks_of_shards(shards: DTensor) -> list[int]:
     """Return the ranks that together hold one copy of the tensor, in the order of its rows."""
     mesh = shards.device_mesh
-    ranks: list[int] = mesh.mesh.flatten()[: mesh.size(-1)].tolist()
-    return ranks
+    return mesh.mesh.flatten()[: mesh.size(-1)].tolist()

@@ -167,8 +167,7 @@ def _failure(folder: Path, rank: int, code: int) -> dict[str, Any]:
     """Return the failure that a rank has written, or one made from its exit code."""
     file = folder / f"failure.{rank}.json"
     if file.exists():
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return content
+        return json.loads(file.read_text(encoding="utf-8"))
     return {"time": 0.0, "rank": rank, "size": 0, "message": describe_exit(code), "frame": ""}
 
 

@@ -18,13 +18,13 @@ from selftask.config.checks.requirements import required
 from selftask.config.config_class import config_class
 from selftask.config.schema import (
     DEFAULT_HOOKS,
-    BackboneComponent,
     Component,
     Config,
     OptimizerConfig,
     ResumeConfig,
     ViewConfig,
 )
+from selftask.config.schema.component import BackboneComponent
 from selftask.data.source import ExtraKind, Source
 from selftask.errors import ConfigError
 from selftask.registry import BACKBONES, METHODS, TRANSFORMS

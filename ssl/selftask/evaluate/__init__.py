@@ -13,8 +13,7 @@ import selftask
 class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Call ``selftask.api.evaluation.evaluate``."""
-        metrics: dict[str, float] = selftask.__getattr__("evaluate")(*args, **kwargs)
-        return metrics
+        return selftask.__getattr__("evaluate")(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from selftask.data.source import Source
-from selftask.errors import UserError
+from selftask.errors import UserError, explained
 from selftask.evaluate.features import Features, FileFeatures, FileRows
 from selftask.files.addresses import is_remote
 from selftask.files.replace import replacing
@@ -167,12 +167,10 @@ def read_features(path: Path) -> tuple[FileFeatures, list[str]]:
     path = path if path.suffix == ".npy" else path / features_name()
     rows, images = FileRows.of(path), path.parent / IMAGES
     facts = path.parent / FACTS
-    try:
+    with explained(f"{images}: labels or {FACTS} cannot be read", OSError, ValueError):
         with images.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
             texts = [row.get("label") or "" for row in csv.DictReader(file)]
         names = json.loads(facts.read_text("utf-8")).get("classes", []) if facts.exists() else []
-    except (OSError, ValueError) as error:
-        raise UserError(f"{images}: labels or {FACTS} cannot be read: {error}") from error
     labels = [_label(text, f"{images}:{line}") for line, text in enumerate(texts, start=2)]
     if len(labels) != len(rows):
         raise UserError(f"{images}: has {len(labels)} images, and {path.name} {len(rows)}")

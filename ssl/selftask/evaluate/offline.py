@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from selftask.config.checks.requirements import label_free, takes_backbone
 from selftask.config.schema import Config
 from selftask.data.data_module import val_key
 from selftask.data.loading.dataset import EvalDataset
@@ -25,10 +26,8 @@ from selftask.evaluate.on_ranks import connected, iterate_in_order
 from selftask.evaluate.online import (
     evaluate_features,
     evaluated_model,
-    label_free,
     of_set,
     run_on_backbone,
-    takes_backbone,
 )
 from selftask.logs import get_logger
 from selftask.logs.stages import stage

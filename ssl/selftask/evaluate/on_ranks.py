@@ -20,7 +20,7 @@ from selftask.data.loading.loader import EvalBatches
 from selftask.distributed import process_group
 from selftask.distributed.collectives import broadcast_module, gather_objects, rank, world_size
 from selftask.distributed.world import World
-from selftask.errors import RunError, UserError
+from selftask.errors import RunError, UserError, message_of
 from selftask.evaluate.features import Features, iterate_features, log_speed
 
 T = TypeVar("T")
@@ -148,9 +148,7 @@ def _send(
             yield _Sent(first[1])
             first = next(waiting, None)
     except Exception as error:  # noqa: BLE001 - raised by the caller, on every rank
-        is_explained = isinstance(error, UserError | RunError)
-        text = str(error) if is_explained else f"{type(error).__name__}: {error}"
-        yield _Sent(error=text, is_mistake=isinstance(error, UserError))
+        yield _Sent(error=message_of(error), is_mistake=isinstance(error, UserError))
     while True:
         yield _Sent(is_end=True)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from selftask.config.checks.requirements import label_free, takes_backbone
+from selftask.config.schema import Component, Config, EvalConfig
 from selftask.data.labels import is_labeled
 from selftask.data.loading.open_data import Sources
 from selftask.distributed.collectives import gather_objects, world_size
@@ -23,7 +25,6 @@ from selftask.models.features.pooled_layers import PooledLayers
 from selftask.registry import EVALUATIONS
 
 if TYPE_CHECKING:
-    from selftask.config.schema import Component, Config, EvalConfig
     from selftask.task import Task
 
 
@@ -77,18 +78,6 @@ def evaluations_of_sets(task: Task) -> dict[str, dict[str, Component]]:
     free = label_free(components)
     chosen = {n: components if n in data.labeled_sets else free for n in data.val_sources}
     return {name: evaluations for name, evaluations in chosen.items() if evaluations}
-
-
-def label_free(components: Mapping[str, Component]) -> dict[str, Component]:
-    """Return the evaluations that need no labels: those with ``needs_labels = False``."""
-    declares = EVALUATIONS.declared
-    return {k: c for k, c in components.items() if not declares(c.name, "needs_labels", True)}
-
-
-def takes_backbone(components: Mapping[str, Component]) -> dict[str, Component]:
-    """Return the evaluations of a backbone itself: those with ``takes_backbone = True``."""
-    declares = EVALUATIONS.declared
-    return {k: c for k, c in components.items() if declares(c.name, "takes_backbone", False)}
 
 
 def run_on_backbone(

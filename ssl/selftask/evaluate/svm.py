@@ -89,8 +89,7 @@ class SVM(FewLabels):
                 for cost in self.costs
             ]
             cost = self.costs[int(np.argmax(means))]
-        scores: np.ndarray = self._machine(cost).fit(x, is_class).decision_function(x_test)
-        return scores
+        return self._machine(cost).fit(x, is_class).decision_function(x_test)
 
     def _machine(self, cost: float) -> Any:
         from sklearn.svm import LinearSVC
@@ -106,5 +105,4 @@ class SVM(FewLabels):
 
 
 def _unit_rows(part: Features) -> np.ndarray:
-    rows: np.ndarray = F.normalize(part.features.double(), dim=1).cpu().numpy()
-    return rows
+    return F.normalize(part.features.double(), dim=1).cpu().numpy()

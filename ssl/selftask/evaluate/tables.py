@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from selftask.errors import UserError, plural
+from selftask.errors import UserError, explained, plural
 
 
 def read_rows(
@@ -23,12 +23,12 @@ def read_rows(
     Raises:
         UserError: If it is no table, has no rows, or lacks a column.
     """
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, delimiter=delimiter, restval="")
-            header, rows = reader.fieldnames or (), list(reader)
-    except (OSError, UnicodeError, csv.Error) as error:
-        raise UserError(f"{what}: is no table: {error}") from error
+    with (
+        explained(f"{what}: is no table", OSError, UnicodeError, csv.Error),
+        path.open(encoding="utf-8-sig", newline="") as file,
+    ):
+        reader = csv.DictReader(file, delimiter=delimiter, restval="")
+        header, rows = reader.fieldnames or (), list(reader)
     if not rows or not {*columns} <= {*header}:
         there = f"{','.join(header)!r:.100} and {len(rows)} {plural('row', len(rows))}"
         raise UserError(f"{what}: expected the columns {','.join(columns)} and rows; has {there}")

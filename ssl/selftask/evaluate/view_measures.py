@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from selftask.config.schema import Config
 from selftask.data.loading.dataset import Dataset, EvalDataset
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.loading.open_data import Sources
+from selftask.data.loading.sample import Sample
 from selftask.data.source import Source, Wrapped, channels_of
-from selftask.data.transforms.pipeline import build_pipeline
+from selftask.data.transforms.pipeline import Normalizer, build_pipeline
 from selftask.distributed.accelerator import forked_rng
 from selftask.errors import UserError
 from selftask.evaluate.dense.patches import limited
@@ -27,12 +29,6 @@ from selftask.evaluate.features import collect
 from selftask.evaluate.on_ranks import iterate_in_order
 from selftask.logs import get_logger
 from selftask.registry import register_evaluation
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from selftask.data.loading.sample import Sample
-    from selftask.data.transforms.pipeline import Normalizer
 
 log = get_logger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source
-from selftask.errors import UserError, join_some, nearest
+from selftask.errors import UserError, check_known, explained, join_some
 from selftask.evaluate.features import collect
 from selftask.evaluate.figure import Figure
 from selftask.evaluate.offline import iterate_source
@@ -180,11 +180,9 @@ def read_names(table: str | None, classes: Sequence[str]) -> dict[str, list[str]
     path = expand_user(table)
     names: dict[str, list[str]] = {name: [] for name in classes}
     for line, row in enumerate(read_rows(path, ("class", "name"), f"classes={path}"), start=2):
-        if row["class"] not in names:
-            raise UserError(
-                f"classes={path}:{line}: the data have no class {row['class']!r}; "
-                f"{nearest(row['class'], names)}"
-            )
+        check_known(
+            row["class"], names, f"classes={path}:{line}: the data have no class {row['class']!r}"
+        )
         if not row["name"].strip():
             raise UserError(f"classes={path}:{line}: class {row['class']!r} has an empty name")
         names[row["class"]].append(row["name"].strip())
@@ -202,10 +200,8 @@ def read_templates(file: str | None) -> Sequence[str]:
     if file is None:
         return TEMPLATES
     path = expand_user(file)
-    try:
+    with explained(f"templates={path}: cannot be read", OSError, UnicodeError):
         lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"templates={path}: cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
         if line.strip() and "{}" not in line:
             raise UserError(

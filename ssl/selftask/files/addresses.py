@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from selftask.errors import AddressError, UserError
+from selftask.errors import AddressError, UserError, explained, reason_of
 from selftask.files.cache_dir import cache_path
 from selftask.files.paths import expand_user
 from selftask.files.replace import replacing
@@ -187,10 +187,8 @@ def output_folder(out: str | Path) -> Iterator[Path]:
         files = [path for path in folder.rglob("*") if path.is_file()]
         for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):
             address = f"{str(out).rstrip('/')}/{path.relative_to(folder).as_posix()}"
-            try:
+            with explained(f"{address}: cannot be written"):
                 upload(path, address)
-            except Exception as error:
-                raise UserError(f"{address}: cannot be written ({reason_of(error)})") from error
 
 
 def work_folder(out: str) -> Path:
@@ -200,11 +198,6 @@ def work_folder(out: str) -> Path:
     address = out.rstrip("/")
     name = f"{address.rpartition('/')[2]}-{zlib.crc32(address.encode()):08x}"
     return cache_path() / "out" / name
-
-
-def reason_of(error: Exception) -> str:
-    """Return a handler's error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _ask(address: str, question: str) -> Any:

@@ -32,11 +32,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from selftask.classy import ClassyHook
-from selftask.errors import UserError, nearest
+from selftask.errors import check_known
 
 if TYPE_CHECKING:
     from selftask.batch import Batch
-    from selftask.task import Task
+    from selftask.task import Task as Task
+else:
+    Task = Any  # for annotations of hooks, which a task imports
 
 
 class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
@@ -140,8 +142,6 @@ def function_hook(*, priority: int = 50, **functions: Callable[[Task], None]) ->
         UserError: If a name is not a hook point.
     """
     for name in functions:
-        if name not in POINTS:
-            raise UserError(f"function_hook: no hook point {name!r}; {nearest(name, POINTS)}")
+        check_known(name, POINTS, f"function_hook: no hook point {name!r}")
     calls = {name: staticmethod(function) for name, function in functions.items()}
-    made: Hook = type("FunctionHook", (Hook,), {"priority": priority, **calls})()
-    return made
+    return type("FunctionHook", (Hook,), {"priority": priority, **calls})()

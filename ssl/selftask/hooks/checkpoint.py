@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from selftask.checkpoint.kept import Kept
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import is_primary
-from selftask.hooks.base import Hook
-from selftask.hooks.watched_metric import WatchedMetric
+from selftask.hooks.base import Hook, Task
+from selftask.hooks.watching.watched_metric import WatchedMetric
 from selftask.logs import get_logger
 from selftask.logs.direction import direction
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from selftask.config.fields import setting
 from selftask.distributed.accelerator import empty_cache
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_hook("empty_cache")

@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from selftask.config.checks.requirements import label_free, takes_backbone
 from selftask.config.values.duration import interval_at, intervals_in, steps_in
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.logs import get_logger
 from selftask.logs.rows import is_measured
 from selftask.logs.stages import stage
-from selftask.registry import EVALUATIONS, register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
+from selftask.registry import register_hook
 
 log = get_logger(__name__)
 
@@ -43,7 +41,8 @@ class EvaluateBackbone(Hook):
 
     def _warn_of_missing_labels(self, task: Task) -> None:
         """Warn of meters without a test set, and of missing labels in ``data.val``."""
-        feed, names = task.data_module, ", ".join(_with_labels(task))
+        feed, components = task.data_module, task.config.eval.evaluations
+        names = ", ".join(key for key in components if key not in label_free(components))
         if feed.val_source is not None and names and not feed.labeled_sets:
             which = "data" if feed.has_test else "data.val"
             log.warning("no %s while training: the images of %s have no labels", names, which)
@@ -94,22 +93,9 @@ class EvaluateBackbone(Hook):
         return row
 
 
-def _with_labels(task: Task) -> list[str]:
-    """Return the evaluations that need labels."""
-    return [
-        key
-        for key, component in task.config.eval.evaluations.items()
-        if EVALUATIONS.declared(component.name, "needs_labels", True)
-    ]
-
-
 def _has_evaluations(task: Task) -> bool:
     data, components = task.data_module, task.config.eval.evaluations
-    free = len(components) > len(_with_labels(task))
     probes = any(getattr(hook, "evaluates", False) for hook in task.hooks)
-    itself = any(
-        EVALUATIONS.declared(component.name, "takes_backbone", False)
-        for component in components.values()
-    )
     with_labels = (components or probes) and data.labeled_sets
-    return itself or bool(with_labels) or bool(free and data.val_sources)
+    free = label_free(components) and data.val_sources
+    return bool(takes_backbone(components) or with_labels or free)

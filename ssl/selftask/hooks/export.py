@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from selftask.config.schema import Config
 from selftask.distributed.collectives import is_primary
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.logs.stages import stage
 from selftask.models.weights.export import metadata, save_backbone, shown
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.config.schema import Config
-    from selftask.task import Task
 
 
 @register_hook("export")

@@ -6,22 +6,19 @@ import math
 import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from selftask.data.loading.data_stall import WaitWatch, wait_advice
 from selftask.distributed.collectives import rank
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.hooks.failures.non_finite import REMEDY, NonFiniteLoss
 from selftask.hooks.watching.loader_check import advice
 from selftask.logs import get_logger
 from selftask.logs.pace import Pace, over_ranks, settings_of_groups, take_memory_mb
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

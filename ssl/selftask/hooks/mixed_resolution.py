@@ -6,21 +6,18 @@ from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.batch import Batch
 from selftask.config.checks.grid import multiples, patch_size
 from selftask.config.fields import setting
-from selftask.errors import UserError, nearest
-from selftask.hooks.base import Hook
+from selftask.errors import UserError, check_known
+from selftask.hooks.base import Hook, Task
 from selftask.random.keyed import batch_uniform
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.batch import Batch
-    from selftask.task import Task
 
 _STREAM = 0x6D697865  # "mixe": separates these draws from other uses of the same seed
 
@@ -62,10 +59,7 @@ class MixedResolution(Hook):
         self.seed, patch = task.config.train.seed, patch_size(task.config.backbone)
         for group, sizes in self.sizes.items():
             key = f"hooks.mixed_resolution.sizes.{group}"
-            if group not in task.config.views:
-                raise UserError(
-                    f"{key}: no such group of views; {nearest(group, task.config.views)}"
-                )
+            check_known(group, task.config.views, f"{key}: no such group of views")
             for size in sizes:
                 if patch is not None and size % patch:
                     raise UserError(

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.random.splitmix import hash_words
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.batch import Batch
-    from selftask.task import Task
 
 _STREAM = 0x6D697875  # "mixu": separates these draws from other uses of the same seed
 

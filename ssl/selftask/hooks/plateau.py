@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from selftask.config.fields import setting
-from selftask.hooks.base import Hook
-from selftask.hooks.watched_metric import WatchedMetric
+from selftask.hooks.base import Hook, Task
+from selftask.hooks.watching.watched_metric import WatchedMetric
 from selftask.logs import get_logger
 from selftask.logs.direction import Mode, direction
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

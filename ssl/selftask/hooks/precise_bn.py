@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from selftask.config.fields import setting
+from selftask.data.data_module import DataModule
 from selftask.distributed.collectives import all_reduce_sum, rank, world_size
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.models.build import build_backbone
 from selftask.random.permutation import epoch_order
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.data.data_module import DataModule
-    from selftask.task import Task
 
 
 @register_hook("precise_bn")

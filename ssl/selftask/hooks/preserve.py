@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_mean
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.features.extract import extract, offers, pooled
 from selftask.models.precision import in_full_precision
 from selftask.optim.schedules import build_schedule
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_hook("preserve")

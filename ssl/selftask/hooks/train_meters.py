@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.hooks.mixup import unmixed
 from selftask.meters.accuracy import Accuracy
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_hook("train_meters")

@@ -184,5 +184,4 @@ class DINOHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         bottleneck = F.normalize(to_float32(self.mlp(features)), dim=-1)  # (N, bottleneck)
-        scores: Tensor = self.last_layer(bottleneck)  # (N, K)
-        return scores
+        return self.last_layer(bottleneck)  # (N, K)

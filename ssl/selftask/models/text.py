@@ -55,8 +55,7 @@ class TextTransformer(nn.Module):
         for block in self.blocks:
             x = block(x, src_mask=causal)
         last = (tokens != 0).sum(dim=1) - 1  # (B,)
-        features: Tensor = self.norm(x[torch.arange(len(x), device=x.device), last])
-        return features
+        return self.norm(x[torch.arange(len(x), device=x.device), last])
 
 
 def _block(dim: int, heads: int) -> nn.TransformerEncoderLayer:
@@ -86,11 +85,9 @@ class ImageTextModel(nn.Module):
         self.backbone, self.head, self.text, self.tokenize = backbone, head, text, tokenize
 
     def forward(self, images: Tensor) -> Tensor:
-        embeddings: Tensor = self.head(self.backbone(images))
-        return embeddings
+        return self.head(self.backbone(images))
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
         """Return the embeddings (T, D) of texts, not normalized."""
         device = next(self.text.parameters()).device
-        embeddings: Tensor = self.text(self.tokenize(texts).to(device))
-        return embeddings
+        return self.text(self.tokenize(texts).to(device))

@@ -16,6 +16,7 @@ from torch import Tensor
 from selftask.config.schema import GradScalerConfig
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.errors import RunError, StepSkipped
+from selftask.optim.gradients import gradients, local_parts
 
 MIN_SCALE = 1e-4  # below this scale, non-finite gradients have another cause than overflow
 
@@ -75,15 +76,15 @@ class LossScaler(NoScaler):
             StepSkipped: On every rank, if a gradient is not finite on any rank.
             RunError: If gradients are not finite although the scale is tiny.
         """
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        gradients = [_local(gradient) for gradient in grads if gradient is not None]
-        if not gradients:
+        every = (p for group in optimizer.param_groups for p in group["params"])
+        parts = local_parts(gradients(every))
+        if not parts:
             return
-        device = gradients[0].device
+        device = parts[0].device
         overflow = torch.zeros((), device=device)
         inverse = torch.full((), 1.0 / self._scale, device=device)
-        for dtype in {gradient.dtype for gradient in gradients}:
-            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        for dtype in {part.dtype for part in parts}:
+            alike = [part for part in parts if part.dtype == dtype]
             torch._amp_foreach_non_finite_check_and_unscale_(alike, overflow, inverse)
         # only shards differ between ranks, but all ranks must know
         if all_reduce_sum(overflow).item() > 0:
@@ -116,9 +117,3 @@ class LossScaler(NoScaler):
         """Restore a state; an empty one, from a run in another precision, has no effect."""
         if state:
             self._scale, self._good_steps = state["scale"], state["_growth_tracker"]
-
-
-def _local(gradient: Any) -> Tensor:
-    """Return this rank's part of a gradient, which FSDP may have sharded."""
-    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local

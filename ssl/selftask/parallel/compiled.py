@@ -41,8 +41,7 @@ def compile_blocks(network: nn.Module, options: CompileConfig) -> bool:
 
 def compile_whole(network: nn.Module, options: CompileConfig) -> nn.Module:
     """Return a module that compiles the network as a whole and shares its parameters."""
-    compiled: nn.Module = compile_function(network, options)
-    return compiled
+    return compile_function(network, options)
 
 
 def compile_calls(network: nn.Module, options: CompileConfig) -> None:

@@ -71,8 +71,7 @@ class SyncBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
         means, variances = (self.running_mean, self.running_var) if follows else (None, None)
         running = means, variances, momentum
-        y: Tensor = _Fused.apply(input, self.weight, self.bias, running, self.eps, self.ranks.group)
-        return y
+        return _Fused.apply(input, self.weight, self.bias, running, self.eps, self.ranks.group)
 
     def _planned(self, input: Tensor) -> Tensor:
         """Return fake results, with the memory and traffic of torch's kernels."""

@@ -16,7 +16,7 @@ from selftask.config.run_length import Clock, RunLength
 from selftask.config.schema import Component, Config, GradScalerConfig, InitConfig
 from selftask.distributed.world import World
 from selftask.hooks.gradients.trained import parameters_of_optimizers, state_of_optimizers
-from selftask.models.build import build_backbone
+from selftask.models.build import build_backbone, build_on_meta
 from selftask.models.teacher import Teacher
 from selftask.models.weights.frozen import Frozen
 from selftask.parallel.reduction import Reduction
@@ -57,7 +57,8 @@ class FakeTask(Task):
         self.mode: Any = mode or nullcontext()
         self.device = torch.device("meta") if mode else device
         if mode:
-            self.backbone = _meta_backbone(self.config.backbone, data.channels)
+            chosen = self.config.backbone, data.channels
+            self.backbone = build_on_meta(*chosen) or build_backbone(*chosen).to("meta")
         with self.device:
             self.build_model()
         self.device = device
@@ -110,15 +111,6 @@ class FakeTask(Task):
                 LAYER_DRAWS.start(batch.key, self.device)
             yield batch
         LAYER_DRAWS.stop()
-
-
-def _meta_backbone(component: Component, channels: int) -> nn.Module:
-    """Build a backbone on the meta device, or on the CPU first if its constructor needs values."""
-    try:
-        with torch.device("meta"):
-            return build_backbone(component, channels)
-    except (NotImplementedError, RuntimeError):
-        return build_backbone(component, channels).to("meta")
 
 
 def _reduced(config: Config) -> Config:

@@ -123,13 +123,11 @@ class _Network:
         left, right = values >> self._shift, values & self._widths[1]
         for number, key in enumerate(self._keys):
             left, right = right, left ^ (mix(right + key) & self._widths[number % 2])
-        permuted: np.ndarray = (left << self._shift) | right
-        return permuted
+        return (left << self._shift) | right
 
     def restore(self, values: np.ndarray) -> np.ndarray:
         """Invert ``permute``."""
         left, right = values >> self._shift, values & self._widths[1]
         for number, key in reversed(list(enumerate(self._keys))):
             left, right = right ^ (mix(left + key) & self._widths[number % 2]), left
-        restored: np.ndarray = (left << self._shift) | right
-        return restored
+        return (left << self._shift) | right

@@ -90,8 +90,7 @@ def uniforms(
     words = [np.broadcast_to(blocks + np.uint64(1), shape), np.full(shape, view, np.uint64)]
     words += [np.broadcast_to(_words(one)[:, None], shape) for one in (indices, epochs)]
     mixed = np.stack(philox(words, (seed & MASK, STREAM)), axis=2).reshape(len(indices), -1)
-    draws: np.ndarray = (mixed[:, :count] >> np.uint64(11)) * 2.0**-53
-    return draws
+    return (mixed[:, :count] >> np.uint64(11)) * 2.0**-53
 
 
 def _words(numbers: np.ndarray) -> np.ndarray:
@@ -114,5 +113,4 @@ class Streams:
             more = uniforms(*self._at, _FIRST, start=self._draws.shape[1])
             self._draws = np.concatenate([self._draws, more], axis=1)
         self._positions[some] += count
-        draws: np.ndarray = self._draws[some[:, None], positions]
-        return draws
+        return self._draws[some[:, None], positions]

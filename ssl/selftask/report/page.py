@@ -71,8 +71,7 @@ def render(macro: str, *args: Any) -> str:
         *args: Arguments of the macro.
     """
     template, _, name = macro.partition(".")
-    html: str = getattr(_TEMPLATES.get_template(f"{template}.html").module, name)(*args)
-    return html
+    return getattr(_TEMPLATES.get_template(f"{template}.html").module, name)(*args)
 
 
 def json_data(content: Any, id: str) -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from selftask.distributed.world import World, read_world
-from selftask.errors import RunError, UserError
+from selftask.errors import message_of
 from selftask.logs import get_logger, read_json, write_json
 from selftask.logs.lines import flush_lines
 from selftask.run.failure import Failure
@@ -43,9 +43,7 @@ def report_early_errors(out: str | Path) -> Iterator[None]:
         yield
     except Exception as error:
         if world.size > 1:
-            is_explained = isinstance(error, UserError | RunError)
-            message = str(error) if is_explained else f"{type(error).__name__}: {error}"
-            message += f" (on {socket.gethostname()})"
+            message = f"{message_of(error)} (on {socket.gethostname()})"
             with suppress(OSError):  # the error itself is raised in any case
                 path.parent.mkdir(parents=True, exist_ok=True)
                 content = {"attempt": world.attempt, "message": message, "updated": time.time()}

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from selftask.errors import RunError, UserError, masked
-from selftask.logs import LOGGER, add_line, log_result
+from selftask.errors import RunError, UserError, masked, message_of
+from selftask.logs import LOGGER
 from selftask.logs.events import add_event
+from selftask.logs.lines import add_line, log_result
 from selftask.logs.unreadable import UNREADABLE
 from selftask.report.at_end import write_end_page
 from selftask.run import slurm_job
@@ -171,9 +172,7 @@ def _written_or_said() -> Iterator[None]:
 
 def explain(error: BaseException) -> str:
     """Return an error's message, with its type and a hint unless it is a UserError or RunError."""
-    if isinstance(error, UserError | RunError):
-        return str(error)
-    message = f"{type(error).__name__}: {error}"
+    message = message_of(error)
     if isinstance(error, torch.OutOfMemoryError):
         return (
             "the GPU's memory is full; try a smaller train.batch_size, train.precision=bfloat16 or "

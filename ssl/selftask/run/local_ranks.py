@@ -23,8 +23,9 @@ from selftask.config.schema import Config
 from selftask.distributed.out_of_memory import ADVICE, OutOfMemoryKills
 from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
 from selftask.errors import UserError, describe_exit
-from selftask.logs import add_line, announce
+from selftask.logs import announce
 from selftask.logs.events import add_event
+from selftask.logs.lines import add_line
 from selftask.report.at_end import write_end_page
 from selftask.run.run_folder import check_free
 from selftask.run.status import Status

@@ -16,14 +16,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from selftask.config.compose.sweep import Point
+from selftask.config.compose.sweep import Point, load_points
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.config.values.auto_values import cores
 from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
-from selftask.errors import ConfigError, UserError, aligned
+from selftask.errors import UserError
 from selftask.files.addresses import is_remote
-from selftask.logs import announce, read_json, read_metrics
+from selftask.logs import announce
+from selftask.report.overview.run_line import read_line
+from selftask.report.overview.table import columns_of, text_table
 from selftask.run.local_ranks import end_with, own_command
 
 
@@ -71,15 +73,7 @@ def train_sweep(recipe: str, points: Sequence[Point]) -> int:
 
 def _read(recipe: str, points: Sequence[Point]) -> list[Config]:
     """Return the config of each run; raise ConfigError with the problems of all runs."""
-    configs: list[Config] = []
-    problems: list[str] = []
-    for point in points:
-        try:
-            configs.append(load_config(recipe, point.overrides))
-        except ConfigError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
-    if problems:
-        raise ConfigError(problems)
+    configs = load_points(points, lambda point: load_config(recipe, point.overrides))
     if is_remote(configs[0].out):
         raise UserError(f"out={configs[0].out}: the runs of a sweep need a local folder")
     return configs
@@ -166,24 +160,7 @@ def _last_line(run: Run) -> str:
 
 
 def _table(runs: Sequence[Run]) -> list[str]:
-    """Return the lines of a table: run, state, step, loss and last evaluation."""
-    rows = [_row(run) for run in runs]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [columns, *([row.get(column, "-") for column in columns] for row in rows)]
-    return aligned(cells)
-
-
-def _row(run: Run) -> dict[str, str]:
-    status = read_json(run.out / "status.json")
-    row = {"run": run.name, "state": str(status.get("state", "not started"))}
-    path = run.out / "metrics.jsonl"
-    metrics = read_metrics(path) if path.exists() else []
-    for values in metrics:  # later values replace earlier ones
-        is_evaluation = "loss" not in values
-        names = [key for key in values if key == "step" or key == "loss" or is_evaluation]
-        row |= {name: _show(values[name]) for name in names if name != "epoch"}
-    return row
-
-
-def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """Return the table of ``selftask runs``, without the columns that change after the end."""
+    lines = [read_line(run.out) for run in runs]
+    columns = [name for name in columns_of(lines) if name not in ("age", "eta")]
+    return text_table(lines, columns)

@@ -32,8 +32,9 @@ from selftask.distributed.local_process import raise_limit_of_open_files
 from selftask.distributed.world import STOP_SIGNALS, read_world
 from selftask.errors import RunError, UserError
 from selftask.evaluate.online import check_evaluations, evaluate_task
-from selftask.logs import DETAIL, LOGGER, info_on_stderr, lasting_output, start_log, stop_log
+from selftask.logs import DETAIL, LOGGER
 from selftask.logs.events import WarningEvents, add_event
+from selftask.logs.lines import info_on_stderr, lasting_output, start_log, stop_log
 from selftask.logs.startup import lap
 from selftask.logs.unreadable import UNREADABLE
 from selftask.logs.verbosity import is_verbose

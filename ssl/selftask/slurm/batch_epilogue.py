@@ -21,8 +21,9 @@ from submitit.core import utils as submitit_files
 
 from selftask.config.schema import LaunchConfig
 from selftask.distributed.world import slurm_attempt
-from selftask.logs import add_line, write_json
+from selftask.logs import write_json
 from selftask.logs.events import add_event
+from selftask.logs.lines import add_line
 from selftask.run.early_errors import find_early_error
 from selftask.run.run_folder import is_held
 from selftask.run.slurm_job import Job, current_job, job_name, requeue, requeues
@@ -212,8 +213,7 @@ def _write_missing_results(paths: submitit_files.JobPaths, ranks: int, cause: st
 
 def _read(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return content
+        return json.loads(path.read_text(encoding="utf-8"))
     return {}
 
 

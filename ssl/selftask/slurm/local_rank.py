@@ -13,7 +13,7 @@ from pathlib import Path
 from submitit.core.submission import submitit_main
 
 from selftask.distributed.world import read_world
-from selftask.errors import RunError, UserError
+from selftask.errors import message_of
 
 OUT = "SELFTASK_OUT"  # environment variable with the run folder, set at submission
 
@@ -34,9 +34,7 @@ def _record(out: Path, error: Exception) -> None:
     record = Record(out, read_world().attempt)
     if record.state is not None:  # the run had begun
         return
-    is_explained = isinstance(error, UserError | RunError)
-    text = str(error) if is_explained else f"{type(error).__name__}: {error}"
-    text = "; ".join(text.splitlines())
+    text = "; ".join(message_of(error).splitlines())
     where = {"attempt": record.attempt, "host": socket.gethostname(), "pid": os.getpid()}
     record.write("failed", f"RUN FAILED before it began: {text}", error=text, **where)
 

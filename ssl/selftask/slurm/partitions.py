@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from selftask.config.checks.sbatch import minutes, show_minutes
-from selftask.errors import UserError, nearest
+from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
+from selftask.config.schema import LaunchConfig
+from selftask.errors import UserError, check_known
 from selftask.slurm.queue import lines
 
 
@@ -19,18 +20,20 @@ class Partition:
     gpus: bool
 
 
-def chosen(slurm: dict[str, Any]) -> list[Partition]:
-    """Return the partitions named in ``launch.slurm``, or the default one.
-
-    Args:
-        slurm: Options of sbatch.
-
-    Returns:
-        The partitions; an empty list without SLURM.
+def chosen(launch: LaunchConfig) -> list[Partition]:
+    """Return the partitions named in ``launch.slurm``, or the default one; none without SLURM.
 
     Raises:
-        UserError: If a named partition does not exist.
+        UserError: If a named partition does not exist, or the time of the job exceeds the limit of
+            every partition, so that it would stay in the queue forever.
     """
+    slurm = {option(key): value for key, value in launch.slurm.items()}
+    partitions = _named(slurm)
+    _check_time(partitions, minutes(slurm.get("time")) or DEFAULT_MINUTES)
+    return partitions
+
+
+def _named(slurm: dict[str, Any]) -> list[Partition]:
     partitions: dict[str, Partition] = {}
     default: list[Partition] = []
     for line in lines("sinfo", "--noheader", "--format=%P|%l|%G"):
@@ -46,19 +49,15 @@ def chosen(slurm: dict[str, Any]) -> list[Partition]:
         return default
     names = str(slurm["partition"]).split(",")
     for name in names:
-        if name not in partitions:
-            raise UserError(
-                f"launch.slurm.partition={slurm['partition']}: no partition {name!r} on this "
-                f"cluster; {nearest(name, partitions)}"
-            )
+        check_known(
+            name,
+            partitions,
+            f"launch.slurm.partition={slurm['partition']}: no partition {name!r} on this cluster",
+        )
     return [partitions[name] for name in names]
 
 
-def check_time(partitions: list[Partition], limit: int) -> None:
-    """Raise UserError if ``limit`` minutes exceed the limit of every partition.
-
-    Otherwise the job would stay in the queue forever.
-    """
+def _check_time(partitions: list[Partition], limit: int) -> None:
     if partitions and all(p.limit is not None and p.limit < limit for p in partitions):
         longest = max(p.limit or 0 for p in partitions)
         names = " and ".join(p.name for p in partitions)

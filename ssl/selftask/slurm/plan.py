@@ -12,18 +12,18 @@ from selftask.config.checks.grid import title
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
 from selftask.config.compose import recipes
 from selftask.config.compose.recipes import is_recipe_file
-from selftask.config.compose.sweep import Point, expand_sweep
+from selftask.config.compose.sweep import Point, expand_sweep, load_points
 from selftask.config.load import load_config
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import check_data, open_data
-from selftask.errors import ConfigError, UserError, plural
+from selftask.errors import UserError, plural
 from selftask.files.addresses import is_remote
 from selftask.run.status import Status
 from selftask.slurm import queue
 from selftask.slurm.code_snapshot import CodeSnapshot
 from selftask.slurm.job import Executor, Submission, executor, signal_delay_s, submit
-from selftask.slurm.partitions import Partition, check_time, chosen
+from selftask.slurm.partitions import Partition, chosen
 
 if TYPE_CHECKING:
     from submitit.slurm.slurm import SlurmJob
@@ -108,9 +108,7 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
         )
     queue.check_idle(base)
     megabytes = _check_space(first, base, len(configs))
-    slurm = {option(key): value for key, value in first.launch.slurm.items()}
-    partitions = chosen(slurm)
-    check_time(partitions, minutes(slurm.get("time")) or DEFAULT_MINUTES)
+    partitions = chosen(first.launch)
     derived, workers, notes = derived_options(first, partitions)
     notes += first.notes
     complete = [config.out for config in configs if Status(config).says_finished()]
@@ -129,30 +127,23 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
     Raises:
         ConfigError: If a config is invalid, with the problems of all runs.
     """
-    configs: list[Config] = []
-    problems: list[str] = []
-    base, samples = Path(), 0
-    for point in points:
-        try:
-            config = load_config(recipe, point.overrides)
-            from selftask.run.compatibility import check_same_run  # slow: imports torch
 
-            if is_remote(config.out):
-                raise UserError(
-                    f"out={config.out}: a job's scripts and logs need a folder that the nodes share"
-                )
-            base = Path(config.out)
-            config = replace(config, out=str(base / point.name))
-            source = open_data(config.data).train
-            sampler = check_data(config, source)
-            check_same_run(config, config.out_folder)
-            samples = samples or sampler.num_samples
-            configs.append(config)
-        except ConfigError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
-    if problems:
-        raise ConfigError(problems)
-    return base, configs, samples
+    def read(point: Point) -> tuple[Path, Config, int]:
+        config = load_config(recipe, point.overrides)
+        from selftask.run.compatibility import check_same_run  # slow: imports torch
+
+        if is_remote(config.out):
+            raise UserError(
+                f"out={config.out}: a job's scripts and logs need a folder that the nodes share"
+            )
+        base = Path(config.out)
+        config = replace(config, out=str(base / point.name))
+        sampler = check_data(config, open_data(config.data).train)
+        check_same_run(config, config.out_folder)
+        return base, config, sampler.num_samples
+
+    bases, configs, samples = zip(*load_points(points, read), strict=True)
+    return bases[0], [*configs], samples[0]
 
 
 def read_local(recipe: str, overrides: list[str]) -> tuple[list[Config], list[Submission]]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from selftask.config.schema import InitRule
 from selftask.config.schema.optimizer import GroupRule
+from selftask.config.schema.resume import InitRule
 from selftask.distributed.collectives import is_primary
-from selftask.errors import UserError
+from selftask.errors import explained
 from selftask.logs import get_logger
 from selftask.models.weights.load import is_on_meta
 from selftask.optim.param_groups import Parameter, check_matches, named_parameters
@@ -51,11 +51,10 @@ def initialize(network: nn.Module, rules: Sequence[InitRule], out: Path) -> None
 
 @torch.no_grad()
 def _draw(parameter: Parameter, rule: InitRule, key: str) -> None:
-    try:
+    shape = "x".join(map(str, parameter.value.shape))
+    problem = f"{key}.by={rule.by}: of {parameter.name} ({shape})"
+    with explained(problem, TypeError, ValueError, RuntimeError):
         getattr(nn.init, f"{rule.by}_")(parameter.value, **rule.args)
-    except (TypeError, ValueError, RuntimeError) as error:
-        shape = "x".join(map(str, parameter.value.shape))
-        raise UserError(f"{key}.by={rule.by}: of {parameter.name} ({shape}): {error}") from error
 
 
 def _line(parameter: Parameter, origin: str) -> str:

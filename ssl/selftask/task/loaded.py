@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from selftask.config.schema import Config, HookComponent, ResumeConfig
+from selftask.config.schema import Config, ResumeConfig
+from selftask.config.schema.component import HookComponent
 
 
 def config_to_load(

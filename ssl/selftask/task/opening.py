@@ -12,7 +12,8 @@ from selftask.config.keys import dotted
 from selftask.config.values.auto_values import cores
 from selftask.distributed.collectives import is_primary
 from selftask.errors import aligned, plural
-from selftask.logs import DETAIL, get_logger, log_summary
+from selftask.logs import DETAIL, get_logger
+from selftask.logs.lines import log_summary
 from selftask.logs.startup import lap, take_laps
 from selftask.models.summary import opening_lines
 from selftask.optim.arithmetic import arithmetic, arithmetic_rows

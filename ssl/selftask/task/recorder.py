@@ -11,9 +11,10 @@ from torch import Tensor
 
 from selftask.config.run_length import Clock, RunLength
 from selftask.distributed.collectives import is_primary
-from selftask.logs import MetricsFile, format_row, get_logger
+from selftask.logs import get_logger
 from selftask.logs.events import add_event
 from selftask.logs.history import History
+from selftask.logs.rows import MetricsFile, format_row
 
 log = get_logger(__name__)
 

@@ -16,7 +16,7 @@ from selftask.checkpoint import store
 from selftask.checkpoint.manifest import DamagedCheckpoint, read_file
 from selftask.config.load import load_config
 from selftask.config.trust import refuse_addresses
-from selftask.errors import UserError, join_some, nearest_path
+from selftask.errors import UserError, explained, join_some, nearest_path
 from selftask.hooks.failures.dump import unpack
 from selftask.hooks.failures.non_finite import is_finite
 from selftask.random import process_state
@@ -112,10 +112,8 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     states = sorted(folder.glob("step_*.pt"))
     if not files or not states:
         raise UserError(f"{folder}: no dump of a failed step; they lie in RUN/failures/step_N")
-    try:
+    with explained(f"{folder}: its batches cannot be read", DamagedCheckpoint):
         parts = [read_file(file) for file in files]
-    except DamagedCheckpoint as error:
-        raise UserError(f"{folder}: its batches cannot be read: {error}") from error
     if len(parts) != parts[0]["ranks"]:
         raise UserError(f"{folder}: batches of {len(parts)} of {parts[0]['ranks']} ranks")
     return parts, store.load(states[-1])

@@ -29,7 +29,8 @@ from selftask.distributed.world import read_world
 from selftask.errors import StepSkipped
 from selftask.hooks.averages.weight_average import WeightAverage
 from selftask.hooks.base import POINTS, WRAPPERS, Hook
-from selftask.logs import MetricsFile, get_logger
+from selftask.logs import get_logger
+from selftask.logs.rows import MetricsFile
 from selftask.models.teacher import Teacher
 from selftask.optim.loss_scaler import NoScaler
 from selftask.parallel.activation_budget import ActivationBudget

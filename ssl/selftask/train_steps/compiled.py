@@ -65,8 +65,7 @@ def _network(network: Any, batch: Batch) -> Any:
 
 
 def _loss(loss: Any, output: Any, batch: Batch) -> Loss:
-    result: Loss = loss(output, batch)
-    return result
+    return loss(output, batch)
 
 
 def _network_and_loss(task: Task, batch: Batch) -> tuple[Any, Loss]:

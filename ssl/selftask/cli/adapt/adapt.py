@@ -11,6 +11,7 @@ from selftask.cli.adapt import choices
 from selftask.cli.adapt.choices import Choice
 from selftask.cli.model.finetune import flow, start_settings, take_start
 from selftask.cli.model.load_model import MODEL
+from selftask.cli.options import needs_first
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.checks.grid import patch_size
 from selftask.config.trust import TRUST
@@ -44,8 +45,7 @@ _BY_MEMORY = ("backbone.lora", "train.batch_size", "train.accumulate", "train.st
 
 def main(argv: list[str]) -> int:
     """Choose the settings, train, and compare the features with those at the start."""
-    if not argv or "=" in argv[0]:
-        raise UserError(f"adapt needs a run or model before any key=value\n{USAGE}")
+    needs_first(argv, "adapt needs a run or model", USAGE)
     from selftask.cli import train
     from selftask.config.load import load_config
 

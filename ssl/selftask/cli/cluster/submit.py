@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from selftask.cli.options import take_options
+from selftask.cli.options import needs_first, take_options
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.errors import UserError, nearest
+from selftask.errors import check_known
 from selftask.logs import announce
 
 USAGE = f"""\
@@ -27,11 +27,9 @@ CLUSTERS = ("slurm", "local", "debug")
 def main(argv: list[str]) -> int:
     """Check the config, print the plan and submit the job."""
     words, options = take_options(argv, OPTIONS)
-    if not words or "=" in words[0]:
-        raise UserError(f"submit needs a RECIPE before any key=value\n{USAGE}")
+    needs_first(words, "submit needs a RECIPE", USAGE)
     cluster = options.get("--cluster", "slurm")
-    if cluster not in CLUSTERS:
-        raise UserError(f"--cluster {cluster}: {nearest(cluster, CLUSTERS)}")
+    check_known(cluster, CLUSTERS, f"--cluster {cluster}: there is no such kind")
     if cluster != "slurm":
         return _submit_here(words, cluster)
     from selftask.slurm.plan import plan

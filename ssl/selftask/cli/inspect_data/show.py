@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from selftask.cli.options import take_options
+from selftask.cli.options import needs_first, take_options
 from selftask.errors import UserError, plural
 from selftask.files.paths import expand_user, is_folder
 
@@ -26,8 +26,7 @@ def main(argv: list[str]) -> int:
     words = [word for word in words if not word.startswith("out=")]
     number = options.get("--images", 8)
     out = expand_user(options.get("--out", named[-1] if named else "views.png"))
-    if not words or "=" in words[0]:
-        raise UserError(f"data show needs a RECIPE before any key=value\n{USAGE}")
+    needs_first(words, "data show needs a RECIPE", USAGE)
     if number == 0:
         raise UserError("--images 0: at least one image has to be shown")
     if out.suffix.lower() != ".png":

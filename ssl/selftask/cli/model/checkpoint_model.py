@@ -11,7 +11,7 @@ from selftask.cli.model.load_model import Frozen, open_frozen
 from selftask.cli.options import take
 from selftask.config.compose.overrides import import_plugins
 from selftask.config.trust import take_trust
-from selftask.errors import UserError
+from selftask.errors import explained
 
 
 def open_named(address: str, overrides: list[str]) -> tuple[Frozen, str]:
@@ -45,10 +45,8 @@ def open_checkpoint(checkpoint: Path, overrides: list[str]) -> Frozen:
     from selftask.checkpoint.manifest import DamagedCheckpoint
 
     with tempfile.TemporaryDirectory() as folder:
-        try:
+        with explained(f"{checkpoint}: is damaged", DamagedCheckpoint):
             exported = export_run(
                 run, Path(folder), trust=trust, average=Average(average), checkpoint=checkpoint
             )
-        except DamagedCheckpoint as error:
-            raise UserError(f"{checkpoint}: is damaged: {error}") from error
         return open_frozen(str(run), words, export=exported)

@@ -20,7 +20,8 @@ from selftask.config.config_class import config_class
 from selftask.config.schema import Config
 from selftask.distributed.world import read_world
 from selftask.errors import UserError, nearest
-from selftask.logs import announce, info_on_stderr, json_row
+from selftask.logs import announce, json_row
+from selftask.logs.lines import info_on_stderr
 from selftask.registry import EVALUATIONS
 
 _FOLDER = "selftask.cli.model.evaluations"

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import TypeVar
 
 from selftask.cli.model.fields import take_fields
+from selftask.cli.options import needs_first
 from selftask.errors import UserError, nearest
 
 SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, seed, threads
@@ -21,8 +22,7 @@ def take_model(name: str, argv: list[str], usage: str) -> tuple[str, list[str]]:
     Raises:
         UserError: If there is no model; the message includes ``usage``.
     """
-    if not argv or "=" in argv[0]:
-        raise UserError(f"eval {name} needs a run or model before any key=value\n{usage}")
+    needs_first(argv, f"eval {name} needs a run or model", usage)
     return argv[0], argv[1:]
 
 

@@ -19,7 +19,7 @@ from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.compose.overrides import import_plugins
 from selftask.config.schema import Component
 from selftask.config.trust import TRUST, take_trust
-from selftask.errors import UserError, nearest, plural
+from selftask.errors import UserError, check_known, plural
 from selftask.files.addresses import is_remote, output_folder
 from selftask.files.paths import exists
 
@@ -76,8 +76,7 @@ def main(argv: list[str]) -> int:
     if len(words) != 1:
         raise UserError(f"export needs one RUN or model\n{USAGE}")
     to = options.get("--to", "safetensors")
-    if to not in FORMATS:
-        raise UserError(f"export: --to {to}; {nearest(to, FORMATS)}")
+    check_known(to, FORMATS, f"export: --to {to}")
     import_plugins([f"import={imports}"] if imports else [])
     name = options.get("--name")
     if name is not None and (to not in ("safetensors", *LIBRARIES) or "/" in name):
@@ -133,7 +132,7 @@ def export_model(
     Raises:
         UserError: As ``export_run``, or if ``out`` is None or ``to`` is ``checkpoint``.
     """
-    from selftask.logs import info_on_stderr
+    from selftask.logs.lines import info_on_stderr
     from selftask.models.weights.address import PRETRAINED, check_model
 
     check_model(address, weights)  # before torch is imported

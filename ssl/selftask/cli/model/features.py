@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen, open_frozen
-from selftask.cli.options import take
+from selftask.cli.options import needs_first, take
 from selftask.cli.verbosity import USAGE as VERBOSITY
-from selftask.data.sources.packages import require
 from selftask.distributed.world import World, read_world
-from selftask.errors import UserError
+from selftask.errors import UserError, require
 from selftask.files import addresses
 from selftask.files.addresses import is_remote, output_folder
 from selftask.files.paths import exists, expand_user
@@ -52,9 +51,8 @@ _TABLE = ".parquet"
 
 def main(argv: list[str]) -> int:
     """Compute and write the features, and print the folder."""
+    needs_first(argv, "features needs a run or model", USAGE)
     address, overrides = argv[0], argv[1:]
-    if "=" in address:
-        raise UserError(f"features needs a run or model before any key=value\n{USAGE}")
     ranks, overrides = take("rank", overrides)
     if ranks not in (None, "true", "false", "html"):
         raise UserError(f"rank={ranks}: expected true, false or html")
@@ -159,8 +157,7 @@ def _mapped(path: Path) -> np.ndarray:
     """Return the features of a file, memory-mapped."""
     import numpy as np
 
-    features: np.ndarray = np.load(path, mmap_mode="r")
-    return features
+    return np.load(path, mmap_mode="r")
 
 
 def _write_clusters(folder: Path, path: Path, seed: int, num_clusters: int) -> None:

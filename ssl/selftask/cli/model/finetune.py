@@ -9,7 +9,7 @@ import yaml
 
 from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import MODEL
-from selftask.cli.options import take
+from selftask.cli.options import needs_first, take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.trust import TRUST, refuse_addresses, take_trust
 from selftask.errors import UserError
@@ -39,8 +39,7 @@ normalization; `selftask config {RECIPE}` shows the recipe.
 
 def main(argv: list[str]) -> int:
     """Convert the model to config overrides and run ``selftask train``."""
-    if "=" in argv[0]:
-        raise UserError(f"finetune needs a run or model before any key=value\n{USAGE}")
+    needs_first(argv, "finetune needs a run or model", USAGE)
     from selftask.cli import train
 
     return train.main([RECIPE, *recipe_words(argv[0], argv[1:])])

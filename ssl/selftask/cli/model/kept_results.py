@@ -13,7 +13,8 @@ from selftask.errors import UserError
 from selftask.files import addresses
 from selftask.files.addresses import is_remote
 from selftask.files.paths import is_folder
-from selftask.logs import json_row, utc_now
+from selftask.logs import json_row
+from selftask.logs.rows import utc_now
 
 NAME = "evaluations.jsonl"  # in the run folder
 

@@ -114,7 +114,8 @@ def open_frozen(
     from selftask.data.source import channels_of
     from selftask.distributed.device import keep_freed_memory, pick_device
     from selftask.distributed.world import read_world
-    from selftask.logs import LOGGER, info_on_stderr
+    from selftask.logs import LOGGER
+    from selftask.logs.lines import info_on_stderr
     from selftask.models.weights.model_source import open_model
 
     asked = config.place("data.stage_to").startswith("command line")

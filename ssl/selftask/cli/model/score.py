@@ -7,7 +7,7 @@ from pathlib import Path
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
-from selftask.cli.options import take
+from selftask.cli.options import needs_first, take
 from selftask.config.schema import Config
 from selftask.config.trust import TRUST, refuse_addresses, take_trust
 from selftask.errors import UserError
@@ -30,8 +30,7 @@ A method without a classifier has no meters: its loss is that of data=DIR in the
 
 def main(argv: list[str]) -> int:
     """Print the loss and the meters of a run."""
-    if not argv or "=" in argv[0]:
-        raise UserError(f"test needs a RUN before any key=value\n{USAGE}")
+    needs_first(argv, "test needs a RUN", USAGE)
     words, trust = take_trust(argv[1:])
     checkpoint = named_checkpoint(argv[0])
     address = argv[0] if checkpoint is None else str(checkpoint.parent.parent)

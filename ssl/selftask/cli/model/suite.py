@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.cli.model.suite_request import Request, read_request
-from selftask.cli.options import take_options
+from selftask.cli.options import needs_first, take_options
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.trust import TRUST
 from selftask.errors import UserError, aligned
@@ -47,8 +47,7 @@ def main(argv: list[str]) -> int:
     words, options = take_options(argv, OPTIONS)
     if "--slurm-each" in options and len(options) > 1:
         raise UserError("eval suite: --slurm-each goes without --slurm and --follow")
-    if not words or "=" in words[0]:
-        raise UserError(f"eval suite needs a RUN before any key=value\n{USAGE}")
+    needs_first(words, "eval suite needs a RUN", USAGE)
     request, config = read_request(words)
     follow, each = "--follow" in options, "--slurm-each" in options
     if each or "--slurm" in options:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from submitit.core.utils import DelayedSubmission
 
 from selftask.checkpoint.rotation import step_of
-from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option
 from selftask.config.trust import take_trust
 from selftask.data.loading.open_data import open_received
 from selftask.errors import RunError, UserError
@@ -19,7 +18,7 @@ from selftask.logs.checkpoint_results import FOLDER, CheckpointResults
 from selftask.slurm import queue
 from selftask.slurm.batch_epilogue import ENDED
 from selftask.slurm.job import executor, submit
-from selftask.slurm.partitions import check_time, chosen
+from selftask.slurm.partitions import chosen
 from selftask.slurm.plan import derived_options
 
 if TYPE_CHECKING:
@@ -85,9 +84,7 @@ def submit_suite(request: Request, config: Config, *, each: bool, follow: bool =
     _check_idle(request.run)
     launch = replace(config.launch, nodes=1, processes=1)
     config = replace(config, launch=launch)
-    slurm = {option(key): value for key, value in launch.slurm.items()}
-    partitions = chosen(slurm)
-    check_time(partitions, minutes(slurm.get("time")) or DEFAULT_MINUTES)
+    partitions = chosen(launch)
     derived, _, _ = derived_options(config, partitions)
     made = executor(launch, out / "slurm", f"{request.run.name}-evaluations", **derived)
     patterns = list(map(str, steps)) if each else [request.checkpoints]

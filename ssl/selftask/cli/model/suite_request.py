@@ -13,7 +13,7 @@ from selftask.cli.model.load_model import without_old_val
 from selftask.cli.options import take
 from selftask.config.schema import Config
 from selftask.config.trust import take_trust
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known
 from selftask.files.paths import exists, expand_user
 from selftask.registry import EVALUATIONS
 
@@ -78,8 +78,7 @@ def read_request(words: list[str]) -> tuple[Request, Config]:
         raise UserError(f"{run}: there is no such run")
     names = [word for word in words[1:] if "=" not in word]
     for name in names:
-        if name not in EVALUATIONS:
-            raise UserError(f"no evaluation named {name!r}; {nearest(name, EVALUATIONS)}")
+        check_known(name, EVALUATIONS, f"no evaluation named {name!r}")
     which, rest = take("checkpoints", [word for word in words[1:] if "=" in word])
     every, rest = take("every", rest)
     if every is not None and not (every.isdecimal() and int(every)):
@@ -103,8 +102,7 @@ def _check_words(request: Request) -> None:
     sections -= {"prefix"}  # a run has one backbone
     for word in request.words:
         first = _key(word).partition(".")[0]
-        if first not in sections:
-            raise UserError(f"eval suite: there is no {first!r}; {nearest(first, sections)}")
+        check_known(first, sections, f"eval suite: there is no {first!r}")
 
 
 def _key(word: str) -> str:

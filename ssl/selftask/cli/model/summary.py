@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selftask.cli.options import take_options
+from selftask.cli.options import needs_first, take_options
 from selftask.errors import UserError, aligned
 
 USAGE = """\
@@ -20,8 +20,7 @@ KNOWN: dict[str, type] = {"--depth": int, "--size": int, "--channels": int}
 def main(argv: list[str]) -> int:
     """Print the table of a recipe's backbone."""
     words, options = take_options(argv, KNOWN)
-    if not words or "=" in words[0]:
-        raise UserError(f"model-summary needs a RECIPE before any key=value\n{USAGE}")
+    needs_first(words, "model-summary needs a RECIPE", USAGE)
     from selftask.config.checks.grid import output_side
     from selftask.config.load import load_config
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from string import Template
 
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known
 from selftask.registry import HOOKS, METHODS, TRAIN_STEPS
 
 USAGE = """\
@@ -50,8 +50,7 @@ def main(argv: list[str]) -> int:
     if len(argv) != 2:
         raise UserError(f"new needs a kind and a NAME\n{USAGE}")
     kind, name = argv
-    if kind not in _FILES:
-        raise UserError(f"new: there is no kind {kind!r}; {nearest(kind, _FILES)}")
+    check_known(kind, _FILES, f"new: there is no kind {kind!r}")
     _check_name(kind, name)
     files = _fill(kind, name)
     taken = [str(path) for path in files if os.path.lexists(path)]

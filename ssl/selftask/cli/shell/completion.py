@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from selftask.cli.options import take_options
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known
 
 USAGE = """\
 usage: selftask completion bash|zsh|fish
@@ -60,7 +60,6 @@ def main(argv: list[str]) -> int:
         return 0
     if len(words) != 1:
         raise UserError(f"completion needs the name of a shell\n{USAGE}")
-    if words[0] not in SCRIPTS:
-        raise UserError(f"there is no completion for {words[0]!r}; {nearest(words[0], SCRIPTS)}")
+    check_known(words[0], SCRIPTS, f"there is no completion for {words[0]!r}")
     sys.stdout.write(f"{SCRIPTS[words[0]]}\n")
     return 0

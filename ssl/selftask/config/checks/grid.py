@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from selftask.config.compose.provenance import Layers
 from selftask.config.keys import Key, Problem, dotted
 from selftask.config.schema import Component, Config, DataConfig, ViewConfig
-from selftask.registry import BACKBONES, SOURCES, TRANSFORMS, Registry
+from selftask.registry import BACKBONES, SOURCES, TRANSFORMS
 
 KEY: Key = ("image_size",)
 C = TypeVar("C", bound=Component)
@@ -216,14 +216,8 @@ def _rounded(side: float, patch: int | None) -> int:
 
 def _has_size(source: Component) -> bool:
     """Return whether a source draws its images in the size that its config sets."""
-    drawn = _declared(SOURCES, source, "drawn_in_size", False)
+    drawn = SOURCES.declared(source.name, "drawn_in_size", False)
     return drawn and isinstance(source.args.get("size"), int)
-
-
-def _declared(registry: Registry, component: Component, attribute: str, default: Any) -> Any:
-    """Return a class attribute of a component, or the default if it is not registered."""
-    name = component.name
-    return registry.declared(name, attribute, default) if name in registry else default
 
 
 def patch_problems(config: Config) -> Iterator[Problem]:
@@ -335,8 +329,7 @@ def _grid(backbone: Component) -> tuple[Key, Mapping[str, Any]]:
 
 def _sizes_in(backbone: Component) -> str | None:
     """Return the inner section with a backbone's image size; None if it is in its own section."""
-    section: str | None = _declared(BACKBONES, backbone, "sizes_in", None)
-    return section
+    return BACKBONES.declared(backbone.name, "sizes_in", None)
 
 
 def patch_size(backbone: Component) -> int | None:
@@ -355,8 +348,7 @@ def output_side(transforms: list[Component]) -> int | None:
     """Return the side of a pipeline's square output in pixels, or None if it is not known."""
     for transform in reversed(transforms):
         if resizes(transform) == "square":
-            side: int | None = transform.args["size"]
-            return side
+            return transform.args["size"]
         if not keeps_size(transform):
             break
     return None
@@ -367,8 +359,7 @@ def resizes(transform: Component) -> str | None:
 
     ``"square"`` means that its output is a square with a side of ``size`` pixels.
     """
-    effect: str | None = _declared(TRANSFORMS, transform, "resizes", "unknown")
-    return effect
+    return TRANSFORMS.declared(transform.name, "resizes", "unknown")
 
 
 def keeps_size(transform: Component) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 from selftask.config.checks import grid
 from selftask.config.checks.views import box_problems
 from selftask.config.keys import Problem
-from selftask.config.schema import Config, ViewConfig, num_views
-from selftask.errors import UserError, nearest, plural
-from selftask.registry import BACKBONES, METHODS, REQUIREMENTS, TRAIN_STEPS
+from selftask.config.schema import Component, Config, ViewConfig, num_views
+from selftask.errors import check_known, nearest, plural
+from selftask.registry import BACKBONES, EVALUATIONS, METHODS, REQUIREMENTS, TRAIN_STEPS
 
 OF_BACKBONES = ("tokens", "subset", "attention", "groups", "sparse", "dense", "hidden")
 """Requirements of the backbone; a backbone declares those that it meets in ``offers``."""
@@ -30,11 +30,11 @@ def required(method: str) -> frozenset[str]:
     words = METHODS.declared(method, "requires", ())
     words = (words,) if isinstance(words, str) else words
     for word in words:
-        if word not in REQUIREMENTS:
-            raise UserError(
-                f"{METHODS.address(method)}: the method {method!r} requires {word!r}, which is "
-                f"no requirement; {nearest(word, REQUIREMENTS)}"
-            )
+        check_known(
+            word,
+            REQUIREMENTS,
+            f"{METHODS.address(method)}: {method!r} requires {word!r}, which is no requirement",
+        )
     return frozenset(words)
 
 
@@ -157,3 +157,15 @@ def of_extras(config: Config, kinds: Mapping[str, str]) -> Iterator[str]:
         for image in group.images:
             if image is not None and image not in images:
                 yield f"views.{name}.image: the data has no extra image {image!r}; {has}"
+
+
+def label_free(evaluations: Mapping[str, Component]) -> dict[str, Component]:
+    """Return the evaluations that need no labels: those with ``needs_labels = False``."""
+    declares = EVALUATIONS.declared
+    return {k: c for k, c in evaluations.items() if not declares(c.name, "needs_labels", True)}
+
+
+def takes_backbone(evaluations: Mapping[str, Component]) -> dict[str, Component]:
+    """Return the evaluations of a backbone itself: those with ``takes_backbone = True``."""
+    declares = EVALUATIONS.declared
+    return {k: c for k, c in evaluations.items() if declares(c.name, "takes_backbone", False)}

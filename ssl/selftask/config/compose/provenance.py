@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from selftask.config.config_class import config_class
 from selftask.config.keys import NAMED, NAMED_ENTRIES, SCHEDULED, SOURCES, Key, default_name, dotted
-from selftask.config.schema import SHARED
+from selftask.config.schema.config import SHARED
 from selftask.errors import shorten
 from selftask.registry import METHODS
 

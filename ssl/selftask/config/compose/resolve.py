@@ -48,8 +48,7 @@ def resolve(
         if isinstance(error, UnsupportedInterpolationType) and not trust:
             text = f"a reference to something outside of the config is not resolved; {REFERENCE}"
         raise ConfigError([*problems, f"{place or 'config'}: {dotted(key)}: {text}"]) from error
-    expanded: dict[str, Any] = expand(resolved)
-    return expanded
+    return expand(resolved)
 
 
 def complete(values: dict[str, Any], layers: Layers, recipe: str) -> dict[str, Any]:

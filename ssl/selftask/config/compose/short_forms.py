@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from selftask.config.keys import NAMED, NAMED_ENTRIES, Key, is_pipeline, is_source
-from selftask.errors import UserError
+from selftask.errors import UserError, explained
 from selftask.files.addresses import is_remote
 from selftask.files.paths import exists, expand_user, is_file, is_folder
 from selftask.registry import SOURCES
@@ -194,11 +194,9 @@ def _files() -> list[Path]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    problem = f"the catalog {path} cannot be read"
+    with explained(problem, OSError, UnicodeDecodeError, yaml.YAMLError):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"the catalog {path} cannot be read: {reason}") from error
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise UserError(f"the catalog {path}: `name: folder` or `name: section` is expected")

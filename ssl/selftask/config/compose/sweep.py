@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from selftask.config.compose.overrides import parse_value, split_override
 from selftask.config.keys import is_path
 from selftask.errors import ConfigError, UserError
 from selftask.files.paths import exists, expand_user
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,20 @@ class Point:
 
     overrides: list[str]
     name: str
+
+
+def load_points(points: Iterable[Point], load: Callable[[Point], T]) -> list[T]:
+    """Return what ``load`` makes of each run; raise ConfigError with the problems of all runs."""
+    loaded: list[T] = []
+    problems: dict[str, None] = {}
+    for point in points:
+        try:
+            loaded.append(load(point))
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+    if problems:
+        raise ConfigError(problems)
+    return loaded
 
 
 def expand_sweep(overrides: list[str]) -> list[Point]:

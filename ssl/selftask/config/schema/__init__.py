@@ -6,27 +6,19 @@ The fields of a component (method, backbone, hook, ...) are not here. They are d
 ``config/load.py`` creates these objects; all other code treats them as read-only.
 """
 
-from selftask.config.schema.component import (
-    BackboneComponent,
-    Component,
-    HookComponent,
-    LoRAConfig,
-    plain,
-)
-from selftask.config.schema.config import DEFAULT_HOOKS, SHARED, Config
+from selftask.config.schema.component import Component
+from selftask.config.schema.config import DEFAULT_HOOKS, Config
 from selftask.config.schema.data import DataConfig
 from selftask.config.schema.evaluation import EvalConfig
 from selftask.config.schema.frozen import FrozenModule
 from selftask.config.schema.launch import LaunchConfig, ParallelConfig
-from selftask.config.schema.optimizer import NamedOptimizerConfig, OptimizerConfig
-from selftask.config.schema.resume import InitConfig, InitRule, ResumeConfig
+from selftask.config.schema.optimizer import OptimizerConfig
+from selftask.config.schema.resume import InitConfig, ResumeConfig
 from selftask.config.schema.train import CompileConfig, GradScalerConfig, TrainConfig
 from selftask.config.schema.views import ViewConfig, num_views, total_views
 
 __all__ = [
     "DEFAULT_HOOKS",
-    "SHARED",
-    "BackboneComponent",
     "CompileConfig",
     "Component",
     "Config",
@@ -34,18 +26,13 @@ __all__ = [
     "EvalConfig",
     "FrozenModule",
     "GradScalerConfig",
-    "HookComponent",
     "InitConfig",
-    "InitRule",
     "LaunchConfig",
-    "LoRAConfig",
-    "NamedOptimizerConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "ResumeConfig",
     "TrainConfig",
     "ViewConfig",
     "num_views",
-    "plain",
     "total_views",
 ]

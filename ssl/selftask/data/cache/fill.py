@@ -18,7 +18,7 @@ from selftask.data.device.batches import DeviceBatch
 from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.loader import EvalBatches
 from selftask.data.source import Source, channels_of
-from selftask.errors import UserError
+from selftask.errors import UserError, explained
 from selftask.files.cache_dir import cache_folder, locked
 from selftask.files.replace import replacing
 from selftask.logs import get_logger
@@ -92,14 +92,12 @@ class _Filling:
             bad_files=self.bad_files,
         )
         missing = set(range(len(self.source)))
-        try:
+        with explained(f"data.cache={self.data.cache}", OSError):
             for batch in staged("cache", images.read(), len(images)):
                 self._put(file, store, batch)
                 missing -= set(batch.index.tolist())
                 if store.length and len(self.source) - len(missing) <= _READ_AT_ONCE:
                     self._check_space(store, free())
-        except OSError as error:
-            raise UserError(f"data.cache={self.data.cache}: {error}") from error
         for index in missing:
             path = self.source.path(index)
             store.reasons[index] = self.bad_files.reasons.get(path, "could not be read when cached")

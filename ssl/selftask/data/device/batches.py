@@ -57,8 +57,7 @@ class DeviceBatch(RawBatch):
         assert self.packed is not None, "batches without images are rejected before"
         pixels = self.views[0].to(device, non_blocking=True)
         sizes = None if self.sizes is None else self.sizes.to(device, non_blocking=True)
-        views: list[Tensor] = dataset.engine(pixels, sizes, self.packed.to(device))
-        return views
+        return dataset.engine(pixels, sizes, self.packed.to(device))
 
 
 class DeviceDataset(ViewDataset):

@@ -161,8 +161,7 @@ def find_batched_transform(name: str, transform: Any) -> Operation:
     """
     if hasattr(transform, "on_batch"):
         return CustomOperation(transform)
-    operation: Operation = BATCHED_TRANSFORMS[name](transform)
-    return operation
+    return BATCHED_TRANSFORMS[name](transform)
 
 
 def to_levels(values: Tensor) -> Tensor:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from selftask.config.schema import num_views
+from selftask.batch import Batch
+from selftask.config.schema import Component, Config, ViewConfig, num_views
 from selftask.data.data_module import DataModule
+from selftask.data.loading.open_data import Sources
 from selftask.data.transforms.normalize import Normalize
 from selftask.distributed.world import World
-
-if TYPE_CHECKING:
-    from selftask.batch import Batch
-    from selftask.config.schema import Component, Config, ViewConfig
-    from selftask.data.loading.open_data import Sources
 
 MIN_SIDE = 96  # pixels; smaller views are enlarged by an integer factor
 _LARGEST_ORIGINAL = 256

@@ -123,8 +123,7 @@ class Batches:
                 "data: no readable image was found in place of an unreadable one; "
                 f"{len(self.bad_files)} are known to be bad"
             )
-        finished: Batch = batch.finish(self.dataset, self.device)
-        return finished
+        return batch.finish(self.dataset, self.device)
 
     def close(self) -> None:
         """Stop the workers."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from selftask.data.reading.files import BadImage
 from selftask.data.sampling.sampler import epoch_of
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from selftask.data.transforms.transform import Trace
+from selftask.data.transforms.transform import Trace
 
 
 @dataclass(frozen=True, slots=True)

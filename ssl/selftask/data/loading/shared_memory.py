@@ -140,8 +140,7 @@ class SlotRef:
     def open(self) -> RawBatch:
         """Return the batch; called in the main process."""
         lent = _MEMORIES[self.memory].lent(self.slot, self.size)
-        batch: RawBatch = _Unpickler(io.BytesIO(self.pickled), lent).load()
-        return batch
+        return _Unpickler(io.BytesIO(self.pickled), lent).load()
 
     def pin_memory(self) -> RawBatch:
         """Return the batch in page-locked memory; called by DataLoader's pinning thread."""

@@ -1,29 +1,10 @@
-"""Guards for damaged or malicious files, against tracebacks and exhausted memory."""
+"""A guard against files whose content exhausts the memory."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from selftask.config.values.budget import show_bytes
 from selftask.distributed.out_of_memory import available_bytes
 from selftask.errors import UserError
-
-
-@contextmanager
-def no_traceback(message: str) -> Iterator[None]:
-    """Context manager that converts any exception to a UserError, ``{message}: {reason}``.
-
-    Parsers may raise any exception on damaged files, even MemoryError if a header gives a wrong
-    size.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{message}: {why}") from error
 
 
 def check_memory(num_bytes: int, what: str, advice: str) -> None:

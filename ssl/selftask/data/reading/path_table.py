@@ -98,5 +98,4 @@ def split_bytes(joined: np.ndarray, separator: bytes) -> np.ndarray:
 
 
 def _item(words: np.ndarray, offsets: np.ndarray, number: int) -> bytes:
-    item: bytes = words[offsets[number] : offsets[number + 1] - 1].tobytes()
-    return item
+    return words[offsets[number] : offsets[number + 1] - 1].tobytes()

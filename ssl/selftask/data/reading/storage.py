@@ -17,7 +17,7 @@ from selftask.data.reading.files import (
     with_retries,
 )
 from selftask.data.reading.patterns import expand_braces, is_pattern, match_files, no_match
-from selftask.errors import UserError, nearest_path
+from selftask.errors import UserError, nearest_path, reason_of
 from selftask.files import addresses
 from selftask.files.addresses import is_remote
 from selftask.files.paths import exists
@@ -138,7 +138,7 @@ def _find_remote(pattern: str, key: str) -> list[FileStat]:
         except UserError as error:
             raise UserError(f"{key}: {error}") from error
         except Exception as error:  # each file system raises its own errors
-            reason = addresses.reason_of(error)
+            reason = reason_of(error)
             raise UserError(f"{key}: {address} cannot be read: {reason}") from error
         if not files:
             raise UserError(f"{key}: no file matches {address}")

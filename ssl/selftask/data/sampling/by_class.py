@@ -56,10 +56,9 @@ class _ByClass(Sampler):
         rounds, slots_in_batch = np.divmod(numbers, sizes)
         orders = SetOrders(hash_words(self.pool.seed, _IMAGES), epoch)
         chosen = orders.at(classes + rounds * len(self._sizes), sizes, slots_in_batch)
-        images: np.ndarray = self._by_class[self._firsts[classes] + chosen]
-        return images
+        return self._by_class[self._firsts[classes] + chosen]
 
-    def shuffled(self, epoch: int) -> EpochOrder:
+    def order(self, epoch: int) -> EpochOrder:
         """Return all slots of an epoch in shuffled order."""
         order = epoch_order(self.pool.seed, epoch, self.num_samples)
         return FlatOrder(lambda positions: self.images(epoch, order.at(positions)))
@@ -122,9 +121,6 @@ class PowerLaw(_ByClass):
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=config.power, num_samples=config.samples)
 
-    def order(self, epoch: int) -> EpochOrder:
-        return self.shuffled(epoch)
-
     def describe(self) -> str:
         return f"power_law, {self._mix()} by their frequency to the power {self.config.power:g}"
 
@@ -142,9 +138,6 @@ class Balanced(_ByClass):
 
     def __init__(self, config: Config, pool: Pool) -> None:
         super().__init__(config, pool, power=0.0, num_samples=config.samples)
-
-    def order(self, epoch: int) -> EpochOrder:
-        return self.shuffled(epoch)
 
     def describe(self) -> str:
         return f"balanced, {self._mix()} samples"

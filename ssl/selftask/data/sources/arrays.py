@@ -10,10 +10,10 @@ import numpy as np
 
 from selftask.config.fields import setting
 from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelled
-from selftask.data.reading.guards import check_memory, no_traceback
+from selftask.data.reading.guards import check_memory
 from selftask.data.reading.image import from_array
 from selftask.data.source import ExtraKind, Source
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known, explained, nearest
 from selftask.files.addresses import fetch
 from selftask.files.paths import is_file
 from selftask.registry import register_source
@@ -82,8 +82,7 @@ class ArrayFile(Source):
         return from_array(self.images[index], self.channels), self.label_of(index)
 
     def stored_bytes(self, index: int) -> bytes | None:
-        pixels: bytes = self.images[index].tobytes()
-        return pixels
+        return self.images[index].tobytes()
 
     def path(self, index: int) -> str:
         return f"{self.file}[{index}]"
@@ -109,20 +108,16 @@ def _load(
     """Load images, labels and extras; a .npy file is memory-mapped."""
     if not is_file(path):
         raise UserError(f"data: no such file: {path}")
-    with no_traceback(f"data: {path} is not a numpy file of numbers"):
+    with explained(f"data: {path} is not a numpy file of numbers"):
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
     if isinstance(loaded, np.ndarray):
         if config.extras:
             raise UserError(f"data.extras: {path} holds images only; a .npz can hold more")
         return loaded, None, {}
     with loaded:
-        if config.images not in loaded:
-            hint = nearest(config.images, loaded.files)
-            raise UserError(f"data.images: {path} has no array {config.images!r}; {hint}")
+        check_known(config.images, loaded, f"data.images: {path} has no array {config.images!r}")
         for name in config.extras:
-            if name not in loaded:
-                hint = nearest(name, loaded.files)
-                raise UserError(f"data.extras: {path} has no array {name!r}; {hint}")
+            check_known(name, loaded, f"data.extras: {path} has no array {name!r}")
         key = config.labels
         if key not in loaded and key not in (None, _LABELS):
             raise UserError(
@@ -131,7 +126,7 @@ def _load(
         if key is not None and key not in loaded:
             others = [n for n in loaded.files if n not in (config.images, *config.extras)]
             refuse_misspelled(key, others, "data.labels", path)
-        with no_traceback(f"data: {path} is damaged, or does not hold numbers only"):
+        with explained(f"data: {path} is damaged, or does not hold numbers only"):
             has_labels = key is not None and key in loaded
             labels = _unpack(loaded, str(key), path) if has_labels else None
             extras = {name: _unpack(loaded, name, path) for name in config.extras}
@@ -143,8 +138,7 @@ def _unpack(file: Any, key: str, path: str) -> np.ndarray:
     member = key if key in file.zip.namelist() else f"{key}.npy"
     advice = "a .npy file is mapped instead of loaded"
     check_memory(file.zip.getinfo(member).file_size, f"data: {key!r} of {path}", advice)
-    array: np.ndarray = file[key]
-    return array
+    return file[key]
 
 
 def check_shape(shape: tuple[int, ...], channels: int, file: str) -> None:
@@ -155,10 +149,8 @@ def check_shape(shape: tuple[int, ...], channels: int, file: str) -> None:
         channels: Expected number of channels, ``data.channels``.
         file: Path of the file, for the message.
     """
-    try:
+    with explained(f"data.channels={channels}: {file}", ValueError):
         from_array(np.zeros(shape, dtype=np.uint8), channels)
-    except ValueError as error:
-        raise UserError(f"data.channels={channels}: {file}: {error}") from error
 
 
 def label_numbers(labels: np.ndarray, file: str) -> np.ndarray:

@@ -15,7 +15,7 @@ from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.image import as_pixels
 from selftask.data.source import ExtraKind, Source
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known, explained
 from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
@@ -138,10 +138,8 @@ class Custom(DatasetSource):
 
     def __init__(self, config: Config) -> None:
         factory = import_object(config.dataset, "data.dataset")
-        try:
+        with explained(f"data.args: {config.dataset}", TypeError):
             inspect.signature(factory).bind(**config.args)
-        except TypeError as error:
-            raise UserError(f"data.args: {config.dataset}: {error}") from error
         try:
             dataset = factory(**config.args)
         except UserError:
@@ -161,9 +159,9 @@ def _open_torchvision(config: Torchvision.Config, root: str) -> Any:
             "current folder; data=NAME_lmdb reads a folder of it"
         )
     classes = [name for name in torchvision.datasets.__all__ if name != "VisionDataset"]
-    if config.dataset not in classes:
-        hint = nearest(config.dataset, classes)
-        raise UserError(f"data.dataset: torchvision has no data set {config.dataset!r}; {hint}")
+    check_known(
+        config.dataset, classes, f"data.dataset: torchvision has no data set {config.dataset!r}"
+    )
     factory = getattr(torchvision.datasets, config.dataset)
     parameters = inspect.signature(factory).parameters
     args = dict(config.args)

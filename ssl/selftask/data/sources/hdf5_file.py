@@ -14,14 +14,13 @@ import numpy as np
 from selftask.config.fields import setting
 from selftask.data.reading.class_numbers import number_labels, refuse_misspelled
 from selftask.data.reading.files import BadImage, now_reading
-from selftask.data.reading.guards import check_memory, no_traceback
+from selftask.data.reading.guards import check_memory
 from selftask.data.reading.handles import PerProcess
 from selftask.data.reading.image import decode, image_of
 from selftask.data.reading.storage import find_files
 from selftask.data.source import Source
 from selftask.data.sources.arrays import check_shape, label_numbers
-from selftask.data.sources.packages import require
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, explained, nearest, require
 from selftask.files.addresses import fetch
 from selftask.registry import register_source
 
@@ -53,7 +52,7 @@ class Hdf5(Source):
         self.file, self.key = file.path, config.images
         self.channels = config.channels
         damaged = f"data: {self.file} is damaged"
-        with no_traceback(damaged), _open(self.file) as opened:
+        with explained(damaged), _open(self.file) as opened:
             images = _dataset(opened, self.key, self.file, "images")
             self.shape = tuple(images.shape)
             self.encoded = _is_bytes(images)
@@ -75,7 +74,7 @@ class Hdf5(Source):
         if config.labels is None:
             return None
         (file,) = find_files([str(fetch(config.labels_path or config.path))], "data.labels_path")
-        with no_traceback(f"data.labels: {file.path}"), _open(file.path) as opened:
+        with explained(f"data.labels: {file.path}"), _open(file.path) as opened:
             default = config.labels == _LABELS and config.labels_path is None
             if default and config.labels not in opened:
                 others = [name for name in opened if name != config.images]
@@ -139,11 +138,8 @@ class Hdf5(Source):
 def _open(path: str) -> Any:
     import h5py
 
-    try:
+    with explained(f"data: {path} is not an HDF5 file", OSError):
         return h5py.File(path, "r")
-    except OSError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"data: {path} is not an HDF5 file: {reason}") from error
 
 
 def _open_images(path: str, key: str) -> Any:

@@ -16,8 +16,7 @@ from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.handles import PerProcess
 from selftask.data.reading.image import decode, image_of, read_image
 from selftask.data.source import Source
-from selftask.data.sources.packages import require
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known, explained, nearest, require
 from selftask.files.paths import is_file
 from selftask.registry import register_source
 
@@ -127,11 +126,8 @@ def _open(folder: str, image_column: str | None) -> Any:
     """Memory-map a data set, or only its ``image_column`` if given, whose images stay encoded."""
     import datasets
 
-    try:
+    with explained(f"data.path: {folder} cannot be opened", OSError, ValueError, KeyError):
         dataset = datasets.load_from_disk(folder)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"data.path: {folder} cannot be opened: {reason}") from error
     if image_column is None:
         return dataset.with_format(None)
     dataset = dataset.select_columns([image_column])
@@ -149,9 +145,7 @@ def _open_texts(folder: str, column: str | None) -> Any:
 def _check_texts(dataset: Any, column: str, folder: str) -> None:
     """Raise UserError if the column is missing or does not contain texts."""
     names = list(dataset.features)
-    if column not in names:
-        hint = nearest(column, names)
-        raise UserError(f"data.caption: {folder} has no column {column!r}; {hint}")
+    check_known(column, names, f"data.caption: {folder} has no column {column!r}")
     kind = getattr(dataset.features[column], "dtype", "no texts")
     if "string" not in kind:
         raise UserError(f"data.caption: column {column!r} of {folder} holds {kind}, not texts")

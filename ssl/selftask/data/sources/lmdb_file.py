@@ -12,12 +12,10 @@ import numpy as np
 from selftask.config.fields import setting
 from selftask.data.reading.class_numbers import number_labels
 from selftask.data.reading.files import BadImage, now_reading
-from selftask.data.reading.guards import no_traceback
 from selftask.data.reading.image import decode, image_of
 from selftask.data.reading.path_table import PathTable
 from selftask.data.source import Source
-from selftask.data.sources.packages import require
-from selftask.errors import UserError, nearest_path
+from selftask.errors import UserError, explained, nearest_path, require
 from selftask.files.paths import is_file, is_folder
 from selftask.registry import register_source
 
@@ -111,7 +109,7 @@ def _open_new(path: str) -> Any:
 
     if not (is_file(path) or is_folder(path)):
         raise UserError(f"data.path: no such LMDB: {path}; {nearest_path(path)}")
-    with no_traceback(f"data.path: {path} is not an LMDB"):
+    with explained(f"data.path: {path} is not an LMDB"):
         opened = lmdb.open(
             path,
             subdir=os.path.isdir(path),
@@ -141,7 +139,7 @@ def _image_keys(opened: Any, path: str, labels: dict[bytes, bytes]) -> Iterator[
     """
     suffix = _LABEL.encode()
     with (
-        no_traceback(f"data.path: {path} cannot be read"),
+        explained(f"data.path: {path} cannot be read"),
         opened.begin() as transaction,
         transaction.cursor() as cursor,
     ):

@@ -14,8 +14,7 @@ from selftask.data.reading.files import POLICY, BadImage, read_bytes
 from selftask.data.reading.patterns import fixed_folder, is_pattern, match_files
 from selftask.data.source import Source
 from selftask.data.sources.files import LabeledByFolder
-from selftask.data.sources.packages import require
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, nearest, require
 from selftask.files.paths import is_folder
 from selftask.registry import register_source
 
@@ -124,8 +123,7 @@ class Bands(LabeledByFolder):
         if key not in loaded:
             hint = nearest(key, loaded.files)
             raise ValueError(f"no array data.key={key!r} in it; {hint}")
-        array: np.ndarray = loaded[key]
-        return array
+        return loaded[key]
 
     def describe(self) -> str:
         """Return a line such as ``27000 images, channels 3, 2, 1, no labels``."""

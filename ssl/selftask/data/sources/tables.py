@@ -15,13 +15,11 @@ import numpy as np
 from selftask.data.reading import index as store
 from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelled
 from selftask.data.reading.files import BadImage
-from selftask.data.reading.guards import no_traceback
 from selftask.data.reading.index import Index
 from selftask.data.reading.path_table import PathTable, arrays_of_paths
 from selftask.data.source import ExtraKind
 from selftask.data.sources.files import FileSource, folder_of, is_there
-from selftask.data.sources.packages import require
-from selftask.errors import UserError, nearest, nearest_path
+from selftask.errors import UserError, check_known, explained, nearest_path, require
 from selftask.files.addresses import fetch, is_remote
 from selftask.files.paths import is_file, is_folder
 from selftask.registry import register_source
@@ -244,9 +242,7 @@ def _columns(config: TableSource.Config, names: list[str], file: Path) -> tuple[
     if config.label_column not in (None, _LABELS):
         wanted.append(("label_column", config.label_column))
     for key, name in [*wanted, *_extra_columns(config).values()]:
-        if name not in names:
-            hint = nearest(name, names)
-            raise UserError(f"data.{key}: {file} has no column {name!r}; {hint}")
+        check_known(name, names, f"data.{key}: {file} has no column {name!r}")
     label = config.label_column if config.label_column in names else None
     if config.label_column is not None and label is None:
         used = {column, *(name for _, name in _extra_columns(config).values())}
@@ -259,13 +255,13 @@ def _read_text(file: Path, config: TableSource.Config, root: str) -> Table:
     delimiter = config.delimiter or ("\t" if file.suffix.lower() == ".tsv" else ",")
     if len(delimiter) != 1:
         raise UserError(f"data.delimiter={delimiter!r}: one character is expected")
-    try:
-        with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-            reader = csv.reader(lines, delimiter=delimiter)
-            rows = [(reader.line_num, row) for row in reader if any(row)]
-    except (csv.Error, OSError) as error:
-        problem = f"{file} is not a table with {delimiter!r} between its columns: {error}"
-        raise UserError(f"data: {problem}") from error
+    problem = f"data: {file} is not a table with {delimiter!r} between its columns"
+    with (
+        explained(problem, csv.Error, OSError),
+        open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines,
+    ):
+        reader = csv.reader(lines, delimiter=delimiter)
+        rows = [(reader.line_num, row) for row in reader if any(row)]
     if not rows:
         raise UserError(f"data: no images: {file} is empty")
     names = rows[0][1]
@@ -328,7 +324,7 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    with no_traceback(f"data: {file} is not a parquet file, or is damaged"):
+    with explained(f"data: {file} is not a parquet file, or is damaged"):
         dataset = parquet.ParquetDataset(file)
         names = [str(name) for name in dataset.schema.names]
         column, _ = _columns(config, names, file)
@@ -339,7 +335,7 @@ def _read_parquet(file: Path, config: TableSource.Config, root: str) -> Table:
             f"data.column: column {column!r} of {file} holds {kind}; paths are expected (images "
             "inside of parquet files: open them with Hugging Face datasets and save_to_disk)"
         )
-    with no_traceback(f"data: {file} is damaged"):
+    with explained(f"data: {file} is damaged"):
         return _table(file, config, names, lambda of: dataset.read([of]).column(of).to_pylist())
 
 
@@ -347,7 +343,7 @@ def _read_json(file: Path, config: TableSource.Config, root: str) -> Table:
     """Read a list of objects, or one object per line (.jsonl)."""
     whole = file.suffix.lower() == ".json"
     expected = "a list of objects" if whole else "an object a line"
-    with no_traceback(f"data: {file} is not {expected}"):
+    with explained(f"data: {file} is not {expected}"):
         text = file.read_text(encoding="utf-8-sig")
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         rows = json.loads(text) if whole else [json.loads(line) for _, line in lines]

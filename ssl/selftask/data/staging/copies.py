@@ -21,7 +21,7 @@ from selftask.data.reading.progress_log import say
 from selftask.data.reading.storage import FileStat, open_file
 from selftask.distributed.heartbeat import track
 from selftask.distributed.out_of_memory import available_bytes
-from selftask.errors import UserError
+from selftask.errors import UserError, explained
 from selftask.files.addresses import is_remote
 from selftask.files.cache_dir import locked
 from selftask.files.paths import expand_user
@@ -48,10 +48,8 @@ def folder_for(stage_to: str) -> Path:
         folder = RAM / f"selftask-{os.getuid()}"
     else:
         folder = expand_user(stage_to).absolute()
-    try:
+    with explained(f"data.stage_to={stage_to}: {folder} cannot be made", OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"data.stage_to={stage_to}: {folder} cannot be made: {error}") from error
     return folder
 
 

@@ -43,5 +43,4 @@ class Tokenizer(ABC):
 def build_tokenizer(component: Component) -> Tokenizer:
     """Build the tokenizer of ``data.tokenizer``."""
     kind = TOKENIZERS[component.name]
-    tokenizer: Tokenizer = kind(kind.Config(**component.args))
-    return tokenizer
+    return kind(kind.Config(**component.args))

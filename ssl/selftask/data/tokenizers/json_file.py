@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from dataclasses import dataclass
 
 from selftask.config.fields import setting
 from selftask.data.tokenizers.base import Tokenizer
-from selftask.errors import UserError, nearest_path
+from selftask.errors import UserError, explained, nearest_path, require
 from selftask.files.paths import expand_user, is_file
 from selftask.registry import register_tokenizer
 
@@ -29,24 +28,15 @@ class TokenizerFile(Tokenizer):
         """Number of tokens of a text, including start and end; longer texts are truncated."""
 
     def __init__(self, config: Config) -> None:
-        if importlib.util.find_spec("tokenizers") is None:
-            raise UserError(
-                "data.tokenizer: file needs the package tokenizers: pip install tokenizers, or "
-                "pip install 'selftask[text]'"
-            )
+        require("tokenizers", "text", "files of tokenizers", key="data.tokenizer")
         from tokenizers import Tokenizer as Library
 
         file = expand_user(config.path)
         if not is_file(file):
             raise UserError(f"data.tokenizer.path: no such file: {file}; {nearest_path(file)}")
         content = file.read_bytes()
-        try:
+        with explained(f"data.tokenizer.path: {file} is no tokenizer.json"):
             self.library = Library.from_buffer(content)
-        except Exception as error:  # the library raises plain Exception
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"data.tokenizer.path: {file} is no tokenizer.json: {reason}"
-            ) from error
         self.library.no_padding()
         self.library.enable_truncation(config.length)
         self.length = config.length

@@ -17,7 +17,7 @@ from PIL import Image
 from selftask.config.extensions import import_object
 from selftask.data.transforms.channels import needs_rgb
 from selftask.data.transforms.transform import Transform
-from selftask.errors import UserError
+from selftask.errors import UserError, explained
 from selftask.registry import register_transform
 
 
@@ -54,10 +54,9 @@ class Custom(Transform):
         thing = import_object(self.transform, "transform")
         if not isinstance(thing, type):
             return partial(thing, **self.args)
-        try:
+        problem = f"args: {self.transform} takes no {self.args}"
+        with explained(problem, TypeError, ValueError, AssertionError):
             made: Callable[..., Any] = thing(**self.args)
-        except (TypeError, ValueError, AssertionError) as error:
-            raise UserError(f"args: {self.transform} takes no {self.args}: {error}") from error
         return made
 
     @cached_property

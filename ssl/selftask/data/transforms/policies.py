@@ -132,8 +132,7 @@ class AutoAugment(_Policy):
         from torchvision.transforms import AutoAugment as Published
         from torchvision.transforms import AutoAugmentPolicy
 
-        policies: list[Any] = Published(AutoAugmentPolicy(self.policy)).policies
-        return policies
+        return Published(AutoAugmentPolicy(self.policy)).policies
 
 
 @register_transform("aug_mix")

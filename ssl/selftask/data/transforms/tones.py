@@ -97,8 +97,7 @@ class Lighting(Transform):
 
     def draw(self, rng: np.random.Generator, height: int, width: int) -> np.ndarray:
         """Return the shifts (3,) of red, green and blue on the scale [0, 255]."""
-        shifts: np.ndarray = 255 * _COMPONENTS @ (self.std * rng.standard_normal(3) * _EIGENVALUES)
-        return shifts
+        return 255 * _COMPONENTS @ (self.std * rng.standard_normal(3) * _EIGENVALUES)
 
     def numbers(self, params: np.ndarray | None) -> Sequence[float]:
         """Return the shifts of red, green and blue on the scale [0, 255]."""

@@ -75,10 +75,8 @@ class PatchFeatures:
 
     def __init__(self, backbone: nn.Module, size: int, layer: int | None = None) -> None:
         adapter = adapter_of(backbone)
-        name, count = type(backbone).__name__, adapter.num_layers
-        if layer is not None and not -count <= layer < count:
-            raise UserError(f"layer: {layer}; a {name} has layers 0 to {count - 1}")
-        only = fixed_size(backbone)
+        self._layers = adapter.layer_numbers([] if layer is None else [layer], "layer")
+        name, only = type(backbone).__name__, fixed_size(backbone)
         if interpolates(backbone):
             if patch := next((side for side in adapter.patch_size if side and size % side), None):
                 low = max(1, size // patch) * patch
@@ -92,7 +90,6 @@ class PatchFeatures:
                 f"image_size={size} makes it for others"
             )
         self.backbone = backbone
-        self._layers = [] if layer is None else [layer % count]
         self._run = InChunks(self._maps, "images")
 
     def __call__(self, images: Tensor) -> Tensor:

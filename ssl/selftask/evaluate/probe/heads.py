@@ -30,8 +30,7 @@ class LinearHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return logits (B, C)."""
-        logits: Tensor = self.linear(features)
-        return logits
+        return self.linear(features)
 
 
 class AttentiveHead(LinearHead):
@@ -125,11 +124,9 @@ class HeadGrid(nn.Module):
         rows = self.norm(features.flatten(0, -2)).view_as(features)
 
         def logits(parameters: dict[str, Tensor]) -> Tensor:
-            result: Tensor = torch.func.functional_call(self._head[0], parameters, (rows,))
-            return result
+            return torch.func.functional_call(self._head[0], parameters, (rows,))
 
-        result: Tensor = torch.func.vmap(logits)(self.stacked)
-        return result
+        return torch.func.vmap(logits)(self.stacked)
 
     def fit(self, features: Tensor, targets: Tensor, factor: float) -> None:
         """Take one step on the cross-entropy of each head.
@@ -155,5 +152,4 @@ class HeadGrid(nn.Module):
     @torch.no_grad()
     def hits(self, features: Tensor, targets: Tensor) -> Tensor:
         """Return whether each head predicts the target of each image, (G, B) bool."""
-        correct: Tensor = self.eval()(features).argmax(dim=2) == targets
-        return correct
+        return self.eval()(features).argmax(dim=2) == targets

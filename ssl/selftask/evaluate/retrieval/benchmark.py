@@ -15,7 +15,7 @@ import numpy as np
 
 from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.source import Source
-from selftask.errors import UserError, nearest, nearest_path
+from selftask.errors import UserError, check_known, nearest_path
 from selftask.evaluate.retrieval.buildings import Truth, read_instre, read_truth
 from selftask.evaluate.retrieval.names import ImageNames
 from selftask.evaluate.tables import read_rows
@@ -205,8 +205,7 @@ def _of_table(source: Source, path: Path) -> Benchmark:
     truths: list[tuple[Positions, Positions]] = []
     rows = read_rows(path, _COLUMNS[:2], f"truth={path}", delimiter)
     for column in rows[0]:
-        if column not in _COLUMNS:
-            raise UserError(f"truth={path}: unknown column {column!r}; {nearest(column, _COLUMNS)}")
+        check_known(column, _COLUMNS, f"truth={path}: unknown column {column!r}")
     for line, row in enumerate(rows, start=2):
         where = f"truth={path}:{line}"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from selftask.errors import UserError
+from selftask.errors import UserError, explained
 from selftask.models.weights.foreign_pickle import read_tensors
 
 
@@ -44,21 +43,8 @@ def read_truth(path: Path) -> Truth:
     Raises:
         UserError: If the file has another content.
     """
-    try:
+    with explained(f"truth={path}: is no pickle that can be read"):
         content, _ = read_tensors(path)
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        IndexError,
-        ImportError,
-        RuntimeError,
-        OSError,
-    ) as error:
-        raise UserError(f"truth={path}: is no pickle that can be read ({error})") from error
     try:
         images, queries = (list(map(str, content[name])) for name in ("imlist", "qimlist"))
         rows = list(content["gnd"])

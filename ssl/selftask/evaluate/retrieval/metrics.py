@@ -27,8 +27,7 @@ def ranks_of_positives(
     hits = np.sort(scores[np.setdiff1d(positives, ignored)])[::-1]
     others = np.sort(scores[irrelevant])
     before = len(others) - np.searchsorted(others, hits, side="left")
-    ranks: np.ndarray = before + np.arange(len(hits))
-    return ranks
+    return before + np.arange(len(hits))
 
 
 def average_precision(ranks: np.ndarray) -> float:

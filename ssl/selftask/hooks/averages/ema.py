@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from selftask.config.fields import setting
 from selftask.hooks.averages.weight_average import WeightAverage
+from selftask.hooks.base import Task
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 _DECAYS = ("decay", "half_life", "alpha")
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from selftask.config.fields import setting
 from selftask.config.values.duration import steps_in
 from selftask.hooks.averages.weight_average import WeightAverage
+from selftask.hooks.base import Task
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_hook("swa")

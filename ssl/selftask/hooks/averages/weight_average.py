@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +17,7 @@ from torch import Tensor
 from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import broadcast_tensors
 from selftask.errors import UserError
-from selftask.hooks.base import Hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
+from selftask.hooks.base import Hook, Task
 
 
 @dataclass(eq=False, kw_only=True)

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from selftask.batch import Batch, Draws, Extras
 from selftask.checkpoint import store
 from selftask.distributed.collectives import barrier, gather_objects, is_primary, rank, world_size
+from selftask.hooks.base import Task
 from selftask.logs import write_json
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 _HOST = torch.device("cpu")
 _FIELDS = ("views", "labels", "index", "key", "number", "epoch")

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from selftask.batch import Batch
 from selftask.distributed.collectives import all_reduce_sum, gather_objects
 from selftask.errors import RunError, StepSkipped, plural
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.hooks.failures.dump import dump
 from selftask.logs import get_logger
 from selftask.optim.gradients import local_parts, to_one_device
 from selftask.random import process_state
-
-if TYPE_CHECKING:
-    from selftask.batch import Batch
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from selftask.config.fields import setting
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.hooks.gradients.trained import updated_parameters
 from selftask.optim.gradients import clip_adaptively, clip_norm, clip_value, gradients, total_norm
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_hook("clip_gradients")

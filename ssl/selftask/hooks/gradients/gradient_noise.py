@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_mean, world_size
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.hooks.gradients.trained import updated_parameters
 from selftask.logs import get_logger
 from selftask.optim.gradients import gradients, total_norm
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

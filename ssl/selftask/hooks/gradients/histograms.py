@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from selftask.config.fields import setting
+from selftask.hooks.base import Task
 from selftask.hooks.gradients.trained import trained_parameters
 from selftask.hooks.writers.media import MediaHook
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 SAMPLES = 65_536  # maximum number of values in a parameter's histogram
 

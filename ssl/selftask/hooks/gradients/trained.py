@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from selftask.task import Task
+from selftask.hooks.base import Task
 
 
 def updated_parameters(task: Task) -> list[nn.Parameter]:

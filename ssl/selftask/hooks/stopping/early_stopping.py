@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from selftask.config.fields import setting
-from selftask.hooks.base import Hook
-from selftask.hooks.watched_metric import WatchedMetric
+from selftask.hooks.base import Hook, Task
+from selftask.hooks.watching.watched_metric import WatchedMetric
 from selftask.logs.direction import Mode, direction
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_hook("early_stopping")

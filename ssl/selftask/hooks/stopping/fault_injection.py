@@ -7,21 +7,18 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
+from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import rank
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.logs import get_logger
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.batch import Batch
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

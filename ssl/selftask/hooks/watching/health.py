@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.config.fields import setting
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.hooks.gradients.trained import updated_parameters
 from selftask.hooks.watching.limits import (
     CHANCE_AT_WHERE,
@@ -24,9 +24,6 @@ from selftask.hooks.watching.limits import (
 from selftask.logs import get_logger
 from selftask.optim.gradients import local_parts, to_one_device
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

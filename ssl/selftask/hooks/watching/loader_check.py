@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from selftask.config.values.auto_values import cores
 from selftask.data.loading.data_stall import Cores, advice_at_start, loader_advice
 from selftask.distributed.accelerator import is_accelerator, record_event
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.logs import get_logger
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

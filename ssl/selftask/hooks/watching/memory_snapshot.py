@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 
 from selftask.config.fields import setting
 from selftask.distributed.collectives import rank
 from selftask.errors import UserError
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.logs import get_logger
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

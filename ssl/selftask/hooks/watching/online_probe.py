@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from selftask.data.labels import is_labeled
 from selftask.distributed.accelerator import forked_rng, is_accelerator, record_event
 from selftask.distributed.collectives import all_reduce_sum, world_size
 from selftask.errors import UserError
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.hooks.mixup import unmixed
 from selftask.hooks.watching.timing import milliseconds
 from selftask.logs import get_logger
@@ -33,9 +33,6 @@ from selftask.models.linear_probes import LinearProbes
 from selftask.models.network import Network
 from selftask.models.teacher import Teacher
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from selftask.config.fields import setting
 from selftask.distributed.collectives import is_primary, rank
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.logs import get_logger
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.logs.stages import Stage, open_stage
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_hook("progress")

@@ -8,20 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.accelerator import is_accelerator, record_event
 from selftask.errors import UserError
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.logs import get_logger
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.batch import Batch
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

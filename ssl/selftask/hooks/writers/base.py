@@ -6,19 +6,16 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from selftask.distributed.collectives import is_primary
 from selftask.distributed.heartbeat import activity
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.hooks.writers.background import Background
 from selftask.logs import get_logger, read_json, write_json
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

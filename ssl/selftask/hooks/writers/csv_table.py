@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from selftask.files.replace import replacing
+from selftask.hooks.base import Task
 from selftask.hooks.writers.base import Writer
 from selftask.logs import json_row, read_metrics
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_hook("csv")
@@ -40,9 +38,7 @@ class Csv(Writer):
     def _make(self) -> None:
         rows: list[dict[str, Any]] = read_metrics(self.path.with_suffix(".jsonl"))
         self.columns = list(dict.fromkeys(name for row in rows for name in row))
-        temporary = self.path.with_name(".metrics.csv.tmp")
-        with temporary.open("w", encoding="utf-8", newline="") as file:
+        with replacing(self.path) as new, new.open("w", encoding="utf-8", newline="") as file:
             table = csv.DictWriter(file, self.columns)
             table.writeheader()
             table.writerows(rows)
-        os.replace(temporary, self.path)

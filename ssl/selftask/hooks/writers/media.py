@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from selftask.config.fields import setting
 from selftask.config.values.duration import steps_in
-from selftask.hooks.base import Hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
+from selftask.hooks.base import Hook, Task
 
 
 @dataclass(eq=False, kw_only=True)

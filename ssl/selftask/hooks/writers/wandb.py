@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from torch import Tensor
 
+from selftask.hooks.base import Task
 from selftask.hooks.writers.base import TrackingWriter
 from selftask.registry import register_hook
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_hook("wandb")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from selftask.config.extensions import import_object
 from selftask.config.library_names import check_name
-from selftask.errors import UserError
+from selftask.errors import UserError, explained
 from selftask.registry import register_backbone
 
 if TYPE_CHECKING:
@@ -240,9 +240,6 @@ def _call(
     build: Callable[[], nn.Module], library: str, config: Timm | Torchvision | Custom
 ) -> nn.Module:
     """Call ``build`` and turn the TypeError of a wrong argument into a UserError."""
-    try:
+    problem = f"backbone.args: {library} cannot build {config.model!r} with {config.args}"
+    with explained(problem, TypeError):
         return build()
-    except TypeError as error:
-        raise UserError(
-            f"backbone.args: {library} cannot build {config.model!r} with {config.args}: {error}"
-        ) from error

@@ -60,8 +60,7 @@ class DrawnRope(RotaryEmbeddingDinoV3):
             dtype: Type of the result; by default float32.
         """
         if not (self.training and self.aug_active):
-            embedding: Tensor = super().get_embed(shape, dtype)
-            return embedding
+            return super().get_embed(shape, dtype)
         coordinates = make_coords_dinov3(
             *(shape or self.feat_shape),
             normalize_coords=self.normalize_coords,

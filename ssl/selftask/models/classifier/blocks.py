@@ -135,8 +135,7 @@ class Residual(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = x + self.inner(x)
-        return added
+        return x + self.inner(x)
 
 
 class ConcatViews(nn.Module):

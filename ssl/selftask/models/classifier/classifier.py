@@ -70,8 +70,7 @@ class Chain(nn.Sequential):
     def forward(self, features: Tensor | Features) -> Tensor:
         if isinstance(features, Features) and not self.takes_tokens:
             features = features.pooled
-        scores: Tensor = super().forward(features)
-        return scores
+        return super().forward(features)
 
 
 class Heads(nn.ModuleDict):

@@ -41,5 +41,4 @@ class PatchDecoder(nn.Module):
         if grid != self.grid:
             positions = sincos_positions(positions.shape[1], grid).to(positions)
         x = self.embed(patches) + positions
-        output: Tensor = self.project(self.norm(self.blocks(x)))
-        return output
+        return self.project(self.norm(self.blocks(x)))

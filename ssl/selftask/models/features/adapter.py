@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,18 @@ class Adapter(ABC):
     @abstractmethod
     def extract(self, images: Tensor, request: Request) -> Features:
         """Return the features of images (B, C, H, W) for a ``request`` within ``offers``."""
+
+    def layer_numbers(self, layers: Sequence[int], key: str) -> list[int]:
+        """Return numbers of hidden layers counted from the first, for negative ones, too.
+
+        Raises:
+            UserError: If there is no such layer; ``key`` is the key in the message.
+        """
+        count = self.num_layers
+        for layer in layers:
+            if not -count <= layer < count:
+                raise UserError(f"{key}: {layer}; the backbone has layers 0 to {count - 1}")
+        return [layer % count for layer in layers]
 
     def pooled(self, images: Tensor) -> Tensor:
         """Return pooled features (B, E) of images (B, C, H, W)."""

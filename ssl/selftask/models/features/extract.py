@@ -105,7 +105,7 @@ def extract(
     for option in request.given():
         if _NEEDED[option] not in adapter.offers:
             raise UserError(f"backbone: a {type(backbone).__name__} takes no {option}")
-    numbers = tuple(_number(layer, adapter.num_layers) for layer in layers)
+    numbers = tuple(adapter.layer_numbers(layers, "layers"))
     request = replace(request, visible=None, layers=numbers)
     if visible is None:
         return adapter.extract(images, request)
@@ -125,8 +125,7 @@ def pooled(backbone: nn.Module, images: Tensor) -> Tensor:
     if TimmViT.fits(backbone) and (vit := TimmViT(cast(Any, backbone))).reads_class_token:
         return vit.pooled(images)
     if size is None or tuple(images.shape[-2:]) == size or not interpolates(backbone):
-        features: Tensor = backbone(images)
-        return features
+        return backbone(images)
     return adapter_of(backbone).pooled(images)
 
 
@@ -166,8 +165,7 @@ def adapter_of(backbone: nn.Module) -> Adapter:
         return Own(backbone)
     for kind in _ADAPTERS:
         if kind.fits(backbone):
-            adapter: Adapter = kind(backbone)
-            return adapter
+            return kind(backbone)
     raise UserError(
         f"backbone: a {type(backbone).__name__} gives one vector an image and no patches; give it "
         "a method extract (docs/methods.md), or take a model of timm or torchvision"
@@ -192,8 +190,7 @@ class Own(Adapter):
                 setattr(self, name, getattr(backbone, name))
 
     def extract(self, images: Tensor, request: Request) -> Features:
-        features: Features = self.backbone.extract(images, **request.given())
-        return features
+        return self.backbone.extract(images, **request.given())
 
     def layer(self, number: int) -> nn.Module:
         if not hasattr(self.backbone, "layer_modules"):
@@ -201,8 +198,7 @@ class Own(Adapter):
                 f"backbone: a {type(self.backbone).__name__} does not name its layers; give it an "
                 "attribute layer_modules, the modules whose outputs are the hidden layers"
             )
-        module: nn.Module = self.backbone.layer_modules[number]
-        return module
+        return self.backbone.layer_modules[number]
 
 
 class FeatureExtractor(nn.Module):
@@ -215,9 +211,3 @@ class FeatureExtractor(nn.Module):
     def forward(self, images: Tensor, **options: Any) -> Features:
         """Return the features of images (B, C, H, W); see ``extract`` for the options."""
         return extract(self.backbone, images, **options)
-
-
-def _number(layer: int, num_layers: int) -> int:
-    if not -num_layers <= layer < num_layers:
-        raise UserError(f"backbone: it has {num_layers} hidden layers, and no number {layer}")
-    return layer % num_layers

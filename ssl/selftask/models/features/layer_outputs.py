@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selftask.errors import UserError
 from selftask.models.features.adapter import Adapter
 from selftask.models.features.extract import adapter_of
 
@@ -36,11 +35,7 @@ class LayerOutputs:
         self._handles: list[Any] = []
         self._outputs: dict[int, Tensor] = {}
         if layers:
-            count = adapter_of(backbone).num_layers
-            wrong = [number for number in layers if not -count <= number < count]
-            if wrong:
-                raise UserError(f"layers: {wrong[0]}; the backbone has layers 0 to {count - 1}")
-            self.numbers = sorted({number % count for number in layers})
+            self.numbers = sorted({*adapter_of(backbone).layer_numbers(layers, "layers")})
 
     def start(self) -> None:
         """Register the forward hooks."""

@@ -34,15 +34,8 @@ class PooledLayers(nn.Module):
 
     def __init__(self, backbone: nn.Module, layers: Sequence[int], pool: Pool = "mean") -> None:
         super().__init__()
-        adapter = adapter_of(backbone)
-        wrong = [n for n in layers if not -adapter.num_layers <= n < adapter.num_layers]
-        if wrong:
-            raise UserError(
-                f"eval.layers: {wrong[0]}; a {type(backbone).__name__} has layers "
-                f"0 to {adapter.num_layers - 1}"
-            )
         self.backbone = backbone
-        self.numbers = [n % adapter.num_layers for n in layers]
+        self.numbers = adapter_of(backbone).layer_numbers(layers, "eval.layers")
         self.pool = pool
         self.widths: list[int] = []
 

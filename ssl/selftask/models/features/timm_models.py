@@ -77,8 +77,7 @@ class TimmModel(Adapter):
         return from_map(final.permute(0, 3, 1, 2) if self.channels_last else final)
 
     def layer(self, number: int) -> nn.Module:
-        layer: nn.Module = self.model.get_submodule(self.model.feature_info[number]["module"])
-        return layer
+        return self.model.get_submodule(self.model.feature_info[number]["module"])
 
 
 def _begins_with_patches(model: Any) -> bool:

@@ -132,8 +132,7 @@ class TimmViT(Adapter):
         """Return all patches (B, N, E), also for image sizes other than that of the constructor."""
         embed = self.vit.patch_embed
         if embed.strict_img_size and tuple(images.shape[-2:]) != tuple(embed.img_size):
-            x: Tensor = embed.norm(embed.proj(images).flatten(2).transpose(1, 2))
-            return x
+            return embed.norm(embed.proj(images).flatten(2).transpose(1, 2))
         x = embed(images)
         return x.flatten(1, 2) if x.ndim == 4 else x  # (B, h, w, E) with dynamic_img_size
 
@@ -183,8 +182,7 @@ def _class_token_of(block: Any, x: Tensor) -> Tensor:
     The outputs of patches, about three quarters of the block's products, are not computed.
     """
     x = x[:, :1] + block.drop_path1(block.ls1(_attend(block.attn, block.norm1(x))))
-    output: Tensor = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
-    return output
+    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
 
 
 def _attend(attention: Any, x: Tensor) -> Tensor:
@@ -198,5 +196,4 @@ def _attend(attention: Any, x: Tensor) -> Tensor:
     else:
         weights = ((query * attention.scale) @ key.transpose(-2, -1)).softmax(dim=-1)
         x = attention.attn_drop(weights) @ value
-    output: Tensor = attention.proj_drop(attention.proj(attention.norm(x.flatten(1)[:, None])))
-    return output
+    return attention.proj_drop(attention.proj(attention.norm(x.flatten(1)[:, None])))

@@ -56,13 +56,11 @@ class TorchvisionViT(Adapter):
         return Features(vit.heads(x[:, 0]), from_sequence(x, 1, grid), hidden)
 
     def layer(self, number: int) -> nn.Module:
-        layer: nn.Module = self.vit.encoder.layers[number]
-        return layer
+        return self.vit.encoder.layers[number]
 
     @property
     def positions(self) -> Tensor:
-        embedding: Tensor = self.vit.encoder.pos_embedding
-        return embedding
+        return self.vit.encoder.pos_embedding
 
     def _positions(self, grid: Grid) -> Tensor:
         if grid == self.built_grid:

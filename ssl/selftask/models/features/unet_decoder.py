@@ -55,8 +55,7 @@ class UNetDecoder(nn.Module):
         x = dense[0]
         for level, up in enumerate(self.up):
             x = up(x + dense[level] if 0 < level < len(dense) else x)
-        image: Tensor = self.project(x)
-        return image
+        return self.project(x)
 
 
 class Densify(nn.Module):
@@ -75,8 +74,7 @@ class Densify(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = fill_hidden(self.norm(x), self.mask_token)
-        dense: Tensor = self.project(x)
-        return dense
+        return self.project(x)
 
 
 def fill_hidden(x: Tensor, token: Tensor) -> Tensor:
@@ -100,8 +98,7 @@ class _Up(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        enlarged: Tensor = self.convolve(self.enlarge(x))
-        return enlarged
+        return self.convolve(self.enlarge(x))
 
 
 def _initialize(part: nn.Module) -> None:

@@ -39,5 +39,4 @@ class ConvDecoder(nn.Module):
             y = layer(x).permute(0, 2, 3, 1)  # (B, h, w, D)
             y = F.gelu(F.layer_norm(y, y.shape[-1:])).permute(0, 3, 1, 2)
             x = y + x if x.shape == y.shape else y
-        output: Tensor = self.project(x.flatten(2).transpose(1, 2))
-        return output
+        return self.project(x.flatten(2).transpose(1, 2))

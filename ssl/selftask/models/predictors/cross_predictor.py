@@ -67,8 +67,7 @@ class CrossPredictor(nn.Module):
         x = self.mask_token.expand(*asked.shape, -1)
         for block in self.blocks:
             x = block(x, asked_rope, encoded, context_rope)
-        output: Tensor = self.norm(x)
-        return output
+        return self.norm(x)
 
 
 class CrossBlock(nn.Module):
@@ -89,8 +88,7 @@ class CrossBlock(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor, context: Tensor, context_rope: Tensor) -> Tensor:
         x = x + self.drop_path1(self.attn(self.norm1(x), rope, context, context_rope))
-        output: Tensor = x + self.drop_path2(self.mlp(self.norm2(x)))
-        return output
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
 class CrossAttention(nn.Module):
@@ -124,8 +122,7 @@ class CrossAttention(nn.Module):
         key = torch.cat([key[:, :, :num_prefix], rotated.type_as(value)], dim=2)
         query = apply_rot_embed_cat(self._by_head(self.query(x)), rope, half=True).type_as(value)
         attended = attention(query, key, value)
-        output: Tensor = self.proj(attended.transpose(1, 2).flatten(2))
-        return output
+        return self.proj(attended.transpose(1, 2).flatten(2))
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)

@@ -74,8 +74,7 @@ class MemoryPredictor(nn.Module):
             read = [*torch.einsum("dl,lbke->dbke", self.mixture, torch.stack([*layers]))]
         for block, memory in zip(self.blocks, read, strict=True):
             x = block(x, memory)
-        output: Tensor = self.project(self.norm(x))
-        return output
+        return self.project(self.norm(x))
 
     def positions_on(self, grid: Grid) -> Tensor:
         """Return the positions of the patches of a grid, (N, D)."""

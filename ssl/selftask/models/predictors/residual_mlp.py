@@ -36,5 +36,4 @@ class ResidualMLP(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + block(x)
-        output: Tensor = self.project(self.norm(x))
-        return output
+        return self.project(self.norm(x))

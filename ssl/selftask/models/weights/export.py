@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from selftask.checkpoint.manifest import sync, write_checked
 from selftask.config.schema import Component
 from selftask.errors import UserError
+from selftask.files.replace import replacing
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.eval_mode import in_eval_mode
 from selftask.registry import TRANSFORMS
@@ -159,11 +159,6 @@ def portable_state(module: nn.Module) -> dict[str, Tensor]:
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a temporary file next to ``path``, sync it to disk and rename it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with replacing(path) as temporary:
         write(temporary)
         sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

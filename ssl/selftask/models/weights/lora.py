@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from selftask.config.schema import LoRAConfig
+from selftask.config.schema.component import LoRAConfig
 from selftask.errors import UserError, nearest
 from selftask.models.precision import in_full_precision
 

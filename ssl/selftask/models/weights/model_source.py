@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from selftask.checkpoint import store
 from selftask.checkpoint.kept import named_checkpoint
-from selftask.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
+from selftask.checkpoint.manifest import DamagedCheckpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.config.checks.grid import resized_backbone, resized_pipeline, undivided
 from selftask.config.checks.locations import goes_on
 from selftask.config.library_names import split_address
 from selftask.config.schema import Component, Config
 from selftask.config.trust import code_in, refuse_code
-from selftask.errors import UserError
+from selftask.errors import UserError, explained
 from selftask.files.addresses import fetch
 from selftask.files.paths import exists, expand_user, is_folder
 from selftask.logs import get_logger
@@ -72,11 +72,9 @@ def open_model(
     """
     facts, location = _describe(address, weights, trust, image_size)
     library, name = split_address(address)
-    try:
+    origin = location.origin if location else address
+    with explained(f"{origin}: architecture: cannot be built", TypeError):
         backbone = build_backbone(Component(**facts["architecture"]), facts.get("channels", 3))
-    except TypeError as error:
-        origin = location.origin if location else address
-        raise UserError(f"{origin}: architecture: cannot be built: {error}") from error
     if is_on_meta(backbone):
         log.debug("%s: on the meta device, its weights are not read", address)
         state, what = None, address
@@ -236,10 +234,8 @@ def open_checkpoint(address: str) -> dict[str, Any]:
         return newest[0]
     if not exists(path):
         raise UserError(f"{address}: there is no such run or checkpoint")
-    try:
+    with explained(f"{address}: is no checkpoint of a run", DamagedCheckpoint, OSError):
         return store.load_with({"model": dict, "method": dict, "config": str}, path, read)
-    except (NoCheckpoint, DamagedCheckpoint, OSError) as error:
-        raise UserError(f"{address}: is no checkpoint of a run ({error})") from error
 
 
 def _for_size(facts: dict[str, Any], size: int | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from selftask.checkpoint import store
 from selftask.checkpoint.manifest import DamagedCheckpoint
 from selftask.checkpoint.restricted_pickle import RefusedContent
 from selftask.checkpoint.rotation import MANIFEST
-from selftask.errors import UserError, join_some
+from selftask.errors import UserError, explained, join_some
 from selftask.files.addresses import fetch
 from selftask.files.paths import is_file
 from selftask.logs import get_logger
@@ -85,10 +85,8 @@ def read_backbone(path: Path) -> dict[str, Any]:
     Raises UserError if it is damaged.
     """
     read = partial(store.load, wanted=of_backbone)
-    try:
+    with explained(f"{path}: is damaged", DamagedCheckpoint, OSError):
         return store.load_with({"backbone": str, "clock": dict}, path, read)
-    except (DamagedCheckpoint, OSError) as error:
-        raise UserError(f"{path}: is damaged ({error})") from error
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -96,8 +94,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        state: dict[str, Tensor] = load_file(path)
-        return state
+        return load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path}: {_damaged(path)}") from error
 

@@ -18,5 +18,4 @@ class TorchOptimizer:
     args: dict[str, Any] = field(default_factory=dict)
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = torch_optimizer(self.name, self.args, groups)
-        return optimizer
+        return torch_optimizer(self.name, self.args, groups)

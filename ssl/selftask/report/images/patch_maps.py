@@ -33,8 +33,7 @@ def patch_tokens(backbone: nn.Module, images: Tensor) -> np.ndarray:
     """Return the patch tokens of the last layer: images (B, C, H, W) -> (B, h, w, E)."""
     with in_eval_mode(backbone):
         patches = extract(backbone, images).tokens.map
-    tokens: np.ndarray = patches.permute(0, 2, 3, 1).float().cpu().numpy()
-    return tokens
+    return patches.permute(0, 2, 3, 1).float().cpu().numpy()
 
 
 def patch_colors(tokens: np.ndarray) -> np.ndarray:

@@ -41,12 +41,10 @@ def tsne(features: np.ndarray) -> np.ndarray:
     reduced, _ = pca(features, min(50, *features.shape))
     perplexity = min(30.0, (len(features) - 1) / 3)
     model = TSNE(perplexity=perplexity, init="pca", random_state=_SEED)
-    positions: np.ndarray = model.fit_transform(reduced.astype(np.float32))
-    return positions
+    return model.fit_transform(reduced.astype(np.float32))
 
 
 def normalized(features: np.ndarray) -> np.ndarray:
     """Return features (N, E) normalized to length 1."""
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
-    result: np.ndarray = features / np.maximum(lengths, 1e-12)
-    return result
+    return features / np.maximum(lengths, 1e-12)

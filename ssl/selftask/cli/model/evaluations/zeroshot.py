@@ -17,7 +17,7 @@ from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.trust import TRUST
 from selftask.errors import UserError
 from selftask.files.paths import expand_user
-from selftask.logs import info_on_stderr
+from selftask.logs.lines import info_on_stderr
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -52,8 +52,7 @@ def half_kernels(sigma: np.ndarray, radius: int) -> np.ndarray:
     steps = np.arange(radius + 1)
     inside = steps <= np.round(6 * sigma + 1) // 2
     weights = np.exp(-0.5 * np.square(steps / sigma)) * inside
-    kernels: np.ndarray = weights / (2 * weights.sum(1, keepdims=True) - weights[:, :1])
-    return kernels
+    return weights / (2 * weights.sum(1, keepdims=True) - weights[:, :1])
 
 
 def blur_matrix(kernels: Tensor, size: int) -> Tensor:

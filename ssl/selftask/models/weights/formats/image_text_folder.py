@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selftask.errors import UserError, shorten
+from selftask.errors import UserError, explained
 from selftask.files.paths import is_file
 from selftask.models.text import ImageTextModel
 
@@ -42,24 +42,20 @@ def open_image_text(folder: Path) -> tuple[ImageTextModel, dict[str, Any]]:
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
     kwargs: Any = {"local_files_only": True, "trust_remote_code": False}
-    try:
+    with explained(f"{folder}: transformers cannot load it"):
         model = AutoModel.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder, **kwargs)
         processor = AutoImageProcessor.from_pretrained(folder, **kwargs)
-    except Exception as error:  # the library raises various errors
-        reason = shorten(" ".join(str(error).split()), 300)
-        raise UserError(f"{folder}: transformers cannot load it: {reason}") from error
     length = model.config.text_config.max_position_embeddings
 
     def tokenize(texts: Sequence[str]) -> Tensor:
-        tokens: Tensor = tokenizer(
+        return tokenizer(
             list(texts),
             padding="max_length",
             truncation=True,
             max_length=length,
             return_tensors="pt",
         ).input_ids
-        return tokens
 
     images, texts = _Tower(model, "image", "pixel_values"), _Tower(model, "text", "input_ids")
     size = model.config.vision_config.image_size
@@ -89,5 +85,4 @@ class _Tower(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         embed = getattr(self.model, f"get_{self.kind}_features")
-        embeddings: Tensor = embed(**{self.argument: inputs}).pooler_output
-        return embeddings
+        return embed(**{self.argument: inputs}).pooler_output

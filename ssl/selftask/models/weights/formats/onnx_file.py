@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from selftask.errors import UserError
+from selftask.errors import UserError, explained
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.weights.export import example_images, write_whole
 
@@ -49,22 +49,18 @@ def save_onnx(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Path:
         raise UserError(
             f"export: --to onnx: {num_bytes / 1e9:.1f} GB of weights; one ONNX file holds 2 GB"
         )
-    with in_eval_mode(backbone):
-        try:
-            program = torch.onnx.export(
-                backbone,
-                (example_images(facts),),
-                input_names=["images"],
-                output_names=["features"],
-                dynamic_shapes=({0: torch.export.Dim("batch")},),
-                dynamo=True,
-                verbose=False,
-            )
-        except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"export: --to onnx: torch cannot write this backbone as a graph: {reason}"
-            ) from error
+    problem = "export: --to onnx: torch cannot write this backbone as a graph"
+    raised = torch.onnx.errors.OnnxExporterError, RuntimeError
+    with in_eval_mode(backbone), explained(problem, *raised):
+        program = torch.onnx.export(
+            backbone,
+            (example_images(facts),),
+            input_names=["images"],
+            output_names=["features"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            dynamo=True,
+            verbose=False,
+        )
     assert program is not None  # None only if torch writes the file itself
     program.model.metadata_props["selftask"] = json.dumps(facts)
     write_whole(folder / FILE, lambda temporary: program.save(str(temporary)))

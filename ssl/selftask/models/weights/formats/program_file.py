@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from selftask.errors import UserError
+from selftask.errors import UserError, explained
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.weights.export import example_images, same_features, write_whole
 
@@ -42,14 +42,10 @@ def save_program(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Pa
         if not same_features(loaded(others), backbone(others)):
             raise UserError("export: --to torch_export: the file computes other features")
 
+    problem = "export: --to torch_export: torch cannot export this backbone"
     with in_eval_mode(backbone):
-        try:
+        with explained(problem, RuntimeError, ValueError):
             dynamic = ({0: torch.export.Dim("batch")},)
             program = torch.export.export(backbone, (images,), dynamic_shapes=dynamic)
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"export: --to torch_export: torch cannot export this backbone: {reason}"
-            ) from error
         write_whole(folder / FILE, write)
     return folder / FILE

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from selftask.distributed.collectives import gather_objects
 from selftask.errors import nearest
+from selftask.hooks.base import Task
 from selftask.logs import get_logger
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 
