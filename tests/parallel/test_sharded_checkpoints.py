@@ -307,7 +307,7 @@ def test_only_the_backbone_is_read(folder: Path, tmp_path: Path) -> None:
         store.load(newest)
     spoil(pieces(newest, "model.backbone.")[-1:])
     for read in (read_state, open_model):
-        with pytest.raises(UserError, match=r"is damaged \(__._0\.distcp: .*checksum"):
+        with pytest.raises(UserError, match=r"is damaged: __._0\.distcp: .*checksum"):
             read(str(newest))
 
 

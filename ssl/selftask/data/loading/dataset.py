@@ -8,21 +8,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from selftask.data.draw_recorder import DrawRecorder
 from selftask.data.extras import ExtrasReader, read_extra_image
-from selftask.data.loading.collate import BatchBuffer, Draw, RawBatch
 from selftask.data.loading.sample import Sample
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, channels_of
-from selftask.data.transforms.pipeline import Compose, Normalizer
-from selftask.data.transforms.transform import Trace
-from selftask.data.views import Views
 from selftask.errors import UserError
 from selftask.random.splitmix import hash_words
 from selftask.random.views import draw_rng
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from selftask.data.draw_recorder import DrawRecorder
+    from selftask.data.loading.collate import BatchBuffer, Draw, RawBatch
+    from selftask.data.transforms.pipeline import Compose, Normalizer
+    from selftask.data.transforms.transform import Trace
+    from selftask.data.views import Views
 
 MAX_REPLACEMENTS = 100  # tried for one sample before giving up
 MAX_FAILED_READS = 5  # in a row; with retries, each takes 0.5 s if the disk returns EIO
