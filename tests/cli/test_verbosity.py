@@ -75,7 +75,7 @@ def test_on_a_terminal(folder: Path) -> None:
 def test_warnings_have_a_color_on_a_terminal(tmp_path: Path, term: str, no_color: str) -> None:
     code = (
         "import logging, sys, pathlib\n"
-        "from selftask.logs import LOGGER, start_log\n"
+        "from selftask.logs.lines import LOGGER, start_log\n"
         "start_log(pathlib.Path('.'), rank=0)\n"
         "LOGGER.info('an info'); LOGGER.warning('a warning'); LOGGER.error('an error')\n"
     )

@@ -12,6 +12,7 @@ import pytest
 
 from selftask import logs
 from selftask.logs import stages
+from selftask.logs.lines import start_log, stop_log
 
 SCRIPT = """
 import os, sys
@@ -75,8 +76,8 @@ def _read(terminal: int) -> str:
 def test_lines_do_not_wait_without_a_live_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logs.start_log(tmp_path, rank=0)
+    start_log(tmp_path, rank=0)
     with stages.stage("scan", at_once=True):  # stdout is no terminal
         logs.get_logger("live").info("at once")
         assert "at once" in capsys.readouterr().out
-    logs.stop_log()
+    stop_log()

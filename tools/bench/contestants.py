@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ssl"))
 
 from small_models import Model, Stamped
 
-from selftask import logs
 from selftask.batch import Batch
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source
+from selftask.logs.lines import start_log, stop_log
 from selftask.task import Task
 from selftask.task.loop import train_loop
 
@@ -75,14 +75,14 @@ def run_selftask(
 
 def train_in_memory(config: Config, batches: Stamped) -> Task:
     """Train with selftask on batches in memory, in the run folder of ``config``."""
-    logs.start_log(Path(config.out), rank=0)
+    start_log(Path(config.out), rank=0)
     try:
         task = _TaskInMemory(config, sources=Sources(_Images(config, batches.steps), None))
         task.stamped = batches
         train_loop(task)
         return task
     finally:
-        logs.stop_log()
+        stop_log()
 
 
 def _selftask_config(

@@ -175,15 +175,14 @@ class Registry:
         If the module is not imported, the value is read from the source of the class or a base.
 
         Args:
-            name: The name of an entry.
+            name: A registered name.
             attribute: Name of the class attribute.
-            default: Returned if neither the class nor a base sets it, and for names of other
-                libraries, which are not registered.
+            default: Returned if neither the class nor a base sets it.
 
         Raises:
             UserError: If the source sets it to an expression that is not a literal.
         """
-        entry = self.entry(name) if name in self else None
+        entry = self.entry(name)
         if not isinstance(entry, ClassSource):
             return getattr(entry, attribute, default)
         value = entry.value_of(attribute)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from selftask.config.compose.provenance import Layers
 from selftask.config.keys import Key, Problem, dotted
 from selftask.config.schema import Component, Config, DataConfig, ViewConfig
-from selftask.registry import BACKBONES, SOURCES, TRANSFORMS
+from selftask.registry import BACKBONES, SOURCES, TRANSFORMS, Registry
 
 KEY: Key = ("image_size",)
 C = TypeVar("C", bound=Component)
@@ -216,8 +216,14 @@ def _rounded(side: float, patch: int | None) -> int:
 
 def _has_size(source: Component) -> bool:
     """Return whether a source draws its images in the size that its config sets."""
-    drawn = SOURCES.declared(source.name, "drawn_in_size", False)
+    drawn = _declared(SOURCES, source, "drawn_in_size", False)
     return drawn and isinstance(source.args.get("size"), int)
+
+
+def _declared(registry: Registry, component: Component, attribute: str, default: Any) -> Any:
+    """Return a class attribute of a component, or the default if it is not registered."""
+    name = component.name
+    return registry.declared(name, attribute, default) if name in registry else default
 
 
 def patch_problems(config: Config) -> Iterator[Problem]:
@@ -329,7 +335,7 @@ def _grid(backbone: Component) -> tuple[Key, Mapping[str, Any]]:
 
 def _sizes_in(backbone: Component) -> str | None:
     """Return the inner section with a backbone's image size; None if it is in its own section."""
-    return BACKBONES.declared(backbone.name, "sizes_in", None)
+    return _declared(BACKBONES, backbone, "sizes_in", None)
 
 
 def patch_size(backbone: Component) -> int | None:
@@ -359,7 +365,7 @@ def resizes(transform: Component) -> str | None:
 
     ``"square"`` means that its output is a square with a side of ``size`` pixels.
     """
-    return TRANSFORMS.declared(transform.name, "resizes", "unknown")
+    return _declared(TRANSFORMS, transform, "resizes", "unknown")
 
 
 def keeps_size(transform: Component) -> bool:

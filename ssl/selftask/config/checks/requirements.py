@@ -14,7 +14,7 @@ from selftask.config.checks import grid
 from selftask.config.checks.views import box_problems
 from selftask.config.keys import Problem
 from selftask.config.schema import Component, Config, ViewConfig, num_views
-from selftask.errors import check_known, nearest, plural
+from selftask.errors import UserError, nearest, plural
 from selftask.registry import BACKBONES, EVALUATIONS, METHODS, REQUIREMENTS, TRAIN_STEPS
 
 OF_BACKBONES = ("tokens", "subset", "attention", "groups", "sparse", "dense", "hidden")
@@ -30,11 +30,11 @@ def required(method: str) -> frozenset[str]:
     words = METHODS.declared(method, "requires", ())
     words = (words,) if isinstance(words, str) else words
     for word in words:
-        check_known(
-            word,
-            REQUIREMENTS,
-            f"{METHODS.address(method)}: {method!r} requires {word!r}, which is no requirement",
-        )
+        if word not in REQUIREMENTS:
+            raise UserError(
+                f"{METHODS.address(method)}: the method {method!r} requires {word!r}, which is "
+                f"no requirement; {nearest(word, REQUIREMENTS)}"
+            )
     return frozenset(words)
 
 

@@ -86,7 +86,12 @@ def _pipelines(config: Config) -> Iterator[Problem]:
 
 def normalizes(name: str) -> bool:
     """Return whether a transform normalizes pixels for the network, and so ends a pipeline."""
-    return bool(TRANSFORMS.declared(name, "normalizes", False))
+    return bool(_declared(name, "normalizes", False))
+
+
+def _declared(name: str, attribute: str, default: Any) -> Any:
+    """Return a class attribute of a transform, or the default if it is not registered."""
+    return TRANSFORMS.declared(name, attribute, default) if name in TRANSFORMS else default
 
 
 def is_unbatched(name: str) -> bool:
@@ -109,7 +114,7 @@ def box_problems(method: str, views: Mapping[str, ViewConfig]) -> Iterator[Probl
 
 def _not_affine(transform: Component, registry: Registry, key: Key) -> Iterator[Problem]:
     """Yield keys and names of transforms that are not affine, including nested ones."""
-    if not TRANSFORMS.declared(transform.name, "affine", True):
+    if not _declared(transform.name, "affine", True):
         yield key, transform.name
     for inner in inner_components(transform, registry, key):
         yield from _not_affine(*inner)
@@ -143,7 +148,7 @@ def identical_views(config: Config) -> Iterator[str]:
 
 def _is_random(transform: Component, key: Key) -> bool:
     """Return whether a transform may give different results for one image."""
-    declared = TRANSFORMS.declared(transform.name, "is_random", True)
+    declared = _declared(transform.name, "is_random", True)
     probability = transform.args.get("p")
     if probability == 0:
         return False
