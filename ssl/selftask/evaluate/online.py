@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +23,7 @@ from selftask.evaluate.validation import validation_loss
 from selftask.models.features.averaged_views import AveragedViews
 from selftask.models.features.pooled_layers import PooledLayers
 from selftask.registry import EVALUATIONS
-
-if TYPE_CHECKING:
-    from selftask.task import Task
+from selftask.task import Task
 
 
 def evaluate_task(task: Task) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,11 +12,9 @@ from selftask.distributed.accelerator import forked_rng
 from selftask.distributed.collectives import all_reduce_mean, world_size
 from selftask.errors import UserError
 from selftask.models.eval_mode import in_eval_mode
+from selftask.task import Task
 from selftask.task.averaged_weights import averaged_weights
 from selftask.task.scoring import forward
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @torch.no_grad()

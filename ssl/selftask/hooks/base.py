@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from selftask.batch import Batch
     from selftask.task import Task as Task
 else:
-    Task = Any  # for annotations of hooks, which a task imports
+    Task = Any  # for annotations in hooks and in the parts of a task, which it imports
 
 
 class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types

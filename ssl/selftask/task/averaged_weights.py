@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from selftask.task.task import Task
+from selftask.hooks.base import Task
 
 
 def begin_phase(task: Task) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from selftask.config.keys import dotted
 from selftask.config.schema import Component, OptimizerConfig
 from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
-from selftask.hooks.base import defines, function_hook
+from selftask.hooks.base import Task, defines, function_hook
 from selftask.hooks.failures.non_finite import NonFiniteGuard
 from selftask.hooks.watching.loader_check import LoaderCheck
 from selftask.logs import get_logger
@@ -41,9 +41,6 @@ from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
 from selftask.task.compile_report import CompileReport, RecordedGraphs
 from selftask.task.initial_rules import initialize
 from selftask.task.unreadable_images import UnreadableImages
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

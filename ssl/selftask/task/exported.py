@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from selftask.distributed.collectives import average_statistics, broadcast_buffers
+from selftask.hooks.base import Task
 from selftask.models.build import build_backbone
 from selftask.models.weights.lora import adapt, merged
 from selftask.task.averaged_weights import averaged_weights
-
-if TYPE_CHECKING:
-    from selftask.task.task import Task
 
 
 def sync_buffers(task: Task) -> None:

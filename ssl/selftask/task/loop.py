@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from selftask.batch import Batch
 from selftask.data.loading.collate import Draw
+from selftask.hooks.base import Task
 from selftask.hooks.failures.non_finite import NonFiniteLoss
 from selftask.methods.base import Method
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.task.numerics import numerics
 from selftask.task.repeat import recover
-
-if TYPE_CHECKING:
-    from selftask.batch import Batch
-    from selftask.task.task import Task
 
 
 class Interrupted(Exception):

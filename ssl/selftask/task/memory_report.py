@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,10 @@ from torch.utils._pytree import tree_map
 
 from selftask.config.values.budget import show_bytes
 from selftask.distributed.out_of_memory import available_bytes
+from selftask.hooks.base import Task
 from selftask.hooks.gradients.trained import parameters_of_optimizers, state_of_optimizers
 from selftask.models.summary import saved_bytes
 from selftask.random.keyed import LAYER_DRAWS
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 LAYERS = 8  # maximum number of lines
 USABLE = 0.95  # usable share of the memory; the rest is lost to fragmentation

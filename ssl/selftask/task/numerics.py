@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -19,11 +19,9 @@ from selftask.distributed.collectives import gather_objects, world_size
 from selftask.distributed.device import auto_precision, computes_in_bfloat16
 from selftask.errors import UserError
 from selftask.files.paths import exists
+from selftask.hooks.base import Task
 from selftask.models.build import build_on_meta
 from selftask.models.precision.bfloat16 import gains_from_bfloat16
-
-if TYPE_CHECKING:
-    from selftask.task.task import Task
 
 LOW_PRECISION = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 FULL_PRECISION: AbstractContextManager[None] = nullcontext()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +11,7 @@ from selftask.config.keys import dotted
 from selftask.config.values.auto_values import cores
 from selftask.distributed.collectives import is_primary
 from selftask.errors import aligned, plural
+from selftask.hooks.base import Task
 from selftask.logs import DETAIL, get_logger
 from selftask.logs.lines import log_summary
 from selftask.logs.startup import lap, take_laps
@@ -19,9 +19,6 @@ from selftask.models.summary import opening_lines
 from selftask.optim.arithmetic import arithmetic, arithmetic_rows
 from selftask.optim.group_table import group_table
 from selftask.task.numerics import describe_numerics, is_settled
-
-if TYPE_CHECKING:
-    from selftask.task.task import Task
 
 log = get_logger(__name__)
 

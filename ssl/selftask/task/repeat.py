@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from selftask.checkpoint import rotation
 from selftask.distributed.collectives import barrier
+from selftask.hooks.base import Task
 from selftask.hooks.failures.non_finite import NonFiniteGuard, NonFiniteLoss
 from selftask.logs import get_logger
-
-if TYPE_CHECKING:
-    from selftask.task.task import Task
 
 log = get_logger(__name__)
 

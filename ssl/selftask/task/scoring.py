@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
+from selftask.batch import Batch
 from selftask.distributed.collectives import all_reduce_sum
+from selftask.hooks.base import Task
 from selftask.hooks.mixup import unmixed
 from selftask.meters.accuracy import Accuracy
 from selftask.models.eval_mode import in_eval_mode
-
-if TYPE_CHECKING:
-    from selftask.batch import Batch
-    from selftask.task.task import Task
 
 
 def forward(task: Task, batch: Batch) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +23,11 @@ from selftask.data.fingerprint import differences
 from selftask.distributed.collectives import barrier, gather_objects, is_primary
 from selftask.errors import UserError, plural
 from selftask.files.received import UnreadableFile
+from selftask.hooks.base import Task
 from selftask.logs import get_logger
 from selftask.optim.build import lr_schedule
 from selftask.random import process_state
 from selftask.task.averaged_weights import averaged_weights
-
-if TYPE_CHECKING:
-    from selftask.task.task import Task
 
 log = get_logger(__name__)
 

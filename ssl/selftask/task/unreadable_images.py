@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from selftask.hooks.base import Hook
+from selftask.hooks.base import Hook, Task
 from selftask.logs import get_logger
 from selftask.logs.unreadable import UNREADABLE
-
-if TYPE_CHECKING:
-    from selftask.task.task import Task
 
 log = get_logger(__name__)
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from selftask.batch import Batch
 from selftask.distributed.collectives import all_reduce_mean
-
-if TYPE_CHECKING:
-    from selftask.batch import Batch
-    from selftask.task.task import Task
+from selftask.hooks.base import Task
 
 
 def forward(task: Task, batch: Batch) -> None:
