@@ -10,7 +10,12 @@ from selftask.data.source import Source, Wrapped
 
 
 class Relabeled(Wrapped):
-    """Source with its labels replaced, for instance by one class per image."""
+    """Source with other labels, see ``data.relabel``.
+
+    Args:
+        source: Source of the images.
+        kind: ``index``: the index of the image; ``zero``: 0 for all images; ``none``: no labels.
+    """
 
     def __init__(self, source: Source, kind: Literal["index", "zero", "none"]) -> None:
         super().__init__(source)

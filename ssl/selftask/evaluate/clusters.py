@@ -33,7 +33,12 @@ class KMeans:
     """Number of seeds, from ``seed`` on, over which metrics are averaged."""
 
     def clusters_of(self, units: Tensor, k: int) -> Tensor:
-        """Return the cluster (N,) of each unit vector (N, E), of K clusters, of the best run."""
+        """Return the cluster of each vector in the best of ``restarts`` runs, int64 (N,).
+
+        Args:
+            units: Unit vectors, (N, E).
+            k: Number of clusters, K.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         best = -torch.inf
         for _ in range(self.restarts):

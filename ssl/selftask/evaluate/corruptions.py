@@ -37,17 +37,17 @@ class Corruption:
 
 
 def gaussian_noise(image: np.ndarray, rng: np.random.Generator, sigma: float) -> np.ndarray:
-    """Add normal noise."""
+    """Add normal noise of standard deviation ``sigma``, on the scale [0, 1]."""
     return _rounded(image / 255 + sigma * rng.standard_normal(image.shape))
 
 
 def shot_noise(image: np.ndarray, rng: np.random.Generator, rate: float) -> np.ndarray:
-    """Draw each value from a Poisson distribution; a white pixel is ``rate`` events."""
+    """Replace values x in [0, 1] by Poisson draws of mean ``rate`` * x, divided by ``rate``."""
     return _rounded(rng.poisson(image / 255 * rate) / rate)
 
 
 def impulse_noise(image: np.ndarray, rng: np.random.Generator, share: float) -> np.ndarray:
-    """Set a share of all values, channel by channel, to 0 or 1."""
+    """Set a share of all values, drawn separately in each channel, to 0 or 1."""
     is_changed, is_white = rng.random((2, *image.shape)) < np.reshape([share, 0.5], (2, 1, 1, 1))
     return np.where(is_changed, np.where(is_white, 255, 0), image).astype(np.uint8)
 
@@ -84,7 +84,7 @@ def fog(image: np.ndarray, rng: np.random.Generator, amount: float, decay: float
 
 
 def brightness(image: np.ndarray, rng: np.random.Generator, offset: float) -> np.ndarray:
-    """Add to the value of HSV, the maximum of the channels, with the same hue and saturation."""
+    """Add ``offset`` to the value of HSV, on the scale [0, 1]; hue and saturation are kept."""
     x = image / 255
     value = x.max(axis=2, keepdims=True)
     brighter = np.minimum(value + offset, 1)
@@ -92,14 +92,21 @@ def brightness(image: np.ndarray, rng: np.random.Generator, offset: float) -> np
 
 
 def contrast(image: np.ndarray, rng: np.random.Generator, factor: float) -> np.ndarray:
-    """Scale the differences from the mean of each channel."""
+    """Multiply the differences from the mean of each channel by ``factor``."""
     x = image / 255
     mean = x.mean(axis=(0, 1))
     return _rounded((x - mean) * factor + mean)
 
 
 def disk_kernel(radius: float, softness: float) -> np.ndarray:
-    """Return the kernel (K, K) of ``defocus_blur``."""
+    """Return the kernel of ``defocus_blur``, float64 (K, K).
+
+    K is 2 * ceil(``radius``) + 1, and at least 17.
+
+    Args:
+        radius: Radius of the disk, in pixels.
+        softness: Standard deviation of the Gaussian, in pixels.
+    """
     reach = max(_REACH, math.ceil(radius))
     steps = np.arange(-reach, reach + 1)
     disk = (steps[:, None] ** 2 + steps**2 <= radius**2).astype(np.float64)

@@ -91,7 +91,7 @@ class AdCo(MomentumKeys, EMATeacher):
         batch.input = batch.all_views[: self.num_queries]
 
     def on_forward(self, task: Task) -> None:
-        """Compute the keys of the batch; keep queries and keys for the step of the negatives."""
+        """Compute ``batch["keys"]`` (V, B, D); keep them and the queries for ``step_negatives``."""
         batch = task.last_batch
         batch["keys"] = keys = self.unit_keys(batch.all_views[::-1][: self.num_queries])
         if task.train:

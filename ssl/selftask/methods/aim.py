@@ -102,7 +102,10 @@ class AIM(MaskedPatches):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of the mean of each patch, its variance: 1, with ``normalize_pixels``."""
+        """Loss of the mean of each patch, its variance: 1, with ``normalize_pixels``.
+
+        None without it.
+        """
         return 1.0 if self.config.normalize_pixels else None
 
 

@@ -125,7 +125,8 @@ class All4One(ProjectorTeacher):
     def on_forward(self, task: Task) -> None:
         """Find the neighbors of the teacher's outputs, and collect those outputs for the queue.
 
-        Only the outputs for the first view are enqueued, after the step.
+        Sets ``batch["teacher"]`` (2, B, D) and ``batch["neighbors"]`` (2, B, N, D). Only the
+        outputs for the first view are enqueued, after the step.
         """
         batch = task.last_batch
         teacher = F.normalize(to_float32(self.teacher(batch.input)), dim=2)  # (2, B, D)

@@ -1,4 +1,4 @@
-"""BEiT: predict the tokens of hidden patches, which a frozen tokenizer gives of the whole image.
+"""BEiT: predict the tokens that a frozen tokenizer assigns to hidden patches.
 
 Section 2 of the paper; ``branch_depth`` adds the class token's branch of BEiT v2 (Peng et al.,
 2022, arXiv:2208.06366, section 3.3).

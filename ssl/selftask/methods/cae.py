@@ -120,7 +120,10 @@ class CAE(KeptPatches):
 
     @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the two terms of the loss."""
+        """Return the two terms of the loss, means over patches.
+
+        ``output.prediction``: ``MaskedPredictions``.
+        """
         features, scores, targets = output.prediction
         tokens = F.cross_entropy(scores.flatten(0, 1), batch["tokens"].flatten())
         difference = F.mse_loss(features, targets)

@@ -81,7 +81,7 @@ class CLSA(MomentumContrast, EMATeacher):
         batch.input = [query, *strong]
 
     def on_forward(self, task: Task) -> None:
-        """Compute the keys of the second weak view, which are enqueued after the step."""
+        """Compute ``batch["keys"]`` (B, D) of the second weak view, enqueued after the step."""
         batch = task.last_batch
         (batch["keys"],) = self.unit_keys(batch.all_views[1:NUM_WEAK])  # (B, D)
         if task.train:

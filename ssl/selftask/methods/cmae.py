@@ -111,12 +111,15 @@ class CMAE(MAE, EMATeacher):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute the pixels of masked patches, and the teacher's output for the second view."""
+        """Compute MAE's pixels, and ``batch["target"]`` (B, D).
+
+        It is the teacher's output for the second view.
+        """
         super().on_forward(task)
         task.last_batch["target"] = self.teacher(task.last_batch.all_views[1])  # (B, D)
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:  # type: ignore[override]
-        """Return the two terms of the loss."""
+        """Return MAE's terms, and ``image_contrast``; ``output.prediction``: ``Predictions``."""
         config = self.config
         contrast = contrast_loss(
             output.prediction.image, batch["target"], temperature=config.temperature
@@ -132,7 +135,11 @@ class CMAE(MAE, EMATeacher):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of MAE's chance and of equal similarities: 1 + 2 * ``temperature`` * ln(batch)."""
+        """Loss of MAE's chance and of equal similarities: 1 + ``contrast_weight`` * 2 *
+        ``temperature`` * ln(batch).
+
+        None if that of MAE is None.
+        """
         pixels, config = super().chance_loss, self.config
         if pixels is None:
             return None

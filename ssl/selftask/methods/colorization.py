@@ -117,7 +117,7 @@ class Colorization(ViewPixels):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["target"]``, from colors averaged over ``STRIDE`` pixels."""
+        """Compute ``batch["target"]``, ``SoftColors`` of colors averaged over ``STRIDE`` pixels."""
         batch = task.last_batch
         (images,) = batch.all_views
         lab = to_float32(images) * self.std + self.mean
@@ -131,7 +131,7 @@ class Colorization(ViewPixels):
 
     @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return eq. 2, a mean over positions and images."""
+        """Return eq. 2, a mean over positions and images; ``output.prediction`` (B, Q, h, w)."""
         smooth = self.kernel @ (self.counts / self.counts.sum())
         weights = rebalancing(smooth, self.config.uniform_share)
         return color_loss(output.prediction, batch["target"], weights)

@@ -104,7 +104,14 @@ class CorInfoMax(Method):
         }
 
     def moved(self, units: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the running means and covariances, updated with unit vectors (2, B, D)."""
+        """Return the running statistics after a batch; the buffers are unchanged.
+
+        Args:
+            units: Unit vectors of both views, (2, B, D).
+
+        Returns:
+            Means (2, 1, D) and covariances (2, D, D).
+        """
         state = self.mean, self.covariance
         return running_statistics(units, *state, forgetting=self.config.forgetting)
 
@@ -134,7 +141,7 @@ def determinant(covariance: Tensor, *, epsilon: float) -> Tensor:
 def running_statistics(
     units: Tensor, mean: Tensor, covariance: Tensor, *, forgetting: float
 ) -> tuple[Tensor, Tensor]:
-    """Return moving averages of the means and covariances, equal on all ranks.
+    """Return moving averages of the means (2, 1, D) and covariances (2, D, D), equal on all ranks.
 
     Features are centered by the new running mean. Only the statistics of this batch have gradients.
 

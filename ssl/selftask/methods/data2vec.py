@@ -122,7 +122,10 @@ class Data2Vec(MaskedPatches, EMATeacher):
         batch["targets"] = targets
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return smooth L1 (eq. 4), averaged over the masked patches of an image, then images."""
+        """Return smooth L1 (eq. 4), averaged over the masked patches of an image, then images.
+
+        ``output.prediction`` (B, N, E).
+        """
         beta, mask = self.config.beta, batch["mask"]
         distance = F.smooth_l1_loss(
             to_float32(output.prediction), batch["targets"], reduction="none", beta=beta

@@ -201,7 +201,10 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         batch["targets"] = contextual_targets(self.teacher(batch.all_views[0]))
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms, means over masks and images; ``class_token`` if it has a weight."""
+        """Return the terms, means over masks and images; ``class_token`` only if it has a weight.
+
+        ``output.prediction``: ``Predictions``.
+        """
         targets, predicted = batch["targets"], output.prediction
         distance = scaled_distance(predicted.patches, targets)  # (M, B, N)
         hidden = is_hidden(batch["mask"], targets.shape[1]).transpose(0, 1)

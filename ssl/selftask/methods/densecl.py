@@ -100,7 +100,10 @@ class DenseCL(MomentumContrast, EMATeacher):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute the keys. Image keys and mean dense keys are enqueued after the step."""
+        """Compute ``batch["key"]``, the ``Keys`` of the batch.
+
+        Image keys and mean dense keys are enqueued after the step.
+        """
         batch = task.last_batch
         output = self.shuffled_teacher(batch.all_views[1:])
         rows = [to_float32(unshuffle_bn(x)) for x in (*output.prediction, output.features.patches)]
@@ -110,7 +113,7 @@ class DenseCL(MomentumContrast, EMATeacher):
             self.pending.append((key.image, mean))
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the two terms of eq. 3."""
+        """Return the two terms of eq. 3; ``output.prediction``: ``Predictions``."""
         config, key, query = self.config, batch["key"], output.prediction
         single = info_nce(
             query.image[None],

@@ -75,7 +75,10 @@ class DINO(PrototypeHeads, EMATeacher):
         return self.prototype_head(embed_dim, norm=self.config.norm)
 
     def on_forward(self, task: Task) -> None:
-        """Compute the teacher's targets for global views: centered (eq. 4), then sharpened."""
+        """Compute ``batch["probs"]`` (2, B, K), the teacher's targets for global views.
+
+        They are centered (eq. 4), then sharpened.
+        """
         batch = task.last_batch
         scores = to_float32(self.teacher(batch.all_views[:NUM_GLOBAL]))  # (2, B, K)
         temperature = self.teacher_temperature_at(task.where)

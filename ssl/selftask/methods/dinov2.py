@@ -224,7 +224,8 @@ class DINOv2(PrototypeHeads, EMATeacher):
     def on_forward(self, task: Task) -> None:
         """Compute targets from the teacher's scores of the unmasked global views.
 
-        ``batch["teacher"]`` is the teacher's whole output, for the terms of subclasses.
+        Sets ``batch["image_targets"]`` (2, B, K), ``batch["patch_targets"]`` (M, K) of the masked
+        patches, and ``batch["teacher"]``, the teacher's whole output, for subclasses.
         """
         batch = task.last_batch
         batch["teacher"] = self.teacher_output(batch)

@@ -211,7 +211,10 @@ class DINOv3(DINOv2):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute the targets of DINOv2 and, from ``gram_start``, the Gram teacher's patches."""
+        """Compute the targets of DINOv2 and ``batch["gram_patches"]``.
+
+        These are the Gram teacher's patches (2 * B, N, E), or None before ``gram_start``.
+        """
         super().on_forward(task)
         batch = task.last_batch
         batch["gram_weight"] = self.gram_weight_at(task.where)
@@ -226,7 +229,10 @@ class DINOv3(DINOv2):
             batch["gram_patches"] = patches.flatten(2).transpose(1, 2)  # (2 * B, N, E)
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of DINOv2 and the weighted Gram term, 0 before ``gram_start``."""
+        """Return the terms of DINOv2 and the weighted Gram term, 0 before ``gram_start``.
+
+        ``output`` as for ``DINOv2``.
+        """
         patches, targets = output.features.patches, batch["gram_patches"]
         if targets is None:
             gram = patches.new_zeros(())

@@ -86,7 +86,11 @@ class EsViT(DINO):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute the teacher's targets for global views and their regions."""
+        """Compute the teacher's targets for global views and their regions.
+
+        Sets ``batch["probs"]`` (2, B, K), and, of each global view, ``batch["region_probs"]``
+        (B, N, K) and ``batch["region_features"]`` (B, N, E).
+        """
         batch = task.last_batch
         output = self.teacher(batch.all_views[:NUM_GLOBAL]).prediction
         scores = to_float32(output.images)  # (2, B, K)
@@ -106,7 +110,10 @@ class EsViT(DINO):
         return self.center, self.region_center
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the terms of the loss, averaged over pairs of a global and another view."""
+        """Return the terms of the loss, averaged over pairs of a global and another view.
+
+        ``output.prediction``: ``Predictions``.
+        """
         predicted, weight = output.prediction, self.config.region_weight
         terms = super().forward(predicted.images, batch)
         regions = region_cross_entropy(

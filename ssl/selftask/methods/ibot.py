@@ -128,8 +128,10 @@ class IBOT(DINOv2):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of equal probabilities, without KoLeo: ln(``out_dim``) * (``dino_weight`` +
-        ``ibot_weight`` * ``mask_probability``).
+        """Loss of equal probabilities: ln(``out_dim``) * (``dino_weight`` + ``ibot_weight`` *
+        ``mask_probability``).
+
+        None with ``koleo_weight``.
         """
         config = self.config
         if config.koleo_weight:

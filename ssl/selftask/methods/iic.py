@@ -59,7 +59,10 @@ class IIC(Method):
         )
 
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
-        """Return the loss between the first and each later view, a mean over these and heads."""
+        """Return the loss between the first and each later view, a mean over these and heads.
+
+        ``output`` (V, B, S, K).
+        """
         return mutual_information_loss(output, spread=self.config.spread)
 
     @property

@@ -92,7 +92,11 @@ class MAE(KeptPatches, ViewPixels):
         batch["pixels"] = normalize(pixels) if self.config.normalize_pixels else pixels
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Return the mean squared error over masked patches only, and U-MAE's term."""
+        """Return the mean squared error of the masked patches.
+
+        With ``uniformity_weight`` U-MAE's term is added, and both are returned by name.
+        ``output.prediction`` (B, 1, M, P).
+        """
         terms = self.terms(output, batch)
         return terms if len(terms) > 1 else terms["masked_pixels"]
 
@@ -130,7 +134,10 @@ class MAE(KeptPatches, ViewPixels):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of the mean of each patch, which is its variance: 1, with ``normalize_pixels``."""
+        """Loss of the mean of each patch, which is its variance: 1, with ``normalize_pixels``.
+
+        None without it, or with ``uniformity_weight``.
+        """
         config = self.config
         return 1.0 if config.normalize_pixels and not config.uniformity_weight else None
 
@@ -173,6 +180,9 @@ def unpatchify(patches: Tensor, grid: Grid, patch: int) -> Tensor:
 
 
 def normalize(patches: Tensor) -> Tensor:
-    """Standardize each patch (..., P) by its mean and unbiased deviation, as published."""
+    """Return (x - mean) / sqrt(var + 1e-6) of each patch (..., P), as in the authors' code.
+
+    The variance is unbiased: divided by P - 1.
+    """
     variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()

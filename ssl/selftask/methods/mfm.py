@@ -77,7 +77,10 @@ class MFM(ViewPixels):
         batch.input = (filtered - self.mean) / self.std
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the distance of the removed frequencies of prediction and image (eq. 4)."""
+        """Return the distance of the removed frequencies of prediction and image (eq. 4).
+
+        ``output.prediction`` (B, C, H, W).
+        """
         (images,) = batch.all_views
         return frequency_distance(to_float32(output.prediction), images, batch["removed"])
 

@@ -109,7 +109,10 @@ class MILAN(KeptPatches):
 
     @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the mean squared distance of normalized predictions and targets."""
+        """Return the mean squared distance of normalized predictions and targets.
+
+        ``output.prediction`` (B, 1 + N, D).
+        """
         return 2 - 2 * F.cosine_similarity(output.prediction, batch["targets"], dim=2).mean()
 
 

@@ -133,7 +133,10 @@ class MixMIM(KeptPatches):
         batch["pixels"] = torch.cat([hidden, of_partner], dim=1)
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the mean squared error; each square of an image is predicted once."""
+        """Return the mean squared error; each square of an image is predicted once.
+
+        ``output.prediction`` (B, N, P).
+        """
         return F.mse_loss(to_float32(output.prediction), batch["pixels"])
 
     def visualize(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
@@ -143,7 +146,10 @@ class MixMIM(KeptPatches):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of the mean of each square, its variance: 1, with ``normalize_pixels``."""
+        """Loss of the mean of each square, its variance: 1, with ``normalize_pixels``.
+
+        None without it.
+        """
         return 1.0 if self.config.normalize_pixels else None
 
 

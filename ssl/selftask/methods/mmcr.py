@@ -83,7 +83,7 @@ class MMCR(Method):
             self.momentum_at = build_schedule(self.config.momentum, task.length)
 
     def on_forward(self, task: Task) -> None:
-        """Compute the teacher's embeddings, if there is a teacher."""
+        """Compute ``batch["teacher"]`` (V, B, D), if there is a teacher."""
         if self.teacher is not None:
             task.last_batch["teacher"] = self.teacher(task.last_batch.input)  # (V, B, D)
 

@@ -94,7 +94,10 @@ class MoCo(MomentumContrast, EMATeacher):
         batch.input = batch.all_views[: self.num_queries]
 
     def on_forward(self, task: Task) -> None:
-        """Compute the keys of the batch, which are enqueued after the step; mix negatives."""
+        """Compute keys and mixed negatives; the keys are enqueued after the step.
+
+        Sets ``batch["keys"]`` (V, B, D), and ``batch["mixed"]`` (V, B, M, D) or None.
+        """
         batch = task.last_batch
         batch["mixed"] = mixed = self._mixed(batch, task)
         self.num_mixed = 0 if mixed is None else self.config.num_mixed

@@ -75,7 +75,7 @@ class MSF(ProjectorTeacher):
         batch.input = batch.all_views[1:]
 
     def on_forward(self, task: Task) -> None:
-        """Find the teacher's neighbors in the queue, as if it held this batch already."""
+        """Find ``batch["neighbors"]`` (B, N, D) of the teacher's outputs in queue and batch."""
         batch = task.last_batch
         (targets,) = self.teacher(batch.all_views[:1])
         targets = F.normalize(to_float32(targets), dim=1)  # (B, D)

@@ -153,7 +153,7 @@ class MSN(PrototypeLayer, EMATeacher):
         batch.input = (views[:count], self.drawn(batch, task), views[count:])
 
     def on_forward(self, task: Task) -> None:
-        """Compute targets from the teacher's features of the whole first view."""
+        """Compute ``batch["targets"]`` (B, K) from the teacher's features of the first view."""
         batch = task.last_batch
         (features,) = self.teacher((batch.all_views[:1], None, [])).prediction  # (B, D)
         batch["targets"] = self.targets(features)
@@ -194,7 +194,10 @@ class MSN(PrototypeLayer, EMATeacher):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal probabilities: ln(``num_prototypes``), with ``power: 0``."""
+        """Loss of equal probabilities: ln(``num_prototypes``), with ``power: 0``.
+
+        With a prior that is not uniform, ``me_max_weight`` times its divergence is added.
+        """
         config, numbers = self.config, range(1, self.config.num_prototypes + 1)
         total = math.fsum(number**-config.power for number in numbers)
         mean_log = config.power * math.fsum(map(math.log, numbers)) / len(numbers)

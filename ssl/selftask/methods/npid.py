@@ -97,10 +97,12 @@ class NPID(MemoryContrast):
     def chance_loss(self) -> float:
         """Loss of equal similarities: ln(1 + K) + K ln(1 + 1/K) for NCE with K ``num_negatives``;
         for ``loss: softmax`` ln(images).
+
+        2 * ``proximal_weight`` is added, for orthogonal unit vectors.
         """
         is_exact = self.config.loss == "softmax"
         contrast = math.log(len(self.memory)) if is_exact else super().chance_loss
-        return 2 * self.config.proximal_weight + contrast  # 2: of orthogonal unit vectors
+        return 2 * self.config.proximal_weight + contrast
 
 
 @in_full_precision

@@ -184,10 +184,9 @@ def squared_distances(cells: Tensor, words: Tensor) -> Tensor:
 
 
 def bag_of_words(distances: Tensor) -> Tensor:
-    """Return how much of each word an image has, (B, K), of sum 1.
+    """Return the bag of words of each image, (B, K) with rows of sum 1.
 
-    Each cell is assigned to words by a softmax, and a word counts as much as in the cell that has
-    most of it.
+    It is the softmax over words of each cell, then the maximum over cells, divided by its sum.
 
     Args:
         distances: Distances of cells from words, divided by delta: (B, N, K).

@@ -151,7 +151,7 @@ class PCL(MomentumContrast, EMATeacher):
             self.assignments[clustering, is_filled] = clusters
 
     def on_forward(self, task: Task) -> None:
-        """Compute the keys of the batch; queue and memory get them after the step."""
+        """Compute ``batch["keys"]`` (B, D); queue and memory get them after the step."""
         batch = task.last_batch
         (batch["keys"],) = self.unit_keys(batch.all_views[1:])  # (B, D)
         if task.train:

@@ -72,7 +72,7 @@ class ReSSL(MomentumContrast, EMATeacher):
         batch.input = batch.all_views[1:]
 
     def on_forward(self, task: Task) -> None:
-        """Compute the keys of the weak view, which are enqueued after the step."""
+        """Compute ``batch["keys"]`` (B, D) of the weak view, which are enqueued after the step."""
         batch = task.last_batch
         (batch["keys"],) = self.unit_keys(batch.all_views[:1])  # (B, D)
         if task.train:

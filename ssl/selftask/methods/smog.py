@@ -113,7 +113,7 @@ class SMoG(ProjectorTeacher):
             self.groups.copy_(centroids)
 
     def on_forward(self, task: Task) -> None:
-        """Assign the teacher's outputs to groups; collect features for ``on_update``.
+        """Set ``batch["group"]`` (2, B), the group of the teacher's output for the other view.
 
         Projections of both views will move the groups. The teacher's output for the first view will
         enter the queue.

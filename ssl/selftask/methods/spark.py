@@ -127,7 +127,7 @@ class SparK(MaskedPatches):
         return Shown(order[:, :visible], hidden.unflatten(1, grid))
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the mean squared error of the masked patches."""
+        """Return the mean squared error of masked patches; ``output.prediction`` (B, C, H, W)."""
         (images,), hidden = batch.all_views, batch["mask"].hidden
         target = standardize(images, hidden)[0] if self.config.normalize_pixels else images
         return masked_l2(to_float32(output.prediction), target, hidden)
@@ -148,7 +148,10 @@ class SparK(MaskedPatches):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of the mean of each patch, which is its variance: 1, with ``normalize_pixels``."""
+        """Loss of the mean of each patch, which is its variance: 1, with ``normalize_pixels``.
+
+        None without it.
+        """
         return 1.0 if self.config.normalize_pixels else None
 
 

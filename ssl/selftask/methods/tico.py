@@ -78,7 +78,7 @@ class TiCo(EMATeacher):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Set ``batch["teacher"]``, and ``batch["covariance"]``, updated with this batch."""
+        """Set ``batch["teacher"]`` (B, D), and ``batch["covariance"]`` (D, D) after this batch."""
         batch = task.last_batch
         (batch["teacher"],) = self.teacher(batch.all_views[1:])  # (B, D)
         units = F.normalize(to_float32(batch.output[0]), dim=1)

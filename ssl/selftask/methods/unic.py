@@ -213,7 +213,10 @@ class UNIC(Method):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["targets"]``: standardized features, in the order of the heads."""
+        """Compute ``batch["targets"]``: standardized features in the order of the heads.
+
+        They are (B, D) for images, (B, N, D) for patches.
+        """
         batch = task.last_batch
         grid = batch.output.grid
         teachers: Any = self.teachers
@@ -231,6 +234,7 @@ class UNIC(Method):
         """Return eq. 5, a mean over images and the teachers that are kept for each of them.
 
         Each student gets the gradients that it would get alone: the loss is a sum over students.
+        The terms are ``pooled`` and, if patches have a weight, ``patches``.
         """
         students = [output.of_heads, *output.of_further]
         terms = torch.stack([self.student_terms(outputs, batch) for outputs in students]).sum(dim=0)

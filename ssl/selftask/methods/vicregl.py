@@ -109,7 +109,10 @@ class VICRegL(Method):
         return LocalNetwork(backbone, self.build_head(embed_dim(backbone)))
 
     def on_forward(self, task: Task) -> None:
-        """Compute ``batch["centers"]``, the position of each cell in the image."""
+        """Compute ``batch["centers"]``: of each view, the positions of its cells in the image.
+
+        They are (B, N, 2) for each view.
+        """
         batch = task.last_batch
         draws = [draw for group in batch.draws.values() for draw in group]
         maps = batch.output.prediction["cells"]  # (B, L, h, w) for each view
@@ -118,7 +121,10 @@ class VICRegL(Method):
         ]
 
     def forward(self, output: PatchOutput, batch: Batch) -> dict[str, Tensor]:
-        """Return the weighted terms of equation 5."""
+        """Return the weighted terms of eq. 5.
+
+        ``output.prediction`` has, for each view, ``pooled`` (B, D) and ``cells`` (B, L, h, w).
+        """
         config, predicted = self.config, output.prediction
         whole = global_terms([to_float32(view) for view in predicted["pooled"]])
         cells = [to_float32(cells).flatten(2).mT for cells in predicted["cells"]]  # (B, N, L)

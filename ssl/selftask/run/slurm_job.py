@@ -25,10 +25,10 @@ _ASKING = ("SIGTERM", "SIGUSR2", "a signal on another rank")  # possibly sent by
 
 @dataclass(frozen=True)
 class ExitDecision:
-    """State, log message and exit code of an interrupted run."""
+    """State, stop reason, log message and exit code of an interrupted run."""
 
     state: str  # requeued | interrupted
-    by: str
+    by: str  # stop reason, such as the name of a signal
     outlook: str  # how the run continues, for the log
     code: int
 

@@ -21,7 +21,7 @@ def path_candidates(text: str, endings: tuple[str, ...] = ()) -> list[str]:
 
 
 def run_candidates(text: str) -> list[str]:
-    """Return the run folders that begin with ``text``, and folders that may contain others."""
+    """Return run folders, and other folders (with a slash), that begin with ``text``."""
     paths = []
     for shown, entry in _entries(text):
         if (Path(entry.path) / "config.yaml").is_file():

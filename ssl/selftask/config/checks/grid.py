@@ -361,9 +361,10 @@ def output_side(transforms: list[Component]) -> int | None:
 
 
 def resizes(transform: Component) -> str | None:
-    """Return the class attribute ``resizes`` of a transform: None if it keeps the size.
+    """Return how a transform changes the image size, see ``Transform.resizes``.
 
-    ``"square"`` means that its output is a square with a side of ``size`` pixels.
+    None: not at all. ``"square"``: to ``size`` x ``size`` pixels. Any other string: in another way,
+    or the transform is not registered.
     """
     return _declared(TRANSFORMS, transform, "resizes", "unknown")
 

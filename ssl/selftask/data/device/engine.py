@@ -149,7 +149,7 @@ class Engine:
         return self.prepare(blank, seed, epoch, index)[1]
 
     def pack(self, traces: Sequence[Sequence[Trace]], sizes: np.ndarray) -> Packed:
-        """Turn the parameters of a batch into arrays.
+        """Pack the parameters of a batch into one tensor.
 
         Args:
             traces: Draws of each sample.

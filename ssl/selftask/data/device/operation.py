@@ -53,8 +53,11 @@ class Operation(ABC):
         """Turn parameters into arrays for ``apply``.
 
         Args:
-            params: Parameters of each image, from ``Transform.draw``.
+            params: Parameters of each image, from ``Transform.draw``; None: unchanged.
             sizes: Height and width of the images, int64 (B, 2).
+
+        Returns:
+            Arrays (B, ...) by name, or a list, which ``apply`` gets as it is.
         """
 
     def draw(self, streams: Streams, sizes: np.ndarray) -> Arrays:

@@ -31,8 +31,8 @@ class Batches:
     ``start(step)`` goes to any global step in O(1) time. The samples do not depend on the number
     of workers or ranks, nor on where the run was stopped. Workers are started once, for all epochs.
 
-    ``labels`` and ``index`` of a batch are those of the images shown. Its ``key``, on the host, is
-    that of the samples, by which draws are looked up.
+    If an unreadable image was replaced by another one, ``labels`` and ``index`` of the batch are
+    those of the replacement. ``key``, on which random draws depend, is that of the requested image.
     """
 
     def __init__(

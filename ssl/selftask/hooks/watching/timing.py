@@ -161,7 +161,12 @@ class Timing(Hook):
 
 
 def milliseconds(start: Any, end: Any) -> float:
-    """Return the time between two readings of a clock, or two events of a device."""
+    """Return the time between two moments, in ms.
+
+    Args:
+        start: A reading of ``time.perf_counter`` in seconds, or an event of a device.
+        end: The same at the end. The host waits for an event.
+    """
     if isinstance(end, float):
         return float(1e3 * (end - start))
     end.synchronize()

@@ -135,7 +135,10 @@ class BlockPrediction(Method):
         raise NotImplementedError(f"{type(self).__name__} has no teacher")
 
     def on_forward(self, task: Task) -> None:
-        """Compute the teacher's normalized features of the whole image at the target blocks."""
+        """Compute ``batch["features"]`` (B, M, Q, D) of the target blocks.
+
+        They are the teacher's features of the whole image, normalized over D.
+        """
         batch = task.last_batch
         indices = batch["mask"].asked  # (B, M, Q)
         features = to_float32(self.teacher_patches(batch.all_views[0]))  # (B, N, D)
@@ -144,7 +147,10 @@ class BlockPrediction(Method):
         batch["features"] = features.view(*indices.shape, -1)  # (B, M, Q, D)
 
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the distance, averaged over patches of a block, blocks and images."""
+        """Return the distance, averaged over patches of a block, blocks and images.
+
+        ``output.prediction`` (B, M, Q, D).
+        """
         predicted = to_float32(output.prediction)  # (B, M, Q, D)
         distance = self.distance(predicted, batch["features"], reduction="none")
         inside = ~batch["mask"].asked_padding  # (B, M, Q)

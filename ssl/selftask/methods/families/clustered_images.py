@@ -1,4 +1,4 @@
-"""Methods that predict the clusters of all images, whose features they remember.
+"""Methods that predict clusters of images, from a memory bank with the features of all images.
 
 N: images of the data set, V: views that are remembered, B: images per rank, D: width of the head.
 """

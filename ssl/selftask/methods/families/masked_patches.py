@@ -145,7 +145,11 @@ class BlockMaskedPatches(MaskedPatches):
         return int(self.config.mask_ratio * grid[0] * grid[1])
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw masks; set ``batch["hidden"]`` to hidden indices (B, H) and their padding (B, H)."""
+        """Draw masks and set the input.
+
+        Sets ``batch["grid"]``, rows and columns of patches, and ``batch["hidden"]``, the indices
+        (B, H) of hidden patches and their padding (B, H).
+        """
         super().prepare_batch(batch, task)
         images, mask = batch.input
         batch["grid"] = adapter_of(task.base_model.backbone).grid(*images.shape[-2:])

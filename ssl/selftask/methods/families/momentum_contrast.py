@@ -104,7 +104,11 @@ class MomentumContrast(MomentumKeys):
             self.enqueue(*item)
 
     def enqueue(self, *keys: Tensor) -> None:
-        """Enqueue an item of ``pending``: by default one tensor of keys for each of the queues."""
+        """Enqueue an item of ``pending``.
+
+        Args:
+            keys: A tensor for each of ``queues()``: (B, D), or (B, V, D) if its entries are (V, D).
+        """
         for queue, rows in zip(self.queues(), keys, strict=True):
             queue.update(rows)
 

@@ -1,4 +1,4 @@
-"""Methods that predict the tokens of patches, which a frozen tokenizer gives of the whole image."""
+"""Methods that predict the tokens that a frozen tokenizer assigns to patches."""
 
 from __future__ import annotations
 

@@ -14,11 +14,14 @@ NONE = "none"
 
 
 def check_model(address: str, weights: str | None = None) -> None:
-    """Raise UserError if there is no model at an address, or no such file of weights.
+    """Raise UserError if an address has no model, or ``weights`` do not exist or do not apply.
+
+    It is not checked whether a remote file or run exists.
 
     Args:
         address: As in ``open_model``.
-        weights: Weights for a library's model, as in ``open_model``; None: the library's own.
+        weights: ``pretrained``, ``none`` (random), or a file for a library's model. None:
+            ``pretrained``. A file or run has its own: only ``pretrained`` and None are accepted.
     """
     library, name = split_address(address)
     if library:

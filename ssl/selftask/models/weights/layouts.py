@@ -244,7 +244,10 @@ def with_masked_biases(state: dict[str, Tensor], backbone: State) -> dict[str, T
 
 
 def grouped(keys: Iterable[str], prefix: str) -> dict[str, int]:
-    """Count keys by the first part in which they differ from ``prefix``."""
+    """Count keys by their beginning, up to the first part that differs from ``prefix``.
+
+    With the prefix ``model.backbone.``, ``model.head.weight`` counts for ``model.head``.
+    """
     beside, counts = prefix.split("."), dict[str, int]()
     for key in keys:
         parts = key.split(".")

@@ -47,7 +47,7 @@ def settings_of(row: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Result:
-    """Newest value of a metric of a run with some settings on some images."""
+    """Newest value of a metric for one run, settings of the evaluation, and sets of images."""
 
     metric: str
     run: str
