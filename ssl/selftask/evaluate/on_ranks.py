@@ -38,7 +38,7 @@ class _Sent:
 
 @contextmanager
 def connected(world: World, backbone: nn.Module) -> Iterator[None]:
-    """Context with a process group of the ranks; results are sent through the CPU.
+    """Context with a gloo process group of the ranks, and the same backbone on all of them.
 
     Args:
         world: This process.

@@ -27,7 +27,7 @@ from selftask.task import Task
 
 
 def evaluate_task(task: Task) -> dict[str, float]:
-    """Return the metrics of ``eval.evaluations`` and of ``eval.loss``.
+    """Return the metrics of ``eval.evaluations`` and of ``eval.loss``, and ``eval_images_per_s``.
 
     Without labels, evaluations that need some are left out. Those with ``takes_backbone = True``
     choose their images themselves, and all ranks share them.

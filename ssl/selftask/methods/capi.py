@@ -189,7 +189,10 @@ class CAPI(MaskedPatches, EMATeacher):
         }
 
     def assign(self, scores: Tensor) -> Tensor:
-        """Return balanced assignments for the scores (B, N, K) of patches."""
+        """Return assignments (B, N, K) for the scores (B, N, K) of patches, by Sinkhorn-Knopp.
+
+        They are balanced at each position, or over all patches; see ``position_wise``.
+        """
         rows = scores if self.config.position_wise else scores.flatten(0, 1)
         assigned = sinkhorn_knopp(
             rows,

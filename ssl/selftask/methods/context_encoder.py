@@ -120,7 +120,11 @@ class ContextEncoder(Method):
         return MapNetwork(backbone, decoder)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Set the input to images whose center, without a border of ``overlap`` pixels, is 0."""
+        """Set the input to images whose center, without a border of ``overlap`` pixels, is 0.
+
+        Raises:
+            UserError: If a side of the views is not 2 * ``center_size``.
+        """
         (images,) = batch.all_views
         size = self.config.center_size
         if images.shape[2:] != (2 * size, 2 * size):

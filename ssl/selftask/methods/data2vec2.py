@@ -174,7 +174,7 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         outputs.record()
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw masks, and the noise at hidden patches."""
+        """Draw masks and the noise at hidden patches, and set the input, see ``Inputs``."""
         super().prepare_batch(batch, task)
         images, keep = batch.input
         num_patches = math.prod(adapter_of(task.base_model.backbone).grid(*images.shape[-2:]))

@@ -161,7 +161,10 @@ class MSN(PrototypeLayer, EMATeacher):
 
     @torch.no_grad()
     def targets(self, features: Tensor) -> Tensor:
-        """Turn the teacher's features (B, D) into sharpened, balanced probabilities (B, K)."""
+        """Turn the teacher's features (B, D) into sharpened probabilities (B, K).
+
+        With ``sinkhorn_iterations``, they are balanced over the batch of all ranks.
+        """
         log_probs = self.log_probs(features, self.config.temperature * self.config.sharpening)
         return self.balanced(log_probs, 1.0) if self.config.sinkhorn_iterations else log_probs.exp()
 

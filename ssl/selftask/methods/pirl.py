@@ -68,7 +68,7 @@ class PIRL(MemoryContrast):
         return TilesNetwork(backbone, embed_dim(backbone), num_tiles, self.config.out_dim)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Draw the order of each image's tiles and the indices of its negatives."""
+        """Draw the order of each image's tiles, and ``batch["negatives"]`` (B, K)."""
         tiles = batch.views["tiles"]
         order = self.draw_negatives(batch, task, others=len(tiles)).argsort(dim=1, stable=True)
         batch.input = (batch.views["image"] + tiles, order)  # order (B, T)

@@ -48,7 +48,11 @@ class Rotation(Pretext):
         return nn.Linear(embed_dim, self.num_classes)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Rotate the images, which must be squares, counterclockwise without interpolation."""
+        """Rotate the images, which must be squares, counterclockwise without interpolation.
+
+        Sets ``batch["classes"]`` (V, B), the number of quarter turns. V is 1, one random rotation
+        of each image, or with ``all_rotations`` the number of rotations.
+        """
         (images,) = batch.all_views
         rotated = [torch.rot90(images, turns, (2, 3)) for turns in range(self.num_classes)]
         turns = torch.arange(self.num_classes, device=images.device)

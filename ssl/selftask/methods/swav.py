@@ -144,7 +144,7 @@ class SwAV(PrototypeLayer):
 
         Assignments are balanced over the batch of all ranks, and over the queue if it is used. Each
         rank contributes its share of the queue. Without the queue, batches much smaller than K
-        leave most clusters empty.
+        leave most clusters empty. If assignments are hard (``is_hard``), they are one-hot.
 
         Args:
             scores: (B, K).

@@ -43,6 +43,9 @@ def sinkhorn_knopp(
     Returns:
         Assignments of the shape of ``scores``, in full precision. They sum to one over K, except
         for such samples.
+
+    Raises:
+        ValueError: If ``iterations`` is less than 1.
     """
     if iterations < 1:
         raise ValueError(f"sinkhorn_knopp needs at least one iteration, got {iterations}")
@@ -127,6 +130,9 @@ def spherical_kmeans(
 
     Returns:
         Unit centroids (K, D) and the cluster of each row (N,).
+
+    Raises:
+        ValueError: If there are fewer rows than clusters.
     """
     if len(x) < num_clusters:
         raise ValueError(f"cannot make {num_clusters} clusters of {len(x)} rows; ask for fewer")

@@ -36,6 +36,9 @@ def mlp(
         last_bias: Add a bias to the last layer.
         activation: Function that builds the activation between layers.
 
+    Raises:
+        ValueError: If there are fewer than two sizes.
+
     Examples:
         ====================  =====================================================================
         SimCLR                ``mlp(E, E, 128, bias=False, last_bias=False, last_norm=True)``

@@ -49,6 +49,9 @@ class Teacher(nn.Module):
             network: The trained network, with the same parameters in the same order.
             momentum: Momentum in [0, 1], often from a schedule at ``task.where``; 1 leaves the
                 teacher unchanged.
+
+        Raises:
+            ValueError: If the numbers of parameters differ.
         """
         mine: list[Tensor] = list(self.network.parameters())
         theirs: list[Tensor] = list(network.parameters())

@@ -31,6 +31,9 @@ def sync_buffers(task: Task) -> None:
 def export_backbone(task: Task, student: str | None = None) -> nn.Module:
     """Return a trained backbone, unsharded, with merged adapters; every rank must call it.
 
+    A schedule-free optimizer gives its averaged weights. Hooks can change the result by
+    ``task.before_export``.
+
     Args:
         task: The task.
         student: Name in ``Method.further_backbones``; None for the backbone of the config.

@@ -214,7 +214,7 @@ class Task(Recorder, ClassyTaskNames):
         return exported.export_backbone(self, student)
 
     def sync_buffers(self) -> None:
-        """Give every rank the same buffers; every rank must call this method."""
+        """Give every rank the same buffers, by ``parallel.buffers``; every rank must call it."""
         exported.sync_buffers(self)
 
     def advance(self, batches: int = 1) -> None:

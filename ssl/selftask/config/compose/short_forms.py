@@ -140,7 +140,10 @@ def _expand_from(name: str, text: str, seen: tuple[str, ...]) -> dict[str, Any]:
 
 
 def look_up(name: str) -> dict[str, Any] | str | None:
-    """Return the catalog entry of a name, a ``data:`` section or another short form, or None.
+    """Return the catalog entry of a name, or None.
+
+    An entry is a ``data:`` section or another short form. The environment variable
+    ``variable(name)``, if set, replaces the path of the entry; without an entry it is returned.
 
     Raises:
         UserError: If the catalog is invalid; if the name only resembles an entry and no such file

@@ -94,7 +94,16 @@ class Descriptors:
         return unit(whiten(unit(torch.cat(list(vectors)).mean(dim=0, keepdim=True))))[0]
 
     def to_whiten(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Return the vectors (R, E) of an image that the whitening is fitted to."""
+        """Return the vectors of an image that the whitening is fitted to.
+
+        They are all those of all scales with ``rmac``, else one, their mean of unit length.
+
+        Args:
+            vectors: Result of ``vectors``.
+
+        Returns:
+            (n, E).
+        """
         if self.options.pool == "rmac":
             return torch.cat(list(vectors))
         return unit(torch.cat(list(vectors)).mean(dim=0, keepdim=True))

@@ -34,7 +34,7 @@ def average_precision(ranks: np.ndarray) -> float:
     """Return the mean of the precision at each positive.
 
     Args:
-        ranks: (n,), ascending from 0, n >= 1.
+        ranks: Ranks of the n >= 1 positives, (n,), ascending; the first image has rank 0.
     """
     return float(np.mean(np.arange(1, len(ranks) + 1) / (ranks + 1)))
 
@@ -46,7 +46,7 @@ def trapezoidal_average_precision(ranks: np.ndarray) -> float:
     it. The precision before the first image is 1.
 
     Args:
-        ranks: (n,), ascending from 0, n >= 1.
+        ranks: As for ``average_precision``.
     """
     hits = np.arange(len(ranks))
     before = np.where(ranks > 0, hits / np.maximum(ranks, 1), 1.0)

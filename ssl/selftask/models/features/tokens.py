@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
 
     @property
     def map(self) -> Tensor:
-        """The patches as a dense map (B, E, h, w)."""
+        """The patches as a dense map (B, E, h, w); ValueError if only some were encoded."""
         if self.grid is None:
             raise ValueError("some of the patches only: they form no map")
         return self.patches.transpose(1, 2).unflatten(2, self.grid)

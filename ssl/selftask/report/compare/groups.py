@@ -129,7 +129,7 @@ class Comparison:
 
 
 def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
-    """Return the runs in groups, in the given order.
+    """Group runs whose configs are equal except for the seed, in the given order.
 
     Args:
         records: The runs.
