@@ -38,7 +38,11 @@ class _LoadedAlone(MetaPathFinder, Loader):
         self.modules: dict[str, ModuleType] = {}
 
     def load(self, name: str) -> ModuleType:
-        """Load and return the module ``classy_vision.PACKAGE.LEAF``."""
+        """Load and return the module ``classy_vision.PACKAGE.LEAF``.
+
+        Raises:
+            UserError: If Classy Vision is not installed.
+        """
         if name in sys.modules:
             return sys.modules[name]
         root = importlib.util.find_spec("classy_vision")

@@ -55,6 +55,9 @@ def as_batch(item: Any, number: int, batches_per_epoch: int) -> Batch:
             dict of view groups; or a tuple of these and labels (B,).
         number: Index of the batch, counted from the start of training.
         batches_per_epoch: Number of batches per epoch.
+
+    Raises:
+        UserError: If the item is none of these, or its views are not floating-point tensors.
     """
     epoch, position = divmod(number, batches_per_epoch)
     if isinstance(item, Batch):

@@ -105,6 +105,9 @@ def create_task(
             of the object, its ``batch_sampler`` or ``sampler`` are called if they exist.
         hooks: As for ``train``.
         **settings: As for ``train``: ``data``, ``backbone``, ``out``, ``optimizer``, ...
+
+    Raises:
+        UserError: If a setting is wrong (ConfigError), or several local ranks are requested.
     """
     if not isinstance(recipe, str) or batches is not None:
         settings["method"] = recipe

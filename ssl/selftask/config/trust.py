@@ -21,7 +21,11 @@ _ADDRESSES = ("model", "dataset", "transform")
 
 
 def take_trust(words: list[str]) -> tuple[list[str], bool]:
-    """Return the words without ``trust=``, and whether the last ``trust=`` was ``true``."""
+    """Return the words without ``trust=``, and whether the last ``trust=`` was ``true``.
+
+    Raises:
+        UserError: If a value is neither ``true`` nor ``false``.
+    """
     values = [word.partition("=")[2] for word in words if word.startswith("trust=")]
     for value in values:
         if value not in ("true", "false"):

@@ -44,11 +44,15 @@ class Source(ABC):
         """Return image and label; raises BadImage."""
 
     def extra(self, index: int, name: str) -> Any:
-        """Return one of the ``extras`` of a sample; raises BadImage.
+        """Return one of the ``extras`` of a sample.
 
         Returns:
             For an image, uint8 (H, W, C) as in ``source[index]``. For a text, a str; an empty one
             counts as unreadable. For an array, a number or an array of one shape in all samples.
+
+        Raises:
+            BadImage: If it cannot be read.
+            KeyError: If the source has no such field.
         """
         raise KeyError(name)
 

@@ -169,7 +169,11 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a SLURM node list, such as ``gpu07`` of ``gpu[07-09,12],cpu1``."""
+    """Return the first host of a SLURM node list, such as ``gpu07`` of ``gpu[07-09,12],cpu1``.
+
+    Raises:
+        UserError: If the list names no host.
+    """
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", hosts)
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST={hosts!r} names no host")
@@ -178,7 +182,11 @@ def first_host(hosts: str) -> str:
 
 
 def expand_counts(tasks: str) -> list[int]:
-    """Return the number of tasks per node, such as ``[2, 2, 1]`` for SLURM's ``2(x2),1``."""
+    """Return the number of tasks per node, such as ``[2, 2, 1]`` for SLURM's ``2(x2),1``.
+
+    Raises:
+        UserError: If it is not a list of counts.
+    """
     counts: list[int] = []
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

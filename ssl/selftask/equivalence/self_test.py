@@ -29,7 +29,11 @@ def check_collectives(timeout_s: float = 60.0) -> str:
 
 
 def exchange(rank: int) -> float:
-    """Check the results of collectives, and return the time of an all_reduce in seconds."""
+    """Check the results of collectives, and return the time of an all_reduce in seconds.
+
+    Raises:
+        RunError: If a result is wrong.
+    """
     size = dist.get_world_size()
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     mine = torch.full((3,), float(rank + 1), device=device)

@@ -30,7 +30,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: bytes, path: str | Path) -> dict[str, Any]:
-    """Parse the content of a yaml file as ``read_yaml`` does; ``path`` is used in messages."""
+    """Parse the content of a yaml file as ``read_yaml`` does; ``path`` is used in messages.
+
+    Raises:
+        UnreadableFile: If it is no yaml mapping, or exceeds the limits on size and nesting.
+    """
     try:
         _check_levels(text)
         loader = _LOADER(text)

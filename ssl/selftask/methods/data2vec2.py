@@ -145,7 +145,11 @@ class Data2Vec2(MaskedPatches, EMATeacher):
         return int((1 - self.config.mask_ratio) * grid[0] * grid[1])
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Build the network, with fixed positions unless the backbone was loaded."""
+        """Build the network, with fixed positions unless the backbone was loaded.
+
+        Raises:
+            UserError: If ``decoder_groups`` does not divide the width of the backbone.
+        """
         config, width = self.config, embed_dim(backbone)
         self.check_grid(adapter_of(backbone).built_grid)
         if width % config.decoder_groups:

@@ -116,7 +116,11 @@ class DetCon(EMATeacher):
         batch.input, batch["ids"] = (batch.all_views, masks), torch.stack(ids)
 
     def segments(self, batch: Batch) -> Tensor:
-        """Return the segment number of each part of the images, (B, h, w) int64."""
+        """Return the segment number of each part of the images, (B, h, w) int64.
+
+        Raises:
+            UserError: If the masks of the data are not uint8 (h, w).
+        """
         name = self.config.masks
         if name is not None:
             masks = batch.extras[name]

@@ -107,7 +107,11 @@ class MixMIM(KeptPatches):
         return MixedNetwork(backbone, decoder)
 
     def squares(self, grid: Grid) -> Grid:
-        """Return rows and columns of squares of the total stride, for a grid of patches."""
+        """Return rows and columns of squares of the total stride, for a grid of patches.
+
+        Raises:
+            UserError: If the images cannot be divided into such squares.
+        """
         if any(length % self.patches_per_side for length in grid):
             rows, columns = (length * self.side // self.patches_per_side for length in grid)
             raise UserError(

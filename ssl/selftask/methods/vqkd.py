@@ -100,7 +100,11 @@ class VQKD(Method):
                 )
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Open the teacher, and build the tokenizer with its decoder."""
+        """Open the teacher, and build the tokenizer with its decoder.
+
+        Raises:
+            UserError: If a step has fewer patches than codes.
+        """
         trained = self.open_trained("teacher", task)
         self.teacher = PatchTeacher(trained.network.backbone, "method.teacher")
         config, grid = self.config, adapter_of(backbone).built_grid

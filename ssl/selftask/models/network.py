@@ -98,7 +98,10 @@ class Network(nn.Module):
 
     @property
     def embedding(self) -> Tensor | None:
-        """Pooled features of the last call, (V*B, E), detached, for logging; not in the state."""
+        """Pooled features of the last call, (V*B, E), detached, for logging; None before a call.
+
+        They are not in the state.
+        """
         if len(self._passes) > 1:
             self._passes = [torch.cat(self._passes)]
         return self._passes[0] if self._passes else None

@@ -155,7 +155,7 @@ class RunRecord:
 
     @property
     def ended(self) -> datetime | None:
-        """Time of reading if the run is active, else of the status, else of the last event."""
+        """Time of reading if the run is active, else of the status, of the last event, or None."""
         if self.state == "running":
             return datetime.fromtimestamp(self.read_at).astimezone()
         if self.status.get("updated"):

@@ -21,7 +21,12 @@ _MACHINE = ("python", "platform", "cpu", "cpus", "memory_gib", "gpus", "cuda")
 
 
 def read_environment(run: Path) -> dict[str, Any]:
-    """Return the ``environment.json`` of a run; raise UserError if it is missing or invalid."""
+    """Return the ``environment.json`` of a run.
+
+    Raises:
+        UserError: If it is missing.
+        UnreadableFile: If it is invalid.
+    """
     path = run / environment.FILE
     if not exists(path):
         raise UserError(f"{run}: no run, or one that never began: there is no {path}")
@@ -88,7 +93,11 @@ def recipe_words(there: dict[str, Any]) -> list[str]:
 
 
 def command(run: Path, there: dict[str, Any]) -> list[str]:
-    """Return the shell lines that repeat a run in a new folder, each word quoted."""
+    """Return the shell lines that repeat a run in a new folder, each word quoted.
+
+    Raises:
+        UnreadableFile: If the recorded commit is not a hash.
+    """
     git, folder = there.get("git") or {}, there.get("folder")
     run = run.resolve()
     commands = [["cd", folder]] if folder and not folder.startswith("-") else []

@@ -294,7 +294,12 @@ class Task(Recorder, ClassyTaskNames):
             self.batches = wrap(self, self.batches)
 
     def step(self) -> None:
-        """Call the train step once; raise StopIteration at the end of the phase."""
+        """Call the train step once.
+
+        Raises:
+            StopIteration: At the end of the phase.
+            RuntimeError: If ``on_phase_start`` was not called before.
+        """
         if self.phase_begun < 0:
             raise RuntimeError("step() before on_phase_start(); Trainer().train(task) calls both")
         if self.train:
@@ -322,7 +327,11 @@ class Task(Recorder, ClassyTaskNames):
         self.train_step_function(self)
 
     def on_phase_end(self) -> None:
-        """Sum the meters over ranks, and count the phase."""
+        """Sum the meters over ranks, and count the phase.
+
+        Raises:
+            RuntimeError: If the train step did not use all batches of the phase.
+        """
         if self.train and not self.clock.stopped and self.clock.batch != self._phase_stop:
             raise RuntimeError(
                 f"the phase ended at batch {self.clock.batch} of {self._phase_stop}: a train step "

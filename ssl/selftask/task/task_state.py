@@ -87,7 +87,7 @@ def _place_of_backbone(task: Task) -> str:
 
 
 def restore(task: Task, state: dict[str, Any]) -> None:
-    """Restore the state of all parts, which must match exactly."""
+    """Restore the state of all parts; torch's errors and ValueError if they do not match."""
     reduction = task.reduction
     task.base_model.load_state_dict(reduction.shard_state(task.base_model, state["model"]))
     task.loss.load_state_dict(reduction.shard_state(task.loss, state["method"]))
@@ -218,7 +218,12 @@ def _read(task: Task, path: Path) -> dict[str, Any]:
 
 
 def resume(task: Task) -> bool:
-    """Load the checkpoint that ``resume`` selects; return True if there was one."""
+    """Load the checkpoint that ``resume`` selects; return True if there was one.
+
+    Raises:
+        UserError: If the checkpoint does not fit the config or the data, or there is no space left
+            to write others.
+    """
     _check_space(task)
     folder = task.out / "checkpoints"
     asked = task.resume_from or asked_checkpoint(task.config)

@@ -152,7 +152,11 @@ def _data(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
 
 
 def flow(value: Any) -> str:
-    """Format a value for Hydra's command-line grammar, with every string in quotes."""
+    """Format a value for Hydra's command-line grammar, with every string in quotes.
+
+    Raises:
+        UserError: If a string has a reference, ``${...}``.
+    """
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -43,7 +43,11 @@ class Recipe:
 
 @cache
 def folder() -> Path:
-    """Return the folder of shipped recipes: ``configs/`` in a checkout or in the package."""
+    """Return the folder of shipped recipes: ``configs/`` in a checkout or in the package.
+
+    Raises:
+        ConfigError: If there is none.
+    """
     package = Path(selftask.__file__).resolve().parent
     for candidate in (package.parents[1] / "configs", package / "configs"):
         if candidate.is_dir():

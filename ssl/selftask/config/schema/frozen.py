@@ -44,7 +44,7 @@ class FrozenModule:
 
     @property
     def library(self) -> str | None:
-        """``timm`` or ``torchvision``, if the model is one of theirs."""
+        """``timm`` or ``torchvision`` if the model is one of theirs, else None."""
         before, colon, _ = self.model.partition(":")
         return before if colon and before in LIBRARIES else None
 

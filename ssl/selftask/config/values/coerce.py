@@ -31,7 +31,12 @@ class Mismatch(Exception):
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """Return ``value`` as an instance of ``annotation``; raise Mismatch if it is not one."""
+    """Return ``value`` as an instance of ``annotation``.
+
+    Raises:
+        Mismatch: If the value does not fit.
+        UserError: If config fields may not have this annotation.
+    """
     if annotation is Any:
         return value
     if annotation in _NODES:

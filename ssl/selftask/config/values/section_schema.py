@@ -28,7 +28,11 @@ class Schema:
 
     @classmethod
     def of(cls, config: type | None, owner: str = "", without: Iterable[str] = ()) -> Schema:
-        """Return the schema of ``config`` except the fields ``without``; empty for None."""
+        """Return the schema of ``config`` except the fields ``without``; empty for None.
+
+        Raises:
+            UserError: If it is no dataclass, or its annotations cannot be resolved.
+        """
         if config is None:
             return cls({}, {}, owner)
         if not dataclasses.is_dataclass(config):

@@ -82,7 +82,11 @@ class _Filling:
         self.bad_files = bad_files
 
     def into(self, file: IO[bytes], free: Callable[[], int]) -> Store:
-        """Decode all images into an empty file and map it; ``free`` returns the free space."""
+        """Decode all images into an empty file and map it; ``free`` returns the free space.
+
+        Raises:
+            UserError: If there is not enough space, or the file cannot be written.
+        """
         started = time.perf_counter()
         store = Store(len(self.source), channels_of(self.source))
         images: Any = EvalBatches(

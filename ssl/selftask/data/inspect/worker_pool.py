@@ -137,7 +137,11 @@ class _Worker(Generic[T]):
             yield self.assigned.popleft(), result
 
     def replace(self, reason: str) -> Iterator[tuple[int, Lost]]:
-        """Start another process, and yield ``Lost`` for the image that the old one was reading."""
+        """Start another process, and yield ``Lost`` for the image that the old one was reading.
+
+        Raises:
+            RunError: If more than MAX_IDLE_DEATHS processes ended before they had read an image.
+        """
         if self._reads:
             yield self.assigned.popleft(), Lost(reason)
         else:

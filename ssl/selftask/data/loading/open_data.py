@@ -72,7 +72,11 @@ def _open_named(component: Component, key: str) -> Source:
 
 
 def open_val(component: Component, train: Source, key: str) -> Source:
-    """Open a validation set and number its classes like those of the training images."""
+    """Open a validation set and number its classes like those of the training images.
+
+    Raises:
+        UserError: If it cannot be opened, or has another number of channels or other classes.
+    """
     source = _open_named(component, key)
     if channels_of(source) != channels_of(train):
         raise UserError(

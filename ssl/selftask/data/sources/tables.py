@@ -117,7 +117,11 @@ class TableSource(FileSource):
             add(np.ascontiguousarray(side, dtype="<f4").tobytes())
 
     def extra(self, index: int, name: str) -> Any:
-        """Return an image of another column, a caption, or a number as float32."""
+        """Return an image of another column, a caption, or a number as float32.
+
+        Raises:
+            BadImage: If the cell of an image is empty, or the image cannot be read.
+        """
         cell = self._extras[name][index]
         if self.extras[name] != "image":
             return cell

@@ -132,7 +132,11 @@ class ProbeInputs:
 
 
 def augmented(transforms: Sequence[Component]) -> list[Component]:
-    """Return random crops and flips of the size of ``eval.transforms``, then its ``normalize``."""
+    """Return random crops and flips of the size of ``eval.transforms``, then its ``normalize``.
+
+    Raises:
+        UserError: If the size of ``eval.transforms`` is not known.
+    """
     size = nominal_size(list(transforms))
     if size is None:
         raise UserError(

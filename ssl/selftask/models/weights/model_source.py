@@ -127,7 +127,11 @@ def _describe(
 
 
 def read_init(config: Config) -> State | None:
-    """Return the weights of ``init.backbone``; None if all weights come from a checkpoint."""
+    """Return the weights of ``init.backbone``; None if all weights come from a checkpoint.
+
+    Raises:
+        UserError: If they cannot be read, or ``init.rename`` or ``init.prefix`` do not apply.
+    """
     init = config.init
     if init.backbone is None or goes_on(config):
         return None
@@ -318,7 +322,11 @@ def _transforms(
 
 
 def download(library: str, name: str) -> dict[str, Tensor]:
-    """Return the library's pretrained weights, from its cache or the network."""
+    """Return the library's pretrained weights, from its cache or the network.
+
+    Raises:
+        UserError: If they cannot be fetched.
+    """
     try:
         if library == "timm":
             import timm

@@ -59,6 +59,9 @@ def weights_at(checkpoint: Mapping[str, Any], path: str) -> dict[str, Tensor]:
     """Return the weights of a module in a checkpoint, such as ``method.teacher.network.head``.
 
     Adapters (``backbone.lora``) are merged.
+
+    Raises:
+        UserError: If the checkpoint lacks the first part of the path.
     """
     part, _, prefix = path.partition(".")
     weights = checkpoint.get(part)

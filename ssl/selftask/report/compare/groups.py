@@ -51,13 +51,13 @@ class Member:
 
     @property
     def images_per_s(self) -> float | None:
-        """Median throughput of the rows."""
+        """Median throughput of the rows, or None if it was not logged."""
         rates = self.record.columns.get("images_per_s")
         return statistics.median(rates.values) if rates else None
 
     @property
     def memory(self) -> float | None:
-        """Peak memory in bytes: of the device if it was measured, else of the process."""
+        """Peak memory in bytes: of the device or else of the process; None if not logged."""
         columns = self.record.columns
         megabytes = columns.get("device_memory_mb") or columns.get("memory_mb")
         return max(megabytes.values) * MIB if megabytes else None
@@ -83,7 +83,7 @@ class Group:
         return self._over([member.best(column) for member in self.counted])
 
     def cost(self, name: str) -> Interval | None:
-        """Return the mean of ``seconds``, ``images_per_s`` or ``memory`` over the runs."""
+        """Return the mean of ``seconds``, ``images_per_s`` or ``memory``; None if all runs lack it."""
         return self._over([getattr(member, name) for member in self.counted])
 
     def _over(self, values: Sequence[float | None]) -> Interval | None:

@@ -44,7 +44,11 @@ class Site:
         return whole.relative_to(self.root).as_posix()
 
     def split(self, parts: Sequence[str]) -> tuple[str, list[str]]:
-        """Return the name of the run in the first parts of a path, and the remaining parts."""
+        """Return the name of the run in the first parts of a path, and the remaining parts.
+
+        Raises:
+            NotThere: If they name no run.
+        """
         lines = self.lines()
         for count in range(len(parts), 0, -1):
             name = "/".join(parts[:count])

@@ -61,7 +61,7 @@ def describe_for_huggingface(backbone: nn.Module, facts: dict[str, Any]) -> dict
 
 
 def preprocessing_problem(config: dict[str, Any]) -> str | None:
-    """Return how the preprocessing of ``config.json`` differs from the evaluation's, if it does.
+    """Return how the preprocessing of ``config.json`` differs from the evaluation's, or None.
 
     It can be a resize of the shorter side and a crop of at most this size, and ``normalize``.
 
