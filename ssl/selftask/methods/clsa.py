@@ -64,7 +64,7 @@ class CLSA(MomentumContrast, EMATeacher):
         strong_temperature: float = setting(0.2, above=0)
         """Temperature of the similarities in the term of strong views, for both kinds of views."""
         strong_weight: float = setting(1.0, min=0)
-        """Weight of the term of strong views, beta."""
+        """Weight of the term of strong views, alpha."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -73,7 +73,10 @@ class SupCon(BatchContrast):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of equal similarities: temperature / 0.07 * ln(views * batch - 1), at least."""
+        """Loss of equal similarities: temperature / 0.07 * ln(views * batch - 1), at least.
+
+        None with ``sum_positives: inside``.
+        """
         if self.config.sum_positives == "inside":
             return None  # depends on the number of positives
         return self.config.temperature / BASE_TEMPERATURE * math.log(self.num_others)

@@ -294,12 +294,7 @@ class Task(Recorder, ClassyTaskNames):
             self.batches = wrap(self, self.batches)
 
     def step(self) -> None:
-        """Call the train step once.
-
-        Raises:
-            StopIteration: At the end of the phase.
-            RuntimeError: If ``on_phase_start`` was not called before.
-        """
+        """Call the train step once; raise StopIteration at the end of the phase."""
         if self.phase_begun < 0:
             raise RuntimeError("step() before on_phase_start(); Trainer().train(task) calls both")
         if self.train:

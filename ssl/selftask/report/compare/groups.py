@@ -83,7 +83,7 @@ class Group:
         return self._over([member.best(column) for member in self.counted])
 
     def cost(self, name: str) -> Interval | None:
-        """Return the mean of ``seconds``, ``images_per_s`` or ``memory``; None if all runs lack it."""
+        """Return the mean of ``seconds``, ``images_per_s`` or ``memory``; None if no run has it."""
         return self._over([getattr(member, name) for member in self.counted])
 
     def _over(self, values: Sequence[float | None]) -> Interval | None:
