@@ -44,15 +44,11 @@ class Source(ABC):
         """Return image and label; raises BadImage."""
 
     def extra(self, index: int, name: str) -> Any:
-        """Return one of the ``extras`` of a sample.
+        """Return one of the ``extras`` of a sample; raises BadImage, or KeyError for another name.
 
         Returns:
             For an image, uint8 (H, W, C) as in ``source[index]``. For a text, a str; an empty one
             counts as unreadable. For an array, a number or an array of one shape in all samples.
-
-        Raises:
-            BadImage: If it cannot be read.
-            KeyError: If the source has no such field.
         """
         raise KeyError(name)
 
