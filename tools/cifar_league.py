@@ -32,7 +32,7 @@ from torch import nn
 
 import league_page
 from league import RESULTS, Runs, best_factor
-from league_plan import BASELINES, PIXELS, Net, held_out, network_of
+from league_plan import BASELINES, PIXELS, Net, Protocol, held_out, network_of, training_alone
 from selftask.api.objects import overrides
 from selftask.config.load import load_config
 from selftask.config.schema import Config
@@ -45,42 +45,23 @@ from selftask.task import Task
 from selftask.task.exported import export_backbone
 from selftask.task.loop import train_loop
 
-MARK = "tools/cifar_league.py"
 NORMALIZE = {"name": "normalize", "stats": "cifar10"}
 CROP = {"name": "random_resized_crop", "size": 32, "scale": [0.2, 1.0], "interpolation": "bicubic"}
-COLORS = [
-    {
-        "name": "color_jitter",
-        "brightness": 0.4,
-        "contrast": 0.4,
-        "saturation": 0.4,
-        "hue": 0.1,
-        "p": 0.8,
-    },
-    {"name": "grayscale", "p": 0.2},
-]
+STRENGTHS = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}
+COLORS = [{"name": "color_jitter", "p": 0.8, **STRENGTHS}, {"name": "grayscale", "p": 0.2}]
 METHODS = (
     *("simclr", "mae", "dino", "barlow", "swav", "byol", "ibot", "moco", "rotation", "vicreg"),
     *("simsiam", "nnclr", "ijepa", "supervised", "dcl", "data2vec", "mmcr", "tico", "maskfeat"),
     *("ressl", "lejepa", "simmim", "dinov2", "deepcluster", "mocov3", "msn", "npid", "mec"),
-    *(
-        "frossl",
-        "corinfomax",
-        "all4one",
-        "directclr",
-        "crossmae",
-        "aim",
-        "wmse",
-        "visreg",
-        "supcon",
-    ),
+    *("frossl", "corinfomax", "all4one", "directclr", "crossmae", "aim", "wmse", "visreg"),
+    "supcon",
 )
 """Methods in the order in which they run: one of each family first."""
 
 
-@dataclass(frozen=True)
-class CifarLeague:
-    """Networks and budget."""
+@dataclass(frozen=True, kw_only=True)
+class CifarLeague(Protocol):
+    """Networks and budget; learning rates are relative to those of the ``digits`` recipes."""
 
     networks: dict[str, Net] = field(
         default_factory=lambda: {
@@ -91,16 +72,6 @@ class CifarLeague:
     images: int = 10 * 50_000
     """Training images read by a run; several views of an image count once."""
     batch_size: int = 256
-    factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
-    """The search: learning rates relative to that of the ``digits`` recipe."""
-    search_length: float = 1 / 3
-    """Length of the runs of the search, relative to ``images``."""
-    search_seed: int = 0
-    seeds: tuple[int, ...] = (1, 2, 3)
-    kept: float = 0.8
-    """Share of the training images that the runs of the search train on. The others rate them."""
-    repeats: int = 3
-    """Draws of 10 labels per class."""
 
 
 def settings(
@@ -117,10 +88,7 @@ def settings(
     made["optimizer.lr"] = factor * float(given["optimizer"]["lr"])
     made |= {"train.epochs": None, "train.max_steps": steps, "train.seed": seed}
     made |= {"train.batch_size": league.batch_size, "train.log_every": 500, "train.threads": 1}
-    for hook in ("checkpoint", "export", "preemption", "progress", "evaluation", "train_meters"):
-        made[f"hooks.{hook}"] = None
-    made |= {f"meters.{name}": None for name in given["meters"]}
-    return recipe, made | evaluation(league)
+    return recipe, made | training_alone(given) | evaluation(league)
 
 
 def for_photographs(item: dict[str, Any]) -> list[dict[str, Any]]:
@@ -138,11 +106,8 @@ def for_photographs(item: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def evaluation(league: CifarLeague) -> dict[str, Any]:
-    few = {"few_labels": [10], "repeats": league.repeats}
-    return {
-        "eval.transforms": [NORMALIZE],
-        "eval.evaluations": {"knn": {}, "linear": few, "spectrum": {}},
-    }
+    """Return the settings of the evaluations."""
+    return {"eval.transforms": [NORMALIZE], "eval.evaluations": league.evaluations}
 
 
 def data(images: Path) -> dict[str, Any]:
@@ -188,12 +153,14 @@ class Runner:
         )
 
     def seed(self, method: str, seed: int) -> None:
-        made = partial(self.one, method, steps=self._steps(1.0), seed=seed, search=False)
+        """Run a method with all images, after its search; or a baseline on each network."""
         if method in BASELINES:
             for name in self.league.networks:
                 self.of(method).run(f"{name}_{seed}", partial(self.baseline, method, name, seed))
-        else:
-            self.of(method).run(f"images_{seed}", partial(made, self.search(method)))
+            return
+        factor = self.search(method)
+        made = partial(self.one, method, factor, steps=self._steps(1.0), seed=seed, search=False)
+        self.of(method).run(f"images_{seed}", made)
 
     def _steps(self, share: float) -> int:
         return round(share * self.league.images / self.league.batch_size)
@@ -216,10 +183,8 @@ class Runner:
 
     def baseline(self, method: str, name: str, seed: int) -> dict[str, Any]:
         """Evaluate raw pixels, or a network with initial weights."""
-        more: dict[str, Any] = {"backbone": {"name": name, **self.league.networks[name].backbone}}
-        if name.startswith("vit"):
-            more["backbone"]["pool"] = "avg"
-        more |= {"train.seed": seed, "views.main.transforms": [CROP, NORMALIZE]}
+        more = {"train.seed": seed, "backbone": self.league.backbone(name)}
+        more |= {"views.main.transforms": [CROP, NORMALIZE]}
         more |= {**evaluation(self.league), **self.data}
         config = load_config("simclr/digits", overrides(more))
         torch.manual_seed(seed)
@@ -254,8 +219,8 @@ def rate(
 
 def table(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the table of docs/league.md: the best run of the search, and the runs of all images."""
-    search, last = "search: lr | k-NN | linear", "all images: k-NN | linear | 10 labels"
-    yield f"\n| method | network | {search} | {last} |\n"
+    heads = "search: lr | k-NN | linear", "all images: k-NN | linear | 10 labels"
+    yield f"\n| method | network | {' | '.join(heads)} |\n"
     yield "|---" * 8 + "|\n"
     rows = []
     for method in (name for name in METHODS if name in entries):
@@ -331,7 +296,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.page or options.check:
         return league_page.update(
-            MARK, table(league_page.read(options.out, "cifar10")), check=options.check
+            "tools/cifar_league.py",
+            table(league_page.read(options.out, "cifar10")),
+            check=options.check,
         )
     if options.images is None:
         parser.error("--images is missing")

@@ -251,9 +251,7 @@ def run_baseline(runs: Runs, scratch: Path) -> None:
             def make(name: str = name, net: Any = net, seed: int = seed) -> dict[str, Any]:
                 more = {"data.size": net.size, "data.val.size": net.size, "data.num_workers": 0}
                 more |= {"train.seed": seed, "train.threads": 1, "out": scratch / "none"}
-                more |= {"backbone": {"name": name, **net.backbone}, **evaluation(league)}
-                if name.startswith("vit"):
-                    more["backbone"]["pool"] = "avg"
+                more |= {"backbone": league.backbone(name), **evaluation(league)}
                 config = load_config("simclr/digits", overrides(more))
                 torch.manual_seed(seed)
                 flat = runs.method == PIXELS

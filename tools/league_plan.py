@@ -50,18 +50,11 @@ class Net:
     backbone: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class League:
-    """Data and budget of a league."""
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """Networks, search and seeds of a league."""
 
-    title: str
-    nuisance: tuple[dict[str, Any], ...]
-    """Transforms of all images, in training and evaluation."""
     networks: dict[str, Net] = field(default_factory=dict)
-    seconds: float = 60.0
-    """First budget: seconds of CPU time of the training of one run."""
-    images: int = 24 * 1347
-    """Second budget: number of training images read; several views of an image count once."""
     factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
     """The search: learning rates relative to that of the recipe."""
     search_length: float = 1 / 3
@@ -72,6 +65,30 @@ class League:
     """Share of the training images that the runs of the search train on. The others rate them."""
     repeats: int = 3
     """Draws of 10 labels per class."""
+
+    @property
+    def evaluations(self) -> dict[str, Any]:
+        """Evaluations of every run."""
+        few = {"few_labels": [10], "repeats": self.repeats}
+        return {"knn": {}, "linear": few, "spectrum": {}}
+
+    def backbone(self, name: str) -> dict[str, Any]:
+        """Return the ``backbone`` section of a network without weights of a method."""
+        made = {"name": name, **self.networks[name].backbone}
+        return {**made, "pool": "avg"} if name.startswith("vit") else made
+
+
+@dataclass(frozen=True, kw_only=True)
+class League(Protocol):
+    """Data and budget of a league on a CPU."""
+
+    title: str
+    nuisance: tuple[dict[str, Any], ...]
+    """Transforms of all images, in training and evaluation."""
+    seconds: float = 60.0
+    """First budget: seconds of CPU time of the training of one run."""
+    images: int = 24 * 1347
+    """Second budget: number of training images read; several views of an image count once."""
 
 
 LEAGUES = {
@@ -153,20 +170,19 @@ def settings(
     made["optimizer.lr"] = factor * float(given["optimizer"]["lr"])
     made |= {"train.epochs": None, "train.max_steps": steps, "train.seed": seed}
     made |= {"train.threads": 1, "train.device": "cpu"}
-    for hook in ("checkpoint", "export", "preemption", "progress", "evaluation", "train_meters"):
-        made[f"hooks.{hook}"] = None
-    made |= {f"meters.{name}": None for name in given["meters"]}  # they add test phases
-    made |= evaluation(league)
-    return recipe, made
+    return recipe, made | training_alone(given) | evaluation(league)
+
+
+def training_alone(given: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without checkpoints, evaluations and test phases, for a recipe's values."""
+    hooks = ("checkpoint", "export", "preemption", "progress", "evaluation", "train_meters")
+    off = [f"hooks.{name}" for name in hooks] + [f"meters.{name}" for name in given["meters"]]
+    return dict.fromkeys(off)
 
 
 def evaluation(league: League) -> dict[str, Any]:
     """Return the settings of the evaluations."""
-    few = {"few_labels": [10], "repeats": league.repeats}
-    return {
-        "eval.transforms": list(league.nuisance),
-        "eval.evaluations": {"knn": {}, "linear": few, "spectrum": {}},
-    }
+    return {"eval.transforms": list(league.nuisance), "eval.evaluations": league.evaluations}
 
 
 def _shared(league: League, item: dict[str, Any]) -> dict[str, Any]:

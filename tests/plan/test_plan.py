@@ -275,3 +275,26 @@ def test_measure_times_the_steps_of_one_rank(monkeypatch: pytest.MonkeyPatch) ->
     rate = make_plan(config, Assumptions(), measured=True).given.images_per_s
     assert rate is not None
     assert 0.5 * 64 / 0.05 < rate <= 64 / 0.05, "both ranks, with 32 images a step each"
+
+
+def test_measure_waits_for_the_device_after_blocks_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+
+    def step(task: FakeTask) -> None:
+        events.append("step")
+        time.sleep(0.05)
+
+    class Noting(Sleeping):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.train_step_function = step
+
+    monkeypatch.setattr(measure, "_SECONDS", 0.8)
+    monkeypatch.setattr(measure, "FakeTask", Noting)
+    monkeypatch.setattr(measure, "wait_for", lambda device: events.append("wait"))
+    make_plan(load_config("simclr/digits", []), Assumptions(), measured=True)
+    blocks = [part.split() for part in " ".join(events).split("wait") if part.strip()]
+    assert len(blocks[0]) == 1, "the first step, which is not timed"
+    assert all(1 < len(block) <= 10 for block in blocks[1:]), "of half a second"

@@ -91,14 +91,17 @@ class FakeTask(Task):
     def read(self, size: int, steps: int = 1) -> list[Batch]:
         """Return the batches of the next ``steps`` steps, with ``size`` samples each.
 
-        As in a run, the method prepares each when the step reads it; without the fake tensor mode,
-        since masks are drawn on the host and need values.
+        Steps have the same views. As in a run, the method prepares each batch when the step reads
+        it; without the fake tensor mode, since masks are drawn on the host and need values.
         """
-        batches = []
-        for _ in range(self.config.train.accumulate * steps):
-            with self.mode:
-                views = self.data_module.views(size, self.device)
-            batches.append(self.data_module.batch(views, size, self.device))
+        with self.mode:
+            number = self.config.train.accumulate
+            views = [self.data_module.views(size, self.device) for _ in range(number)]
+        batches = [
+            self.data_module.batch(dict(of_batch), size, self.device)
+            for _ in range(steps)
+            for of_batch in views
+        ]
         self.batches = self._prepared([*batches])
         return batches
 

@@ -50,6 +50,7 @@ def info_nce(features: Tensor, positive: Tensor, negatives: Tensor, temperature:
     """
     right, wrong = _similarities(features, positive, negatives, temperature)
     logits = torch.cat([right[:, None], wrong], dim=1)  # (B, 1 + K)
+    # with more than two dimensions, F.cross_entropy has no deterministic form on CUDA
     return (logits.logsumexp(dim=1) - right).mean()
 
 
