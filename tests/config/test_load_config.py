@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from selftask.cli.main import main as cli
 from selftask.config.compose import recipes
+from selftask.config.compose.recipe_files import read_recipe
 from selftask.config.config_class import config_class
 from selftask.config.difference import difference
 from selftask.config.explain import explain
@@ -213,6 +215,23 @@ def test_hydras_grammar(project: Path) -> None:
     assert config.views["main"].transforms[0].args == {"size": 28, "scale": (0.5, 1.0)}
     assert config.train.max_steps == 8
     assert config.place("views.main.transforms.0.size").startswith("command line: views")
+
+
+SCALARS = (
+    "1 -1 +1 01 08 1_000 0x1f 1:30 1. .5 -.5 1.5 1e3 1e-3 1E-3 1.5e+3 -1e3 1_0.5e1 .5e-3 1e 1e- e3 "
+    ".inf -.inf yes no on null ~ 2026-11-28 2026-11-28T10:00:00 1.2.3 '1e3'"
+)
+
+
+def test_scalars_of_a_recipe_are_those_of_omegaconf(tmp_path: Path) -> None:
+    path = tmp_path / "scalars.yaml"
+    path.write_text("".join(f"{index}: {text}\n" for index, text in enumerate(SCALARS.split())))
+    expected = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(expected, dict)
+    values = read_recipe(path).layer.values
+    assert {key: repr(value) for key, value in values.items()} == {
+        str(key): repr(value) for key, value in expected.items()
+    }
 
 
 def test_short_form_from_the_environment(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf._utils import get_yaml_loader
 
 from selftask.config.compose.provenance import Layer, Layers, show_path
 from selftask.config.compose.recipes import Bases
@@ -67,6 +66,29 @@ _FRAMEWORKS = {
     ),
 }
 _OF_MMSELFSUP = ("_base_", "default_scope", "model = dict(", "model=dict(")
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads scalars as OmegaConf does: ``1e-3`` is a number, a date is text."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping; raise ConstructorError if it has a key twice."""
+        lines: dict[str, yaml.Mark] = {}
+        for key, _ in node.value:
+            if key.tag == _TEXT and lines.setdefault(key.value, key.start_mark) != key.start_mark:
+                problem = f"found duplicate key {key.value}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_TEXT = yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG
+_EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
 
 
 def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[DictConfig, Layers]:
@@ -162,9 +184,10 @@ def read_recipe(path: Path, address: str | None = None) -> RecipeFile:
 def _parse(text: str, shown: str) -> tuple[Any, yaml.Node | None]:
     """Return the values of a file and its syntax tree; raise ConfigError for invalid yaml."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
         check_size(node)
-        return yaml.load(text, Loader=get_yaml_loader()), node
+        return (None if node is None else loader.construct_document(node)), node
     except yaml.YAMLError as error:
         raise ConfigError([_explain_yaml(error, shown)]) from error
     except (ValueError, RecursionError) as error:  # such as 5,000 digits or 1,000 brackets
