@@ -34,7 +34,8 @@ def failure(folder: Path, *more: str, method: str = "simclr") -> str:
 @pytest.mark.parametrize("step", [3, 7])  # before the first checkpoint, and after it
 def test_stop_finds_the_step_and_dumps_it(tmp_path: Path, step: int) -> None:
     text = failure(tmp_path, inject("nan_input", step), "train.log_every=4")
-    assert f"the loss is nan at step {step} on rank 0: its images are not finite" in text
+    image = r"\(view main\[0\] of \S+\)"
+    assert re.search(rf"is nan at step {step} on rank 0: its images are not finite {image}", text)
     assert "Look at the images that the replay lists" in text and "optimizer.lr" not in text
     folder = tmp_path / "run/failures" / f"step_{step}"
     assert str(folder) in text
@@ -45,7 +46,7 @@ def test_stop_finds_the_step_and_dumps_it(tmp_path: Path, step: int) -> None:
     assert result.module.startswith("network.backbone.")
     assert "Conv2d" in result.module
     assert "not finite either" in result.module
-    assert result.images[0].startswith("view main[0] of 1 images")
+    assert result.images[0] in text
     assert not result.weights
     assert result.gradients
 
@@ -219,4 +220,4 @@ def test_one_of_two_ranks(tmp_path: Path) -> None:
     assert result.ranks == 2
     assert result.same
     assert "on rank 1" in result.problem
-    assert result.images[0].startswith("view main[0] of 1 images")
+    assert result.images[0] in text

@@ -143,6 +143,7 @@ def class_source(module: str, path: Path, registration: str) -> ClassSource | No
     return ClassSource(source, node) if isinstance(node, ast.ClassDef) else None
 
 
+@cache
 def is_dataclass(node: ast.ClassDef) -> bool:
     """Return whether a class is decorated as a dataclass."""
     return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)

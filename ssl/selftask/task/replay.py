@@ -18,7 +18,7 @@ from selftask.config.load import load_config
 from selftask.config.trust import refuse_addresses
 from selftask.errors import UserError, explained, join_some, nearest_path
 from selftask.hooks.failures.dump import unpack
-from selftask.hooks.failures.non_finite import is_finite
+from selftask.hooks.failures.non_finite import is_finite, non_finite_images
 from selftask.random import process_state
 from selftask.random.keyed import LAYER_DRAWS
 from selftask.task import Task
@@ -128,7 +128,7 @@ def _repeat(task: Task, parts: list[dict[str, Any]], state: dict[str, Any]) -> R
         recorded=sum(part["loss"] for part in parts) / len(parts),
         loss=math.nan,
         terms={},
-        images=_bad_images(batch.views, batch.index),
+        images=list(non_finite_images(batch, task.data_module.train_source)),
         weights=[name for name, value in _tensors(task) if not is_finite(value.detach())],
     )
     process_state.set_rng_state(state["rng"][0])
@@ -185,16 +185,3 @@ def _tensors(task: Task) -> Iterator[tuple[str, Tensor]]:
     for part, root in task.trained:
         for name, value in (*root.named_parameters(), *root.named_buffers()):
             yield f"{part}.{name}", value
-
-
-def _bad_images(views: dict[str, list[Tensor]], index: Tensor) -> list[str]:
-    problems = []
-    for name, group in views.items():
-        for number, view in enumerate(group):
-            bad = (~view.isfinite()).flatten(1).any(dim=1)
-            if bad.any():
-                images = ", ".join(map(str, index[bad].tolist()[:8]))
-                problems.append(
-                    f"view {name}[{number}] of {int(bad.sum())} images (index {images})"
-                )
-    return problems

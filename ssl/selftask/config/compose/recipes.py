@@ -165,9 +165,9 @@ def find_recipe(path: Path) -> Path | None:
 
 def recipe_files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield name (``simclr/digits``) and file of all recipes below a folder, sorted."""
-    for path in sorted(folder.rglob("*")):
-        if is_recipe_file(path):
-            yield path.relative_to(folder).with_suffix("").as_posix(), path
+    paths = (Path(root, file) for root, _, files in os.walk(folder) for file in files)
+    for path in sorted(filter(is_recipe_file, paths)):
+        yield path.relative_to(folder).with_suffix("").as_posix(), path
 
 
 @dataclass

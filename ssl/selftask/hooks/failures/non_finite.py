@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from selftask.batch import Batch
+from selftask.data.source import Source
 from selftask.distributed.collectives import all_reduce_sum, gather_objects
-from selftask.errors import RunError, StepSkipped, plural
+from selftask.errors import RunError, StepSkipped, join_some, plural
 from selftask.hooks.base import Hook, Task
 from selftask.hooks.failures.dump import dump
 from selftask.logs import get_logger
@@ -87,7 +88,7 @@ class NonFiniteGuard(Hook):
     def on_loss_and_meter(self, task: Task) -> None:
         loss = task.last_batch.loss
         if self.checks(task) and loss is not None and not math.isfinite(loss):
-            self._handle(task, f"the loss is {float(loss)}", _cause_in(task.last_batch))
+            self._handle(task, f"the loss is {float(loss)}", _cause_in(task))
 
     def on_backward(self, task: Task) -> None:
         if not self.checks(task) or task.grad_scaler.is_enabled():  # the scaler has its own check
@@ -172,11 +173,11 @@ def describe(task: Task, what: str, here: Cause | None) -> tuple[str, str]:
     return f"{what} at step {step} on {named}{cause}; lr was {lr:.3g}", remedy
 
 
-def _cause_in(batch: Batch) -> Cause | None:
+def _cause_in(task: Task) -> Cause | None:
     """Return the first non-finite part of this rank's batch, or None."""
-    for name, views in batch.views.items():
-        if not all(map(is_finite, views)):
-            return Cause(0, f"its images are not finite (views {name})", IMAGES_REMEDY)
+    batch = task.last_batch
+    for text in non_finite_images(batch, task.data_module.train_source):
+        return Cause(0, f"its images are not finite ({text})", IMAGES_REMEDY)
     if not is_finite(batch.output):
         return Cause(1, "the output of the network is not finite")
     bad = [name for name, term in batch.terms.items() if not is_finite(term)]
@@ -185,6 +186,21 @@ def _cause_in(batch: Batch) -> Cause | None:
     if not is_finite(batch.local_loss.detach()):
         return Cause(2, "the loss of finite outputs")
     return None
+
+
+def non_finite_images(batch: Batch, source: Source) -> Iterator[str]:
+    """Yield a sentence for each view with non-finite images, which names some of them.
+
+    Args:
+        batch: The batch.
+        source: The source of its images.
+    """
+    for name, views in batch.views.items():
+        for number, view in enumerate(views):
+            bad = (~view.isfinite()).flatten(1).any(dim=1)
+            if bad.any():
+                paths = [source.path(index) for index in batch.index[bad].tolist()]
+                yield f"view {name}[{number}] of {join_some(paths)}"
 
 
 def is_finite(value: Any) -> bool:
