@@ -7,6 +7,7 @@ the one of the kind that its digits recipe has.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,7 @@ def held_out(sources: Sources, kept: float) -> Sources:
     return Sources(part, Remaining(part))
 
 
+@cache
 def network_of(method: str) -> str:
     """Return the name of the network that a method uses."""
     return str(load_config(f"{method}/digits", []).backbone.name)

@@ -61,9 +61,9 @@ def weigh(root: Path) -> Counter[str]:
         if path.suffix in (".c", ".h"):
             lines["(C)"] += count(path)
         elif path.suffix == ".py":
-            name = path.relative_to(root).with_suffix("")
+            size, name = count(path), path.relative_to(root).with_suffix("")
             for part in (name, *name.parents):
-                lines[part.as_posix()] += count(path)
+                lines[part.as_posix()] += size
     return lines
 
 
