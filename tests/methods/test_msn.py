@@ -1,4 +1,4 @@
-"""MSN and PMSN against their equations as loops, lightly, and themselves on two ranks."""
+"""MSN and PMSN: figures of the authors, equations as loops, lightly, and two ranks."""
 
 from __future__ import annotations
 
@@ -108,6 +108,35 @@ def test_loss_and_gradients_are_those_of_lightly_with_sinkhorn() -> None:
         strict=True,
     ):
         assert torch.allclose(one, other, rtol=0, atol=1e-10)
+
+
+# facebookresearch/msn, src/losses.py: cross-entropy, regularizer of the mean prediction, norms of
+# the targets and of the gradients of anchors and prototypes; prototypes without label smoothing
+AUTHORS = {
+    0: (
+        *(4.206505334661181, 0.07303404301187033, 3.9630915966978755),
+        *(0.47697630519757694, 0.4544164281864333),
+    ),
+    3: (
+        *(4.536740982062468, 0.07303404301187033, 3.7672645812539796),
+        *(0.49018229007062863, 0.4892679379956487),
+    ),
+}
+
+
+@pytest.mark.parametrize("iterations", AUTHORS)
+def test_loss_and_gradients_are_those_of_the_authors_code(iterations: int) -> None:
+    method = method_of(out_dim=16, num_prototypes=10, sinkhorn_iterations=iterations)
+    prototypes = method.prototypes.weight
+    with torch.no_grad():
+        prototypes.copy_(draw(2, 10, 16))
+    anchors, features = draw(0, 24, 16).unflatten(0, (3, 8)).requires_grad_(), draw(1, 8, 16)
+    terms = loss_terms(method, anchors, features)
+    gradients = torch.autograd.grad(total(terms), [anchors, prototypes])
+    targets = method.targets(features).expand(3, -1, -1)  # the same for each view
+    norms = [value.norm().item() for value in (targets, *gradients)]
+    values = [terms["cross_entropy"].item(), terms["me_max"].item(), *norms]
+    assert values == pytest.approx(AUTHORS[iterations], rel=1e-9)
 
 
 def test_pmsn_measures_the_divergence_from_a_power_law() -> None:

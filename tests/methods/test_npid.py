@@ -1,4 +1,4 @@
-"""NPID against the equations of its paper as loops, and itself on two ranks."""
+"""NPID against its authors' figures, the equations of its paper as loops, and on two ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from ranks import run_ranks
 from selftask.batch import Batch, total
 from selftask.config.load import load_config
 from selftask.errors import ConfigError
-from selftask.methods.npid import NPID
-from selftask.models.losses.noise_contrast import estimate_normalizer, nce, other_images
+from selftask.methods.npid import NPID, full_softmax
+from selftask.models.losses.noise_contrast import (
+    Normalizer,
+    estimate_normalizer,
+    nce,
+    other_images,
+)
 from selftask.models.memory_bank import MemoryBank
 
 NONE = torch.empty(0, dtype=torch.int64)
@@ -73,6 +78,48 @@ def test_nce_is_equation_7() -> None:
         losses.append(loss)
     assert terms.keys() == {"nce"}
     assert terms["nce"].item() == pytest.approx(sum(losses) / 3, rel=1e-12)
+
+
+# zhirongw/lemniscate.pytorch: loss, gradient, Z and sum of the memory, in two steps of NCE
+AUTHORS = [
+    (5.422310049029594, 2.0555180611510036, 1653.2514641233997, 2.318172871876261),
+    (7.054006445411179, 2.320374658486715, 1653.2514641233997, 3.425059513716638),
+]
+EXACT = (5.968187774053178, 2.1299027793203624, 2.318172871876261)  # loss, gradient, sum of memory
+
+
+def authors_memory() -> MemoryBank:
+    memory = MemoryBank(30, 12).double()
+    memory.rows.copy_(unit(90, 30, 12))
+    return memory
+
+
+def test_two_steps_of_nce_are_those_of_the_authors_code() -> None:
+    """They add 1e-7 to denominators, and estimate Z from the positives, too."""
+    memory, normalizer = authors_memory(), Normalizer().double()
+    index = torch.arange(6) * 3
+    for step, expected in enumerate(AUTHORS):
+        features = draw(100 * step, 6, 12).requires_grad_()
+        drawn = ((torch.arange(6 * 9) * 7 + step) % 30).view(6, 9)
+        drawn[:, 0] = index
+        z = normalizer.of(features, memory, drawn, 0.07)
+        normalizer.keep(z)
+        positive, negatives = memory[index], memory[drawn[:, 1:]]
+        loss = nce(features, positive, negatives, 0.07, z, num_images=30)
+        (gradient,) = torch.autograd.grad(loss, features)
+        memory.update(index, features, momentum=0.5)
+        values = [value.item() for value in (loss, gradient.norm(), z, memory.rows.sum())]
+        assert values == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_exact_softmax_is_that_of_the_authors_code() -> None:
+    memory, index = authors_memory(), torch.arange(6) * 3
+    features = draw(0, 6, 12).requires_grad_()
+    loss = full_softmax(features, memory.rows, index, 0.07)
+    (gradient,) = torch.autograd.grad(loss, features)
+    memory.update(index, features, momentum=0.5)
+    values = [value.item() for value in (loss, gradient.norm(), memory.rows.sum())]
+    assert values == pytest.approx(EXACT, rel=1e-6)
 
 
 def test_gradient_of_nce_is_that_of_the_written_out_form() -> None:
