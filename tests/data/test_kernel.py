@@ -379,6 +379,6 @@ def test_forked_workers() -> None:
     expected = apply(image, program)  # leaves memory behind for the next call, here and there
     context = multiprocessing.get_context("fork")
     with context.Pool(2) as pool:
-        results = pool.starmap(apply, [(image, program)] * 8)
+        results = pool.starmap_async(apply, [(image, program)] * 8).get(timeout=60)  # may hang
     assert all(np.array_equal(result, expected) for result in results)
     assert np.array_equal(apply(image, program), expected)
