@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from numbered import Numbers, dataset, read
@@ -41,14 +43,26 @@ def test_a_killed_worker_is_named() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("stopped", [False, True])
 def test_nothing_is_kept_of_evaluations_that_ended(num_workers: int, stopped: bool) -> None:
-    """Once a weak reference and a list for each, and workers until the reader was deleted."""
-    known = len(workers._OPEN)  # of other tests
+    """Neither a reader nor its workers."""
+    known = sum(stop.alive for stop in workers._OPEN)  # of other tests
     for _ in range(3):
         batches = EvalBatches(dataset(Numbers(8)), batch_size=2, num_workers=num_workers)
         images = iter(batches)
         assert len(next(images).index) == 2
         images.close() if stopped else list(images)  # type: ignore[attr-defined]
-        assert len(workers._OPEN) <= known
+        assert sum(stop.alive for stop in workers._OPEN) <= known
+
+
+def test_workers_end_with_a_reader_in_a_reference_cycle() -> None:
+    """As after an exception that somebody keeps: its traceback refers to the reader."""
+    batches = Batches(dataset(Numbers(40)), batch_size=4, seed=0, num_workers=1)
+    next(batches)
+    reader: Any = batches._reader
+    (worker,) = reader._workers
+    reader.itself = reader
+    del batches, reader
+    gc.collect()
+    assert not worker.is_alive()
 
 
 def test_workers_leave_signals_to_the_main_process() -> None:
@@ -81,7 +95,10 @@ def test_a_script_that_forgets_to_close_ends(ending: str, code: int) -> None:
     assert done.returncode == code
 
 
-def test_a_stuck_worker_does_not_keep_the_run_from_ending() -> None:
+def test_a_stuck_worker_does_not_keep_the_run_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # seconds
     batches = Batches(dataset(Numbers(40)), batch_size=4, seed=0, num_workers=1)
     next(batches)
     (worker,) = batches._reader._workers  # type: ignore[union-attr]

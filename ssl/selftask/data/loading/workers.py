@@ -123,7 +123,11 @@ class BatchReader:
         self._workers: list[BaseProcess] = [
             process for process in multiprocessing.active_children() if process not in others
         ]
-        _OPEN.append((weakref.ref(self), self._workers))
+        # The finalizer keeps the iterator alive. In a reference cycle, such as that of a traceback,
+        # its queues would be closed before it can ask the workers to end.
+        self._stop = weakref.finalize(self, _stop, self._iterator, self._workers)
+        self._stop.atexit = False
+        _OPEN[:] = [stop for stop in _OPEN if stop.alive] + [self._stop]
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # now, to run before torch's handler, which waits for workers
 
@@ -146,15 +150,10 @@ class BatchReader:
 
     def close(self) -> None:
         """Stop the workers, even if a traceback still references the iterator."""
-        shut_down = getattr(self._iterator, "_shutdown_workers", None)  # none without workers
-        if shut_down is not None:
-            shut_down()
-        _kill(self._workers)
-        _OPEN[:] = [entry for entry in _OPEN if any(worker.is_alive() for worker in entry[1])]
+        self._stop()
 
 
-# Readers that were not closed, with their workers, which outlive a reader that is deleted.
-_OPEN: list[tuple[weakref.ref[BatchReader], list[BaseProcess]]] = []
+_OPEN: list[weakref.finalize[..., BatchReader]] = []  # of readers that were not closed
 
 
 def _close_all() -> None:
@@ -162,15 +161,15 @@ def _close_all() -> None:
 
     They ignore SIGTERM, so Python would wait for these children forever.
     """
-    for reader, workers in list(_OPEN):
-        opened = reader()
-        if opened is not None:
-            opened.close()
-        _kill(workers)
+    for stop in _OPEN:
+        stop()
 
 
-def _kill(workers: list[BaseProcess]) -> None:
-    """Kill workers that did not end: they are stuck in a read, or were never asked to end."""
+def _stop(iterator: Any, workers: list[BaseProcess]) -> None:
+    """Ask workers to end; kill those that do not, such as one that is stuck in a read."""
+    shut_down = getattr(iterator, "_shutdown_workers", None)  # none without workers
+    if shut_down is not None:
+        shut_down()
     for worker in workers:
         if worker.is_alive():
             worker.kill()
