@@ -156,12 +156,21 @@ def test_msns_weight_decay_is_the_first_four_fifths_of_a_cosine() -> None:
 
 
 def test_the_warmup_on_cifar10_begins_at_solo_learns_rate() -> None:
-    for recipe in ("simclr", "byol", "barlow", "moco", "swav", "dino"):
+    for recipe in ("simclr", "byol", "barlow", "vicreg", "nnclr", "moco", "swav", "dino"):
         config = load_config(f"{recipe}/resnet18_cifar10", [])
         peak = config.optimizer.lr.base
         expected = [3e-5 + (peak - 3e-5) * step / 1950 for step in (0, 1, 1000)]
         assert lr_at(config, (0, 1, 1000), CIFAR) == pytest.approx(expected, rel=1e-9)
     assert lr_at(load_config("deepcluster/resnet18_cifar10", []), (0,), CIFAR) == [0.0]
+
+
+def test_the_predictors_learning_rate_of_simsiam_is_constant_on_cifar10() -> None:
+    """In solo-learn, from the first step on."""
+    config = load_config("simsiam/resnet18_cifar10", [])
+    (rule,) = config.optimizer.groups
+    section = config.optimizer.lr_section(256, rule.given["schedule"])
+    assert at_steps(section, config, (0, 1000, 100_000), CIFAR) == [0.5] * 3
+    assert lr_at(config, (1950,), CIFAR) == [0.5]
 
 
 def test_data2vec_masks_120_patches() -> None:

@@ -52,3 +52,12 @@ def test_learning_rate_of_the_predictor_stays() -> None:
         assert (rule is not None) == fixed
         if rule is not None:
             assert (rule.match, rule.schedule) == ("network.head.predictor", "constant")
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(None, 24), (40, 40)])
+def test_width_of_the_projector_is_the_backbones_unless_set(width: int | None, hidden: int) -> None:
+    """As in the authors' code; solo-learn has 2048 behind the 512 features of a ResNet-18."""
+    options = {"projector_dim": width, "out_dim": 32, "hidden_dim": 8}
+    head = MiniTask("simsiam", options).loss.build_head(24)
+    sizes = [tuple(p.shape) for p in head.projector.parameters() if p.dim() > 1]
+    assert sizes == [(hidden, 24), (hidden, hidden), (32, hidden)]

@@ -49,13 +49,15 @@ class SimSiam(NeighborTargets):
         """Width of the predictor's hidden layer."""
         projector_layers: int = setting(3, min=2)
         """Number of layers of the projector; 2 for CIFAR-10."""
+        projector_dim: int | None = setting(None, min=1, tiny=32)
+        """Width of the projector's hidden layers; null: that of the backbone."""
         fix_predictor_lr: bool = True
-        """Whether the learning rate of the predictor stays constant."""
+        """Whether the learning rate of the predictor stays constant after the warm-up."""
 
     def build_head(self, embed_dim: int) -> nn.Module:
-        """Build projector and predictor; the projector's hidden width is ``embed_dim``."""
+        """Build projector and predictor; the projector's last BatchNorm has no scale or shift."""
         config = self.config
-        hidden = [embed_dim] * (config.projector_layers - 1)
+        hidden = [config.projector_dim or embed_dim] * (config.projector_layers - 1)
         sizes = (embed_dim, *hidden, config.out_dim)
         return ProjectorPredictor(
             mlp(*sizes, bias=False, last_norm=True, last_affine=False),
