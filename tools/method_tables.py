@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from selftask.config.compose.recipes import shipped
 from selftask.config.load import load_config
@@ -41,6 +42,7 @@ NUM_DIGITS = 1347  # training images of the digits
 TEACHERS = {  # numbers of prototypes or tokens
     "beit/digits": {"num_tokens": 1000},  # timm:test_vit
     "beit/images": {"num_tokens": 1024},  # vqkd/images
+    "beit/vit_base_imagenet": {"num_tokens": 8192},
     "cae/digits": {"num_tokens": 1000},
     "cae/images": {"num_tokens": 1024},
     "distill_prototypes/digits": {"out_dim": 1000},  # timm:test_vit
@@ -197,12 +199,19 @@ def chance(recipe: str | None, num_classes: int) -> str:
         batch_size=config.train.batch_size,
         num_strong=views - 2,
         has_clusters=True,
-        num_classes=len(config.method.args.get("targets", range(num_classes))),
+        num_classes=count_classes(kind, config.method.args, num_classes),
         memory=range(NUM_DIGITS),
         **TEACHERS.get(recipe, {}),
     )
     value = method.chance_loss
     return "none" if value is None else f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def count_classes(kind: Any, args: dict[str, Any], of_images: int) -> int:
+    """Return the number of classes of a method: its own, those of its config or of the images."""
+    if "targets" in args:
+        return len(args["targets"])
+    return getattr(kind, "num_classes", args.get("num_permutations", of_images))
 
 
 @cache

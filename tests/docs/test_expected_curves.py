@@ -26,6 +26,8 @@ def test_losses_at_chance_by_hand() -> None:
         "barlow": (512, 1024, 0.024 * 8192),
         "moco": (math.log(1 + 1024), math.log(1 + 4096), math.log(1 + 65_536)),
         "simclr": (math.log(1 + 2 * 255), math.log(1 + 2 * 63), 2 * math.log(1 + 2 * 4095)),
+        "rotation": (math.log(4), math.log(4), math.log(4)),
+        "relative_location": (math.log(8), math.log(8), math.log(8)),
         "supervised": (math.log(10), math.log(10), math.log(1000)),
     }
     for method, expected in by_hand.items():
