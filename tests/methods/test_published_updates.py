@@ -115,6 +115,13 @@ def rate_of_dinov2(name: str, step: int) -> float:
     return 1.0
 
 
+def rate_of_simsiam(name: str, step: int) -> float:
+    """--fix-pred-lr: the predictor keeps the peak, all else follows a cosine by epochs."""
+    if not name.startswith("network.head.predictor"):
+        return 1.0
+    return 2 / (1 + math.cos(math.pi * (step // (STEPS // EPOCHS)) / EPOCHS))
+
+
 @dataclass(frozen=True)
 class Published:
     """What the code does to a parameter; lr for the full batch as its scripts give it."""
@@ -193,12 +200,25 @@ CODE = {
     "densecl/resnet50_imagenet": Published(
         sgd, everything, 0.03, warmup=0, decay=1e-4, by_epoch=True
     ),
+    "simsiam/resnet50_imagenet": Published(
+        sgd,
+        everything,
+        0.05 * SHARE,
+        warmup=0,
+        decay=1e-4,
+        by_epoch=True,
+        rate=rate_of_simsiam,
+    ),
+    "mec/resnet50_imagenet": Published(sgd, everything, 0.5 * SHARE, decay=1e-5),
     "supervised/resnet50_imagenet": Published(sgd, everything, 0.1 * SHARE, warmup=0, decay=1e-4),
     "dino/vit_small_imagenet": Published(
         adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
     ),
     "ibot/vit_small_imagenet": Published(
         adamw(0.999), weights, 0.0005 * SHARE, 2.5e-7 * SHARE, decay=0.04, end_decay=0.4
+    ),
+    "esvit/swin_tiny_imagenet": Published(
+        adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
     ),
     "dinov2/vit_large_imagenet": DINOV2,
     "dinov3/vit_large_imagenet": DINOV2,  # no other rules
@@ -252,10 +272,19 @@ CODE = {
         decay=0.05,
         settings=("optimizer.groups=[{match: mask_token, weight_decay: 0.05}]",),
     ),
+    "beit/vit_base_imagenet": Published(
+        adamw(0.98),
+        weights_and_mask_token,
+        1.5e-3,
+        1e-5,
+        decay=0.05,
+        settings=("optimizer.groups=[{match: mask_token, weight_decay: 0.05}]",),
+    ),
     "pirl/resnet50_imagenet": Published(
         sgd, weights, 0.03 * SHARE, 3e-5 * SHARE, warmup=0, decay=1e-4, by_epoch=True
     ),
     "mae/vit_base_imagenet": Published(adamw(0.95), weights, 1.5e-4 * SHARE, decay=0.05),
+    "cmae/vit_base_imagenet": Published(adamw(0.95), weights, 1.5e-4 * SHARE, decay=0.05),
     "ijepa/vit_base_imagenet": Published(
         adamw(0.999), weights, 1e-3, 1e-6, 2e-4, decay=0.04, end_decay=0.4
     ),
@@ -276,8 +305,10 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "cmc/resnet50_imagenet",
     "crossmae/vit_base_imagenet",
     "data2vec2/vit_base_imagenet",
+    "dbot/vit_base_imagenet",  # extends mae/vit_base_imagenet
     "detcon/resnet50_imagenet",  # extends byol/resnet50_imagenet
     "dinov2/vitg14_imagenet",  # the rules of vit_large_imagenet with other numbers
+    "directclr/resnet50_imagenet",  # extends simclr/resnet50_imagenet
     "distill_features/vit_small_imagenet",
     "fcmae/convnextv2_base_imagenet",
     "ibot/vit_small_imagenet_attmask",  # extends ibot/vit_small_imagenet
@@ -285,16 +316,22 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "maskfeat/vit_base_imagenet",
     "milan/vit_base_imagenet",
     "mixmim/swin_base_imagenet",  # extends mae/vit_base_imagenet
+    "mmcr/resnet50_imagenet",
     "mocov3/resnet50_imagenet",
     "mocov3/vit_small_imagenet",
     "msf/resnet50_imagenet",
+    "nnclr/resnet50_imagenet",
     "obow/resnet50_imagenet",
     "odc/resnet50_imagenet",
     "pcl/resnet50_imagenet",
+    "pixpro/resnet50_imagenet",
+    "relative_location/resnet50_imagenet",
     "ressl/resnet50_imagenet",
     "rotation/resnet50_imagenet",
+    "sela/resnet50_imagenet",  # extends npid/resnet50_imagenet
     "spark/resnet50_imagenet",
     "supervised/linear_resnet50_imagenet",  # trains one layer by torch's SGD
+    "twist/resnet50_imagenet",
 }
 
 
@@ -358,6 +395,7 @@ def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) ->
         ("swav/resnet50_imagenet_batch256", "all", False),  # --sync_bn pytorch
         ("deepcluster/resnet50_imagenet", "node", False),
         ("moco/resnet50_imagenet", "none", False),  # shuffled instead
+        ("simsiam/resnet50_imagenet", "all", True),
     ],
 )
 def test_batch_norm_is_that_of_the_published_run(recipe: str, sync: str, zero_init: bool) -> None:

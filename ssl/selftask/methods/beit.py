@@ -74,7 +74,7 @@ class BEiT(BlockMaskedPatches):
         """
         branch_depth: int = setting(0, min=0)
         """Blocks of the class token's branch, 2 in BEiT v2; 0: no branch."""
-        branch_layer: int = setting(-4, max=-2)
+        branch_layer: int = setting(-4, max=-2, tiny=-2)
         """Hidden layer whose patches the branch gets, counted from the last, -1."""
         branch_heads: int = setting(12, min=1, tiny=4)
         """Attention heads of a block of the branch."""

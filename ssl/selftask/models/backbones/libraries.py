@@ -25,7 +25,7 @@ _SIZED = ("vit_", "deit", "beit", "eva", "swin", "cait")
 
 def _tiny(model: str, **kept: Any) -> dict[str, Any]:
     """Return the config of a tiny selftask transformer or ResNet, of the same kind as ``model``."""
-    if "vit" in model or "swin" in model:
+    if "vit" in model or any(kind in model for kind in _SIZED):
         return {"name": "vit_micro", "img_size": 32, "patch_size": 4, "depth": 2, **kept}
     return {"name": "small_resnet", "width": 8}
 
