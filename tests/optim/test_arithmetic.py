@@ -53,6 +53,21 @@ CASES: dict[str, tuple[list[str], int, int, list[str]]] = {
             ),
         ],
     ),
+    "updated by epochs": (
+        [
+            "batch_size: 100, epochs: 4",
+            "lr: 0.8, schedule: {name: cosine, update: epoch}, warmup: 0",
+        ],
+        1000,
+        1,
+        [
+            "batch    100 a rank x 1 rank = 100 samples a step",
+            "epoch    10 steps of 100 = 1,000 of 1,000 samples",
+            "run      40 steps = 4 epochs = 4,000 samples",
+            "warm-up  0 steps",
+            f"lr       cosine: 0.8 at step 1, {half_cosine(0.8, 3 / 4)} at step 40",
+        ],
+    ),
     "cut short, 1 rank": (
         [
             "batch_size: 10, epochs: 3, max_steps: 15",

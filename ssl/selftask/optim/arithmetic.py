@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
+from selftask.classy import UpdateInterval
 from selftask.config.run_length import RunLength
 from selftask.config.schema import Config, OptimizerConfig
 from selftask.config.schema.optimizer import ScaledLR
@@ -94,11 +96,14 @@ def _lr(config: OptimizerConfig, length: RunLength) -> Iterator[str]:
     yield f"{section['name']}: {values}"
 
 
-def _rate(schedule: Callable[[float], float], step: int, length: RunLength) -> float:
+def _rate(schedule: Any, step: int, length: RunLength) -> float:
     """Return the learning rate of a step; the first step is 1."""
     epochs, rest = divmod(step - 1, length.steps_per_epoch)
+    if schedule.update_interval == UpdateInterval.EPOCH:
+        rest = 0
     batches = epochs * length.batches_per_epoch + rest * length.accumulate
-    return schedule(batches / length.total_batches)
+    rate: float = schedule(batches / length.total_batches)
+    return rate
 
 
 def _step(length: RunLength) -> int:
