@@ -39,6 +39,13 @@ def test_a_large_recipe_becomes_small() -> None:
     assert small("byol/resnet50_imagenet").optimizer.name == "lars"
 
 
+@pytest.mark.parametrize(
+    "recipe", ["eva/vitg14", "esvit/swin_tiny_imagenet", "beit/vit_base_imagenet"]
+)
+def test_a_transformer_of_timm_becomes_a_small_transformer(recipe: str) -> None:
+    assert small(recipe).backbone.name == "vit_micro"
+
+
 def test_numbers_of_images_are_scaled_and_null_stays() -> None:
     groups = [
         small(name).method.args["koleo_group_size"]
