@@ -135,3 +135,22 @@ def test_nothing_is_fetched_for_a_config_that_is_only_read(project: Path, home: 
     with pytest.raises(ConfigError, match=r"base\.yaml would be fetched; .*trust=true"):
         load_config("config.yaml", [], trust=False)
     assert load_config("config.yaml", [], trust=True).method.name == "simclr"
+
+
+def test_a_list_of_a_base_is_given_whole(project: Path) -> None:
+    """Items have no keys in a file, as they have on the command line."""
+    Path("child.yaml").write_text(
+        "defaults: [/simclr/digits, _self_]\nout: x\n"
+        "views: {main: {transforms: {0: {degrees: 9}}}}\noptimizer: [1]\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config("child.yaml", [])
+    of_list, of_section = sorted(caught.value.problems)
+    assert of_list == (
+        "child.yaml:3: views.main.transforms is a list in a base; give all of it here, or set keys "
+        "of its items on the command line: views.main.transforms.0.KEY=VALUE"
+    )
+    assert of_section == "child.yaml:4: optimizer is a section in a base; give keys, not a list"
+    Path("child.yaml").write_text("defaults: [/simclr/digits, _self_]\nout: x\n")
+    config = load_config("child.yaml", ["views.main.transforms.0.degrees=9"])
+    assert config.views["main"].transforms[0].args["degrees"] == 9

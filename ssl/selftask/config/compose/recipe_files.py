@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigTypeError
 
 from selftask.config.compose.provenance import Layer, Layers, show_path
 from selftask.config.compose.recipes import Bases
@@ -99,7 +100,8 @@ def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[DictConfig, L
         may_fetch: Whether bases may be downloaded.
 
     Raises:
-        ConfigError: If a file is not valid yaml or a defaults list is wrong.
+        ConfigError: If a file is not valid yaml, a defaults list is wrong, or a key is a list in
+            one file and a section in another.
     """
     path = path.resolve()
     layers = Layers(_layers_of(path, Bases(path.parent, may_fetch=may_fetch)))
@@ -109,8 +111,35 @@ def compose_recipe(path: Path, *, may_fetch: bool = True) -> tuple[DictConfig, L
             layer.values = expand(layer.values)
         except UserError as error:  # from the catalog, or an inaccessible path
             raise ConfigError([f"{layer.file}: {error}"]) from error
-        merged.merge_with(layer.values)
+        try:
+            merged.merge_with(layer.values)
+        except ConfigTypeError as error:
+            base = OmegaConf.to_container(merged, resolve=False)
+            raise ConfigError(_mixed_kinds(base, layer.values, layer)) from error
     return merged, layers
+
+
+def _mixed_kinds(base: Any, values: Any, layer: Layer, key: Key = ()) -> Iterator[str]:
+    """Yield a message for each key that is a list in one of two configs and a section in the other.
+
+    Args:
+        base: Merged values of the bases.
+        values: Those of a file that inherits them.
+        layer: The layer of this file.
+        key: Key of both.
+    """
+    if isinstance(base, dict) and isinstance(values, dict):
+        for name in base.keys() & values.keys():
+            inner = (*key, str(name))
+            yield from _mixed_kinds(base[name], values[name], layer, inner)
+    elif isinstance(base, list) and isinstance(values, dict):
+        name = ".".join(key)
+        yield (
+            f"{layer.place(key)}: {name} is a list in a base; give all of it here, or set keys of "
+            f"its items on the command line: {name}.0.KEY=VALUE"
+        )
+    elif isinstance(base, dict) and isinstance(values, list):
+        yield f"{layer.place(key)}: {'.'.join(key)} is a section in a base; give keys, not a list"
 
 
 def _layers_of(path: Path, bases: Bases, inheriting: tuple[Path, ...] = ()) -> Iterator[Layer]:
