@@ -140,5 +140,5 @@ def test_nohup_is_respected() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     hook = StopOnSignal()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    hook._restore()
+    hook.release()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -25,7 +25,9 @@ class Trainer:
             Exception: Any other error, after it has been logged.
         """
         if Status(task.config).says_finished():
-            task.prepare()
-            task.close()
+            try:
+                task.prepare()
+            finally:
+                task.close()
             return
         run_task(task, raises=True)

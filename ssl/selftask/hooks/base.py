@@ -23,7 +23,8 @@ The order of the calls::
                                     # evaluation at step 0 may come before a hook's on_start
     on_exception                    # after any error (task.exception), before the process ends
 
-Two other methods wrap parts of a step: ``wrap_batches`` and ``wrap_reduction``.
+Two other methods wrap parts of a step: ``wrap_batches`` and ``wrap_reduction``. ``release`` is
+called at every end, also if ``task.steps()`` is abandoned.
 """
 
 from __future__ import annotations
@@ -98,6 +99,13 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
             reduce: The reduction, or what the hook before this one has returned.
         """
         return reduce
+
+    def release(self) -> None:
+        """Give back what the hook holds in the process, such as signal handlers or a thread.
+
+        Called whenever the task is closed: after ``on_end`` or ``on_exception``, and without them
+        if its steps were abandoned or never started.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         return {}

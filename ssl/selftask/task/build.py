@@ -188,7 +188,11 @@ def _depths(task: Task, optimizer: OptimizerConfig) -> dict[str, int]:
 
 
 def hooks(task: Task) -> dict[str, Any]:
-    """Build the hooks of the config; return them by name, with those added to the task."""
+    """Build the hooks of the config; return them by name, with those added to the task.
+
+    They are entered in ``task.named_hooks`` one by one: if one cannot be built, those before it are
+    released when the task is closed.
+    """
     chosen, train = task.config.hooks, task.config.train
     if train.on_nan == "skip":
         guard = NonFiniteGuard("skip", budget=train.nan_budget)
@@ -202,11 +206,12 @@ def hooks(task: Task) -> dict[str, Any]:
             task.added_hooks["recorded_graphs"] = RecordedGraphs()
     if task.config.parallel.sync_buffers == "step" and world_size() > 1:
         task.added_hooks["sync_buffers"] = function_hook(priority=0, on_step=_sync_after_training)
-    built = {key: _build(HOOKS, component, task.out) for key, component in chosen.items()}
+    task.named_hooks = {}
     for key, component in chosen.items():
+        task.named_hooks[key] = hook = _build(HOOKS, component, task.out)
         if component.priority is not None:
-            built[key].priority = component.priority
-    return built | task.added_hooks
+            hook.priority = component.priority
+    return task.named_hooks | task.added_hooks
 
 
 def check_added_hook(hook: Any, name: str, names: Container[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.data.loading.collate import Draw
-from selftask.hooks.base import Task
+from selftask.distributed.heartbeat import HEARTBEAT
+from selftask.hooks.base import Hook, Task
 from selftask.hooks.failures.non_finite import NonFiniteLoss
 from selftask.methods.base import Method
 from selftask.random.keyed import LAYER_DRAWS
@@ -62,6 +64,20 @@ def _iterate(task: Task) -> Iterator[int]:
         raise
     finally:
         task.close()
+
+
+def close(task: Task) -> None:
+    """End what a task, prepared in whole or in part, holds in this process; see ``Task.close``."""
+    with ExitStack() as ends:  # the last one first; each is called even if another one fails
+        for hook in {**task.added_hooks, **getattr(task, "named_hooks", {})}.values():
+            if isinstance(hook, Hook):
+                ends.callback(hook.release)
+        for opened in (getattr(task, "rows", None), getattr(task, "data_module", None)):
+            if opened is not None:
+                ends.callback(opened.close)
+        LAYER_DRAWS.stop()
+        HEARTBEAT.step = 0
+        task.checkpoints.wait()
 
 
 def _run_phase(task: Task) -> Iterator[int]:

@@ -38,7 +38,6 @@ from selftask.parallel.build import save_activations
 from selftask.parallel.initial_weights import initial_weights
 from selftask.parallel.reduction import Reduction
 from selftask.random import process_state
-from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_task
 from selftask.task import build, exported, loop, numerics, opening, task_state
 from selftask.task.averaged_weights import begin_phase
@@ -352,15 +351,8 @@ class Task(Recorder, ClassyTaskNames):
                 log.exception("on_exception failed; the error before it is the one that counts")
 
     def close(self) -> None:
-        """Wait for a pending checkpoint, stop the loader's workers and close the files."""
-        try:
-            self.checkpoints.wait()
-        finally:
-            LAYER_DRAWS.stop()
-            HEARTBEAT.step = 0
-            for opened in (getattr(self, "data_module", None), getattr(self, "rows", None)):
-                if opened is not None:
-                    opened.close()
+        """Wait for a pending checkpoint; stop the loader's workers, close files, release hooks."""
+        loop.close(self)
 
     def _read_batches(self) -> Iterator[Batch]:
         return loop.read_batches(self, self._phase_stop)

@@ -53,7 +53,7 @@ class StopOnSignal(Hook):
             self.received = name
             _write_stderr(f"{name}: stopping after this step; a second one leaves at once, unsaved")
         elif number != signal.SIGHUP:
-            self._restore()
+            self.release()
             _write_stderr(f"{name} again: leaving at once")
             raise KeyboardInterrupt(name)
 
@@ -68,12 +68,13 @@ class StopOnSignal(Hook):
         self.any_rank.drain()
 
     def on_end(self, task: Task) -> None:
-        self._restore()
+        self.release()
 
     def on_exception(self, task: Task) -> None:
-        self._restore()
+        self.release()
 
-    def _restore(self) -> None:
+    def release(self) -> None:
+        """Restore the earlier signal handlers."""
         while self.previous:
             signal.signal(*self.previous.popitem())
 

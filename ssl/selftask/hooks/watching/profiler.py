@@ -75,6 +75,9 @@ class Profiler(Hook):
     def on_exception(self, task: Task) -> None:
         self._close()
 
+    def release(self) -> None:
+        self._close()
+
     def _open(self, task: Task) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if task.device.type == "cuda":

@@ -51,6 +51,9 @@ class ProgressBar(Hook):
     def on_exception(self, task: Task) -> None:
         self._close()
 
+    def release(self) -> None:
+        self._close()
+
     def _close(self) -> None:
         if self.stage is not None:
             self.stage.close()

@@ -97,6 +97,9 @@ class Writer(Hook):
     def on_exception(self, task: Task) -> None:
         self._end(failed=True)
 
+    def release(self) -> None:
+        self._end(failed=True)
+
     def _begin(self, task: Task) -> None:
         if not hasattr(self, "alive"):
             self.alive = True
