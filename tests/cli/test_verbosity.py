@@ -143,9 +143,10 @@ def on_a_terminal(words: list[str], cwd: Path, **env: str) -> str:
 def test_a_log_leaves_the_loggers_as_it_found_them(
     propagates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pytest's caplog and an application's own handlers listen to the root logger."""
+    """Pytest's caplog and an application's own handlers listen to the root logger or to ours."""
     root = logging.getLogger()
     monkeypatch.setattr(LOGGER, "propagate", propagates)
+    monkeypatch.setattr(LOGGER, "handlers", [*LOGGER.handlers, logging.StreamHandler()])
     before = LOGGER.level, root.level, list(LOGGER.handlers), list(root.handlers)
     start_log(tmp_path, 0)
     start_log(tmp_path, 1)  # closes the first

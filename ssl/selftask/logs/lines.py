@@ -71,12 +71,17 @@ def show_root_lines_of(package: str) -> None:
 
 
 def stop_log() -> None:
-    """Close all log handlers of a run, and restore the earlier settings of the loggers."""
+    """Close all log handlers of a run, and restore the earlier settings of the loggers.
+
+    Handlers that a user has added to the logger ``selftask`` are kept.
+    """
     root = logging.getLogger()
     for other in [other for other in root.handlers if isinstance(other, _FromRoot)]:
         root.removeHandler(other)
         root.setLevel(other.root_level)
     for handler in list(LOGGER.handlers):
+        if not type(handler).__module__.startswith("selftask."):
+            continue
         LOGGER.removeHandler(handler)
         if isinstance(handler, _LogFile):
             LOGGER.setLevel(handler.level_before)
