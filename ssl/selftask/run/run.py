@@ -88,10 +88,11 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     check_backbone(config, channels_of(sources.train))
     labels = check_evaluations(config, sources)
     init_lines = _open_init(task, channels_of(sources.train))
-    torch.set_num_threads(num_threads(config, world.local_size))
     raise_limit_of_open_files()
     in_group = dist.is_initialized()
     with (
+        _alone_in_process(config.out),
+        _torch_threads(num_threads(config, world.local_size)),
         lasting_output(),
         locked(config.out, first=world.rank == 0, alone=world.size == 1),
         mirrored(config.out, task.out, fetched) as upload,
@@ -126,6 +127,39 @@ def run_task(task: Task, *, raises: bool = False) -> int:
             stop_log()
             if not in_group:
                 process_group.leave_world()
+
+
+_RUNNING = threading.Lock()  # held by the run of this process
+
+
+@contextmanager
+def _alone_in_process(out: str) -> Iterator[None]:
+    """Context of the only run of this process, in any of its threads.
+
+    Random generators, log and standard streams are the process's: two runs would change each
+    other's results. The lock of the run folder does not help, since POSIX locks belong to processes
+    and not to threads.
+    """
+    if not _RUNNING.acquire(blocking=False):
+        raise UserError(
+            f"out={out}: another run is in progress in this process, and two would share random "
+            "generators and log; wait for its end, or start this one in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _RUNNING.release()
+
+
+@contextmanager
+def _torch_threads(number: int) -> Iterator[None]:
+    """Context with ``number`` CPU threads of torch; a script has its own number afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _open_init(task: Task, channels: int) -> list[LogRecord]:
