@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import tiny
+from selftask.api.evaluation import evaluate
+from selftask.api.trainer import Trainer
 from selftask.cli.main import guarded
 from selftask.distributed.world import STOP_SIGNALS
 from selftask.errors import UserError
@@ -60,6 +62,18 @@ def test_closed_streams_are_opened_again(tmp_path: Path) -> None:
     number, read = (tmp_path / "said").read_text().split()
     assert int(number) > 2
     assert read == "''"
+
+
+def test_a_script_without_standard_streams_trains_and_evaluates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    Trainer().train(tiny.task("simclr", tmp_path, "run", "train.max_steps=1"))
+    assert "RUN finished" in (tmp_path / "run/log.txt").read_text()
+    images = str(tiny.digits_file(tmp_path))
+    assert evaluate(tmp_path / "run", "knn", data=images, data_val=images)["knn_top1"] > 0
+    assert sys.stdout is None
 
 
 def until_step(out: Path, step: int) -> None:

@@ -122,13 +122,15 @@ def lasting_output() -> Iterator[None]:
     """Context in which a failing standard stream does not end the run.
 
     Writes fail after a pipe or terminal is closed, or if a disk is full. The log file is separate.
+    A stream is None in a script without a console, such as a daemon; /dev/null takes its place.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_Lasting(stream) for stream in before)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
+    with open(os.devnull, "w", encoding="utf-8") as null:
+        sys.stdout, sys.stderr = (_Lasting(stream or null) for stream in before)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
 
 
 class _Lasting:
@@ -232,7 +234,7 @@ def _color(level: int) -> str | None:
 def _colored(line: str, color: str | None, stream: Any) -> str:
     """Return the line in its color if the stream is a terminal with colors."""
     plain = color is None or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
-    if plain or not stream.isatty():
+    if plain or stream is None or not stream.isatty():
         return line
     return f"\033[{31 if color == 'red' else 33}m{line}\033[0m"
 

@@ -30,7 +30,8 @@ _DUMB = ("dumb", "unknown", "")
 def can_draw() -> bool:
     """Return True on rank 0, unless quiet, if stdout is a terminal that can redraw lines."""
     return (
-        sys.stdout.isatty()
+        sys.stdout is not None  # a script without a console
+        and sys.stdout.isatty()
         and os.environ.get("TERM", "") not in _DUMB
         and not is_quiet()
         and read_world().rank == 0
