@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from selftask.config.compose.sweep import expand_sweep
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
+from selftask.errors import ConfigError
+from selftask.files.yaml_file import read_yaml
+from selftask.report.images.cache import digest
 
 NAMES = (
     *("fotos_für", "photos (1)", "O'Brien", "x#y", "a&b", "x!y", "a,b", "x=y", "x[1]", "{q}"),
@@ -98,3 +102,24 @@ def test_numbers_of_a_recipe_stay_numbers() -> None:
     config = load_config("mine.yaml", [])
     assert (config.train.epochs, config.optimizer.lr) == (7, 0.001)
     assert yaml.safe_load(to_yaml(config))["train"]["epochs"] == 7
+
+
+def test_a_name_that_is_no_utf8_is_read_back_from_config_yaml() -> None:
+    """Images on disks of old servers have such names."""
+    name = os.fsdecode(b"caf\xe9")
+    Path(name).mkdir()
+    Image.new("RGB", (8, 8)).save(Path(name, "0.png"))
+    config = load_config("simclr/images", [f"data={name}"])
+    saved = Path("saved.yaml")
+    saved.write_text(to_yaml(config), encoding="utf-8")
+    assert config.data.source.args["path"] == name
+    assert load_config("saved.yaml", []).data.source.args["path"] == name
+    assert read_yaml(saved)["data"]["path"] == name  # as reports read it
+    assert digest(name) != digest(os.fsdecode(b"caf\xea"))
+
+
+def test_a_run_folder_whose_name_is_no_utf8_is_refused() -> None:
+    """Torch writes checkpoints there, but does not read them."""
+    name = os.fsdecode(b"caf\xe9")
+    with pytest.raises(ConfigError, match="this name is no UTF-8"):
+        load_config("simclr/images", ["data=plain", f"out={name}"])

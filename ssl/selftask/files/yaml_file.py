@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ MAX_LEVELS = 50
 _TOO_LARGE = f"holds more than {MAX_VALUES:,} values, anchors written out, or {MAX_LEVELS} levels"
 _FEW_SECTIONS = 2000
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # in the name of a file that is no UTF-8
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -36,8 +38,10 @@ def parse_yaml(text: bytes, path: str | Path) -> dict[str, Any]:
         UnreadableFile: If it is no yaml mapping, or exceeds the limits on size and nesting.
     """
     try:
-        _check_levels(text)
-        loader = _LOADER(text)
+        # PyYAML writes lone surrogates, but only its parser in Python reads them.
+        kind = yaml.SafeLoader if _SURROGATE.search(text) else _LOADER
+        _check_levels(text, kind)
+        loader = kind(text)
         try:
             node = loader.get_single_node()
             check_size(node)
@@ -51,12 +55,12 @@ def parse_yaml(text: bytes, path: str | Path) -> dict[str, Any]:
         raise UnreadableFile(path, f"is no yaml ({' '.join(str(error).split())})") from error
 
 
-def _check_levels(content: bytes) -> None:
+def _check_levels(content: bytes, loader: Any) -> None:
     """Raise ValueError if sections nest too deeply for the parser in C, which would crash."""
     if sum(map(content.count, (b"[", b"{", b"-", b"?", b":"))) < _FEW_SECTIONS:
         return  # each section needs one of these, so that nothing must be parsed twice
     levels = 0
-    for event in yaml.parse(content, Loader=_LOADER):
+    for event in yaml.parse(content, Loader=loader):
         levels += isinstance(event, yaml.CollectionStartEvent)
         levels -= isinstance(event, yaml.CollectionEndEvent)
         if levels > MAX_LEVELS:

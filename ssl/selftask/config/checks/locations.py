@@ -23,6 +23,11 @@ def location_problems(config: Config) -> Iterator[Problem]:
     try:
         if is_remote(config.out):
             addresses.manager(config.out)
+        elif not _is_utf8(config.out):
+            raise UserError(
+                f"{config.out}: this name is no UTF-8, and torch reads no checkpoint in such a "
+                "folder; give another name (if it looks right to you, LC_ALL is no UTF-8 locale)"
+            )
         newest, resumed = uses_newest(config), goes_on(config)
     except UserError as error:
         yield ("out",), f"out={error}"
@@ -55,6 +60,15 @@ def location_problems(config: Config) -> Iterator[Problem]:
     if not of_run:  # the checkpoint of a run is found later, when weights are read
         wanted = "neither a file or run nor timm:NAME or torchvision:NAME"
         yield from _unreadable(("init", "backbone"), "init.backbone", start, wanted)
+
+
+def _is_utf8(path: str) -> bool:
+    """Return False if the name of a file holds bytes that are no UTF-8, kept as lone surrogates."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _broken_rules(init: InitConfig) -> Iterator[Problem]:

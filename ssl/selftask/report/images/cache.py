@@ -74,6 +74,6 @@ def digest(*parts: str | bytes | int) -> str:
     """Return a short hash of all parts."""
     hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
-        data = part if isinstance(part, bytes) else str(part).encode()
+        data = part if isinstance(part, bytes) else str(part).encode(errors="surrogateescape")
         hasher.update(f"{len(data)}:".encode() + data)
     return hasher.hexdigest()
