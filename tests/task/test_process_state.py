@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -95,6 +95,23 @@ def test_an_error_of_one_release_does_not_keep_the_others(tmp_path: Path) -> Non
         assert handlers() == before
 
 
+def test_no_watch_over_a_script_that_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    """It would end a notebook that has been idle for ``launch.hang_timeout_s``."""
+    watches: list[threading.Thread] = []
+
+    def interrupt(task: Task) -> None:
+        watches.extend(thread for thread in threading.enumerate() if "watch" in thread.name)
+        raise KeyboardInterrupt
+
+    task = tiny.task("simclr", tmp_path)
+    task.add_hook(function_hook(on_step=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        Trainer().train(task)
+    (watch,) = watches
+    watch.join(timeout=10)
+    assert not watch.is_alive()
+
+
 def test_threads_of_torch_are_those_of_the_script(tmp_path: Path) -> None:
     seen = []
     task = tiny.task("simclr", tmp_path, "run", "train.max_steps=1")
@@ -120,7 +137,7 @@ def test_a_second_run_in_the_process_is_refused_while_one_is_in_progress(tmp_pat
                 errors.append(str(error))
 
     def in_a_thread(task: Task) -> None:
-        thread = Thread(target=train_other, args=(task,))
+        thread = threading.Thread(target=train_other, args=(task,))
         thread.start()
         thread.join()
 

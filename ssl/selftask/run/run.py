@@ -226,6 +226,9 @@ def _run(task: Task, upload: Callable[[], None], *, raises: bool) -> int:
         code = ending.failed(error, watch)
         if raises:
             raise
+    finally:
+        if watch is not None:
+            watch.end()
     if stopped_by and raises:
         raise Interrupted(stopped_by)
     return code

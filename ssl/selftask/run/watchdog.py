@@ -91,6 +91,13 @@ class Watch:
         if self.rank == 0:
             self._await(lambda rank: board.has(f"left/{rank}"), range(1, self.size))
 
+    def end(self) -> None:
+        """End the thread without a word to other ranks; they notice the end of this process.
+
+        A script or notebook may live on after its run. Nothing moves there, which is no failure.
+        """
+        self._over.set()
+
     def _leave_watch(self) -> Board | None:
         """End the thread; return the board, with a time limit of ``LEAVE_S``, or None."""
         self._over.set()
