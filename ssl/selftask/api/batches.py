@@ -149,13 +149,30 @@ def read_epoch(batches: Any, epoch: int, start: int, seed: int) -> Iterator[Any]
     generators = _Generators(seed + epoch * 1_000_003 + rank())
     with generators.in_use():
         iterator = iter(batches)
-    for position in count(start if can_seek is not None else 0):
-        with generators.in_use():
-            item = next(iterator, _END)
-        if item is _END:
-            return
-        if position >= start:
-            yield item
+    try:
+        for position in count(start if can_seek is not None else 0):
+            with generators.in_use():
+                item = next(iterator, _END)
+            if item is _END:
+                return
+            if position >= start:
+                yield item
+    except BaseException:  # GeneratorExit too: the steps were abandoned
+        _end_workers(batches, iterator)
+        raise
+
+
+def _end_workers(batches: Any, iterator: Any) -> None:
+    """End the workers of a DataLoader that stops in the middle of an epoch.
+
+    The garbage collector may close their queues before it ends them. Then torch waits for each
+    worker for five seconds.
+    """
+    shut_down = getattr(iterator, "_shutdown_workers", None)  # none without workers
+    if shut_down is not None:
+        shut_down()
+        if getattr(batches, "_iterator", None) is iterator:  # persistent workers
+            batches._iterator = None  # the next epoch starts new ones
 
 
 class _Generators:

@@ -75,6 +75,7 @@ def close(task: Task) -> None:
         for opened in (getattr(task, "rows", None), getattr(task, "data_module", None)):
             if opened is not None:
                 ends.callback(opened.close)
+        task.batches = iter(())  # ends suspended generators, and with them a user's DataLoader
         LAYER_DRAWS.stop()
         HEARTBEAT.step = 0
         task.checkpoints.wait()
