@@ -126,6 +126,7 @@ class Learner(nn.Module):
         """Update teacher, queue and schedules; call it after the optimizer's step."""
         self.method.on_update(self._task)
         self._task.clock.advance()
+        self._task.last_batch = None  # its graph could be neither copied nor pickled
 
     def get_extra_state(self) -> dict[str, int]:
         return {"steps": self._task.clock.steps_done}
@@ -140,7 +141,7 @@ class _TaskOfLearner:
 
     loss: Method
     base_model: nn.Module
-    last_batch: Batch
+    last_batch: Batch | None
     device: torch.device
 
     def __init__(self, length: RunLength, channels: int, seed: int) -> None:
