@@ -133,8 +133,17 @@ def _per_sample(library: Any, kind: _Kind) -> Any:
             factors = keep_mask(words, count, keep.probability).to(x.dtype) * keep.scale
         return x * factors.view(*shape, *[1] * (x.ndim - len(shape)))
 
-    attributes = {"forward": forward, "_rate_name": kind.rate}
+    def reduced(self: Any) -> tuple[Any, ...]:
+        return _new_layer, (library,), self.__dict__  # pickle finds no class made in a function
+
+    attributes = {"forward": forward, "_rate_name": kind.rate, "__reduce__": reduced}
     return type(library.__name__, (library,), attributes)
+
+
+def _new_layer(library: Any) -> Any:
+    """Return a layer without attributes, for pickle and copy; see ``_per_sample``."""
+    kind = _per_sample(library, _KINDS[f"{library.__module__}.{library.__qualname__}"])
+    return kind.__new__(kind)
 
 
 def _keep(layer: Any) -> Keep:
