@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import selftask
+import tiny
+from selftask.api.trainer import Trainer
+from selftask.api.training import Run
 from selftask.models.dropout import draw_per_sample
 from selftask.random.keyed import LAYER_DRAWS
 
@@ -97,3 +100,20 @@ def test_a_trained_network_with_dropout_can_be_copied_and_saved() -> None:
     finally:
         LAYER_DRAWS.reset(0)
     assert torch.equal(net.eval()[1](ones), ones)
+
+
+def test_a_run_is_found_after_the_script_has_changed_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run(tiny.task("simclr", tmp_path, "run", "train.max_steps=1", "out=run"))
+    Trainer().train(run.task)
+    monkeypatch.chdir("/")
+    assert run.rows
+    assert run.load().embed_dim > 0
+
+
+def test_training_where_gradients_are_disabled(tmp_path: Path) -> None:
+    with torch.no_grad():
+        Trainer().train(tiny.task("simclr", tmp_path, "run", "train.max_steps=1"))
+        assert not torch.is_grad_enabled()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ class Run:
     """A finished training run."""
 
     task: Task
+    out: Path = field(init=False)
+    """The run folder; absolute, since the script may change its current folder."""
 
-    @property
-    def out(self) -> Path:
-        """The run folder."""
-        return self.task.out
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out", self.task.out.absolute())
 
     @property
     def rows(self) -> list[dict[str, Any]]:
