@@ -306,6 +306,7 @@ class Task(Recorder, ClassyTaskNames):
             self.eval_step()
         self.run_hooks("on_step")
 
+    @torch.enable_grad()  # a notebook may have disabled gradients for all of its cells
     def train_step(self) -> None:
         """Call the train step; after ``StepSkipped``, count the step without an update."""
         before = self.clock.steps_done
