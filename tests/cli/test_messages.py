@@ -96,3 +96,16 @@ def test_key_and_value_stand_once_in_a_message(
     (line,) = error_of(["config", "simclr", word], capsys).splitlines()
     assert line.startswith(f"error: command line: {key}") and message in line
     assert line.partition("; ")[0].count(key) == 1
+
+
+def test_a_current_folder_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert main(["list", "hooks"]) == 2
+    assert capsys.readouterr().err == (
+        "error: the current folder was removed; change to one that exists\n"
+    )

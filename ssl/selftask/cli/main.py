@@ -93,6 +93,10 @@ def _answer(argv: list[str]) -> int:
 
         print(f"selftask {__version__}")
         return 0
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the current folder was removed; change to one that exists") from error
     return _run(argv[0], argv[1:])
 
 
