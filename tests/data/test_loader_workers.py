@@ -65,6 +65,27 @@ def test_workers_end_with_a_reader_in_a_reference_cycle() -> None:
     assert not worker.is_alive()
 
 
+def test_a_reader_ends_no_workers_that_another_thread_starts_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two evaluations at once, as in a web server."""
+    first, second = (
+        Batches(dataset(Numbers(40)), batch_size=4, seed=0, num_workers=1) for _ in range(2)
+    )
+    start = workers.DataLoader.__iter__
+
+    def start_both(loader: Any) -> Any:
+        monkeypatch.undo()
+        second.start(0)
+        return start(loader)
+
+    monkeypatch.setattr(workers.DataLoader, "__iter__", start_both)
+    first.start(0)
+    first.close()
+    assert len(read(second, 10)) == 10
+    second.close()
+
+
 def test_workers_leave_signals_to_the_main_process() -> None:
     batches = Batches(dataset(Numbers(40)), batch_size=4, seed=0, num_workers=2)
     batches.start(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import signal
 import threading
@@ -116,13 +115,11 @@ class BatchReader:
                 generator=torch.Generator(),  # starting must not draw from the global generator
             )
         self._kills = OutOfMemoryKills()
-        others = set(multiprocessing.active_children())
         _warn_of_many(num_workers)
         with _signals_of_the_main_process(), _without_advice():
             self._iterator = iter(loader)
-        self._workers: list[BaseProcess] = [
-            process for process in multiprocessing.active_children() if process not in others
-        ]
+        # not by active_children(): another thread may start workers at the same time
+        self._workers: list[BaseProcess] = list(getattr(self._iterator, "_workers", ()))
         # The finalizer keeps the iterator alive. In a reference cycle, such as that of a traceback,
         # its queues would be closed before it can ask the workers to end.
         self._stop = weakref.finalize(self, _stop, self._iterator, self._workers)
