@@ -55,6 +55,21 @@ def test_abandoned_steps_release_the_hooks(tmp_path: Path) -> None:
     assert holder.released == 1
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_tasks_at_once_restore_the_handlers_in_any_order(first: int, tmp_path: Path) -> None:
+    before = handlers()
+    steps: list[Any] = [
+        tiny.task("simclr", tmp_path, f"run{number}").steps() for number in range(2)
+    ]
+    next(steps[0])
+    next(steps[1])
+    both = handlers()
+    steps[first].close()
+    assert (handlers() == both) is (first == 0), "the later task keeps its own"
+    steps[1 - first].close()
+    assert handlers() == before
+
+
 def test_a_finished_run_that_is_only_loaded_releases_the_hooks(tmp_path: Path) -> None:
     before = handlers()
     for _ in range(2):  # the second one only loads

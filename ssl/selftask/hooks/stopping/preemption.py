@@ -35,6 +35,7 @@ class StopOnSignal(Hook):
     def __post_init__(self) -> None:
         self.received: str | None = None
         self.previous: dict[int, Any] = {}
+        self.released = False
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and is_ignored(number):
                 continue
@@ -74,9 +75,23 @@ class StopOnSignal(Hook):
         self.release()
 
     def release(self) -> None:
-        """Restore the earlier signal handlers."""
-        while self.previous:
-            signal.signal(*self.previous.popitem())
+        """Restore the earlier signal handlers.
+
+        With two tasks at once, as in ``zip(first.steps(), second.steps())``, the first one leaves
+        the handlers of the second one, which then restores those from before both.
+        """
+        self.released = True
+        for number in [*self.previous]:
+            if signal.getsignal(number) == self._receive:
+                signal.signal(number, self._handler_before(number))
+                del self.previous[number]
+
+    def _handler_before(self, number: int) -> Any:
+        handler = self.previous[number]
+        hook = getattr(handler, "__self__", None)
+        if isinstance(hook, StopOnSignal) and hook.released and number in hook.previous:
+            return hook._handler_before(number)
+        return handler
 
 
 def _write_stderr(text: str) -> None:
