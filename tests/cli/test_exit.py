@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from selftask import __main__ as entry
+from selftask.cli.main import main
 
 SCRIPT = """
 import atexit, sys, threading, time, types
@@ -76,6 +78,18 @@ def test_reader_that_has_exited_is_no_traceback(tmp_path: Path) -> None:
     done = run(tmp_path, stdout=writer)
     os.close(writer)
     assert (done.returncode, done.stderr) == (3, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's device without space")
+def test_output_without_space_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "wb", buffering=0) as full, io.TextIOWrapper(full) as stream:
+        stream.reconfigure(write_through=True)
+        monkeypatch.setattr("sys.stdout", stream)
+        assert main(["list", "methods"]) == 2
+    message = "error: no space left on device: the output or a file could not be written\n"
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's device without space")

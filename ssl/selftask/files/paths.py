@@ -60,6 +60,8 @@ def explain(error: OSError) -> str | None:
 
     A missing file also gives None; the caller that needs the file reports it.
     """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # of a write
+        return f"{_strerror(error)}: the output or a file could not be written"
     if error.errno not in _OF_THE_SYSTEM or not isinstance(error.filename, str | bytes | Path):
         return None
     return _reason(error, os.fsdecode(error.filename))
@@ -77,12 +79,16 @@ def _mode(path: str | Path) -> int | None:
 
 
 def _reason(error: OSError, path: str | Path) -> str:
-    reason = (error.strerror or str(error)).lower()
+    reason = _strerror(error)
     closed = _closed_folder(Path(path)) if error.errno == errno.EACCES else None
     shown = shorten(str(path))
     if closed is None or closed == Path(path):
         return f"{shown}: {reason}"
     return f"{shown}: {reason}: you may not enter {closed}"
+
+
+def _strerror(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
 
 
 def _closed_folder(path: Path) -> Path | None:
