@@ -27,9 +27,10 @@ GROUPS = {
     "teacher": "Methods with a teacher, which was trained in the league",
     "labels": "With labels or captions, for reference",
 }
+COSTS = ROOT / "tools/bench/method_cost.json"  # of a step, ``supervised`` being 1
 HEAD = (
-    "| {} | k-NN | linear | 10 labels | effective rank | RankMe | lr | steps | CPU s | MB "
-    "| images: k-NN | linear | CPU s |\n|" + "---|" * 13 + "\n"
+    "| {} | k-NN | linear | 10 labels | effective rank | RankMe | lr | cost | MB "
+    "| CPU time: k-NN | linear | cost |\n|" + "---|" * 12 + "\n"
 )
 
 
@@ -92,14 +93,15 @@ def shown(runs: list[dict[str, Any]], figure: str) -> str:
 def tables(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the text between the marks of the page."""
     methods = [name for name in order() if name not in BASELINES]
+    costs = json.loads(COSTS.read_text(encoding="utf-8"))["cost"]
     done = {name: entry for name, entry in entries.items() if name in methods and is_done(entry)}
     yield f"\n{len(done)} of {len(methods)} methods were run.\n"
     for name, title in GROUPS.items():
         members = [method for method in done if group_of(method) == name]
         if members or name in LEAGUES["digits"].networks:
             yield f"\n**{title}**\n\n{HEAD.format('method')}"
-            members.sort(key=lambda m: -interval(_all(done[m], "seconds", "knn_top1"))[0])
-            yield from (row(method, done[method]) for method in members)
+            members.sort(key=lambda m: -interval(_all(done[m], "images", "knn_top1"))[0])
+            yield from (row(method, done[method], costs.get(method)) for method in members)
             yield from baseline_rows(entries, name)
     yield from below_untrained(entries, done)
     yield from correlations(done)
@@ -115,14 +117,19 @@ def _all(entry: dict[str, Any], group: str, figure: str) -> list[float]:
     return [run[figure] for run in runs_of(entry, group)]
 
 
-def row(method: str, entry: dict[str, Any]) -> str:
-    """Return the row of a method."""
-    first, second = runs_of(entry, "seconds"), runs_of(entry, "images")
-    cells = [f"`{method}`", *(shown(first, figure) for figure in FIGURES)]
-    cells += [f"{first[0]['lr']:.2g}", str(first[0]["steps"])]
-    cells += [f"{mean(run['cpu_s'] for run in first):.1f}", str(max(r["peak_mb"] for r in first))]
-    cells += [shown(second, "knn_top1"), shown(second, "linear_top1")]
-    cells += [f"{mean(run['cpu_s'] for run in second):.1f}"]
+def row(method: str, entry: dict[str, Any], cost: float | None) -> str:
+    """Return the row of a method, given the cost of its step relative to ``supervised``."""
+    images, seconds = runs_of(entry, "images"), runs_of(entry, "seconds")
+
+    def total(runs: list[dict[str, Any]]) -> str:
+        if cost is None:
+            return ""
+        read = mean(run["steps"] for run in runs) * entry["runs"]["cost"]["batch_size"]
+        return f"{cost * read / 1000:.0f}"
+
+    cells = [f"`{method}`", *(shown(images, figure) for figure in FIGURES)]
+    cells += [f"{images[0]['lr']:.2g}", total(images), str(max(r["peak_mb"] for r in images))]
+    cells += [shown(seconds, "knn_top1"), shown(seconds, "linear_top1"), total(seconds)]
     return f"| {' | '.join(cells)} |\n"
 
 
@@ -132,7 +139,7 @@ def baseline_rows(entries: dict[str, dict[str, Any]], network: str) -> Iterator[
         runs = runs_of(entries[name], network) if name in entries else []
         if runs:
             cells = [name.replace("_", " "), *(shown(runs, figure) for figure in FIGURES)]
-            yield f"| {' | '.join(cells + [''] * 7)} |\n"
+            yield f"| {' | '.join(cells + [''] * 6)} |\n"
 
 
 def below_untrained(
@@ -144,7 +151,7 @@ def below_untrained(
         network = entry["budget"]["networks"].get(group_of(method)) and group_of(method)
         if network and "untrained" in entries:
             start = mean(_all(entries["untrained"], network, "linear_top1"))
-            if mean(_all(entry, "seconds", "linear_top1")) < start:
+            if mean(_all(entry, "images", "linear_top1")) < start:
                 low.append(f"`{method}`")
     if low:
         yield (
@@ -160,13 +167,13 @@ def correlations(done: dict[str, dict[str, Any]]) -> Iterator[str]:
         if len(members) >= ENOUGH:
             yield (
                 f"\n**Rank correlation with linear top-1** ({net.title}, means over seeds, equal "
-                "CPU time)\n\n| measure | methods | Spearman's rho |\n|---|---|---|\n"
+                "numbers of images)\n\n| measure | methods | Spearman's rho |\n|---|---|---|\n"
             )
         for name in LABEL_FREE:
-            runs = [entry for entry in members if all(name in r for r in runs_of(entry, "seconds"))]
+            runs = [entry for entry in members if all(name in r for r in runs_of(entry, "images"))]
             if len(runs) >= ENOUGH:
                 values, linear = (
-                    [mean(_all(entry, "seconds", figure)) for entry in runs]
+                    [mean(_all(entry, "images", figure)) for entry in runs]
                     for figure in (name, "linear_top1")
                 )
                 yield f"| {name} | {len(runs)} | {spearmanr(values, linear).statistic:.2f} |\n"

@@ -59,7 +59,7 @@ class Protocol:
     factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
     """The search: learning rates relative to that of the recipe."""
     search_length: float = 1 / 3
-    """Length of the runs of the search, relative to the first budget."""
+    """Length of the runs of the search, relative to a whole run."""
     search_seed: int = 0
     seeds: tuple[int, ...] = (1, 2, 3)
     kept: float = 0.8
@@ -87,9 +87,9 @@ class League(Protocol):
     nuisance: tuple[dict[str, Any], ...]
     """Transforms of all images, in training and evaluation."""
     seconds: float = 60.0
-    """First budget: seconds of CPU time of the training of one run."""
+    """Second budget: seconds of CPU time of the training of one run."""
     images: int = 24 * 1347
-    """Second budget: number of training images read; several views of an image count once."""
+    """First budget: number of training images read; several views of an image count once."""
 
 
 LEAGUES = {

@@ -123,7 +123,8 @@ def entry(knn: list[float], linear: float, rank: float) -> dict[str, Any]:
         for budget in ("seconds", "images")
         for seed, value in zip(DIGITS.seeds, knn, strict=True)
     }
-    return {"budget": league.budget(DIGITS), "machine": "m", "runs": runs}
+    cost = {"batch_size": 256, "commit": "c", "date": "d"}
+    return {"budget": league.budget(DIGITS), "machine": "m", "runs": {"cost": cost, **runs}}
 
 
 def test_page_shows_files_and_lists_what_is_missing(tmp_path: Path) -> None:
@@ -145,6 +146,9 @@ def test_page_shows_files_and_lists_what_is_missing(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "| `simclr` | 0.600 ± 0.248 | 0.800 ± 0.000 |" in text  # 4.303 * 0.1 / sqrt(3)
+    costs = json.loads(league_page.COSTS.read_text())["cost"]
+    row = next(line for line in text.splitlines() if line.startswith("| `simclr` |"))
+    assert row.endswith(f"| {costs['simclr'] * 7 * 256 / 1000:.0f} |")
     missing = next(line for line in text.splitlines() if line.startswith("**Not run**"))
     assert "`byol`" in missing
     assert "`simclr`" not in missing
