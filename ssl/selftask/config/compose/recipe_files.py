@@ -79,9 +79,9 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping; raise ConstructorError if it has a key twice."""
-        lines: dict[str, yaml.Mark] = {}
+        places: dict[str, yaml.Mark] = {}
         for key, _ in node.value:
-            if key.tag == _TEXT and lines.setdefault(key.value, key.start_mark) != key.start_mark:
+            if key.tag == _TEXT and places.setdefault(key.value, key.start_mark) != key.start_mark:
                 problem = f"found duplicate key {key.value}"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
         return super().construct_mapping(node, deep)
