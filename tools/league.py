@@ -2,14 +2,15 @@
 
     python tools/league.py METHOD ...              run methods, or raw_pixels and untrained
     python tools/league.py --next [--until HH:MM]  run those that are not finished, in turn
-    python tools/league.py --budget SECONDS ...    another budget than in tools/league_plan.py
     python tools/league.py --page | --check        write docs/league.md, or test it
 
-Each run is written when it ends, and the same command continues after a kill. A method begins anew
-if settings or machine have changed. CPU time is that of all threads of the process from the first
-to the last step (``time.process_time``): reading and augmenting images, forward and backward pass,
-update, and what a method computes between epochs. Building the network and evaluations do not
-count.
+Each run is written when it ends, and the same command continues after a kill. Runs are made again
+if the settings of the league have changed.
+
+The cost of a method is the CPU time of an image divided by that of ``supervised`` on the same
+network (:func:`relative_cost`), so that equal cost means the same on every machine. It is that of
+all threads of the process: reading and augmenting images, forward and backward pass, update, and
+what a method computes between epochs. Building the network and evaluations do not count.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +38,7 @@ from torch import nn
 import league_page
 from league_plan import (
     BASELINES,
+    BUDGETS,
     LEAGUES,
     PIXELS,
     TEACHERS,
@@ -44,7 +47,9 @@ from league_plan import (
     batch_size,
     evaluation,
     held_out,
+    network_of,
     order,
+    reference_settings,
     settings,
 )
 from selftask.api.objects import overrides
@@ -65,22 +70,21 @@ from selftask.task.loop import train_loop
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "league"
-OVERRUN = 1.25  # a run ends at this multiple of its CPU time, whatever was measured before
 CPU = torch.device("cpu")
+EPOCHS, TURNS = 3, 2  # of a measurement of the cost
 
 
 class CpuTime(Hook):
-    """Measures the CPU time of training, and ends it at a limit.
+    """Measures the CPU time of training.
 
     Args:
-        limit: Seconds.
         clock: Returns the CPU time of the process so far.
     """
 
     priority: ClassVar[int] = 99
 
-    def __init__(self, limit: float, clock: Callable[[], float] = time.process_time) -> None:
-        self.limit, self.clock = limit, clock
+    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+        self.clock = clock
         self.times: list[float] = []  # at the end of each step, from the start of the first
 
     def on_start(self, task: Task) -> None:
@@ -88,18 +92,17 @@ class CpuTime(Hook):
 
     def on_step(self, task: Task) -> None:
         self.times.append(self.clock() - self.started)
-        if self.times[-1] > self.limit:
-            task.clock.stopped = f"stopped early: {self.limit:.1f} s of CPU time are used"
 
 
 def step_cost(times: list[float], per_epoch: int) -> float:
-    """Return the CPU seconds of a step: the mean over all epochs but the first.
+    """Return the CPU seconds of a step: the least mean of an epoch, without the first epoch.
 
     Args:
         times: CPU time at the end of each step.
         per_epoch: Steps of an epoch.
     """
-    return (times[-1] - times[per_epoch - 1]) / (len(times) - per_epoch)
+    ends = times[per_epoch - 1 :: per_epoch]
+    return min(after - before for before, after in pairwise(ends)) / per_epoch
 
 
 def best_factor(search: list[dict[str, Any]]) -> float:
@@ -110,9 +113,9 @@ def best_factor(search: list[dict[str, Any]]) -> float:
 # -- one run -------------------------------------------------------------------------------------
 
 
-def train(config: Config, sources: Sources, limit: float) -> tuple[nn.Module, CpuTime]:
+def train(config: Config, sources: Sources) -> tuple[nn.Module, CpuTime]:
     """Train in this process; return the backbone as it is exported, and the times."""
-    task, watch = Task(config, sources=sources), CpuTime(limit)
+    task, watch = Task(config, sources=sources), CpuTime()
     task.add_hook(watch)
     train_loop(task)
     return export_backbone(task).eval(), watch
@@ -143,6 +146,25 @@ def _double(features: Features) -> torch.Tensor:
     return features.features.double()
 
 
+def relative_cost(method: Config, reference: Config) -> float:
+    """Return the CPU time of an image of a method, divided by that of ``supervised``.
+
+    Both take turns; the least counts, since other work on the machine only adds.
+
+    Args:
+        method: Its config, of ``EPOCHS`` epochs.
+        reference: That of ``supervised``, with the same network and batch size.
+    """
+    least = [float("inf"), float("inf")]
+    sources = open_data(method.data)
+    for _ in range(TURNS):
+        for index, config in enumerate((method, reference)):
+            _, watch = train(config, sources)
+            per_epoch = len(watch.times) // EPOCHS
+            least[index] = min(least[index], step_cost(watch.times, per_epoch))
+    return least[0] / least[1]
+
+
 class Runs:
     """Runs of a method in a league, kept in a file.
 
@@ -151,25 +173,31 @@ class Runs:
         name: Name of the league.
         method: Name of the method, or of a baseline.
         folder: Folder of the file.
-        on: The machine, if other ones give the same figures.
     """
 
-    def __init__(
-        self, league: Any, name: str, method: str, folder: Path = RESULTS, on: str | None = None
-    ) -> None:
+    def __init__(self, league: Any, name: str, method: str, folder: Path = RESULTS) -> None:
         self.league, self.name, self.method = league, name, method
         self.path = folder / f"{method}.json"
-        self.fixed = {"budget": budget(league), "machine": on or machine()}
-        kept = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
-        self.all: dict[str, Any] = kept
-        old = kept.get(name, {})
-        same = {key: old.get(key) for key in self.fixed} == self.fixed
-        self.entry: dict[str, Any] = old if same else {**self.fixed, "runs": {}}
+        self.all: dict[str, Any] = (
+            json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
+        )
+        self.entry: dict[str, Any] = {"budget": budget(league), "runs": {}}
+        old = self.all.get(name, {})
+        if protocol(old.get("budget", {})) == protocol(self.entry["budget"]):
+            self.entry["runs"] = old["runs"]
 
-    def run(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of a run; make and write it if there is none."""
+    def run(
+        self, key: str, make: Callable[[], dict[str, Any]], **fixed: float | int
+    ) -> dict[str, Any]:
+        """Return the result of a run; make and write it if there is none with these settings.
+
+        Args:
+            key: Name of the run.
+            make: Makes it.
+            fixed: Settings that its result names.
+        """
         runs: dict[str, Any] = self.entry["runs"]
-        if key not in runs:
+        if key not in runs or any(runs[key][name] != value for name, value in fixed.items()):
             runs[key] = {**make(), "commit": commit(), "date": today()}
             self.write()
             print(self.method, key, runs[key].get("knn_top1"), flush=True)
@@ -185,29 +213,30 @@ class Runs:
         os.replace(partial, self.path)
 
 
-def run_method(runs: Runs, scratch: Path) -> None:
-    """Measure the cost of a step, search the learning rate, then run all seeds of both budgets."""
+def run_method(runs: Runs, scratch: Path, budgets: Sequence[str] = BUDGETS) -> None:
+    """Measure the cost, search the learning rate, then run all seeds of these budgets."""
     league, method = runs.league, runs.method
     taught = teachers(runs, scratch)
 
-    def config_of(factor: float, steps: int, seed: int) -> Config:
-        recipe, more = settings(league, method, factor, steps, seed)
+    def config_of(factor: float, steps: int, seed: int, **more: Any) -> Config:
+        recipe, made = settings(league, method, factor, steps, seed)
         out = scratch / f"{method}_{time.monotonic_ns()}"
-        return load_config(recipe, overrides({**more, **taught, "out": out}))
+        return load_config(recipe, overrides({**made, **taught, **more, "out": out}))
 
     def measure() -> dict[str, Any]:
         config = config_of(1.0, 1, league.search_seed)
-        sources = open_data(config.data)
-        per_epoch = len(sources.train) // config.train.batch_size
-        _, watch = train(config_of(1.0, 3 * per_epoch, 0), sources, float("inf"))
-        cost = step_cost(watch.times, per_epoch)
-        return {"cpu_s_per_step": round(cost, 5), "batch_size": batch_size(config)}
+        steps = EPOCHS * (len(open_data(config.data).train) // batch_size(config))
+        config = config_of(1.0, steps, league.search_seed)
+        recipe, made = reference_settings(league, network_of(method), steps, batch_size(config))
+        reference = load_config(recipe, overrides({**made, "out": scratch / "reference"}))
+        cost = relative_cost(config, reference)
+        return {"relative": round(cost, 3), "batch_size": batch_size(config), "machine": machine()}
 
-    def one(factor: float, steps: int, seed: int, *, search: bool, limit: float) -> dict[str, Any]:
+    def one(factor: float, steps: int, seed: int, *, search: bool) -> dict[str, Any]:
         config = config_of(factor, steps, seed)
         sources = open_data(config.data)
         sources = held_out(sources, league.kept) if search else sources
-        backbone, watch = train(config, sources, limit)
+        backbone, watch = train(config, sources)
         figures = rate(backbone, config, sources)
         return {
             **figures,
@@ -215,31 +244,26 @@ def run_method(runs: Runs, scratch: Path) -> None:
             "lr": config.to_dict()["optimizer"]["lr"],
             "seed": seed,
             "steps": len(watch.times),
-            "cut": len(watch.times) < steps,
             "cpu_s": round(watch.times[-1], 2),
             "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+            "machine": machine(),
         }
 
-    cost = runs.run("cost", measure)
-    steps = max(1, int(league.seconds / cost["cpu_s_per_step"]))
-    limit = OVERRUN * league.seconds
-    rated = partial(
-        one,
-        steps=max(1, int(league.search_length * steps)),
-        seed=league.search_seed,
-        search=True,
-        limit=league.search_length * limit,
+    cost = runs.run("relative_cost", measure)
+    steps = lengths(league, cost)
+    length = max(1, round(league.search_length * steps["images"]))
+    rated = partial(one, steps=length, seed=league.search_seed, search=True)
+    factor = best_factor(
+        [
+            runs.run(f"search_{f:.2g}", partial(rated, f), factor=f, steps=length)
+            for f in league.factors
+        ]
     )
-    search = [runs.run(f"search_{f:.2g}", partial(rated, f)) for f in league.factors]
-    factor = best_factor(search)
-    budgets = {
-        "seconds": (steps, limit),
-        "images": (-(-league.images // cost["batch_size"]), float("inf")),
-    }
-    for name, (count, most) in budgets.items():
-        chosen = partial(one, factor, count, search=False, limit=most)
+    for name in budgets:
+        chosen = partial(one, factor, steps[name], search=False)
         for seed in league.seeds:
-            runs.run(f"{name}_{seed}", partial(chosen, seed=seed))
+            fixed = {"factor": factor, "steps": steps[name]}
+            runs.run(f"{name}_{seed}", partial(chosen, seed=seed), **fixed)
 
 
 def run_baseline(runs: Runs, scratch: Path) -> None:
@@ -256,7 +280,8 @@ def run_baseline(runs: Runs, scratch: Path) -> None:
                 torch.manual_seed(seed)
                 flat = runs.method == PIXELS
                 backbone = nn.Flatten() if flat else build_backbone(config.backbone).eval()
-                return {**rate(backbone, config, open_data(config.data)), "seed": seed}
+                figures = rate(backbone, config, open_data(config.data))
+                return {**figures, "seed": seed, "machine": machine()}
 
             runs.run(f"{name}_{seed}", make)
 
@@ -282,7 +307,7 @@ def train_teacher(runs: Runs, teacher: str, scratch: Path) -> Path:
     if not finished(own):
         raise SystemExit(f"{runs.method}: its teacher {teacher} has to be run first")
     seed = runs.league.seeds[0]
-    first = own.entry["runs"][f"seconds_{seed}"]
+    first = own.entry["runs"][f"cost_{seed}"]
     recipe, more = settings(runs.league, teacher, first["factor"], first["steps"], seed)
     made = {key: value for key, value in more.items() if value is not None}
     made |= {"train.epochs": None, "hooks.evaluation": None, "out": scratch / f"teacher_{teacher}"}
@@ -300,11 +325,30 @@ def budget(league: Any) -> dict[str, Any]:
     return made
 
 
-def finished(runs: Runs) -> bool:
-    """Return True if all runs with these settings are there."""
+def protocol(budget: dict[str, Any]) -> dict[str, Any]:
+    """Return the constants without the lengths of runs, since each run has its steps."""
+    return {name: value for name, value in budget.items() if name not in ("images", "cost")}
+
+
+def lengths(league: League, cost: dict[str, Any]) -> dict[str, int]:
+    """Return the number of steps of each budget, given the measured cost of a method."""
+    images = {"images": league.images, "cost": round(league.cost / cost["relative"])}
+    return {name: -(-count // cost["batch_size"]) for name, count in images.items()}
+
+
+def finished(runs: Runs, budgets: Sequence[str] = BUDGETS) -> bool:
+    """Return True if all runs of these budgets are there, with these settings."""
     league, made = runs.league, runs.entry["runs"]
-    groups = league.networks if runs.method in BASELINES else ("seconds", "images")
-    return all(f"{group}_{seed}" in made for group in groups for seed in league.seeds)
+    if runs.method in BASELINES:
+        return all(f"{name}_{seed}" in made for name in league.networks for seed in league.seeds)
+    if any(f"search_{factor:.2g}" not in made for factor in league.factors):
+        return False
+    steps = lengths(league, made["relative_cost"])
+    return all(
+        made.get(f"{name}_{seed}", {}).get("steps") == steps[name]
+        for name in budgets
+        for seed in league.seeds
+    )
 
 
 def machine() -> str:
@@ -324,19 +368,22 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
-def run_one(name: str, league: League, method: str) -> None:
+def run_one(name: str, league: League, method: str, budgets: Sequence[str]) -> None:
     runs = Runs(league, name, method)
     with tempfile.TemporaryDirectory() as scratch:
-        (run_baseline if method in BASELINES else run_method)(runs, Path(scratch))
+        if method in BASELINES:
+            run_baseline(runs, Path(scratch))
+        else:
+            run_method(runs, Path(scratch), budgets)
 
 
-def run_next(name: str, league: League, until: str | None, words: list[str]) -> None:
+def run_next(name: str, league: League, budgets: Sequence[str], until: str | None) -> None:
     """Run what is not finished, each in a process of its own, for its peak of memory."""
     for method in order():
         if until is not None and datetime.datetime.now().strftime("%H:%M") >= until:
             return
-        if not finished(Runs(league, name, method)):
-            command = [sys.executable, __file__, method, "--league", name, *words]
+        if not finished(Runs(league, name, method), budgets):
+            command = [sys.executable, __file__, method, "--league", name, "--budgets", *budgets]
             if subprocess.run(command, check=False).returncode:
                 print(f"{method}: failed", flush=True)
 
@@ -345,26 +392,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("methods", nargs="*", metavar="METHOD", choices=[*order(), []])
     parser.add_argument("--league", choices=[*LEAGUES], default="digits")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="CPU time of a run")
+    parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=BUDGETS)
     parser.add_argument("--next", action="store_true", help="run all that are not finished")
     parser.add_argument("--until", metavar="HH:MM", help="start no method after this time")
     parser.add_argument("--page", action="store_true", help="write docs/league.md")
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is not up to date")
     options = parser.parse_args()
     league = LEAGUES[options.league]
-    words = []
-    if options.budget is not None:
-        league = dataclasses.replace(league, seconds=options.budget)
-        words = ["--budget", str(options.budget)]
     if options.page or options.check:
         return league_page.update(
             "tools/league.py", league_page.tables(league_page.read(RESULTS)), check=options.check
         )
     torch.set_num_threads(1)
     for method in options.methods:
-        run_one(options.league, league, method)
+        run_one(options.league, league, method, options.budgets)
     if options.next:
-        run_next(options.league, league, options.until, words)
+        run_next(options.league, league, options.budgets, options.until)
     return 0
 
 

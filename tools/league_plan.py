@@ -20,20 +20,24 @@ from selftask.registry import METHODS
 
 PIXELS, UNTRAINED = "raw_pixels", "untrained"
 BASELINES = (PIXELS, UNTRAINED)
+REFERENCE = "supervised"
+"""The method whose images are the unit of cost."""
+BUDGETS = ("images", "cost")
+"""Numbers of ``League`` that end a run, in the order of the runs."""
 LABELED = ("supervised", "supcon", "multilabel", "clip", "siglip")
 TEACHERS = {  # option of the method, and the method of the league that is its teacher
     "beit": ("tokenizer", "vqkd"),
-    "compress": ("teacher", "dino"),
-    "distill_features": ("teacher", "dino"),
+    "compress": ("teacher", "simclr"),
+    "distill_features": ("teacher", "simclr"),
     "distill_logits": ("teacher", "supervised"),
     "distill_prototypes": ("teacher", "dinov2"),
-    "eva": ("teacher", "ibot"),
-    "milan": ("teacher", "ibot"),
+    "eva": ("teacher", "data2vec2"),
+    "milan": ("teacher", "data2vec2"),
     "salt": ("teacher", "mae"),
-    "seed": ("teacher", "dino"),
-    "vqkd": ("teacher", "ibot"),
+    "seed": ("teacher", "simclr"),
+    "vqkd": ("teacher", "data2vec2"),
 }
-TWO_TEACHERS = {"unic": {"first": "ibot", "second": "dinov2"}}
+TWO_TEACHERS = {"unic": {"first": "data2vec2", "second": "dinov2"}}
 FIRST = ("simclr", "mae", "dino", "barlow", "swav", "byol", "ibot", "moco", "simmim", "rotation")
 """Methods of different families, which ``--next`` runs first."""
 LEFT_OUT = {
@@ -59,7 +63,7 @@ class Protocol:
     factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
     """The search: learning rates relative to that of the recipe."""
     search_length: float = 1 / 3
-    """Length of the runs of the search, relative to a whole run."""
+    """Length of the runs of the search, relative to a run of all images."""
     search_seed: int = 0
     seeds: tuple[int, ...] = (1, 2, 3)
     kept: float = 0.8
@@ -86,10 +90,11 @@ class League(Protocol):
     title: str
     nuisance: tuple[dict[str, Any], ...]
     """Transforms of all images, in training and evaluation."""
-    seconds: float = 60.0
-    """Second budget: seconds of CPU time of the training of one run."""
     images: int = 24 * 1347
     """First budget: number of training images read; several views of an image count once."""
+    cost: int = 120_000
+    """Second budget: images of ``supervised`` on the same network that need the same CPU time."""
+    search_length: float = 1 / 2
 
 
 LEAGUES = {
@@ -173,6 +178,18 @@ def settings(
     made |= {"train.epochs": None, "train.max_steps": steps, "train.seed": seed}
     made |= {"train.threads": 1, "train.device": "cpu"}
     return recipe, made | training_alone(given) | evaluation(league)
+
+
+def reference_settings(
+    league: League, network: str, steps: int, batch: int
+) -> tuple[str, dict[str, Any]]:
+    """Return recipe and settings of a run of ``supervised`` on a network; see :func:`settings`."""
+    recipe, made = settings(league, REFERENCE, 1.0, steps, league.search_seed)
+    net = league.networks[network]
+    made = {key: value for key, value in made.items() if not key.startswith("backbone.")}
+    made |= {"backbone": {"name": network, **net.backbone}}
+    made |= {"data.size": net.size, "data.val.size": net.size, "train.batch_size": batch}
+    return recipe, made
 
 
 def training_alone(given: dict[str, Any]) -> dict[str, Any]:
