@@ -141,7 +141,7 @@ class Runner:
         self.league, self.data, self.out, self.scratch = league, data(images), out, scratch
 
     def of(self, method: str) -> Runs:
-        return Runs(self.league, "cifar10", method, self.out, on="one GPU")
+        return Runs(self.league, "cifar10", method, self.out)
 
     def search(self, method: str) -> float:
         """Return the best factor of the learning rate."""

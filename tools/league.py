@@ -7,10 +7,8 @@
 Each run is written when it ends, and the same command continues after a kill. Runs are made again
 if the settings of the league have changed.
 
-The cost of a method is the CPU time of an image divided by that of ``supervised`` on the same
-network (:func:`relative_cost`), so that equal cost means the same on every machine. It is that of
-all threads of the process: reading and augmenting images, forward and backward pass, update, and
-what a method computes between epochs. Building the network and evaluations do not count.
+Equal cost is measured in images of ``supervised`` (tools/league_cost.py), so that it means the same
+on every machine.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 import league_page
+from league_cost import EPOCHS, relative_cost, train
 from league_plan import (
     BASELINES,
     BUDGETS,
@@ -61,48 +59,14 @@ from selftask.evaluate.features import Features, collect
 from selftask.evaluate.offline import iterate_source
 from selftask.evaluate.online import evaluate_features
 from selftask.evaluate.view_measures import ViewMeasures
-from selftask.hooks.base import Hook
 from selftask.hooks.watching.health import effective_rank
 from selftask.models.build import build_backbone
 from selftask.task import Task
-from selftask.task.exported import export_backbone
 from selftask.task.loop import train_loop
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "league"
 CPU = torch.device("cpu")
-EPOCHS, TURNS = 3, 2  # of a measurement of the cost
-
-
-class CpuTime(Hook):
-    """Measures the CPU time of training.
-
-    Args:
-        clock: Returns the CPU time of the process so far.
-    """
-
-    priority: ClassVar[int] = 99
-
-    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
-        self.clock = clock
-        self.times: list[float] = []  # at the end of each step, from the start of the first
-
-    def on_start(self, task: Task) -> None:
-        self.started = self.clock()
-
-    def on_step(self, task: Task) -> None:
-        self.times.append(self.clock() - self.started)
-
-
-def step_cost(times: list[float], per_epoch: int) -> float:
-    """Return the CPU seconds of a step: the least mean of an epoch, without the first epoch.
-
-    Args:
-        times: CPU time at the end of each step.
-        per_epoch: Steps of an epoch.
-    """
-    ends = times[per_epoch - 1 :: per_epoch]
-    return min(after - before for before, after in pairwise(ends)) / per_epoch
 
 
 def best_factor(search: list[dict[str, Any]]) -> float:
@@ -111,14 +75,6 @@ def best_factor(search: list[dict[str, Any]]) -> float:
 
 
 # -- one run -------------------------------------------------------------------------------------
-
-
-def train(config: Config, sources: Sources) -> tuple[nn.Module, CpuTime]:
-    """Train in this process; return the backbone as it is exported, and the times."""
-    task, watch = Task(config, sources=sources), CpuTime()
-    task.add_hook(watch)
-    train_loop(task)
-    return export_backbone(task).eval(), watch
 
 
 def rate(backbone: nn.Module, config: Config, sources: Sources) -> dict[str, float]:
@@ -144,25 +100,6 @@ def with_shared_views(config: Config) -> Config:
 
 def _double(features: Features) -> torch.Tensor:
     return features.features.double()
-
-
-def relative_cost(method: Config, reference: Config) -> float:
-    """Return the CPU time of an image of a method, divided by that of ``supervised``.
-
-    Both take turns; the least counts, since other work on the machine only adds.
-
-    Args:
-        method: Its config, of ``EPOCHS`` epochs.
-        reference: That of ``supervised``, with the same network and batch size.
-    """
-    least = [float("inf"), float("inf")]
-    sources = open_data(method.data)
-    for _ in range(TURNS):
-        for index, config in enumerate((method, reference)):
-            _, watch = train(config, sources)
-            per_epoch = len(watch.times) // EPOCHS
-            least[index] = min(least[index], step_cost(watch.times, per_epoch))
-    return least[0] / least[1]
 
 
 class Runs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -27,10 +27,9 @@ GROUPS = {
     "teacher": "Methods with a teacher, which was trained in the league",
     "labels": "With labels or captions, for reference",
 }
-COSTS = ROOT / "tools/bench/method_cost.json"  # of a step, ``supervised`` being 1
 HEAD = (
-    "| {} | k-NN | linear | 10 labels | effective rank | RankMe | lr | cost | MB "
-    "| CPU time: k-NN | linear | cost |\n|" + "---|" * 12 + "\n"
+    "| {} | k-NN | linear | 10 labels | effective rank | RankMe | lr | images "
+    "| equal images: k-NN | linear | cost | MB |\n|" + "---|" * 12 + "\n"
 )
 
 
@@ -69,11 +68,10 @@ def runs_of(entry: dict[str, Any], group: str) -> list[dict[str, Any]]:
     return [entry["runs"][name] for name in names if name in entry["runs"]]
 
 
-def is_done(entry: dict[str, Any]) -> bool:
-    """Return True if all seeds of both budgets are there."""
-    return all(
-        len(runs_of(entry, b)) == len(entry["budget"]["seeds"]) for b in ("seconds", "images")
-    )
+def all_runs(entry: dict[str, Any], group: str) -> list[dict[str, Any]]:
+    """Return the runs of a budget, or none if a seed is missing."""
+    runs = runs_of(entry, group)
+    return runs if len(runs) == len(entry["budget"]["seeds"]) else []
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -84,7 +82,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def shown(runs: list[dict[str, Any]], figure: str) -> str:
-    """Return the mean as text, with its interval if there are several runs."""
+    """Return the mean as text, with its interval if there are several runs; "" for none."""
+    if not runs:
+        return ""
     middle, half = interval([run[figure] for run in runs])
     digits = 3 if figure.endswith("top1") else 1
     return f"{middle:.{digits}f}" + (f" ± {half:.{digits}f}" if len(runs) > 1 else "")
@@ -93,15 +93,14 @@ def shown(runs: list[dict[str, Any]], figure: str) -> str:
 def tables(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the text between the marks of the page."""
     methods = [name for name in order() if name not in BASELINES]
-    costs = json.loads(COSTS.read_text(encoding="utf-8"))["cost"]
-    done = {name: entry for name, entry in entries.items() if name in methods and is_done(entry)}
-    yield f"\n{len(done)} of {len(methods)} methods were run.\n"
+    done = {n: e for n, e in entries.items() if n in methods and all_runs(e, "images")}
+    costly = [name for name, entry in done.items() if all_runs(entry, "cost")]
+    yield f"\n{len(done)} of {len(methods)} methods were run, {len(costly)} with both budgets.\n"
     for name, title in GROUPS.items():
         members = [method for method in done if group_of(method) == name]
         if members or name in LEAGUES["digits"].networks:
             yield f"\n**{title}**\n\n{HEAD.format('method')}"
-            members.sort(key=lambda m: -interval(_all(done[m], "images", "knn_top1"))[0])
-            yield from (row(method, done[method], costs.get(method)) for method in members)
+            yield from (row(method, done[method]) for method in sorted(members, key=_place(done)))
             yield from baseline_rows(entries, name)
     yield from below_untrained(entries, done)
     yield from correlations(done)
@@ -113,23 +112,29 @@ def tables(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "\n"
 
 
-def _all(entry: dict[str, Any], group: str, figure: str) -> list[float]:
-    return [run[figure] for run in runs_of(entry, group)]
+def _place(done: dict[str, dict[str, Any]]) -> Callable[[str], tuple[bool, float]]:
+    """Return a key for sorting: k-NN at equal cost; methods without these runs come last."""
+
+    def place(method: str) -> tuple[bool, float]:
+        runs = all_runs(done[method], "cost")
+        return not runs, -mean(r["knn_top1"] for r in runs or all_runs(done[method], "images"))
+
+    return place
 
 
-def row(method: str, entry: dict[str, Any], cost: float | None) -> str:
-    """Return the row of a method, given the cost of its step relative to ``supervised``."""
-    images, seconds = runs_of(entry, "images"), runs_of(entry, "seconds")
+def _mean(entry: dict[str, Any], group: str, figure: str) -> float:
+    return mean(run[figure] for run in runs_of(entry, group))
 
-    def total(runs: list[dict[str, Any]]) -> str:
-        if cost is None:
-            return ""
-        read = mean(run["steps"] for run in runs) * entry["runs"]["cost"]["batch_size"]
-        return f"{cost * read / 1000:.0f}"
 
-    cells = [f"`{method}`", *(shown(images, figure) for figure in FIGURES)]
-    cells += [f"{images[0]['lr']:.2g}", total(images), str(max(r["peak_mb"] for r in images))]
-    cells += [shown(seconds, "knn_top1"), shown(seconds, "linear_top1"), total(seconds)]
+def row(method: str, entry: dict[str, Any]) -> str:
+    """Return the row of a method."""
+    cost, images = all_runs(entry, "cost"), all_runs(entry, "images")
+    cells = [f"`{method}`", *(shown(cost, figure) for figure in FIGURES)]
+    step = entry["runs"].get("relative_cost", {})
+    read = f"{cost[0]['steps'] * step['batch_size'] / 1000:.0f}" if cost else ""
+    cells += [f"{images[0]['lr']:.2g}", read]
+    cells += [shown(images, "knn_top1"), shown(images, "linear_top1")]
+    cells += [f"{step['relative']:.1f}" if step else "", str(max(r["peak_mb"] for r in images))]
     return f"| {' | '.join(cells)} |\n"
 
 
@@ -148,14 +153,14 @@ def below_untrained(
     """Yield a line with the methods whose linear top-1 is below that of the untrained network."""
     low = []
     for method, entry in done.items():
-        network = entry["budget"]["networks"].get(group_of(method)) and group_of(method)
-        if network and "untrained" in entries:
-            start = mean(_all(entries["untrained"], network, "linear_top1"))
-            if mean(_all(entry, "images", "linear_top1")) < start:
+        network = group_of(method)
+        if "untrained" in entries and runs_of(entries["untrained"], network):
+            start = _mean(entries["untrained"], network, "linear_top1")
+            if all_runs(entry, "cost") and _mean(entry, "cost", "linear_top1") < start:
                 low.append(f"`{method}`")
     if low:
         yield (
-            f"\nWith linear top-1 below the untrained network at this budget: {', '.join(low)}. "
+            f"\nWith linear top-1 below the untrained network at this cost: {', '.join(low)}. "
             "Their settings were not changed for that.\n"
         )
 
@@ -163,33 +168,30 @@ def below_untrained(
 def correlations(done: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield Spearman's correlation of label-free measures with linear top-1, over methods."""
     for network, net in LEAGUES["digits"].networks.items():
-        members = [entry for method, entry in done.items() if group_of(method) == network]
-        if len(members) >= ENOUGH:
-            yield (
-                f"\n**Rank correlation with linear top-1** ({net.title}, means over seeds, equal "
-                "numbers of images)\n\n| measure | methods | Spearman's rho |\n|---|---|---|\n"
-            )
+        members = [
+            entry
+            for method, entry in done.items()
+            if group_of(method) == network and all_runs(entry, "cost")
+        ]
+        if len(members) < ENOUGH:
+            continue
+        yield (
+            f"\n**Rank correlation with linear top-1** ({net.title}, {len(members)} methods, means "
+            "over seeds, equal cost)\n\n| measure | Spearman's rho |\n|---|---|\n"
+        )
+        linear = [_mean(entry, "cost", "linear_top1") for entry in members]
         for name in LABEL_FREE:
-            runs = [entry for entry in members if all(name in r for r in runs_of(entry, "images"))]
-            if len(runs) >= ENOUGH:
-                values, linear = (
-                    [mean(_all(entry, "images", figure)) for entry in runs]
-                    for figure in (name, "linear_top1")
-                )
-                yield f"| {name} | {len(runs)} | {spearmanr(values, linear).statistic:.2f} |\n"
+            values = [_mean(entry, "cost", name) for entry in members]
+            yield f"| {name} | {spearmanr(values, linear).statistic:.2f} |\n"
 
 
 def origins(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield budgets, machines, commits and dates of the runs."""
-    for entry in list(entries.values()):
-        if entry["budget"] != next(iter(entries.values()))["budget"]:
-            yield "\nThe budgets of these methods are not equal; compare none of them.\n"
-            break
-    machines = sorted({entry["machine"] for entry in entries.values()})
+    """Yield machines, commits and dates of the runs."""
     runs = [run for entry in entries.values() for run in entry["runs"].values()]
     if runs:
-        dates = sorted({run["date"] for run in runs})
-        commits = sorted({run["commit"] for run in runs})
+        machines, dates, commits = (
+            sorted({run[key] for run in runs}) for key in ("machine", "date", "commit")
+        )
         yield (
             f"\nMachine: {'; '.join(machines)}. Dates: {', '.join(dates)}. "
             f"Commits: {', '.join(commits)}.\n"

@@ -28,7 +28,6 @@ SMALLEST = {
     "linear": "--images 100 --width 16 --rounds 1",
     "loader": "--workers 1 --batch 4 --batches 1 --rounds 1",
     "long_run": "--steps 100 --evaluations 1 --maps",
-    "method_cost": "supervised --rounds 1 --out cost.json",
     "method_step": "simclr --rounds 1 --batch 4",
     "products": "--steps 1 --batch 2 --recipes capi/digits",
     "reduction": "--model resnet18 --rounds 4",

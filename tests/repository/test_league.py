@@ -14,6 +14,7 @@ import scipy.stats
 
 import cifar_league
 import league
+import league_cost
 import league_page
 import league_plan
 from selftask.api.objects import overrides
@@ -53,20 +54,46 @@ def test_search_sees_no_test_image_and_rates_no_training_image() -> None:
     assert [rated[i][1] for i in range(9)] == rated.labels[:9].tolist()  # type: ignore[index]
 
 
-def test_cost_of_a_step_leaves_out_the_first_epoch() -> None:
-    times = [9.0, 10.0, 10.5, 11.0, 12.0, 13.0]  # two steps an epoch
-    assert league.step_cost(times, 2) == pytest.approx(3.0 / 4)
+def test_cost_of_a_step_is_that_of_the_fastest_epoch_but_the_first() -> None:
+    times = [8.0, 9.0, 10.5, 11.0, 12.0, 12.5, 15.0, 16.0]  # two steps an epoch
+    assert league_cost.step_cost(times, 2) == pytest.approx(1.5 / 2)
 
 
-def test_training_ends_at_its_cpu_time() -> None:
+def test_cpu_time_begins_with_the_first_step() -> None:
     ticks = iter([5.0, 6.0, 7.0, 8.5])
-    watch = league.CpuTime(3.0, clock=lambda: next(ticks))
-    task: Any = SimpleNamespace(clock=SimpleNamespace(stopped=None))
+    watch = league_cost.CpuTime(clock=lambda: next(ticks))
+    task: Any = SimpleNamespace()
     watch.on_start(task)
-    for expected in (None, None, "stopped early: 3.0 s of CPU time are used"):
+    for _ in range(3):
         watch.on_step(task)
-        assert task.clock.stopped == expected
     assert watch.times == [1.0, 2.0, 3.5]
+
+
+def test_cost_is_relative_and_of_the_fastest_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"method": iter([0.6, 0.5]), "supervised": iter([0.2, 0.3])}  # of a step
+
+    def train(config: Any, sources: Any) -> tuple[None, SimpleNamespace]:
+        step = next(seconds[config.name])
+        return None, SimpleNamespace(times=[step * n for n in range(1, 4 * league_cost.EPOCHS + 1)])
+
+    monkeypatch.setattr(league_cost, "train", train)
+    monkeypatch.setattr(league_cost, "open_data", lambda data: None)
+    configs: list[Any] = [SimpleNamespace(name=name, data=None) for name in seconds]
+    assert league_cost.relative_cost(*configs) == pytest.approx(0.5 / 0.2)
+
+
+def test_equal_cost_means_fewer_images_of_a_costly_method() -> None:
+    small = dataclasses.replace(DIGITS, images=1000, cost=6000)
+    steps = league.lengths(small, {"relative": 3.0, "batch_size": 64})
+    assert steps == {"images": 16, "cost": 32}  # 1000 / 64 and 2000 / 64, rounded up
+
+
+def test_supervised_of_the_cost_has_the_network_and_batch_of_the_method() -> None:
+    recipe, made = league_plan.reference_settings(DIGITS, "vit_micro", 5, 64)
+    config = load_config(recipe, overrides(made)).to_dict()
+    network = DIGITS.networks["vit_micro"]
+    assert config["backbone"] == config["backbone"] | {"name": "vit_micro", **network.backbone}
+    assert (config["data"]["size"], config["train"]["batch_size"]) == (network.size, 64)
 
 
 def test_finished_runs_are_kept_after_a_kill_and_others_made(tmp_path: Path) -> None:
@@ -81,9 +108,12 @@ def test_finished_runs_are_kept_after_a_kill_and_others_made(tmp_path: Path) -> 
     run("a", again)
     run("b", again)
     assert made == ["a", "b"]
-    changed = dataclasses.replace(DIGITS, seconds=1.0)
+    longer = league.Runs(dataclasses.replace(DIGITS, cost=1), "digits", "simclr", tmp_path)
+    run("a", longer)
+    assert made == ["a", "b"]  # each run has its own length
+    changed = dataclasses.replace(DIGITS, kept=0.5)
     run("a", league.Runs(changed, "digits", "simclr", tmp_path))
-    assert made == ["a", "b", "a"]  # another budget begins anew
+    assert made == ["a", "b", "a"]  # other settings begin anew
     assert [*json.loads((tmp_path / "simclr.json").read_text())["digits"]["runs"]] == ["a"]
 
 
@@ -94,6 +124,17 @@ def test_every_method_is_in_the_order_once_and_after_its_teachers() -> None:
     )
     for method, (_, teacher) in league_plan.TEACHERS.items():
         assert order.index(teacher) < order.index(method)
+
+
+def test_a_run_is_made_again_for_another_learning_rate_or_length(tmp_path: Path) -> None:
+    runs = league.Runs(DIGITS, "digits", "simclr", tmp_path)
+    made = [
+        runs.run(
+            "images_1", lambda f=f, n=n: {"factor": f, "steps": n, "id": (f, n)}, factor=f, steps=n
+        )["id"]
+        for f, n in ((1.0, 7), (3.0, 7), (3.0, 9))
+    ]
+    assert made == [(1.0, 7), (3.0, 7), (3.0, 9)]
 
 
 @pytest.mark.parametrize("method", ["simclr", "ressl", "mae"])
@@ -110,26 +151,24 @@ def test_views_are_those_of_the_league_but_for_weak_ones(method: str) -> None:
 
 
 def entry(knn: list[float], linear: float, rank: float) -> dict[str, Any]:
-    rest: dict[str, Any] = {
-        "linear_10_labels_top1": 0.3,
-        "alpha": rank,
-        "nesum": rank,
-        "feature_uniformity": rank,
-    }
-    rest |= {"steps": 7, "lr": 0.01, "cpu_s": 2.0, "peak_mb": 9, "commit": "c", "date": "d"}
-    rest |= {"linear_top1": linear, "rankme": rank, "effective_rank": -rank}
+    rest: dict[str, Any] = dict.fromkeys(league_page.LABEL_FREE, rank)
+    rest |= {"linear_10_labels_top1": 0.3, "linear_top1": linear, "effective_rank": -rank}
+    made = {"machine": "m", "commit": "c", "date": "d"}
+    rest |= {"steps": 7, "lr": 0.01, "cpu_s": 2.0, "peak_mb": 9, **made}
     runs = {
         f"{budget}_{seed}": {"knn_top1": value, **rest}
-        for budget in ("seconds", "images")
+        for budget in league_plan.BUDGETS
         for seed, value in zip(DIGITS.seeds, knn, strict=True)
     }
-    cost = {"batch_size": 256, "commit": "c", "date": "d"}
-    return {"budget": league.budget(DIGITS), "machine": "m", "runs": {"cost": cost, **runs}}
+    cost = {"batch_size": 256, "relative": 2.26, **made}
+    return {"budget": league.budget(DIGITS), "runs": {"relative_cost": cost, **runs}}
 
 
 def test_page_shows_files_and_lists_what_is_missing(tmp_path: Path) -> None:
     whole = {"digits": entry([0.5, 0.6, 0.7], 0.8, 20.0)}
     (tmp_path / "simclr.json").write_text(json.dumps(whole))
+    del whole["digits"]["runs"]["cost_3"]
+    (tmp_path / "vicreg.json").write_text(json.dumps(whole))  # the first budget is finished
     del whole["digits"]["runs"]["images_3"]
     (tmp_path / "byol.json").write_text(json.dumps(whole))  # not finished
     page = tmp_path / "page.md"
@@ -146,9 +185,15 @@ def test_page_shows_files_and_lists_what_is_missing(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "| `simclr` | 0.600 ± 0.248 | 0.800 ± 0.000 |" in text  # 4.303 * 0.1 / sqrt(3)
-    costs = json.loads(league_page.COSTS.read_text())["cost"]
-    row = next(line for line in text.splitlines() if line.startswith("| `simclr` |"))
-    assert row.endswith(f"| {costs['simclr'] * 7 * 256 / 1000:.0f} |")
+    row, other = (
+        next(line for line in text.splitlines() if line.startswith(f"| `{name}` |"))
+        for name in ("simclr", "vicreg")
+    )
+    assert row.endswith("| 0.01 | 2 | 0.600 ± 0.248 | 0.800 ± 0.000 | 2.3 | 9 |")  # 7 * 256 images
+    assert other.startswith("| `vicreg` |  |")
+    assert other.endswith("| 0.01 |  | 0.600 ± 0.248 | 0.800 ± 0.000 | 2.3 | 9 |")
+    assert text.index(row) < text.index(other)
+    assert "2 of 90 methods were run, 1 with both budgets." in text
     missing = next(line for line in text.splitlines() if line.startswith("**Not run**"))
     assert "`byol`" in missing
     assert "`simclr`" not in missing
@@ -161,9 +206,8 @@ def test_correlation_is_that_of_ranks_over_at_least_ten_methods() -> None:
         name: entry([0.1, 0.2, 0.3], 0.1 * number, number**3) for number, name in enumerate(names)
     }
     text = "".join(league_page.correlations(done))
-    assert "| rankme | 10 | 1.00 |" in text
-    assert "| effective_rank | 10 | -1.00 |" in text
-    assert "lidar" not in text, "it was not computed"
+    assert "| rankme | 1.00 |" in text
+    assert "| effective_rank | -1.00 |" in text
     assert not [*league_page.correlations(dict([*done.items()][:9]))]
 
 
@@ -191,13 +235,14 @@ def test_every_method_has_its_first_seed_before_another_has_its_second() -> None
 
 @pytest.mark.slow
 def test_a_method_from_search_to_figures(tmp_path: Path) -> None:
-    small = dataclasses.replace(DIGITS, seconds=2.0, images=256, factors=(1.0,), seeds=(1,))
+    small = dataclasses.replace(DIGITS, images=256, cost=2048, factors=(1.0,), seeds=(1,))
     runs = league.Runs(small, "digits", "simclr", tmp_path)
     league.run_method(runs, tmp_path / "scratch")
     assert league.finished(league.Runs(small, "digits", "simclr", tmp_path))
     made = runs.entry["runs"]
     assert made["images_1"]["steps"] == 1
-    assert made["seconds_1"]["steps"] > 1
-    assert 1 <= made["seconds_1"]["effective_rank"] <= 128
-    assert 1 <= made["seconds_1"]["lidar"] <= 128
-    assert 0 <= made["seconds_1"]["linear_10_labels_top1"] <= 1
+    assert made["relative_cost"]["relative"] > 1
+    assert made["cost_1"]["steps"] > 1
+    assert 1 <= made["cost_1"]["effective_rank"] <= 128
+    assert 1 <= made["cost_1"]["lidar"] <= 128
+    assert 0 <= made["cost_1"]["linear_10_labels_top1"] <= 1

@@ -1,7 +1,7 @@
 """Sphinx extension that writes docs/methods/ before the pages are read: a page for each method.
 
 All of it comes from elsewhere: the class and its config, the headers of the recipes, the ledger in
-proofs/ and tools/bench/method_cost.json. The pages are not in the repository.
+proofs/ and the league. The pages are not in the repository.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from sphinx.application import Sphinx
 from torch import nn
 
+import league_page
 import method_tables
 from manual import reference_pages
 from selftask.config.compose.recipes import shipped
@@ -30,7 +30,6 @@ from selftask.registry import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "methods"  # of docs/
-COSTS = ROOT / "tools/bench/method_cost.json"
 REDUCTIONS = {
     "samples": "each image by itself",
     "gathered": "images of all ranks, gathered",
@@ -73,7 +72,10 @@ def index() -> str:
             rows.append(f"| [{card.title}]({card.name}.md) | {_cell(use)} | {cost(card.name)} |")
         lines += [f"## {sentence}", "\n".join(rows)]
     names = "\n".join(METHODS.names())
-    lines.append(f"Cost: CPU time of a step, divided by that of `supervised`. {measured()}")
+    lines.append(
+        "Cost: CPU time of an image, divided by that of `supervised` on the same network "
+        "(`tools/league_cost.py`)."
+    )
     lines.append(f"```{{toctree}}\n:hidden:\n\n{names}\n```")
     return "\n\n".join(lines) + "\n"
 
@@ -190,7 +192,7 @@ def attribute_texts(tree: ast.Module) -> dict[str, str]:
 
 
 def figures(name: str) -> Iterator[str]:
-    """Yield a table: the gate of the digits recipe, cost of a step, published figures."""
+    """Yield a table: the gate of the digits recipe, cost, published figures."""
     yield "| | |"
     yield "|---|---|"
     gate = ledger(name).get("gate")
@@ -203,7 +205,7 @@ def figures(name: str) -> Iterator[str]:
     else:
         yield f"| `{name}/digits` | no result in the ledger |"
     if cost(name):
-        yield f"| cost of a step, `supervised` being 1 | {cost(name)} |"
+        yield f"| cost of an image, `supervised` being 1 | {cost(name)} |"
     published = markdown(part(name, "Published:").removesuffix("."))
     if published:
         yield f"| published | {_cell(published)} |"
@@ -216,19 +218,9 @@ def ledger(name: str) -> dict[str, Any]:
 
 
 def cost(name: str) -> str:
-    value = costs().get("cost", {}).get(name)
-    return "" if value is None else f"{value:.1f}"
-
-
-def measured() -> str:
-    """Return how the costs were measured."""
-    return str(costs().get("measured", ""))
-
-
-@cache
-def costs() -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(COSTS.read_text("utf-8")) if COSTS.exists() else {}
-    return result
+    """Return the cost that the league has measured, as text; "" if it has not."""
+    runs = league_page.read(ROOT / "league").get(name, {}).get("runs", {})
+    return f"{runs['relative_cost']['relative']:.1f}" if "relative_cost" in runs else ""
 
 
 def recipes(name: str) -> Iterator[str]:
