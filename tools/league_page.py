@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from scipy.stats import spearmanr, t
 
-from league_plan import BASELINES, LEAGUES, LEFT_OUT, group_of, order
+from league_plan import BASELINES, BUDGETS, LEAGUES, LEFT_OUT, group_of, order
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/league.md"
 END = "<!-- end -->"
-FIGURES = ("knn_top1", "linear_top1", "linear_10_labels_top1", "effective_rank", "rankme")
+FIGURES = ("linear_top1", "knn_top1", "linear_10_labels_top1", "effective_rank", "rankme")
 LABEL_FREE = (
     *("rankme", "effective_rank", "alpha", "nesum", "feature_uniformity"),
     *("lidar", "feature_alignment", "cluster_learnability", "intrinsic_dimension"),
@@ -28,8 +28,8 @@ GROUPS = {
     "labels": "With labels or captions, for reference",
 }
 HEAD = (
-    "| {} | k-NN | linear | 10 labels | effective rank | RankMe | lr | images "
-    "| equal images: k-NN | linear | cost | MB |\n|" + "---|" * 12 + "\n"
+    "| {} | linear | k-NN | 10 labels | effective rank | RankMe | lr | images "
+    "| equal images: linear | k-NN | cost | MB |\n|" + "---|" * 12 + "\n"
 )
 
 
@@ -68,10 +68,9 @@ def runs_of(entry: dict[str, Any], group: str) -> list[dict[str, Any]]:
     return [entry["runs"][name] for name in names if name in entry["runs"]]
 
 
-def all_runs(entry: dict[str, Any], group: str) -> list[dict[str, Any]]:
-    """Return the runs of a budget, or none if a seed is missing."""
-    runs = runs_of(entry, group)
-    return runs if len(runs) == len(entry["budget"]["seeds"]) else []
+def is_done(entry: dict[str, Any]) -> bool:
+    """Return True if all seeds of both budgets are there."""
+    return all(len(runs_of(entry, name)) == len(entry["budget"]["seeds"]) for name in BUDGETS)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -82,9 +81,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def shown(runs: list[dict[str, Any]], figure: str) -> str:
-    """Return the mean as text, with its interval if there are several runs; "" for none."""
-    if not runs:
-        return ""
+    """Return the mean as text, with its interval if there are several runs."""
     middle, half = interval([run[figure] for run in runs])
     digits = 3 if figure.endswith("top1") else 1
     return f"{middle:.{digits}f}" + (f" ± {half:.{digits}f}" if len(runs) > 1 else "")
@@ -93,14 +90,14 @@ def shown(runs: list[dict[str, Any]], figure: str) -> str:
 def tables(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the text between the marks of the page."""
     methods = [name for name in order() if name not in BASELINES]
-    done = {n: e for n, e in entries.items() if n in methods and all_runs(e, "images")}
-    costly = [name for name, entry in done.items() if all_runs(entry, "cost")]
-    yield f"\n{len(done)} of {len(methods)} methods were run, {len(costly)} with both budgets.\n"
+    done = {name: entry for name, entry in entries.items() if name in methods and is_done(entry)}
+    yield f"\n{len(done)} of {len(methods)} methods were run.\n"
     for name, title in GROUPS.items():
         members = [method for method in done if group_of(method) == name]
         if members or name in LEAGUES["digits"].networks:
             yield f"\n**{title}**\n\n{HEAD.format('method')}"
-            yield from (row(method, done[method]) for method in sorted(members, key=_place(done)))
+            members.sort(key=lambda method: -_mean(done[method], "cost", "linear_top1"))
+            yield from (row(method, done[method]) for method in members)
             yield from baseline_rows(entries, name)
     yield from below_untrained(entries, done)
     yield from correlations(done)
@@ -112,29 +109,18 @@ def tables(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield "\n"
 
 
-def _place(done: dict[str, dict[str, Any]]) -> Callable[[str], tuple[bool, float]]:
-    """Return a key for sorting: k-NN at equal cost; methods without these runs come last."""
-
-    def place(method: str) -> tuple[bool, float]:
-        runs = all_runs(done[method], "cost")
-        return not runs, -mean(r["knn_top1"] for r in runs or all_runs(done[method], "images"))
-
-    return place
-
-
 def _mean(entry: dict[str, Any], group: str, figure: str) -> float:
     return mean(run[figure] for run in runs_of(entry, group))
 
 
 def row(method: str, entry: dict[str, Any]) -> str:
     """Return the row of a method."""
-    cost, images = all_runs(entry, "cost"), all_runs(entry, "images")
+    cost, images = runs_of(entry, "cost"), runs_of(entry, "images")
+    step = entry["runs"]["relative_cost"]
     cells = [f"`{method}`", *(shown(cost, figure) for figure in FIGURES)]
-    step = entry["runs"].get("relative_cost", {})
-    read = f"{cost[0]['steps'] * step['batch_size'] / 1000:.0f}" if cost else ""
-    cells += [f"{images[0]['lr']:.2g}", read]
-    cells += [shown(images, "knn_top1"), shown(images, "linear_top1")]
-    cells += [f"{step['relative']:.1f}" if step else "", str(max(r["peak_mb"] for r in images))]
+    cells += [f"{cost[0]['lr']:.2g}", f"{cost[0]['steps'] * step['batch_size'] / 1000:.0f}"]
+    cells += [shown(images, "linear_top1"), shown(images, "knn_top1")]
+    cells += [f"{step['relative']:.1f}", str(max(run["peak_mb"] for run in cost + images))]
     return f"| {' | '.join(cells)} |\n"
 
 
@@ -156,7 +142,7 @@ def below_untrained(
         network = group_of(method)
         if "untrained" in entries and runs_of(entries["untrained"], network):
             start = _mean(entries["untrained"], network, "linear_top1")
-            if all_runs(entry, "cost") and _mean(entry, "cost", "linear_top1") < start:
+            if _mean(entry, "cost", "linear_top1") < start:
                 low.append(f"`{method}`")
     if low:
         yield (
@@ -168,11 +154,7 @@ def below_untrained(
 def correlations(done: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield Spearman's correlation of label-free measures with linear top-1, over methods."""
     for network, net in LEAGUES["digits"].networks.items():
-        members = [
-            entry
-            for method, entry in done.items()
-            if group_of(method) == network and all_runs(entry, "cost")
-        ]
+        members = [entry for method, entry in done.items() if group_of(method) == network]
         if len(members) < ENOUGH:
             continue
         yield (
