@@ -219,7 +219,7 @@ def rate(
 
 def table(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the table of docs/league.md: the best run of the search, and the runs of all images."""
-    heads = "search: lr | k-NN | linear", "all images: k-NN | linear | 10 labels"
+    heads = "search: lr | linear | k-NN", "all images: linear | k-NN | 10 labels"
     yield f"\n| method | network | {' | '.join(heads)} |\n"
     yield "|---" * 8 + "|\n"
     rows = []
