@@ -1,8 +1,8 @@
 """One wide layer on whitened patches, trained by k-means: the fastest features that we know.
 
 Coates, Lee and Ng, An Analysis of Single-Layer Networks in Unsupervised Feature Learning, AISTATS
-2011; with cosine similarities and a fixed threshold instead of the triangle activation, as in
-Coates and Ng, Learning Feature Representations with K-means, 2012.
+2011; with a fixed threshold instead of the triangle activation, as in Coates and Ng, The Importance
+of Encoding Versus Training with Sparse Coding and Vector Quantization, ICML 2011.
 
 B: images, P: patches of an image, D: values in a patch, K: filters, S: 2 for both signs, else 1.
 """
@@ -33,13 +33,13 @@ IMAGES_AT_ONCE = 8  # so that the similarities of their patches stay in the cach
 @register_backbone("patch_bank")
 @dataclass(frozen=True, kw_only=True)
 class PatchBankConfig:
-    """Similarities of whitened patches to a bank of filters, averaged over a grid of cells."""
+    """Projections of whitened patches on a bank of filters, averaged over a grid of cells."""
 
     filters: int = setting(1024, min=1)  # K
     patch_size: int = setting(6, min=1)  # pixels
     pool: int = setting(2, min=1)  # cells of the grid on each side
-    threshold: float = setting(0.2, min=-1, max=1)  # smaller cosine similarities count as 0
-    both_signs: bool = False  # similarities to the negatives of the filters are features, too
+    threshold: float = setting(0.25, min=0)  # smaller projections count as 0
+    both_signs: bool = False  # projections on the negatives of the filters are features, too
 
     def tiny(self) -> dict[str, object]:
         return {"name": "patch_bank", "filters": 8, "patch_size": 3}
@@ -70,10 +70,9 @@ class PatchBank(nn.Module):
         variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
         return (patches - mean) * (variance + 0.0025).rsqrt()  # 10 / 255^2 before normalization
 
-    def directions(self, images: Tensor) -> Tensor:
-        """Return whitened patches of length 1: (B, P, D)."""
-        patches = self.contrast_normalized(images) - self.mean
-        return F.normalize(patches @ self.whitening, dim=2)
+    def whitened(self, images: Tensor) -> Tensor:
+        """Return whitened patches: (B, P, D)."""
+        return (self.contrast_normalized(images) - self.mean) @ self.whitening
 
     def unit_filters(self) -> Tensor:
         """Return the filters with length 1, then their negatives: (S * K, D)."""
@@ -82,7 +81,7 @@ class PatchBank(nn.Module):
 
     def similarities(self, images: Tensor) -> Tensor:
         """Return cosine similarities of whitened patches to the filters: (B, P, S * K)."""
-        return self.directions(images) @ self.unit_filters().T
+        return F.normalize(self.whitened(images), dim=2) @ self.unit_filters().T
 
     def forward(self, images: Tensor) -> Tensor:
         cells = self._cells(images)
@@ -90,7 +89,7 @@ class PatchBank(nn.Module):
         bias = -self.threshold * torch.ones_like(filters[:, 0])
         parts = []
         for part in images.split(IMAGES_AT_ONCE):
-            active = F.linear(self.directions(part), filters, bias).relu_()  # (b, P, S * K)
+            active = F.linear(self.whitened(part), filters, bias).relu_()  # (b, P, S * K)
             parts.append((cells.to(active.dtype) @ active).flatten(1))  # sums cells without a copy
         return torch.cat(parts)
 

@@ -44,14 +44,14 @@ def test_features_equal_a_loop_over_patches(both_signs: bool, patches: ModuleTyp
     features = bank(images).detach().view(10, 4, len(filters))
     assert features[0].numel() == bank.embed_dim
     for image, actual in zip(images.numpy(), features.numpy(), strict=True):
-        similarity = np.zeros((6, 6, len(filters)))
+        projection = np.zeros((6, 6, len(filters)))
         for y in range(6):
             for x in range(6):
                 patch = image[:, y : y + 3, x : x + 3].ravel()
                 patch = (patch - patch.mean()) / np.sqrt(patch.var(ddof=1) + 0.0025)
                 patch = (patch - bank.mean.numpy()) @ bank.whitening.numpy()
-                similarity[y, x] = filters @ (patch / np.linalg.norm(patch))
-        active = np.maximum(similarity - 0.1, 0)
+                projection[y, x] = filters @ patch
+        active = np.maximum(projection - 0.1, 0)
         cells = [active[y : y + 3, x : x + 3].mean(axis=(0, 1)) for y in (0, 3) for x in (0, 3)]
         np.testing.assert_allclose(actual, cells, atol=1e-12)
 
