@@ -55,6 +55,17 @@ def test_order_labels_and_stride(clips: str) -> None:
     assert levels(pickle.loads(pickle.dumps(by_clip))) == levels(by_clip)
 
 
+def test_labels_are_those_of_the_frames_that_begin_a_sample(clips: str, tmp_path: Path) -> None:
+    for name in ("f11", "f12"):  # jump now has three frames, of which the first begins a clip
+        Image.fromarray(np.full((4, 4, 3), 21, np.uint8)).save(
+            tmp_path / "jump/clip1" / f"{name}.png"
+        )
+    for args in ({"clip": 3}, {"next": 2}):
+        source = build(path=clips, labels="folder", **args)
+        assert levels(source) == [20, 0, 1, 10]
+        assert source.labels.tolist() == [0, 1, 1, 1]
+
+
 def test_damaged_huge_and_missing_frames_are_reported(
     clips: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

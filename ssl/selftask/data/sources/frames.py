@@ -65,7 +65,7 @@ class Frames(FileSource):
         if config.labels == "clip":
             self.labels = self.clip_of
         elif config.labels == "folder":
-            self.labels = label_top_folders([self.paths[row] for row in rows])
+            self.labels = label_top_folders([self.paths[row] for row in self.rows])
 
     def __len__(self) -> int:
         return len(self.rows)
