@@ -13,10 +13,12 @@ from PIL import Image
 
 from selftask.config.compose.short_forms import expand_source
 from selftask.config.load import load_config
+from selftask.data.labels import align_classes
 from selftask.data.loading.open_data import open_data
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.patterns import expand_braces, match_files
 from selftask.data.source import Source
+from selftask.data.subset import subset_of
 from selftask.errors import UserError
 from selftask.registry import SOURCES
 
@@ -238,3 +240,21 @@ def test_folder_with_brackets_in_its_name(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "photos [2024]").mkdir()
     monkeypatch.chdir(tmp_path)
     assert expand_source("photos [2024]") == {"name": "folder", "path": "photos [2024]"}
+
+
+@pytest.mark.parametrize("name", ["folder", "table"])
+def test_class_names_of_a_validation_set_that_lacks_a_class(tmp_path: Path, name: str) -> None:
+    """Zero-shot takes the names of its test images by number."""
+    sources = []
+    for split, classes in (("train", "abc"), ("val", "bc")):
+        for label in classes:
+            (tmp_path / split / label).mkdir(parents=True)
+            Image.new("RGB", (4, 4)).save(tmp_path / split / label / "0.png")
+        rows = "".join(f"{label}/0.png,{label}\n" for label in classes)
+        (tmp_path / split / "x.csv").write_text(f"path,label\n{rows}")
+        path = tmp_path / split / ("" if name == "folder" else "x.csv")
+        sources.append(subset_of(build(name, path=str(path)), 1.0))
+    train, val = sources
+    align_classes(val, train, "data.val")
+    assert val.class_names() == train.class_names() == ["a", "b", "c"]
+    assert val.labels.tolist() == [val[i][1] for i in range(2)] == [1, 2]

@@ -74,4 +74,4 @@ def align_classes(source: Source, model: Source, key: str) -> None:
                 f"{key}: its class {name!r} is none of the {len(theirs)} of data; "
                 f"{nearest(name, theirs)} ({key}=null: no evaluations)"
             )
-    source.renumber(np.array([numbers[name] for name in ours], dtype=np.int64))
+    source.renumber(np.array([numbers[name] for name in ours], dtype=np.int64), theirs)

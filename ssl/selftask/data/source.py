@@ -97,12 +97,13 @@ class Source(ABC):
         """Return the class names by number, or None if labels are numbers or missing."""
         return None if self._classes is None else list(self._classes)
 
-    def renumber(self, numbers: np.ndarray) -> None:
-        """Renumber class c to ``numbers[c]``, int64 (num_classes,).
+    def renumber(self, numbers: np.ndarray, names: Sequence[str]) -> None:
+        """Renumber class c to ``numbers[c]``, int64 (num_classes,); ``names`` are all class names.
 
         ``labels`` must not be None, and reading must return the label given by ``label_of``.
         """
         self.labels = np.append(numbers, NO_LABEL)[self.labels]  # label -1 selects the last entry
+        self._classes = names
 
     def label_of(self, index: int) -> int:
         """Return an image's entry in ``labels``, or -1 without labels."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -53,10 +54,10 @@ class Subset(Wrapped):
     def origin(self, index: int) -> tuple[Source, int]:
         return self.source, int(self.rows[index])
 
-    def renumber(self, numbers: np.ndarray) -> None:
+    def renumber(self, numbers: np.ndarray, names: Sequence[str]) -> None:
         """Renumber the classes here and in the wrapped source, which returns the labels."""
-        super().renumber(numbers)
-        self.source.renumber(numbers)
+        super().renumber(numbers, names)
+        self.source.renumber(numbers, names)
 
     def unreadable(self) -> dict[int, BadImage]:
         bad = self.source.unreadable()

@@ -70,7 +70,10 @@ class FileSource(Source):
 
     def path_of_row(self, row: int) -> str:
         """Return the full path or address of entry ``row`` of ``paths``."""
-        path = self.paths[row]
+        return self.full_path(self.paths[row])
+
+    def full_path(self, path: str) -> str:
+        """Return a path relative to ``root`` as a full one; an address is returned unchanged."""
         return path if is_remote(path) else os.path.join(self.root, path)
 
     def stored_bytes(self, index: int) -> bytes | None:
@@ -121,7 +124,7 @@ class LabeledByFolder(FileSource):
         self.labels = label_top_folders(names) if labels else None
 
     def class_names(self) -> list[str] | None:
-        return name_top_folders(self.paths, self.labels)
+        return super().class_names() or name_top_folders(self.paths, self.labels)
 
 
 ARRAYS = (".npy", ".npz")  # read by the source ``bands``
