@@ -89,6 +89,15 @@ def test_a_local_list_of_addresses(store: Path, tmp_path: Path) -> None:
     check(build(str(tmp_path / "x.txt")), [0, 1], [-1, -1])
 
 
+def test_a_local_table_of_addresses(store: Path, tmp_path: Path) -> None:
+    address = "mem://bucket/images/b/0.png"
+    (tmp_path / "x.csv").write_text(f"path,next\n{address},{address}\n")
+    args = {"path": str(tmp_path / "x.csv"), "images": {"next": "next"}}
+    source = open_source(Component(name="table", args=args))
+    assert source.extra_path(0, "next") == address
+    assert np.array_equal(source.extra(0, "next"), PIXELS[0])
+
+
 def test_an_array(store: Path, tmp_path: Path) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, images=np.stack(PIXELS), labels=np.arange(4))

@@ -130,7 +130,7 @@ class TableSource(FileSource):
         return self.image(self.extra_path(index, name))
 
     def extra_path(self, index: int, name: str) -> str:
-        return os.path.join(self.root, self._extras[name][index])
+        return self.full_path(self._extras[name][index])
 
 
 def _kinds(config: TableSource.Config) -> dict[str, ExtraKind]:
