@@ -79,7 +79,9 @@ def test_hdf5_arrays(tmp_path: Path) -> None:
     check(source, LABELS)
     assert source.describe() == "6 images of 5x7x3, 3 classes"
     assert source.path(4) == f"{path}:images[4]"
-    check(build("hdf5", path=path, images="deep/first", labels="words"), SORTED)
+    named = build("hdf5", path=path, images="deep/first", labels="words")
+    check(named, SORTED)
+    assert (source.class_names(), named.class_names()) == (None, ["ant", "bee", "cat"])
     with h5py.File(tmp_path / "y.h5", "w") as file:
         file["y"] = LABELS
     check(build("hdf5", path=path, labels="y", labels_path=str(tmp_path / "y.h5")), LABELS)
@@ -189,7 +191,9 @@ def test_lmdb(tmp_path: Path) -> None:
     again = build("lmdb", path=str(tmp_path / "words"), labels=False)  # the same file, twice open
     check(again, None)
     shutil.copy(tmp_path / "words" / "data.mdb", tmp_path / "file.mdb")
-    check(build("lmdb", path=str(tmp_path / "file.mdb")), SORTED)
+    named = build("lmdb", path=str(tmp_path / "file.mdb"))
+    check(named, SORTED)
+    assert named.class_names() == ["ant", "bee", "cat"]
 
 
 def test_lmdb_of_arrays(tmp_path: Path) -> None:
@@ -256,7 +260,9 @@ def test_hugging_face(tmp_path: Path) -> None:
     check(source, LABELS)
     assert source.path(3) == f"{tmp_path}/one[3]"
     assert source.describe() == "6 images, 3 classes"
-    check(build("huggingface", path=str(tmp_path / "one"), labels="word"), SORTED)
+    named = build("huggingface", path=str(tmp_path / "one"), labels="word")
+    check(named, SORTED)
+    assert named.class_names() == ["ant", "bee", "cat"]
     check(build("huggingface", path=str(tmp_path / "one"), images="array"), LABELS)
     check(build("huggingface", path=str(tmp_path / "one"), images="lists"), LABELS)
     files = []

@@ -83,7 +83,9 @@ def test_pixels_labels_and_names(shards: str, tmp_path: Path) -> None:
     check(source, [0, 1, 2, 0, 1, 2, 0])
     assert source.path(3) == f"{tmp_path}/train-001.tar:s/0003.png"
     assert source.describe() == "7 images in 3 tar files, 3 classes"
-    check(build(path=f"{tmp_path}/train-*.tar", labels="json.label"), [0, 1, 0, 1, 0, 1, 0])
+    named = build(path=f"{tmp_path}/train-*.tar", labels="json.label")
+    check(named, [0, 1, 0, 1, 0, 1, 0])
+    assert named.class_names() == ["ape", "cat"]
     check(build(path=shards, labels="json[meta.id]", images="png"), list(range(7)))
     assert build(path=shards, labels=None).labels is None
     with pytest.raises(IndexError):

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from selftask.data.reading import index as store
-from selftask.data.reading.class_numbers import NO_LABEL, number_labels
+from selftask.data.reading.class_numbers import NO_LABEL, name_classes, number_labels
 from selftask.data.reading.index import Index
 from selftask.data.reading.path_table import arrays_of_paths
 from selftask.data.reading.progress_log import say
@@ -24,7 +24,7 @@ from selftask.errors import UserError, nearest
 from selftask.logs.stages import staged
 
 THREADS = 8  # that read headers at the same time
-VERSION = 3  # of the file format; other versions are ignored
+VERSION = 4  # of the file format; other versions are ignored
 MAX_LABEL = 1 << 20  # bytes of a member with a label; larger members are ignored
 IMAGE_NAMES = (*(name.removeprefix(".") for name in EXTENSIONS), "npy")
 
@@ -75,7 +75,8 @@ def _build(shards: list[FileStat], wanted: Wanted) -> Index:
     _check_found(shards, parts, wanted)
     counts = [len(part.members) for part in parts]
     members = [member for part in parts for member in part.members]
-    labels = number_labels([label for part in parts for label in part.labels])
+    texts = [label for part in parts for label in part.labels]
+    labels = number_labels(texts)
     arrays = {
         **arrays_of_paths([os.fsencode(member.name) for member in members]),
         "shard": np.repeat(np.arange(len(parts), dtype=np.int32), counts),
@@ -89,6 +90,7 @@ def _build(shards: list[FileStat], wanted: Wanted) -> Index:
         "num_folders": 0,
         "damaged": [(n, part.damaged) for n, part in enumerate(parts) if part.damaged is not None],
         "passed_over": [(0, *item) for item in passed_over.items()],
+        "classes": name_classes(texts),
     }
     return Index(header, arrays)
 

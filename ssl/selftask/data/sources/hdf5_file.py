@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.reading.class_numbers import number_labels, refuse_misspelled
+from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelled
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.guards import check_memory
 from selftask.data.reading.handles import PerProcess
@@ -90,7 +90,9 @@ class Hdf5(Source):
             texts = values.dtype.kind in "OS"
             values = values.asstr(errors="surrogateescape")[:] if texts else values[:]
         if texts:
-            return number_labels(values.reshape(-1).tolist())
+            names = values.reshape(-1).tolist()
+            self._classes = name_classes(names)
+            return number_labels(names)
         return label_numbers(values.reshape(-1), f"{config.labels!r} of {file.path}")
 
     def __len__(self) -> int:

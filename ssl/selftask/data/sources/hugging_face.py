@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.reading.class_numbers import number_labels
+from selftask.data.reading.class_numbers import name_classes, number_labels
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.handles import PerProcess
 from selftask.data.reading.image import decode, image_of, read_image
@@ -49,7 +49,9 @@ class HuggingFace(Source):
         self.size = len(dataset)
         if not self.size:
             raise UserError(f"data: no images: {self.folder} has no rows")
-        self.labels = _labels(dataset, config.labels, self.folder)
+        labels = _labels(dataset, config.labels, self.folder)
+        if labels is not None:
+            self.labels, self._classes = number_labels(labels), name_classes(labels)
         self.caption = config.caption
         if config.caption is not None:
             _check_texts(dataset, config.caption, self.folder)
@@ -172,8 +174,8 @@ def _image_column(dataset: Any, wanted: str | None, folder: str) -> str:
     return column
 
 
-def _labels(dataset: Any, wanted: str | None, folder: str) -> np.ndarray | None:
-    """Return the column of labels as class numbers, int64 (N,); None if there is none."""
+def _labels(dataset: Any, wanted: str | None, folder: str) -> list[str | int | None] | None:
+    """Return the column of labels, None if there is none."""
     names = list(dataset.features)
     if wanted is not None and wanted not in names:
         raise UserError(f"data.labels: {folder} has no column {wanted!r}; {nearest(wanted, names)}")
@@ -186,4 +188,4 @@ def _labels(dataset: Any, wanted: str | None, folder: str) -> np.ndarray | None:
             return None  # for example boxes or masks, not classes
         raise UserError(f"data.labels: column {column!r} of {folder} holds {kind or 'no numbers'}")
     values = dataset.select_columns([column]).with_format("arrow")[:].column(column)
-    return number_labels([int(v) if isinstance(v, bool) else v for v in values.to_pylist()])
+    return [int(v) if isinstance(v, bool) else v for v in values.to_pylist()]

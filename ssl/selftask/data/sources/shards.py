@@ -45,6 +45,7 @@ class WebDataset(Source):
         self._read_from = self.shards
         self.index = index_shards(shards, wanted)
         self.names, self.labels = self.index.paths, self.index.labels
+        self._classes = self.index.header["classes"]
         self._shard, self._start, self._size = (
             self.index.arrays[name] for name in ("shard", "start", "size")
         )
