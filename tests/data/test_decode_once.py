@@ -107,6 +107,21 @@ def test_a_changed_file_is_noticed(photos: Path) -> None:
     assert all_of(after) == all_of(opened(photos)) != before
 
 
+def test_changed_labels_and_boxes_are_noticed(photos: Path) -> None:
+    """All rows but the few whose pixels are looked at may have changed."""
+
+    def table(label: int, right: int) -> Source:
+        rows = [f"0/0.png,{i % 2},0,0,9,9" for i in range(20)]
+        rows[1] = f"0/0.png,{label},0,0,{right},9"
+        (photos / "x.csv").write_text("\n".join(["path,label,l,t,r,b", *rows]))
+        args = {"path": str(photos / "x.csv"), "box": ["l", "t", "r", "b"]}
+        return open_source(Component(name="table", args=args))
+
+    for label, right in ((1, 9), (0, 9), (0, 5)):
+        image, number = decoded(table(label, right), "disk")[1]
+        assert (image.shape, number) == ((9, right, 3), label)
+
+
 def test_shrunk_pictures_are_kept_apart(photos: Path) -> None:
     whole, small = (decoded(opened(photos), "disk", max_side=side) for side in (None, 15))
     assert whole[0][0].shape == (20, 30, 3)

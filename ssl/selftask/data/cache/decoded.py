@@ -149,11 +149,12 @@ class Store:
 
 
 def store_name(source: Source, max_side: int | None) -> str:
-    """Return the name of a source's store, which changes if files or pixels change.
+    """Return the name of a source's store, which changes if files, pixels or labels change.
 
     It is a hash of the source's description, the size limits, the name of each image (with size
-    and modification time, if it is a file) and the pixels of a few images. The pixels are included
-    because images inside other files have no modification time.
+    and modification time, if it is a file), what ``hash_names`` adds (such as boxes), the labels,
+    and the pixels of a few images. The pixels are included because images inside other files have
+    no modification time.
     """
     number = len(source)
     what: list[Any] = [_VERSION, type(source).__name__, source.describe(), number]
@@ -161,6 +162,9 @@ def store_name(source: Source, max_side: int | None) -> str:
     for index in range(number):
         path = source.path(index)
         digest.update(f"{path}\0{_stamp(path)}\0".encode("utf-8", "surrogateescape"))
+    source.hash_names(digest.update)
+    if source.labels is not None:
+        digest.update(np.ascontiguousarray(source.labels, dtype="<i8").data)
     for index in np.unique(np.linspace(0, number - 1, _LOOKED_AT).astype(int)).tolist():
         try:
             image, label = source[index]
