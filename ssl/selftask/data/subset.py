@@ -136,9 +136,11 @@ def choose(size: int, labels: np.ndarray | None, part: Part) -> np.ndarray:
     elif labels is None:
         raise UserError("data.subset.per_class needs labels, and these images have none")
     else:
-        shown = np.asarray(labels)[order]
-        classes = np.unique(shown[shown >= 0])
-        by_class = (_take(order[shown == c], part, f"images of class {c}") for c in classes)
+        order = order[np.asarray(labels)[order] >= 0]
+        order = order[np.argsort(labels[order], kind="stable")]
+        classes, firsts = np.unique(labels[order], return_index=True)
+        groups = zip(classes, np.split(order, firsts[1:]), strict=False)
+        by_class = (_take(group, part, f"images of class {c}") for c, group in groups)
         rows = np.concatenate([*by_class, np.empty(0, np.int64)])
     if not len(rows):
         raise UserError("data.subset: it holds no image")

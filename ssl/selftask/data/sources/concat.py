@@ -64,12 +64,13 @@ class Concat(Delegating):
     def _labels(self, times: list[int], names: list[list[str] | None]) -> np.ndarray | None:
         """Return the labels of all indices, -1 for sources without labels; None if all are -1."""
         parts = []
+        number_of = {name: number for number, name in enumerate(self._classes or ())}
         for source, n, class_names in zip(self.sources, times, names, strict=True):
             labels = source.labels
             if labels is None:
                 labels = np.full(len(source), NO_LABEL, dtype=np.int64)
-            elif self._classes is not None and class_names:
-                numbers = [self._classes.index(name) for name in class_names]
+            elif class_names:
+                numbers = [number_of[name] for name in class_names]
                 labels = np.append(numbers, NO_LABEL)[labels]
             parts.append(np.tile(labels, n))
         joined = np.concatenate(parts)
