@@ -97,6 +97,21 @@ def test_every_odd_file_at_once(num_workers: int, tmp_path: Path) -> None:
     assert not {source.path(index) for index in shown} & set(listed(out)), "none of them is shown"
 
 
+@pytest.mark.parametrize("more", [[], ["data.augment_on=device"], ["data.cache=ram"]])
+def test_a_pass_over_all_images_leaves_out_unreadable_ones(more: list[str], tmp_path: Path) -> None:
+    """A replacement would be in the parts of two ranks, which add their results by index."""
+    folder = tmp_path / "images"
+    make_photographs(folder, 20)
+    (folder / "a.jpg").write_bytes(b"no image")
+    config = config_for(folder, tmp_path / "out", *more)
+    feed = DataModule(config, open_data(config.data), World(), CPU)
+    source = feed.train_source
+    bad = [i for i in range(len(source)) if source.path(i).endswith("a.jpg")]
+    seen = torch.cat([batch.index for batch in feed.iterate_all()]).tolist()
+    assert seen == [i for i in range(len(source)) if i not in bad]
+    assert len(one_epoch(config)) == 20, "replaced in training"
+
+
 def test_one_per_cent_truncated_copies(tmp_path: Path) -> None:
     folder, out = tmp_path / "images", tmp_path / "out"
     photographs = make_photographs(folder, 297)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -166,11 +167,13 @@ class DataModule:
     def iterate_all(self) -> Iterator[Batch]:
         """Yield this rank's training images once, in order and in batches, with epoch 0's views.
 
-        For methods that need the whole data set before the first step. The last batch may be
-        smaller.
+        For methods that need the whole data set before the first step. Unreadable images are left
+        out, and batches may be smaller: a replacement would be an image of two ranks.
         """
         self._decode_once()
-        yield from self._pass(self.batches.dataset, self.batches.bad_files)
+        dataset = copy.copy(self.batches.dataset)
+        dataset.replaces = False
+        yield from self._pass(dataset, self.batches.bad_files)
 
     def _decode_once(self) -> None:
         """If ``data.cache`` is ``ram`` or ``disk``, decode all images once and read from there."""

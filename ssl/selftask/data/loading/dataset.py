@@ -124,7 +124,7 @@ class ViewDataset(Dataset):
     An unreadable image is replaced by another one, chosen by a hash of (seed, epoch, index). The
     draws remain those of (epoch, index). So a sample does not depend on worker, rank or resume.
     ``Sample.index`` is that of the image shown, since methods with a memory bank keep a slot per
-    image.
+    image. If ``replaces`` is False, unreadable images are left out instead.
 
     Args:
         source: Source of the images.
@@ -133,6 +133,8 @@ class ViewDataset(Dataset):
         extras: Reader of the source's texts and arrays, if they are used.
         recorder: Recorder that adds the draws of views to the extras, if they are requested.
     """
+
+    replaces = True
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class ViewDataset(Dataset):
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
         epoch, index = key
         shown, bad = index, []
-        for attempt in range(MAX_REPLACEMENTS + 1):
+        for attempt in range(1 + MAX_REPLACEMENTS * self.replaces):
             try:
                 images, target, extras = self.read(shown)
             except BadImage as error:
