@@ -67,9 +67,9 @@ class Features:
     def _draw(self, count: Callable[[int], int], generator: torch.Generator) -> Features:
         """Draw ``count(number)`` of the ``number`` images of each class."""
         order = torch.randperm(len(self), generator=generator).to(self.targets.device)
-        shuffled = self.targets[order]
-        of_classes = [order[shuffled == label] for label in torch.unique(self.targets)]
-        return self[torch.cat([rows[: count(len(rows))] for rows in of_classes])]
+        order = order[self.targets[order].argsort(stable=True)]
+        sizes = torch.unique(self.targets, return_counts=True)[1].tolist()
+        return self[torch.cat([rows[: count(len(rows))] for rows in order.split(sizes)])]
 
     def few_label_draws(
         self,
