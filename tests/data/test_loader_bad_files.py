@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -145,16 +147,34 @@ def test_a_transform_that_makes_floats_is_explained(workers: int) -> None:
         read(Batches(data, batch_size=4, seed=0, num_workers=workers), 1)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_a_user_can_put_right_comes_without_a_traceback(workers: int) -> None:
+def refusing(error: Exception) -> ViewDataset:
+    """Return images whose number 7 cannot be transformed."""
+
     def refuse(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        raise UserError("views.main.transforms.0: these tiles do not fit")
+        if image[0, 0, 0] == 7:
+            raise error
+        return image
 
     data = dataset(Numbers(20))
-    data.views.made[0].pipeline.transforms[0] = refuse
+    data.views.made[0].pipeline.transforms.insert(0, refuse)
+    return data
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_user_can_put_right_comes_without_a_traceback(workers: int) -> None:
+    data = refusing(UserError("these tiles do not fit"))
     with pytest.raises(UserError) as caught:
-        read(Batches(data, batch_size=4, seed=0, num_workers=workers), 1)
-    assert str(caught.value) == "views.main.transforms.0: these tiles do not fit"
+        read(Batches(data, batch_size=20, seed=0, num_workers=workers), 1)
+    assert str(caught.value) == "images/7: these tiles do not fit"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_image_a_transform_fails_for_is_named(workers: int) -> None:
+    data = refusing(ValueError("no sevens"))
+    with pytest.raises(Exception, match="no sevens") as caught:
+        read(Batches(data, batch_size=20, seed=0, num_workers=workers), 1)
+    assert "The image is images/7." in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.skipif(not ODD_IMAGES.is_dir(), reason="shared test images are not here")

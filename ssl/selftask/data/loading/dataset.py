@@ -6,7 +6,8 @@ Nothing here imports torch, so that mistakes in the ``data:`` section are report
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -118,6 +119,19 @@ def _check_storage(error: BadImage) -> None:
         )
 
 
+@contextmanager
+def naming(source: Source, index: int) -> Iterator[None]:
+    """Context manager that names an image in the errors of its transforms."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{source.path(index)}: {error}") from error
+    except Exception as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"The image is {source.path(index)}.")
+        raise
+
+
 class ViewDataset(Dataset):
     """Training samples: ``dataset[epoch, index]`` is a Sample with all views of one image.
 
@@ -168,7 +182,8 @@ class ViewDataset(Dataset):
                 bad.append(error)
                 shown = replacement(self.seed, epoch, index, attempt, len(self.source))
             else:
-                views, traces = self.make(images, epoch, index, out)
+                with naming(self.source, shown):
+                    views, traces = self.make(images, epoch, index, out)
                 if self.recorder is not None:
                     row = self.recorder.row([image.shape[:2] for image in images], traces)
                     extras = {**(extras or {}), self.recorder.name: row}
@@ -239,5 +254,7 @@ class EvalDataset(Dataset):
             extras = None if self.extras is None else self.extras.read(self.source, index)
         except BadImage as error:
             return Sample([], -1, index, (0, index), [error])
-        view = self.pipeline(image, draw_rng(self.seed, 0, index, 0), out[0] if out else None)
+        rng = draw_rng(self.seed, 0, index, 0)
+        with naming(self.source, index):
+            view = self.pipeline(image, rng, out[0] if out else None)
         return Sample([view], target, index, (0, index), [], extras)
