@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranks import run_ranks
 from selftask.distributed.collectives import world_size
@@ -160,6 +161,25 @@ def test_kmeans_keeps_the_centroid_of_a_cluster_without_rows() -> None:
         assert np.array_equal(cluster.numpy(), labels)
         num_clusters.add(len(cluster.unique()))
     assert min(num_clusters) < 4
+
+
+class LargestResult(TorchDispatchMode):
+    """Measures the largest result of an operation, in bytes."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.size = max(self.size, result.nbytes)
+        return result
+
+
+def test_kmeans_takes_no_more_memory_than_the_cosines() -> None:
+    x, _ = _three_clouds()
+    with LargestResult() as largest:
+        spherical_kmeans(x, 100, iterations=2)
+    assert largest.size == 4 * 300 * 100
 
 
 def test_kmeans_wants_a_row_for_each_cluster() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from selftask.distributed import accelerator
 from selftask.distributed.collectives import all_reduce_max, all_reduce_sum, world_size
 from selftask.distributed.heartbeat import track
+from selftask.models.distillation.vector_quantizer import code_sums
 from selftask.models.precision import in_full_precision, to_float32
 
 
@@ -141,23 +142,11 @@ def spherical_kmeans(
     centroids = x[accelerator.copy_to(x.device, first)]  # (K, D)
     for _ in track("k-means", range(iterations)):
         cluster = _nearest(x, centroids, chunk)
-        sums = _sum_by_cluster(x, cluster, num_clusters, chunk)
-        is_empty = cluster.new_ones(num_clusters, dtype=torch.bool).index_fill(0, cluster, False)
-        centroids = torch.where(is_empty[:, None], centroids, F.normalize(sums, dim=1))
+        sums, counts = code_sums(x, cluster, num_clusters)
+        centroids = torch.where(counts[:, None] > 0, F.normalize(sums, dim=1), centroids)
     return centroids, _nearest(x, centroids, chunk)
 
 
 def _nearest(x: Tensor, centroids: Tensor, chunk: int) -> Tensor:
     """Return the index of the centroid with the largest cosine for each row, (N,)."""
     return torch.cat([(rows @ centroids.T).argmax(dim=1) for rows in torch.split(x, chunk)])
-
-
-def _sum_by_cluster(x: Tensor, cluster: Tensor, num_clusters: int, chunk: int) -> Tensor:
-    """Return the sum of the rows of each cluster, (K, D).
-
-    Matrix products sum in a fixed order. On a GPU ``index_add_`` does not, so ranks would differ.
-    """
-    sums = x.new_zeros(num_clusters, x.shape[1])
-    for rows, members in zip(torch.split(x, chunk), torch.split(cluster, chunk), strict=True):
-        sums += F.one_hot(members, num_clusters).to(x.dtype).T @ rows
-    return sums

@@ -58,7 +58,8 @@ class VectorQuantizer(nn.Module):
 def code_sums(units: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
     """Return the sum of the vectors of each code (K, D), and their number (K,).
 
-    Sums are matrix products, whose order of summation is fixed, so that ranks and runs agree.
+    Sums are matrix products, whose order of summation is fixed, so that ranks and runs agree; that
+    of ``index_add_`` on a GPU is not.
 
     Args:
         units: (n, D).
@@ -67,8 +68,9 @@ def code_sums(units: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor, Ten
     """
     sums = units.new_zeros(num_codes, units.shape[1])
     counts = units.new_zeros(num_codes)
+    every = torch.arange(num_codes, device=codes.device)
     for rows, members in zip(units.split(16_384), codes.split(16_384), strict=True):
-        chosen = F.one_hot(members, num_codes).to(rows.dtype)
+        chosen = (members[:, None] == every).to(rows.dtype)  # one_hot would be of int64
         sums += chosen.T @ rows
         counts += chosen.sum(dim=0)
     return sums, counts
