@@ -80,6 +80,14 @@ def test_a_skipped_step_of_several_batches(tmp_path: Path, abandon: None) -> Non
     assert task.clock.done
 
 
+def test_a_run_that_ends_within_a_step(tmp_path: Path, abandon: None) -> None:
+    """Four batches in steps of two; one batch is left after the abandoned step."""
+    more = ("train.step=accumulate", "train.accumulate=2", "hooks.abandon={forward: [1]}")
+    task = tiny.train("simclr", tmp_path, "run", *more, "train.max_steps=2")
+    assert task.clock.batch == task.length.total_batches == 4
+    assert task.clock.steps_done == 3  # of one batch, two, one
+
+
 def test_resume_after_skipped_steps(tmp_path: Path, abandon: None) -> None:
     hook = "hooks.abandon={forward: [2, 7], backward: [4]}"
     tiny.train("moco", tmp_path, "whole", hook)

@@ -130,8 +130,14 @@ class Clock:
 
     @property
     def batches_left(self) -> int:
-        """Number of remaining batches of the train phase, even if the run ends before."""
-        return self.length.first_batch(self.length.phases_before(self.batch) + 1) - self.batch
+        """Number of remaining batches of the train phase, or of the run if it ends before.
+
+        It is never 0, so that a train step asks for a batch and thus notices the end of the phase.
+        """
+        end = self.length.first_batch(self.length.phases_before(self.batch) + 1)
+        if self.batch < self.length.total_batches:
+            end = min(end, self.length.total_batches)
+        return end - self.batch
 
     @property
     def ends_epoch(self) -> bool:
