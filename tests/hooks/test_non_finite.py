@@ -13,6 +13,7 @@ import torch
 import tiny
 from ranks import run_ranks
 from selftask.cli.main import main
+from selftask.hooks.base import function_hook
 from selftask.hooks.failures.non_finite import NonFiniteLoss, is_finite
 from selftask.task.loop import train_loop
 from selftask.task.replay import replay
@@ -156,6 +157,15 @@ def test_skip_goes_on_within_its_budget(tmp_path: Path) -> None:
     assert "after 0 skipped steps" in failure(tmp_path, *more, inject("nan_input", 4))
 
 
+def test_terms_in_a_row_are_those_of_a_step_that_counts(tmp_path: Path) -> None:
+    """The last step before the row is skipped."""
+    more = ("train.on_nan=skip", "train.log_every=2", "train.max_steps=2", inject("nan_output", 2))
+    tiny.train("barlow", tmp_path, "run", *more)
+    (row,) = (row for row in tiny.rows(tmp_path / "run") if "invariance" in row)
+    assert row["invariance"] > 0
+    assert row["redundancy"] > 0
+
+
 def test_rollback_is_what_skip_is(tmp_path: Path) -> None:
     """With a row for each step, exactly the affected step is left out; rows appear once."""
     for policy in ("skip", "rollback"):
@@ -177,6 +187,23 @@ def test_rollback_leaves_out_the_rest_of_the_window(tmp_path: Path) -> None:
     task = tiny.train("simclr", tmp_path, "run", *more)
     assert (task.steps_done, task.clock.skipped) == (tiny.STEPS, 2)  # 7, and 8, the next row
     assert task.rollbacks == 1
+
+
+def test_rollback_discards_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    """Without a checkpoint: rows in the history, and an average that has not begun again."""
+    swa = ("hooks.swa={start: 2, every: 1}", "train.max_steps=4")
+    more = ("train.on_nan=rollback", *swa, inject("nan_input", 4))
+    task = tiny.task("simclr", tmp_path, "run", *more)
+    begun = []
+
+    def note(task: Any) -> None:
+        begun.append((task.steps_done, "swa" in task.averages))
+
+    task.add_hook(function_hook(on_step=note))
+    train_loop(task)
+    assert task.rollbacks == 1
+    assert begun[4:6] == [(1, False), (2, True)]
+    assert list(task.history["loss"].steps) == [1, 2, 3]
 
 
 def test_rollback_ends_with_its_budget(tmp_path: Path) -> None:

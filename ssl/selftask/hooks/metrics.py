@@ -43,6 +43,7 @@ class Metrics(Hook):
     def on_start(self, task: Task) -> None:
         self.window = [loss.to(task.device) for loss in getattr(self, "restored", ())]
         self.steps = list(getattr(self, "restored_steps", ()))  # step of each loss in the window
+        self.terms: dict[str, Tensor] = {}  # of the newest loss in the window
         self.samples = 0  # since the last row, for images_per_s
         self.pace = Pace()
         self.wait_watch = WaitWatch()
@@ -53,6 +54,7 @@ class Metrics(Hook):
         task.losses.append(loss)
         if task.train:
             self.window.append(loss)
+            self.terms = task.last_batch.terms
             self.steps.append(task.steps_done + 1)
             self.samples += task.length.batch_size
 
@@ -87,7 +89,7 @@ class Metrics(Hook):
         steps = len(losses)
         timed = len(self.pace.ends)
         measured = {**self.pace.take(task.data_module.data_wait_s), **take_memory_mb(task.device)}
-        terms, slowest = over_ranks(task.last_batch.terms, measured, task.device)
+        terms, slowest = over_ranks(self.terms, measured, task.device)
         remaining = task.length.total_steps - task.steps_done
         row = {
             "loss": math.fsum(losses) / len(losses),
