@@ -187,9 +187,8 @@ def _classifier_checkpoint(module: FrozenModule) -> dict[str, Any] | None:
         return None  # the run has only its export
     method = read_yaml(folder / "config.yaml")["method"]
     name = method if isinstance(method, str) else method["name"]
-    if name not in METHODS or "labels" not in METHODS.declared(name, "requires", ()):
-        return None
-    if not METHODS.declared(name, "outputs_logits", False):
+    requires_labels = "labels" in METHODS.declared(name, "requires", ())
+    if not requires_labels or not METHODS.declared(name, "outputs_logits", False):
         return None
     return open_checkpoint(module.model)
 

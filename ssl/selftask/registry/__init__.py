@@ -175,14 +175,15 @@ class Registry:
         If the module is not imported, the value is read from the source of the class or a base.
 
         Args:
-            name: A registered name.
+            name: Name of a component.
             attribute: Name of the class attribute.
-            default: Returned if neither the class nor a base sets it.
+            default: Returned if neither the class nor a base sets it, or if the name is unknown, as
+                are those of other libraries.
 
         Raises:
             UserError: If the source sets it to an expression that is not a literal.
         """
-        entry = self.entry(name)
+        entry = self.entry(name) if name in self else None
         if not isinstance(entry, ClassSource):
             return getattr(entry, attribute, default)
         value = entry.value_of(attribute)
@@ -305,21 +306,13 @@ METERS = Registry("meter", "selftask.meters")
 EVALUATIONS = Registry("evaluation", "selftask.evaluate")
 
 REGISTRIES: dict[str, Registry] = {
-    "methods": METHODS,
-    "tasks": TASKS,
-    "train_steps": TRAIN_STEPS,
-    "hooks": HOOKS,
-    "backbones": BACKBONES,
-    "head_blocks": HEAD_BLOCKS,
-    "sources": SOURCES,
-    "samplers": SAMPLERS,
-    "tokenizers": TOKENIZERS,
-    "transforms": TRANSFORMS,
-    "optimizers": OPTIMIZERS,
-    "schedules": SCHEDULES,
-    "meters": METERS,
-    "evaluations": EVALUATIONS,
+    f"{registry.kind}s": registry
+    for registry in (
+        *(METHODS, TASKS, TRAIN_STEPS, HOOKS, BACKBONES, HEAD_BLOCKS, SOURCES, SAMPLERS),
+        *(TOKENIZERS, TRANSFORMS, OPTIMIZERS, SCHEDULES, METERS, EVALUATIONS),
+    )
 }
+"""Registries by the plural of their kind, as in ``selftask list``."""
 
 register_method = METHODS.register
 register_task = TASKS.register

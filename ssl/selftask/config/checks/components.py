@@ -129,17 +129,17 @@ def _inner(
 ) -> Iterator[tuple[Component, Registry, Key]]:
     for field in dataclasses.fields(config) if config else ():
         if "of" in field.metadata:
-            for nested, place in _named_in(component.args.get(field.name), (*key, field.name)):
+            for nested, place in named_in(component.args.get(field.name), (*key, field.name)):
                 yield nested, REGISTRIES[field.metadata["of"]], place
 
 
-def _named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
+def named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
     """Yield the components in nested lists, tuples and mappings, with their keys."""
     if isinstance(value, dict) and "name" not in value:
         for name, item in value.items():
-            yield from _named_in(item, (*key, name))
+            yield from named_in(item, (*key, name))
     elif isinstance(value, dict):
         yield Component.from_dict(value), key
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _named_in(item, (*key, str(index)))
+            yield from named_in(item, (*key, str(index)))

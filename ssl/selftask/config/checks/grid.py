@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from selftask.config.checks.components import named_in
 from selftask.config.compose.provenance import Layers
 from selftask.config.keys import Key, Problem, dotted
 from selftask.config.schema import Component, Config, DataConfig, ViewConfig
-from selftask.registry import BACKBONES, SOURCES, TRANSFORMS, Registry
+from selftask.registry import BACKBONES, SOURCES, TRANSFORMS
 
 KEY: Key = ("image_size",)
 C = TypeVar("C", bound=Component)
@@ -216,14 +217,8 @@ def _rounded(side: float, patch: int | None) -> int:
 
 def _has_size(source: Component) -> bool:
     """Return whether a source draws its images in the size that its config sets."""
-    drawn = _declared(SOURCES, source, "drawn_in_size", False)
+    drawn = SOURCES.declared(source.name, "drawn_in_size", False)
     return drawn and isinstance(source.args.get("size"), int)
-
-
-def _declared(registry: Registry, component: Component, attribute: str, default: Any) -> Any:
-    """Return a class attribute of a component, or the default if it is not registered."""
-    name = component.name
-    return registry.declared(name, attribute, default) if name in registry else default
 
 
 def patch_problems(config: Config) -> Iterator[Problem]:
@@ -335,7 +330,7 @@ def _grid(backbone: Component) -> tuple[Key, Mapping[str, Any]]:
 
 def _sizes_in(backbone: Component) -> str | None:
     """Return the inner section with a backbone's image size; None if it is in its own section."""
-    return _declared(BACKBONES, backbone, "sizes_in", None)
+    return BACKBONES.declared(backbone.name, "sizes_in", None)
 
 
 def patch_size(backbone: Component) -> int | None:
@@ -366,21 +361,13 @@ def resizes(transform: Component) -> str | None:
     None: not at all. ``"square"``: to ``size`` x ``size`` pixels. Any other string: in another way,
     or the transform is not registered.
     """
-    return _declared(TRANSFORMS, transform, "resizes", "unknown")
+    return TRANSFORMS.declared(transform.name, "resizes", "unknown")
 
 
 def keeps_size(transform: Component) -> bool:
     """Return whether a transform and all transforms nested in it keep an image's size."""
-    return not resizes(transform) and all(map(keeps_size, _inner(transform.args)))
-
-
-def _inner(value: Any) -> Iterator[Component]:
-    """Yield the components in nested lists and mappings of plain values."""
-    if isinstance(value, dict) and "name" in value:
-        yield Component.from_dict(value)
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _inner(item)
+    nested = (inner for inner, _ in named_in(transform.args, ()))
+    return not resizes(transform) and all(map(keeps_size, nested))
 
 
 def _view_sides(config: Config) -> Mapping[str, int | None]:

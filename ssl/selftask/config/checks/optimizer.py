@@ -60,7 +60,7 @@ def _problems(config: Config, optimizer: OptimizerConfig, key: Key) -> Iterator[
 def _named_problems(config: Config) -> Iterator[tuple[Key, str]]:
     """Yield problems of ``optimizers`` with the train step and ``parallel.reduce``."""
     step = config.train.step.name
-    stepped = TRAIN_STEPS.declared(step, "optimizers", ()) if step in TRAIN_STEPS else ()
+    stepped = TRAIN_STEPS.declared(step, "optimizers", ())
     for name in config.optimizers:
         if name not in stepped:
             steps = ", ".join(["optimizer", *(f"optimizers.{one}" for one in stepped)])

@@ -86,12 +86,7 @@ def _pipelines(config: Config) -> Iterator[Problem]:
 
 def normalizes(name: str) -> bool:
     """Return whether a transform normalizes pixels for the network, and so ends a pipeline."""
-    return bool(_declared(name, "normalizes", False))
-
-
-def _declared(name: str, attribute: str, default: Any) -> Any:
-    """Return a class attribute of a transform, or the default if it is not registered."""
-    return TRANSFORMS.declared(name, attribute, default) if name in TRANSFORMS else default
+    return bool(TRANSFORMS.declared(name, "normalizes", False))
 
 
 def is_unbatched(name: str) -> bool:
@@ -114,7 +109,7 @@ def box_problems(method: str, views: Mapping[str, ViewConfig]) -> Iterator[Probl
 
 def _not_affine(transform: Component, registry: Registry, key: Key) -> Iterator[Problem]:
     """Yield keys and names of transforms that are not affine, including nested ones."""
-    if not _declared(transform.name, "affine", True):
+    if not TRANSFORMS.declared(transform.name, "affine", True):
         yield key, transform.name
     for inner in inner_components(transform, registry, key):
         yield from _not_affine(*inner)
@@ -148,7 +143,7 @@ def identical_views(config: Config) -> Iterator[str]:
 
 def _is_random(transform: Component, key: Key) -> bool:
     """Return whether a transform may give different results for one image."""
-    declared = _declared(transform.name, "is_random", True)
+    declared = TRANSFORMS.declared(transform.name, "is_random", True)
     probability = transform.args.get("p")
     if probability == 0:
         return False
