@@ -9,22 +9,8 @@ from typing import Any
 from selftask.config.config_class import config_object, executed
 from selftask.config.keys import Key, dotted
 from selftask.config.schema import Component, Config, OptimizerConfig
-from selftask.registry import (
-    BACKBONES,
-    EVALUATIONS,
-    HOOKS,
-    METERS,
-    METHODS,
-    OPTIMIZERS,
-    REGISTRIES,
-    SAMPLERS,
-    SCHEDULES,
-    SOURCES,
-    TOKENIZERS,
-    TRAIN_STEPS,
-    TRANSFORMS,
-    Registry,
-)
+from selftask.config.schema.component import Section
+from selftask.registry import HOOKS, OPTIMIZERS, REGISTRIES, SCHEDULES, Registry
 
 
 def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[Key, str]]:
@@ -35,31 +21,23 @@ def component_problems(config: Config, *, hooks: bool = True) -> Iterator[tuple[
         hooks: Whether to check hooks. False for a run that is only read: the packages that its
             hooks need, such as loggers, may not be installed.
     """
-    named: list[tuple[Component, Registry, Key]] = [
-        (config.data.source, SOURCES, ("data",)),
-        (config.data.sampler, SAMPLERS, ("data", "sampler")),
-        (config.data.tokenizer, TOKENIZERS, ("data", "tokenizer")),
-        (config.backbone, BACKBONES, ("backbone",)),
-        (config.method, METHODS, ("method",)),
-        (config.train.step, TRAIN_STEPS, ("train", "step")),
-    ]
-    if config.data.val is not None:
-        named.append((config.data.val, SOURCES, ("data", "val")))
-    named += [(c, SOURCES, ("data", "val_sets", k)) for k, c in config.data.val_sets.items()]
-    groups: list[tuple[Mapping[str, Component], Registry, Key]] = [
-        (config.meters, METERS, ("meters",)),
-        (config.hooks if hooks else {}, HOOKS, ("hooks",)),
-        (config.eval.evaluations, EVALUATIONS, ("eval", "evaluations")),
-    ]
-    for things, registry, key in groups:
-        named += [(thing, registry, (*key, name)) for name, thing in things.items()]
-    for key, transforms in config.pipelines.items():
-        named += [(t, TRANSFORMS, (*key, str(index))) for index, t in enumerate(transforms)]
     whole = config.to_dict()
-    for thing, registry, key in named:
-        yield from iter_problems(thing, registry, key, whole)
+    for component, registry, key in _in_sections(config):
+        if hooks or registry is not HOOKS:
+            yield from iter_problems(component, registry, key, whole)
     for key, optimizer in config.all_optimizers.items():
         yield from _of_optimizer(optimizer, key, whole)
+
+
+def _in_sections(value: Any, key: Key = ()) -> Iterator[tuple[Component, Registry, Key]]:
+    """Yield the components of a section and of the sections in it, except optimizers."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _in_sections(item, (*key, name))
+    elif isinstance(value, Section) and not isinstance(value, OptimizerConfig):
+        yield from _in_fields(type(value), vars(value), key)
+        for name, item in vars(value).items():
+            yield from _in_sections(item, (*key, name))
 
 
 def _of_optimizer(
@@ -96,7 +74,7 @@ def iter_problems(
     made = None
     if config is not None and hasattr(config, "problems"):
         made = config_object(config, component.args)
-    for nested, its_registry, place in _inner(config, component, key):
+    for nested, its_registry, place in _in_fields(config, component.args, key):
         yield from iter_problems(nested, its_registry, place, whole)
     for message in made.problems(whole) if made else ():
         name, _, rest = message.partition(":")
@@ -121,21 +99,25 @@ def inner_components(
         A component, the registry of its name, and its key.
     """
     config = executed(registry.config(component.name)) if component.name in registry else None
-    yield from _inner(config, component, key)
+    yield from _in_fields(config, component.args, key)
 
 
-def _inner(
-    config: Any, component: Component, key: Key
+def _in_fields(
+    config: Any, values: Mapping[str, Any], key: Key
 ) -> Iterator[tuple[Component, Registry, Key]]:
+    """Yield the components in the values of a config class by the declarations of its fields."""
     for field in dataclasses.fields(config) if config else ():
         if "of" in field.metadata:
-            for nested, place in named_in(component.args.get(field.name), (*key, field.name)):
+            inner = key if field.metadata["flat"] else (*key, field.name)
+            for nested, place in named_in(values.get(field.name), inner):
                 yield nested, REGISTRIES[field.metadata["of"]], place
 
 
 def named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
     """Yield the components in nested lists, tuples and mappings, with their keys."""
-    if isinstance(value, dict) and "name" not in value:
+    if isinstance(value, Component):
+        yield value, key
+    elif isinstance(value, dict) and "name" not in value:
         for name, item in value.items():
             yield from named_in(item, (*key, name))
     elif isinstance(value, dict):
