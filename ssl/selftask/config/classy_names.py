@@ -25,12 +25,6 @@ def classy_has(kind: str, name: str) -> bool:
     return classy.has(kind, name)
 
 
-def classy_refusal(name: str) -> str | None:
-    from selftask import classy
-
-    return classy.refusal(name)
-
-
 def guest_problem(kind: str, name: str, registered: Iterable[str]) -> str | None:
     """Return the problem of a name that selftask does not register, or None if it is valid.
 
@@ -45,7 +39,9 @@ def guest_problem(kind: str, name: str, registered: Iterable[str]) -> str | None
     if is_torch_name(kind, name):
         return None
     if classy_has(kind, name):
-        return classy_refusal(name) if kind == "hook" else None
+        from selftask import classy
+
+        return classy.refusal(name) if kind == "hook" else None
     hint = nearest(name, registered)
     if kind in CLASSY_KINDS:
         hint += "; Classy Vision's are written classy:NAME"

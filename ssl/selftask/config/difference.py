@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import takewhile
 from operator import eq
-from typing import Any, NamedTuple
+from typing import Any
 
 from selftask.config.compose.recipes import available, locate
 from selftask.config.explain import COLUMN, as_yaml
@@ -16,12 +16,6 @@ from selftask.errors import shorten
 
 _NAMES_OF_THE_RUN = ("recipe", "out")  # follow from the name of a recipe
 _ABSENT = object()
-
-
-class _Change(NamedTuple):
-    key: Key
-    value: Any
-    before: Any  # the value in the base, or _ABSENT
 
 
 def difference(config: Config, base: Config, recipe: str) -> str:
@@ -75,10 +69,13 @@ def _entry(recipe: str, base: Config) -> str:
     return f"/{names[0]}" if names else str(path)
 
 
-def _changes(values: dict[str, Any], base: dict[str, Any], key: Key) -> Iterator[_Change]:
-    """Yield the differences; sections are compared key by key, lists as a whole.
+def _changes(
+    values: dict[str, Any], base: dict[str, Any], key: Key
+) -> Iterator[tuple[Key, Any, Any]]:
+    """Yield key, value, and value in the base (or ``_ABSENT``) of each difference.
 
-    If the name of a component differs, all its values are yielded, since its defaults differ.
+    Sections are compared key by key, lists as a whole. If the name of a component differs, all its
+    values are yielded, since its defaults differ.
     """
     renamed = values.get("name") != base.get("name")
     for name, value in values.items():
@@ -87,7 +84,7 @@ def _changes(values: dict[str, Any], base: dict[str, Any], key: Key) -> Iterator
         if isinstance(value, dict) and (isinstance(before, dict) or (value and is_new)):
             yield from _changes(value, {} if is_new else before, inner)
         elif value != before or (renamed and name not in SHARED.get(key, ())):
-            yield _Change(inner, value, before)
+            yield inner, value, before
     if key in NAMED_ENTRIES or key == ("views",):
         for name in base.keys() - values.keys():
-            yield _Change((*key, name), None, base[name])
+            yield (*key, name), None, base[name]
