@@ -8,7 +8,6 @@ registered under their own names.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from selftask.config.compose.overrides import format_value
 from selftask.config.keys import Key, dotted, is_pipeline, is_source
 from selftask.errors import UserError
 from selftask.methods.base import Method
@@ -45,7 +45,8 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
             that ``name: custom`` accepts.
     """
     return [
-        f"{key}={_flow(_plain(value, tuple(key.split('.'))))}" for key, value in settings.items()
+        f"{key}={format_value(_plain(value, tuple(key.split('.'))))}"
+        for key, value in settings.items()
     ]
 
 
@@ -122,12 +123,3 @@ def _name(registry: Registry, thing: Any) -> str:
 def _known_name(registry: Registry, thing: Any) -> str | None:
     """Return the name under which a class or function is registered, or None."""
     return next((name for name in registry.names() if registry.imported(name) is thing), None)
-
-
-def _flow(value: Any) -> str:
-    """Format a value for ``key=value``: JSON with bare keys."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)

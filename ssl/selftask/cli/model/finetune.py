@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from selftask.checkpoint.mirror import local_run
 from selftask.cli.model.load_model import MODEL
 from selftask.cli.options import needs_first, take
@@ -152,18 +150,10 @@ def _data(address: str, words: list[str], *, trust: bool) -> dict[str, Any]:
 
 
 def flow(value: Any) -> str:
-    """Format a value for Hydra's command-line grammar, with every string in quotes.
+    """Format a value for ``key=value``; raise UserError if it has a reference, ``${...}``."""
+    from selftask.config.compose.overrides import format_value
 
-    Raises:
-        UserError: If a string has a reference, ``${...}``.
-    """
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(flow, value)) + "]"
-    if isinstance(value, str):
-        if "${" in value:
-            raise UserError(f"{value!r}: a reference in a run or file is not resolved")
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    return str(yaml.safe_dump(value, default_flow_style=True)).split("\n")[0]
+    text = format_value(value)
+    if "${" in text:
+        raise UserError(f"{text}: a reference in a run or file is not resolved")
+    return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -131,6 +132,18 @@ def parse_value(text: str, key: Key) -> hydra_types.Override | None:
         return _parser().parse_override(f"key={text}")
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise UserError(_explain(text)) from error
+
+
+def format_value(value: Any) -> str:
+    """Format a plain value for ``key=value``, with every string in quotes."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {format_value(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(format_value, value)) + "]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return json.dumps(value)
 
 
 def _explain(text: str) -> str:
