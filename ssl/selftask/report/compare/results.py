@@ -11,7 +11,8 @@ from selftask.errors import shorten
 from selftask.files.received import TEXTS, is_number
 from selftask.logs.drawn_rows import read_ends
 from selftask.report.compare.groups import Comparison
-from selftask.report.compare.tables import Datum, Head, sortable
+from selftask.report.compare.tables import SORTABLE, Datum, Head
+from selftask.report.page import render
 
 FILE = "evaluations.jsonl"  # in the run folder
 _PLACES = ("data", "import", "out", "prefix", "trust", "train", "weights")
@@ -103,7 +104,8 @@ def results_table(comparison: Comparison) -> str:
         runs.setdefault(result.metric, set()).add(result.run)
     shared = [result for result in newest.values() if len(runs[result.metric]) > 1]
     shared.sort(key=lambda result: result.metric)
-    return sortable(_HEADS, [r.cells for r in shared[:_MOST_ROWS]], "results") if shared else ""
+    rows = [result.cells for result in shared[:_MOST_ROWS]]
+    return render(SORTABLE, _HEADS, rows, "results") if rows else ""
 
 
 def _results(run: str, rows: list[dict[str, Any]]) -> Iterator[Result]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from selftask.config.values.budget import show_bytes
+from selftask.errors import shorten
 from selftask.report.compare.differences import SEED
 from selftask.report.compare.groups import Comparison, Group, Member
 from selftask.report.compare.interval import Interval
@@ -19,6 +20,7 @@ from selftask.report.page import render
 from selftask.report.verdict import verdict_of
 
 MOST_COLUMNS = 12  # largest number of groups in the table of differences
+SORTABLE = "compare.sortable"  # a table of Heads and rows of Datums that the page's script sorts
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,6 @@ class Datum:
     key: float | str | None = None
 
 
-def sortable(heads: Sequence[Head], rows: Sequence[Sequence[Datum]], id: str) -> str:
-    """Return the HTML of a table that the page's script can sort.
-
-    Args:
-        heads: Heads of the columns.
-        rows: Cells of each row, one for each column.
-        id: Id of the element.
-    """
-    return render("compare.sortable", heads, rows, id)
-
-
 def group_table(comparison: Comparison) -> str:
     """Return the table of groups, with means over seeds and their intervals."""
     heads = [Head("configuration"), Head("runs", "max", "finished runs, of all")]
@@ -66,7 +57,7 @@ def group_table(comparison: Comparison) -> str:
             Datum(f"{complete} of {len(group.members)}", complete),
         ]
         rows.append(row + _results(group, comparison))
-    return sortable([*heads, *_heads_of_results(comparison)], rows, "groups")
+    return render(SORTABLE, [*heads, *_heads_of_results(comparison)], rows, "groups")
 
 
 Link = Callable[[Member], str]
@@ -101,7 +92,7 @@ def run_table(comparison: Comparison, link: Link) -> str:
             ]
             seed = [Datum(member.seed, _sort_key(member.seed))]
             rows.append(row + (seed if seeds else []))
-    return sortable(heads, rows, "runs")
+    return render(SORTABLE, heads, rows, "runs")
 
 
 def _heads_of_results(comparison: Comparison) -> list[Head]:
@@ -137,7 +128,7 @@ def differences_table(comparison: Comparison) -> str:
     rows = []
     for key in keys:
         values = [group.members[0].settings.get(key) for group in groups]
-        rows.append((key, [None if v is None else _short(v) for v in values]))
+        rows.append((key, [None if v is None else shorten(v, 300) for v in values]))
     return render("compare.differences", groups, rows, len(comparison.groups) - len(groups))
 
 
@@ -179,7 +170,3 @@ def _sort_key(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:297]}..."
