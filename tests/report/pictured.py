@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from selftask.report.images.gathered import Gathered
+from selftask.report.images.gather import Gathered
 
 CLASSES = ("cat", "dog </script><script>alert(1)</script>", "eel")
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from selftask.cli.options import take
 from selftask.config.trust import TRUST, take_trust
-from selftask.errors import UserError, printable_line
-from selftask.files.paths import exists
+from selftask.errors import UserError, nearest_path, printable_line
+from selftask.files.paths import exists, is_folder
 
 if TYPE_CHECKING:
     from selftask.report.page import Section
@@ -48,14 +48,13 @@ def main(argv: list[str]) -> int:
         raise UserError(f"report needs a RUN\n{USAGE}")
     from selftask.checkpoint.mirror import local_run
     from selftask.files import addresses
-    from selftask.report.compare.places import runs_in
     from selftask.report.record import RunRecord
     from selftask.report.run_report import NAME, write_run_report
     from selftask.report.verdict import verdict_of
 
     path = Path(out).expanduser() if out else None
     places = [Path(local_run(word)) for word in words]
-    folders = [run for place in places for run in runs_in(place)]
+    folders = [run for place in places for run in _runs_in(place)]
     if len(folders) > 1:
         return _compare(list(dict.fromkeys(folders)), path, sort or "")
     if sort:
@@ -75,6 +74,19 @@ def main(argv: list[str]) -> int:
     else:
         print(printable_line(str(made)))
     return 0
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return ``folder`` if it is a run folder, or else all run folders below it."""
+    from selftask.report.overview.find import find_runs
+    from selftask.report.record import is_run
+
+    if not is_folder(folder):
+        raise UserError(f"{folder}: there is no such run; {nearest_path(folder)}")
+    runs = [folder] if is_run(folder) else find_runs(folder).runs
+    if not runs:
+        raise UserError(f"{folder}: not a run folder, and there are no runs below it")
+    return runs
 
 
 @contextmanager

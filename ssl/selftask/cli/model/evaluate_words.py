@@ -1,13 +1,16 @@
-"""The words that commands of ``selftask eval`` accept: a model, then ``key=value``."""
+"""The words that commands of ``selftask eval`` accept: a model or files, then ``key=value``."""
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from collections.abc import Collection, Iterable
-from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from selftask.cli.model.fields import take_fields
+import yaml
+
 from selftask.cli.options import needs_first
+from selftask.config.values.coerce import Mismatch, check_limits, convert
 from selftask.errors import UserError, nearest
 
 SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, seed, threads
@@ -26,6 +29,39 @@ def take_model(name: str, argv: list[str], usage: str) -> tuple[str, list[str]]:
     return argv[0], argv[1:]
 
 
+def take_fields(words: list[str], kind: type[T]) -> tuple[T, list[str]]:
+    """Return an instance of a dataclass from the words that name its fields, and the other words.
+
+    Args:
+        words: Words of the command line; values are YAML, as in a config.
+        kind: A dataclass whose fields all have defaults. If it has a method ``problems``, that
+            returns error messages.
+
+    Raises:
+        UserError: If a value has the wrong type or violates its limits, or if there are problems.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    types = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    rest: list[str] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key not in fields:
+            rest.append(word)
+            continue
+        try:
+            values[key] = convert(yaml.safe_load(text), types[key])
+            check_limits(values[key], fields[key].metadata)
+        except (Mismatch, ValueError) as error:
+            raise UserError(f"{word}: {error}") from error
+        except yaml.YAMLError as error:
+            raise UserError(f"{word}: is not YAML ({type(error).__name__})") from error
+    made = kind(**values)
+    for problem in getattr(made, "problems", tuple)():
+        raise UserError(problem)
+    return made, rest
+
+
 def take_options(
     name: str, words: list[str], kind: type[T], keys: Collection[str] = ()
 ) -> tuple[T, list[str]]:
@@ -41,7 +77,7 @@ def take_options(
         UserError: As ``take_fields``, or for a word that has no effect.
     """
     options, rest = take_fields(words, kind)
-    check_words(name, rest, {*(field.name for field in fields(kind)), *keys})  # type: ignore[arg-type]
+    check_words(name, rest, {*(field.name for field in dataclasses.fields(kind)), *keys})  # type: ignore[arg-type]
     return options, rest
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from selftask.cli.model.fields import take_fields
+from selftask.cli.model.evaluate_words import take_fields
 from selftask.config.fields import setting
 from selftask.errors import UserError, nearest
 from selftask.logs import json_row

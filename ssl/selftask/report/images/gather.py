@@ -1,9 +1,9 @@
-"""Compute features and thumbnails of some images of a run in one pass."""
+"""Images of a report: names, labels, thumbnails, and features computed in one pass."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,13 +18,55 @@ from selftask.data.source import Source
 from selftask.data.subset import subset_of
 from selftask.evaluate.features import extract_features
 from selftask.evaluate.offline import eval_batches
-from selftask.report.images.gathered import Gathered
 from selftask.report.images.sprite import short_names, thumbnail
 
 _BATCH_SIZE = 64
 _SIDE = 96  # longest side of a thumbnail that is kept, in pixels
 _SHOWN = 8  # number of images that are shown individually
 _REPORT_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """N images in the order in which they were read, with their features.
+
+    Shape:
+        features: (N, E) float32.
+        labels: (N,) int64, -1 for images without a label.
+    """
+
+    what: str  # name of the images in texts: "validation images"
+    names: Sequence[str]
+    labels: np.ndarray
+    features: np.ndarray
+    thumbnails: Sequence[np.ndarray]  # uint8 (h, w, 3) each
+    classes: Sequence[str] = field(default=())  # class names by label, if there are any
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def label_text(self, row: int) -> str:
+        """Return the class of an image as text, or an empty string."""
+        return self.class_text(int(self.labels[row]))
+
+    def class_text(self, label: int) -> str:
+        """Return the name of a class, or its number if it has no name; empty for -1."""
+        if label < 0:
+            return ""
+        return str(self.classes[label]) if label < len(self.classes) else str(label)
+
+    def draw(self, count: int) -> Gathered:
+        """Return ``count`` random images in their order, or all of them if there are fewer."""
+        if count >= len(self):
+            return self
+        rows = np.sort(np.random.default_rng(0).permutation(len(self))[:count])
+        return replace(
+            self,
+            names=[self.names[row] for row in rows],
+            labels=self.labels[rows],
+            features=self.features[rows],
+            thumbnails=[self.thumbnails[row] for row in rows],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.evaluate.nearest import Bank
-from selftask.report.images.gathered import Gathered
+from selftask.report.images.gather import Gathered
 from selftask.report.images.image_section import image_section
 from selftask.report.images.sprite import Sprite
 from selftask.report.page import Section, render

@@ -42,9 +42,3 @@ def tsne(features: np.ndarray) -> np.ndarray:
     perplexity = min(30.0, (len(features) - 1) / 3)
     model = TSNE(perplexity=perplexity, init="pca", random_state=_SEED)
     return model.fit_transform(reduced.astype(np.float32))
-
-
-def normalized(features: np.ndarray) -> np.ndarray:
-    """Return features (N, E) normalized to length 1."""
-    lengths = np.linalg.norm(features, axis=1, keepdims=True)
-    return features / np.maximum(lengths, 1e-12)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from selftask.checkpoint.rotation import checkpoints
 from selftask.config.load import load_config
@@ -24,12 +25,11 @@ from selftask.files.yaml_file import read_yaml
 from selftask.report.images.cache import SectionCache, digest
 from selftask.report.images.class_table import class_section
 from selftask.report.images.embedding_map import MOST_POINTS, Projection, map_section
-from selftask.report.images.gather import Pass, gather
-from selftask.report.images.gathered import Gathered
+from selftask.report.images.gather import Gathered, Pass, gather
 from selftask.report.images.image_section import image_section
 from selftask.report.images.neighbors import neighbors_section
 from selftask.report.images.patch_maps import has_patches, patch_section, patch_tokens
-from selftask.report.images.projections import normalized, pca, tsne
+from selftask.report.images.projections import pca, tsne
 from selftask.report.images.reconstructions import reconstructions_of, visualizes
 from selftask.report.images.views import views_of
 from selftask.report.images.weights import Weights, find_weights, trained_on
@@ -153,7 +153,7 @@ class ImageSections:
         return sections
 
     def _map(self, images: Gathered) -> Section:
-        vectors = normalized(images.features)
+        vectors = F.normalize(torch.from_numpy(images.features), dim=1).numpy()
         scores, shares = pca(vectors, 2)
         axes = [
             f"{arrow} component {number} ({share:.0%} of the variance)"
