@@ -166,7 +166,7 @@ def test_env_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_env_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # what a missing module looks like
-    monkeypatch.setattr(env, "_version", lambda name: None)
+    monkeypatch.setattr(env, "installed_version", lambda name: None)
     report = dict(env.report())
     assert report["devices"].startswith("unknown: torch cannot be imported")
     assert report["torch"] == "MISSING, and required"

@@ -24,14 +24,10 @@ Prints versions, devices and supported features; include it in reports of faults
 --collectives   also exchanges tensors between all GPUs (NCCL), or two processes (gloo); fails if a
                 result is wrong or an exchange hangs"""
 
-REQUIRED = ["torch", "torchvision", "classy-vision", "fvcore", "iopath", "hydra-core", "omegaconf"]
-OPTIONAL = {
-    "scikit-learn": "digits, linear scores",
-    "timm": "backbone=timm:NAME",
-    "rich": "progress bar",
-    "safetensors": "export to safetensors",
-    "submitit": "jobs on SLURM",
-}
+REQUIRED = (
+    *("torch", "torchvision", "classy-vision", "fvcore", "iopath", "hydra-core", "omegaconf"),
+    *("scikit-learn", "timm", "rich", "safetensors", "submitit"),
+)
 
 
 def main(argv: list[str]) -> int:
@@ -56,9 +52,7 @@ def report() -> Iterator[tuple[str, str]]:
     yield "cores", f"{cores()} usable of {os.cpu_count()}"
     yield "kernel", kernel.absence() or f"compiled, for {kernel.variants()[0]}"
     for name in REQUIRED:
-        yield name, _version(name) or "MISSING, and required"
-    for name, purpose in OPTIONAL.items():
-        yield name, _version(name) or f"not installed (for: {purpose})"
+        yield name, installed_version(name) or "MISSING, and required"
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
@@ -68,7 +62,8 @@ def report() -> Iterator[tuple[str, str]]:
     yield "slurm", shutil.which("sbatch") or "no sbatch here"
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -32,15 +32,11 @@ def print_versions() -> None:
     """Print the versions of selftask and its dependencies to stderr, if verbose."""
     if not is_verbose():
         return
-    import importlib.metadata  # slow: takes as long as the rest of --help
     import platform
 
     from selftask import __version__
+    from selftask.cli.env import installed_version  # slow: takes as long as the rest of --help
 
     versions = [f"selftask {__version__}", f"python {platform.python_version()}"]
-    for name in _SHOWN:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{name} missing")
+    versions += [f"{name} {installed_version(name) or 'missing'}" for name in _SHOWN]
     print(f"versions: {', '.join(versions)}", file=sys.stderr, flush=True)
