@@ -71,10 +71,10 @@ def evaluate(
         address = type(model.backbone).__name__
         loaded = model.backbone, model.facts
         frozen = open_frozen(address, asked_words(name, words), loaded=loaded)
-        return described(evaluate_frozen(name, frozen), frozen.data_digests)[0]
+        return described(evaluate_frozen([name], frozen), frozen.data_digests)[0]
     address = str(model.out if isinstance(model, Run) else model)
     frozen, run = open_named(address, asked_words(name, words))
-    row, scores = described(evaluate_frozen(name, frozen), frozen.data_digests)
+    row, scores = described(evaluate_frozen([name], frozen), frozen.data_digests)
     if row:
         keep(run, name, words, frozen, options_of(name, frozen), row | scores)
     return row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from itertools import takewhile
@@ -17,7 +17,6 @@ from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen
 from selftask.cli.options import asks_for_help, refuse_ranks
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
-from selftask.config.schema import Config
 from selftask.distributed.world import read_world
 from selftask.errors import UserError, nearest
 from selftask.logs import announce, json_row
@@ -111,7 +110,7 @@ def _row(name: str, address: str, overrides: list[str]) -> dict[str, float]:
     takes_backbone = EVALUATIONS.declared(name, "takes_backbone", False)
     is_logged = takes_backbone and read_world().rank == 0  # it has no `tell`
     with info_on_stderr() if is_logged else nullcontext():
-        figures = evaluate_frozen(name, frozen, tell=announce)
+        figures = evaluate_frozen([name], frozen, tell=announce)
     if not figures:
         return {}
     from selftask.cli.model.result_row import described, layer_table  # need torch
@@ -124,20 +123,22 @@ def _row(name: str, address: str, overrides: list[str]) -> dict[str, float]:
 
 
 def evaluate_frozen(
-    name: str, frozen: Frozen, *, tell: Callable[[str], None] | None = None
+    names: Sequence[str], frozen: Frozen, *, tell: Callable[[str], None] | None = None
 ) -> dict[str, float]:
-    """Return the metrics of one evaluation; empty on ranks other than 0.
+    """Return the metrics of some evaluations; empty on ranks other than 0.
 
     Args:
-        name: Name of the evaluation.
+        names: Names of the evaluations.
         frozen: The model and its images.
         tell: Called with lines about images and classes; None logs them.
     """
     from selftask.evaluate.offline import evaluate_backbone
 
+    config = frozen.config
+    chosen = {name: config.eval.evaluations[name] for name in names}
     return evaluate_backbone(
         frozen.backbone,
-        _only(frozen.config, name),
+        replace(config, eval=replace(config.eval, evaluations=chosen)),
         frozen.sources,
         device=frozen.device,
         world=read_world(),
@@ -165,12 +166,6 @@ def _check_name(name: str) -> None:
     if name not in EVALUATIONS:
         names = [*EVALUATIONS.names(), *COMMANDS]
         raise UserError(f"no evaluation named {name!r}; {nearest(name, names)}")
-
-
-def _only(config: Config, name: str) -> Config:
-    """Return the config with this evaluation only."""
-    chosen = {name: config.eval.evaluations[name]}
-    return replace(config, eval=replace(config.eval, evaluations=chosen))
 
 
 def _with_prefix(name: str, overrides: list[str]) -> list[str]:

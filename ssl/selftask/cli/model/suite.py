@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +95,7 @@ def _evaluate_one(
 ) -> None:
     """Evaluate one checkpoint and store its metrics."""
     from selftask.cli.model.checkpoint_model import open_checkpoint
-    from selftask.evaluate.offline import evaluate_backbone
+    from selftask.cli.model.evaluate import evaluate_frozen
 
     announce(f"step {step_of(path)}: {', '.join(evaluations)}")
     try:
@@ -106,9 +105,4 @@ def _evaluate_one(
             raise
         announce(f"step {step_of(path)}: the run has removed this checkpoint meanwhile")
         return
-    chosen = {name: frozen.config.eval.evaluations[name] for name in evaluations}
-    config = replace(frozen.config, eval=replace(frozen.config.eval, evaluations=chosen))
-    row = evaluate_backbone(
-        frozen.backbone, config, frozen.sources, device=frozen.device, tell=announce
-    )
-    results.add(step_of(path), evaluations, row)
+    results.add(step_of(path), evaluations, evaluate_frozen(evaluations, frozen, tell=announce))
