@@ -24,7 +24,7 @@ from selftask.logs.lines import flush_lines, start_log
 log = logs.get_logger("live")
 stages.REFRESHES_PER_S = 0.01  # the thread does not draw within this test
 start_log(Path(sys.argv[0]).parent, rank=0)
-line = stages.open_stage("scan", 10)
+line = stages.Stage("scan", 10)
 line.draw()
 log.info("before the end of %s", sys.argv[1])
 {end}

@@ -39,9 +39,15 @@ def can_draw() -> bool:
 
 
 class Stage:
-    """A live progress line, made by ``open_stage``; drawn only if ``can_draw()`` is True."""
+    """A live progress line, drawn only if ``can_draw()`` is True. The caller must close it.
 
-    def __init__(self, name: str, total: float | None, done: float) -> None:
+    Args:
+        name: One word, such as ``scan``.
+        total: Value of ``done`` at which the stage is finished; None if unknown.
+        done: Initial progress.
+    """
+
+    def __init__(self, name: str, total: float | None = None, *, done: float = 0) -> None:
         self.name, self.total, self.done = name, total, done
         self.text = ""
         self.opened = time.monotonic()
@@ -77,17 +83,6 @@ class Stage:
         _DISPLAY.remove(self)
 
 
-def open_stage(name: str, total: float | None = None, *, done: float = 0) -> Stage:
-    """Return a line for a stage. The caller must close it.
-
-    Args:
-        name: One word, such as ``scan``.
-        total: Value of ``done`` at which the stage is finished; None if unknown.
-        done: Initial progress.
-    """
-    return Stage(name, total, done)
-
-
 @contextmanager
 def stage(name: str, total: float | None = None, *, at_once: bool = False) -> Iterator[Stage]:
     """Context with a line for a stage.
@@ -97,7 +92,7 @@ def stage(name: str, total: float | None = None, *, at_once: bool = False) -> It
         total: Value of ``done`` at which the stage is finished; None if unknown.
         at_once: Draw the line immediately, for stages that do not report progress.
     """
-    opened = open_stage(name, total)
+    opened = Stage(name, total)
     try:
         if at_once:
             opened.draw()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from selftask.hooks.base import Hook, Task
-from selftask.logs.stages import Stage, open_stage
+from selftask.logs.stages import Stage
 from selftask.registry import register_hook
 
 
@@ -27,7 +27,7 @@ class ProgressBar(Hook):
 
     def on_start(self, task: Task) -> None:
         name = "train" if task.loss.outputs_logits else "pretrain"
-        self.stage = open_stage(name, task.length.total_steps, done=task.steps_done)
+        self.stage = Stage(name, task.length.total_steps, done=task.steps_done)
         self._update(self.stage, task)
         self.stage.draw()
 
