@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from selftask.logs.columns import Column, columns
+from selftask.logs.drawn_rows import read_ends
 
 
 def write_run(
@@ -90,3 +94,17 @@ def row(step: int, loss: float, **more: float) -> dict[str, float]:
         "eta_s": 40.0,
         **more,
     }
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run folder, oldest first."""
+    return read_ends(folder / "events.jsonl").rows
+
+
+def describe_column(name: str) -> Column | None:
+    """The description of a column; capitals are a variable part (``lr/GROUP``)."""
+    for column in columns():
+        pattern = re.sub(r"[A-Z]+", "[A-Za-z0-9_.-]+", re.escape(column.name))
+        if re.fullmatch(pattern, name):
+            return column
+    return None

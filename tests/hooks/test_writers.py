@@ -21,6 +21,7 @@ from PIL import Image
 
 import tiny
 from page_blocks import write_files
+from run_folders import read_events
 from selftask.api.trainer import Trainer
 from selftask.config.load import load_config, to_yaml
 from selftask.errors import ConfigError
@@ -30,7 +31,6 @@ from selftask.hooks.watching.show_views import mosaic
 from selftask.hooks.writers import base
 from selftask.hooks.writers.base import Writer, as_image
 from selftask.logs import read_metrics
-from selftask.logs.events import read_events
 from selftask.task import Task
 from selftask.task.loop import train_loop
 

@@ -16,6 +16,7 @@ import torch
 
 import tiny
 from ranks import run_ranks
+from run_folders import describe_column
 from selftask.batch import total
 from selftask.checkpoint import rotation
 from selftask.cli.check import load
@@ -27,7 +28,6 @@ from selftask.equivalence.compare import Record, compare, merge
 from selftask.equivalence.tiny_recipe import images_for, make_tiny
 from selftask.equivalence.trace import RecordedTask, batch_norm_replaced
 from selftask.errors import ConfigError
-from selftask.logs.columns import describe_column
 from selftask.registry import METHODS
 from selftask.task import Task
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import tiny
+from run_folders import read_events
 from selftask.api.trainer import Trainer
 from selftask.hooks.base import function_hook
 from selftask.logs import LOGGER
-from selftask.logs.events import add_event, read_events
+from selftask.logs.events import add_event
 from selftask.run.exit_report import Ending
 from selftask.run.failure import Failure
 from selftask.run.status import Status

@@ -19,13 +19,12 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths
 from submitit.slurm.slurm import SlurmJob
 
 import tiny
-from run_folders import write_run
+from run_folders import read_events, write_run
 from selftask.cli.main import main
 from selftask.config.load import load_config
 from selftask.config.schema import LaunchConfig
 from selftask.errors import RunError, UserError
 from selftask.logs import write_json
-from selftask.logs.events import read_events
 from selftask.run import slurm_job
 from selftask.slurm import queue
 from selftask.slurm.batch_epilogue import after

@@ -6,7 +6,6 @@ explain`` and the documentation show these texts. Does not import torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,11 +19,6 @@ class Column(NamedTuple):
     unit: str
     text: str
     written_by: str
-
-    def matches(self, name: str) -> bool:
-        """Return True if this describes the column ``name``."""
-        pattern = re.sub(r"[A-Z]+", "[A-Za-z0-9_.-]+", re.escape(self.name))
-        return re.fullmatch(pattern, name) is not None
 
 
 _GENERAL = """
@@ -193,7 +187,7 @@ AVERAGE_test_METRIC |  | A test phase with averaged weights.
 """
 """Columns of all methods as blocks: what writes them, then lines of name, unit and meaning.
 
-The first match applies, so more specific names come first.
+More specific names come first.
 """
 
 
@@ -215,8 +209,3 @@ def _rows(table: str) -> Iterator[Column]:
         for row in rows:
             name, unit, text = row.split(" | ")
             yield Column(name, unit, text, written_by)
-
-
-def describe_column(name: str) -> Column | None:
-    """Return the description of a column, or None for an unknown one, such as your own metric."""
-    return next((column for column in columns() if column.matches(name)), None)

@@ -15,7 +15,7 @@ from typing import Any
 
 from selftask.distributed.heartbeat import HEARTBEAT
 from selftask.errors import masked
-from selftask.logs.rows import json_row, read_whole_lines
+from selftask.logs.rows import json_row
 
 NAME = "events.jsonl"
 
@@ -51,11 +51,6 @@ def add_event(folder: Path, kind: str, text: str, *, step: int = 0, **data: Any)
             file.write(masked(json_row(event)) + "\n")
     except OSError as error:
         print(f"{folder / NAME}: {error.strerror or error}", file=sys.stderr, flush=True)
-
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of a run folder, oldest first, without incomplete lines."""
-    return read_whole_lines(folder / NAME)[0]
 
 
 class WarningEvents(logging.Handler):

@@ -80,16 +80,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read a file with one JSON object per line; see ``parse_lines``.
-
-    Raises:
-        OSError: If it is missing, cannot be read, or is not a regular file.
-    """
-    with open_regular(path) as file:
-        return parse_lines(file.read())
-
-
 def parse_lines(content: bytes) -> tuple[list[dict[str, Any]], int]:
     """Parse one JSON object per line; skip damaged lines.
 
