@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import zlib
 from typing import IO, Any, cast
 
@@ -31,15 +30,7 @@ class FsspecHandler(PathHandler):
 
     @classmethod
     def of(cls, address: str) -> FsspecHandler:
-        """Return the handler for the scheme of an address.
-
-        Raises AddressError if fsspec is not installed or does not support the scheme.
-        """
-        if importlib.util.find_spec("fsspec") is None:
-            raise AddressError(
-                f"{address}: needs a handler registered with iopath, or the package fsspec: "
-                "pip install fsspec, or pip install 'selftask[data]'"
-            )
+        """Return the handler for the scheme of an address; raise AddressError if it is unknown."""
         store_of(address)
         return cls(address.partition("://")[0] + "://")
 
