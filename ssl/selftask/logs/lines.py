@@ -96,7 +96,7 @@ def info_on_stderr() -> Iterator[None]:
 
     With ``--quiet`` it logs only errors, with ``--verbose`` also DEBUG lines.
     """
-    handler, level = _Stderr(), LOGGER.level
+    handler, level = _Console("stderr"), LOGGER.level
     LOGGER.addHandler(handler)
     LOGGER.setLevel(console_level())
     try:
@@ -187,13 +187,17 @@ class _LogFile(logging.FileHandler):
 
 
 class _Console(logging.Handler):
-    """Logging handler that prints to stdout, above the live lines of stages if there are any."""
+    """Logging handler that prints above the live lines of stages, if there are any.
+
+    Args:
+        stream: Name of the standard stream that it prints to otherwise.
+    """
 
     live: LiveLines | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, stream: str = "stdout") -> None:
         super().__init__()
-        self.least = console_level()
+        self.stream, self.least = stream, console_level()
 
     def filter(self, record: logging.LogRecord) -> bool:
         shown = record.levelno >= self.least or getattr(record, "is_result", False)
@@ -203,7 +207,8 @@ class _Console(logging.Handler):
         line, color = printable(self.format(record)), _color(record.levelno)
         live = _Console.live
         if live is None:
-            self.print(line, color)
+            stream = getattr(sys, self.stream)
+            print(_colored(line, color, stream), file=stream, flush=True)
             return
         live.waiting.append((line, color))
         if _Console.live is None:  # closed by another thread in the meantime
@@ -213,17 +218,6 @@ class _Console(logging.Handler):
         """Print waiting log lines now, instead of at the next redraw."""
         if _Console.live is not None:
             _Console.live.print()
-
-    def print(self, line: str, color: str | None) -> None:
-        """Print a line when there are no live lines."""
-        print(_colored(line, color, sys.stdout), file=sys.stdout, flush=True)
-
-
-class _Stderr(_Console):
-    """Logging handler that prints to stderr."""
-
-    def print(self, line: str, color: str | None) -> None:
-        print(_colored(line, color, sys.stderr), file=sys.stderr, flush=True)
 
 
 def _color(level: int) -> str | None:
