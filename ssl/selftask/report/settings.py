@@ -31,7 +31,7 @@ def config_section(record: RunRecord) -> Section:
         ("Defaults" if origins else "All values", rest, True),
     ]
     rows = [
-        (title, [(key, _shown(values[key]), placed[key]) for key in keys], folded)
+        (title, [(key, shown(values[key]), placed[key]) for key in keys], folded)
         for title, keys, folded in tables
     ]
     return Section("Config", render("run.settings", rows), "config")
@@ -66,6 +66,8 @@ def _origin(origins: dict[str, Any], key: str) -> str:
     return ""
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Format a value as on the command line."""
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

@@ -20,20 +20,12 @@ _PLACES = ("launch.", "resume.")
 
 def flat(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the values as text by dotted key; a library's model is one value, ``timm:NAME``."""
-    texts = {key: _text(value) for key, value in settings.flat(config)}
+    texts = {key: settings.shown(value) for key, value in settings.flat(config)}
     for key in [key for key in texts if key.endswith(".model")]:
         name = f"{key.removesuffix('model')}name"
         if texts.get(name) in LIBRARIES:
             texts[name] = f"{texts[name]}:{texts.pop(key)}"
     return texts
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    return json.dumps(value, default=str)
 
 
 def identity(config: Mapping[str, Any]) -> str:

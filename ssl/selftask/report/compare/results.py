@@ -11,7 +11,8 @@ from selftask.errors import shorten
 from selftask.files.received import TEXTS, is_number
 from selftask.logs.drawn_rows import read_ends
 from selftask.report.compare.groups import Comparison
-from selftask.report.compare.tables import SORTABLE, Datum, Head
+from selftask.report.compare.tables import SORTABLE, Head
+from selftask.report.overview.table import Cell
 from selftask.report.page import render
 
 FILE = "evaluations.jsonl"  # in the run folder
@@ -72,7 +73,7 @@ class Result:
         return ", ".join(f"{key} {str(digest)[:_DIGITS]}" for key, digest in items)
 
     @property
-    def cells(self) -> list[Datum]:
+    def cells(self) -> list[Cell]:
         options = self.row.get("options")
         seed = options.get("seed") if isinstance(options, dict) else None
         texts = {
@@ -83,13 +84,13 @@ class Result:
         }
         return [
             *(_text(text) for text in (self.metric, self.run)),
-            Datum(f"{self.value:.4g}", self.value),
+            Cell(f"{self.value:.4g}", self.value),
             *(_text(text) for text in (self.interval, *texts.values())),
         ]
 
 
-def _text(text: str) -> Datum:
-    return Datum(shorten(text, 200), shorten(text, 200))
+def _text(text: str) -> Cell:
+    return Cell(shorten(text, 200), shorten(text, 200))
 
 
 def results_table(comparison: Comparison) -> str:

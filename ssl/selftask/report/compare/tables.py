@@ -15,12 +15,12 @@ from selftask.report.compare.groups import Comparison, Group, Member
 from selftask.report.compare.interval import Interval
 from selftask.report.header import state_badge
 from selftask.report.overview.durations import show_seconds
-from selftask.report.overview.table import small_is_good
+from selftask.report.overview.table import Cell, small_is_good
 from selftask.report.page import render
 from selftask.report.verdict import verdict_of
 
 MOST_COLUMNS = 12  # largest number of groups in the table of differences
-SORTABLE = "compare.sortable"  # a table of Heads and rows of Datums that the page's script sorts
+SORTABLE = "compare.sortable"  # a table of Heads and rows of Cells that the page's script sorts
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,6 @@ class Head:
     title: str = ""
 
 
-@dataclass(frozen=True)
-class Datum:
-    """A cell: its text or the HTML of a macro, and the value to sort by, or None to sort last."""
-
-    html: str
-    key: float | str | None = None
-
-
 def group_table(comparison: Comparison) -> str:
     """Return the table of groups, with means over seeds and their intervals."""
     heads = [Head("configuration"), Head("runs", "max", "finished runs, of all")]
@@ -53,8 +45,8 @@ def group_table(comparison: Comparison) -> str:
     for group in comparison.groups:
         complete = sum(member.is_complete for member in group.members)
         row = [
-            Datum(render("compare.group", group), group.label),
-            Datum(f"{complete} of {len(group.members)}", complete),
+            Cell(render("compare.group", group), group.label),
+            Cell(f"{complete} of {len(group.members)}", complete),
         ]
         rows.append(row + _results(group, comparison))
     return render(SORTABLE, [*heads, *_heads_of_results(comparison)], rows, "groups")
@@ -84,13 +76,13 @@ def run_table(comparison: Comparison, link: Link) -> str:
                 "compare.run", group, member.name, link(member), verdict_of(member.record)
             )
             row = [
-                Datum(name, member.name),
-                Datum(group.label, group.label),
-                Datum(state_badge(line.state, line.note), line.state),
-                Datum(steps, line.step),
+                Cell(name, member.name),
+                Cell(group.label, group.label),
+                Cell(state_badge(line.state, line.note), line.state),
+                Cell(steps, line.step),
                 *_results(Group(group.label, group.number, [member]), comparison),
             ]
-            seed = [Datum(member.seed, _sort_key(member.seed))]
+            seed = [Cell(member.seed, _sort_key(member.seed))]
             rows.append(row + (seed if seeds else []))
     return render(SORTABLE, heads, rows, "runs")
 
@@ -106,7 +98,7 @@ def _heads_of_results(comparison: Comparison) -> list[Head]:
     return [*heads, time, Head("images/s", "max"), Head("memory", "min", "peak")]
 
 
-def _results(group: Group, comparison: Comparison) -> list[Datum]:
+def _results(group: Group, comparison: Comparison) -> list[Cell]:
     """Return the cells of metrics and cost: means over the runs of a group."""
     is_complete = any(member.is_complete for member in group.members)
     states = [] if is_complete else list(dict.fromkeys(m.line.state for m in group.members))
@@ -152,12 +144,12 @@ def _mean(
     *,
     show: Callable[[float], str] = "{:.4g}".format,
     spread: bool = True,
-) -> Datum:
+) -> Cell:
     if interval is None:
-        return Datum("")
+        return Cell("")
     half = f" ± {interval.half:.2g}" if spread and interval.half is not None else ""
     text = f"{show(interval.mean)}{half}"
-    return Datum(render("compare.value", text, states), interval.mean)
+    return Cell(render("compare.value", text, states), interval.mean)
 
 
 def show_rate(rate: float) -> str:

@@ -26,10 +26,10 @@ _ASCENDING = ("loss", "_s", "_mb", "wait", "error", "perplexity", "unreadable")
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: its text and its sort key."""
+    """A cell: its text or the HTML of a macro, and the value to sort by, or None to sort last."""
 
     text: str
-    key: float | str | None
+    key: float | str | None = None
 
 
 def short_path(folder: Path) -> str:

@@ -13,10 +13,17 @@ from selftask.report.compare.comparison_page import (
     comparison_sections,
     read_comparison,
 )
-from selftask.report.compare.tables import Datum, Head
+from selftask.report.compare.tables import Head
 from selftask.report.header import head_html, state_badge
 from selftask.report.overview.run_line import RunLine
-from selftask.report.overview.table import TEXTS, cell, columns_of, count_states, small_is_good
+from selftask.report.overview.table import (
+    TEXTS,
+    Cell,
+    cell,
+    columns_of,
+    count_states,
+    small_is_good,
+)
 from selftask.report.page import Section, page_html, render, static_text
 from selftask.report.record import RunRecord
 from selftask.report.run_report import NAME, run_sections
@@ -40,7 +47,7 @@ def overview_page(title: str, lines: Mapping[str, RunLine]) -> str:
     best = {True: "min", False: "max"}
     heads = [Head(n, "" if n in TEXTS else best[small_is_good(n)]) for n in columns]
     rows = [
-        [Datum(render("compare.mark", name)), *(_datum(name, line, column) for column in columns)]
+        [Cell(render("compare.mark", name)), *(_datum(name, line, column) for column in columns)]
         for name, line in lines.items()
     ]
     html = render("compare.overview", [Head(""), *heads], rows)
@@ -77,10 +84,10 @@ def _live_page(title: str, sections: Sequence[Section], head: str, above: str = 
     return page_html(title, sections, top=top, scripts=[static_text("live.js")], connect="'self'")
 
 
-def _datum(name: str, line: RunLine, column: str) -> Datum:
+def _datum(name: str, line: RunLine, column: str) -> Cell:
     if column == "run":
-        return Datum(render("compare.watched", name, run_url(name), line.note), name)
+        return Cell(render("compare.watched", name, run_url(name), line.note), name)
     if column == "state":
-        return Datum(state_badge(line.state, line.note), line.state)
+        return Cell(state_badge(line.state, line.note), line.state)
     shown = cell(line, column)
-    return Datum("" if shown.text == "-" else shown.text, shown.key)
+    return Cell("" if shown.text == "-" else shown.text, shown.key)
