@@ -22,12 +22,13 @@ from typing import Any
 import yaml
 
 from selftask.config.keys import NAMED, NAMED_ENTRIES, Key, is_pipeline, is_source
+from selftask.config.library_names import LIBRARIES
+from selftask.config.schema.frozen import is_code
 from selftask.errors import UserError, explained
 from selftask.files.addresses import is_remote
 from selftask.files.paths import exists, expand_user, is_file, is_folder
 from selftask.registry import SOURCES
 
-_OBJECT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _PATTERN = re.compile(r"[*?\[]|\{[^{}]*(,|\.\.)[^{}]*\}")  # wildcards, or braces with a choice
 _BY_SUFFIX = {
     **dict.fromkeys((".npz", ".npy"), "array"),
@@ -62,7 +63,7 @@ def expand_backbone(text: str) -> dict[str, Any]:
     before, colon, after = text.partition(":")
     if not colon:
         return {"name": text}
-    if before in ("timm", "torchvision"):
+    if before in LIBRARIES:
         return {"name": before, "model": after}
     return {"name": "custom", "model": text}
 
@@ -104,7 +105,7 @@ def expand_source(text: str) -> dict[str, Any]:
     if is_folder(path):
         inside = (name for file, name in _BY_CONTENT.items() if is_file(path / file))
         return {"name": next(inside, "folder"), "path": text}
-    if _OBJECT.fullmatch(text) and not exists(path):
+    if is_code(text) and not exists(path):
         return {"name": "custom", "dataset": text}
     is_pattern = _PATTERN.search(text) and not exists(path)
     if path.suffix.lower() == ".tar" or (is_pattern and is_remote(text)):

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from selftask.config.fields import setting
-
-LIBRARIES = ("timm", "torchvision")
+from selftask.config.library_names import split_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +44,7 @@ class FrozenModule:
     @property
     def library(self) -> str | None:
         """``timm`` or ``torchvision`` if the model is one of theirs, else None."""
-        before, colon, _ = self.model.partition(":")
-        return before if colon and before in LIBRARIES else None
+        return split_address(self.model)[0] or None
 
     @property
     def is_code(self) -> bool:
