@@ -26,13 +26,14 @@ def import_extensions(modules: Any, folders: Iterable[Path], place: str) -> None
     """Import the user's modules from ``folders`` or Python's search path.
 
     Args:
-        modules: A list of names of modules.
+        modules: A name of a module, or a list of names.
         folders: Folders to put first on the search path.
         place: Origin of ``import:`` in the config, for messages.
 
     Raises:
         ConfigError: If an import fails, with the line that failed.
     """
+    modules = [modules] if isinstance(modules, str) else modules
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
         raise ConfigError([f"{place}: import={modules!r}: expected a list of module names"])
     for folder in reversed([str(folder) for folder in folders]):
@@ -57,7 +58,6 @@ def import_listed(config: DictConfig, folders: Iterable[Path], place: str | None
         return
     names = OmegaConf.to_container(modules) if OmegaConf.is_config(modules) else modules
     if names:
-        names = [names] if isinstance(names, str) else names
         import_extensions(names, folders, place or "import")
 
 

@@ -32,19 +32,17 @@ def expand_user(path: str | Path) -> Path:
 
 def exists(path: str | Path) -> bool:
     """Return True if a path exists. Raises UserError if this cannot be determined."""
-    return _mode(path) is not None
+    return _mode(path) != 0
 
 
 def is_folder(path: str | Path) -> bool:
     """Return True if a path is a folder. Raises UserError if this cannot be determined."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISDIR(mode)
+    return stat.S_ISDIR(_mode(path))
 
 
 def is_file(path: str | Path) -> bool:
     """Return True if a path is a regular file. Raises UserError if this cannot be determined."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISREG(mode)
+    return stat.S_ISREG(_mode(path))
 
 
 def names_in(folder: str | Path) -> list[str]:
@@ -67,12 +65,13 @@ def explain(error: OSError) -> str | None:
     return _reason(error, os.fsdecode(error.filename))
 
 
-def _mode(path: str | Path) -> int | None:
+def _mode(path: str | Path) -> int:
+    """Return the mode of a file, or 0 if there is none."""
     try:
         return os.stat(path).st_mode
     except OSError as error:
         if error.errno in _ABSENT:
-            return None
+            return 0
         raise UserError(_reason(error, path)) from error
     except ValueError as error:
         raise UserError(f"{str(path)!r}: is no path ({error})") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -74,6 +73,10 @@ def _seconds(text: str) -> float:
     return _quantity(text, _TIME_UNITS)
 
 
+def _number(text: str) -> float:
+    return _quantity(text, {"": 1})
+
+
 def _quantity(text: str, units: Mapping[str, float]) -> float:
     """Return a number above 0 times its unit; raise ValueError for another text."""
     match = _NUMBER.fullmatch(text)
@@ -87,13 +90,6 @@ def _bytes(text: str) -> float:
     if budget.unit != "byte" or budget.value == 0:
         raise ValueError(text)
     return budget.value
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(text)
-    return value
 
 
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {

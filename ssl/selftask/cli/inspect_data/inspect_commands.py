@@ -83,9 +83,9 @@ class CountDone:
         text = (
             f"{self.doing} {done:,} of {self.total:,}, {rate:,.0f} images/s, {seconds:,.0f} s left"
         )
-        print(f"\r{text}\033[K" if self.in_place else text, end="", file=sys.stderr, flush=True)
-        if not self.in_place:
-            print(file=sys.stderr, flush=True)
+        print(
+            f"\r{text}\033[K" if self.in_place else f"{text}\n", end="", file=sys.stderr, flush=True
+        )
 
     def __exit__(
         self,

@@ -93,8 +93,7 @@ def import_plugins(overrides: Iterable[str]) -> None:
     words = [text for text in overrides if text.lstrip("+").startswith("import=")]
     modules = last_value(parse_overrides(words)[0], ("import",))
     if modules:
-        names = [modules] if isinstance(modules, str) else modules
-        import_extensions(names, [Path.cwd()], "command line")
+        import_extensions(modules, [Path.cwd()], "command line")
 
 
 def last_value(overrides: list[Override], key: Key) -> Any:
