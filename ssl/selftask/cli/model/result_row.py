@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from selftask.data.data_module import val_key
+from selftask.errors import aligned
 from selftask.evaluate.figure import Figure, bootstrap_interval
 from selftask.evaluate.image_scores import packed_scores
 from selftask.report.compare.interval import interval
@@ -63,12 +64,9 @@ def layer_table(row: Mapping[str, float]) -> list[str]:
     if len(cells) < 2:
         return []
     metrics = list(dict.fromkeys(name for layer in cells.values() for name in layer))
-    width = max(len(text) for layer in cells.values() for text in (*layer.values(), *metrics))
-    lines = [("layer", metrics)]
-    lines += [(str(n), [cells[n].get(name, "") for name in metrics]) for n in sorted(cells)]
-    return [
-        f"{first:>5}  {'  '.join(f'{x:<{width}}' for x in rest)}".rstrip() for first, rest in lines
-    ]
+    rows = [["layer", *metrics]]
+    rows += [[str(n), *(cells[n].get(name, "") for name in metrics)] for n in sorted(cells)]
+    return aligned(rows, right=[0])
 
 
 def image_scores(row: Mapping[str, float], digests: Mapping[str, str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from selftask.cli.model.load_model import MODEL, SHIPPED, WEIGHTS, open_frozen
 from selftask.cli.options import take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.data.source import Source
-from selftask.errors import UserError
+from selftask.errors import UserError, aligned
 from selftask.logs import announce, json_row
 
 USAGE = f"""\
@@ -84,10 +84,8 @@ def _table(row: dict[str, float], parts: list[str]) -> str:
     """Format the metrics of each part as a line."""
     first = next(f"retrieval_{part}_" for part in parts if f"retrieval_{part}_map" in row)
     names = [name.removeprefix(first) for name in row if name.startswith(first)]
-    width = max(map(len, parts))
-    lines = [" ".join([" " * width, *(f"{name:>15}" for name in names)])]
+    rows = [("", *names)]
     for part in parts:
         cells = (row.get(f"retrieval_{part}_{name}") for name in names)
-        shown = (f"{'-' if cell is None else format(cell, '.4f'):>15}" for cell in cells)
-        lines.append(" ".join([f"{part:<{width}}", *shown]))
-    return "\n".join(lines)
+        rows.append((part, *("-" if cell is None else f"{cell:.4f}" for cell in cells)))
+    return "\n".join(aligned(rows, right=range(1, len(rows[0]))))

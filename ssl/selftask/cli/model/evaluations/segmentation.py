@@ -11,6 +11,7 @@ from selftask.cli.model.evaluations.measured import is_first_rank, on_all_ranks
 from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import MODEL, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
+from selftask.errors import aligned
 from selftask.logs import announce, json_row
 
 if TYPE_CHECKING:
@@ -66,10 +67,8 @@ def main(argv: list[str]) -> int:
 
 def _table(result: SegmentationResult) -> str:
     """Format a line for each class: share of the pixels, IoU and accuracy by head."""
-    width = max(map(len, ("class", *result.classes.names)))
-    heads = list(result.confusions)
-    title = [f"{head} {name}" for head in heads for name in ("IoU", "accuracy")]
-    lines = [" ".join([f"{'class':<{width}}", f"{'pixels':>8}", *(f"{t:>15}" for t in title)])]
+    titles = (f"{head} {name}" for head in result.confusions for name in ("IoU", "accuracy"))
+    rows = [("class", "pixels", *titles)]
     pixels = next(iter(result.confusions.values())).counts.sum(dim=1)
     shares = (pixels / pixels.sum()).tolist()
     columns = [
@@ -78,6 +77,6 @@ def _table(result: SegmentationResult) -> str:
         for values in (confusion.iou(), confusion.recall())
     ]
     for name, share, *cells in zip(result.classes.names, shares, *columns, strict=True):
-        shown = (f"{'-' if cell != cell else format(cell, '.4f'):>15}" for cell in cells)
-        lines.append(" ".join([f"{name:<{width}}", f"{share:>8.2%}", *shown]))
-    return "\n".join(lines)
+        shown = ("-" if cell != cell else f"{cell:.4f}" for cell in cells)
+        rows.append((name, f"{share:.2%}", *shown))
+    return "\n".join(aligned(rows, right=range(1, len(rows[0]))))
