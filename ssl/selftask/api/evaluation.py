@@ -8,15 +8,13 @@ from typing import Any
 from selftask.api.model import Model
 from selftask.api.objects import overrides
 from selftask.api.training import Run
-from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate import (
     asked_words,
     by_protocol,
     evaluate_frozen,
-    options_of,
+    evaluate_named,
 )
 from selftask.cli.model.evaluate_words import OTHERS
-from selftask.cli.model.kept_results import keep
 from selftask.cli.model.load_model import open_frozen
 from selftask.cli.model.result_row import described
 from selftask.errors import UserError, check_known
@@ -72,9 +70,4 @@ def evaluate(
         loaded = model.backbone, model.facts
         frozen = open_frozen(address, asked_words(name, words), loaded=loaded)
         return described(evaluate_frozen([name], frozen), frozen.data_digests)[0]
-    address = str(model.out if isinstance(model, Run) else model)
-    frozen, run = open_named(address, asked_words(name, words))
-    row, scores = described(evaluate_frozen([name], frozen), frozen.data_digests)
-    if row:
-        keep(run, name, words, frozen, options_of(name, frozen), row | scores)
-    return row
+    return evaluate_named(name, str(model.out if isinstance(model, Run) else model), words)

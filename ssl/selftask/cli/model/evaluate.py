@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from itertools import takewhile
-from typing import Any
 
 from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import check_words
@@ -106,19 +105,40 @@ def _row(name: str, address: str, overrides: list[str]) -> dict[str, float]:
         from selftask.cli.model.result_row import with_intervals  # needs torch
 
         return with_intervals(figures)
-    frozen, run = open_named(address, asked_words(name, overrides))
-    takes_backbone = EVALUATIONS.declared(name, "takes_backbone", False)
-    is_logged = takes_backbone and read_world().rank == 0  # it has no `tell`
-    with info_on_stderr() if is_logged else nullcontext():
-        figures = evaluate_frozen([name], frozen, tell=announce)
-    if not figures:
-        return {}
-    from selftask.cli.model.result_row import described, layer_table  # need torch
+    row = evaluate_named(name, address, overrides, tell=announce)
+    from selftask.cli.model.result_row import layer_table  # needs torch
 
-    row, scores = described(figures, frozen.data_digests)
     for line in layer_table(row):
         print(line)
-    keep(run, name, overrides, frozen, options_of(name, frozen), row | scores)
+    return row
+
+
+def evaluate_named(
+    name: str, address: str, overrides: list[str], *, tell: Callable[[str], None] | None = None
+) -> dict[str, float]:
+    """Evaluate a model, and append the metrics of a run to its ``evaluations.jsonl``.
+
+    Args:
+        name: Name of the evaluation.
+        address: As for ``open_named``.
+        overrides: ``key=value`` words.
+        tell: As for ``evaluate_frozen``.
+
+    Returns:
+        Metrics with their intervals; empty on ranks other than 0.
+    """
+    frozen, run = open_named(address, asked_words(name, overrides))
+    takes_backbone = EVALUATIONS.declared(name, "takes_backbone", False)
+    is_logged = takes_backbone and tell is not None and read_world().rank == 0  # it has no `tell`
+    with info_on_stderr() if is_logged else nullcontext():
+        figures = evaluate_frozen([name], frozen, tell=tell)
+    if not figures:
+        return {}
+    from selftask.cli.model.result_row import described  # needs torch
+
+    row, scores = described(figures, frozen.data_digests)
+    options = EVALUATIONS[name](**frozen.config.eval.evaluations[name].args)
+    keep(run, name, overrides, frozen, options, row | scores)
     return row
 
 
@@ -144,11 +164,6 @@ def evaluate_frozen(
         world=read_world(),
         **({} if tell is None else {"tell": tell}),
     )
-
-
-def options_of(name: str, frozen: Frozen) -> Any:
-    """Return the evaluation with its options, as the config has them."""
-    return EVALUATIONS[name](**frozen.config.eval.evaluations[name].args)
 
 
 def asked_words(name: str, overrides: list[str]) -> list[str]:
