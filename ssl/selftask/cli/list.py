@@ -65,8 +65,9 @@ def name_rows(registry: Registry) -> Mapping[str, list[Row]]:
     groups: dict[str, list[Row]] = {"": []}  # the package itself comes first
     for name in registry:
         address = registry.address(name)
-        folder = _sub_folder(registry, address.module)
-        title = "" if folder is None else _title(address.path.parent)
+        inside = address.module.removeprefix(f"{registry.package}.")
+        in_sub_package = inside != address.module and "." in inside
+        title = _title(address.path.parent) if in_sub_package else ""
         place = f"{_shorter(str(address.path))}:{address.line}"
         groups.setdefault(title, []).append((name, registry.summary(name), place))
     return groups
@@ -82,12 +83,6 @@ def recipe_rows() -> Mapping[str, list[Row]]:
         lines = next((n for n in range(2, len(header) + 1) if header[n - 1].endswith(".")), 2)
         rows.append((name, " ".join(header[:lines]), _shorter(str(recipe.path))))
     return {"": rows}
-
-
-def _sub_folder(registry: Registry, module: str) -> str | None:
-    """Return the sub-package of the registry's package that contains ``module``, or None."""
-    inner = module.removeprefix(f"{registry.package}.").rpartition(".")[0]
-    return inner or None if module.startswith(f"{registry.package}.") else None
 
 
 def _title(folder: Path) -> str:

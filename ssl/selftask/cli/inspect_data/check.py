@@ -6,16 +6,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from selftask.cli.inspect_data.inspect_commands import CountDone, open_for_survey
 from selftask.cli.options import take_options
 from selftask.config.trust import TRUST
 from selftask.errors import UserError
 from selftask.files.paths import is_folder
-
-if TYPE_CHECKING:
-    from selftask.data.inspect.check import Bad
 
 USAGE = f"""\
 usage: selftask data check SOURCE [--workers N] [--out FILE] [--html FILE] [--json] [key=value ...]
@@ -46,7 +42,8 @@ def main(argv: list[str]) -> int:
     with CountDone("read", len(survey.source)) as count:
         report = check(survey.source, survey.num_workers, progress=count)
     if out is not None:
-        _write(out, report.unreadable)
+        lines = (os.fsencode(f"{bad.path}\t{bad.reason}\n") for bad in report.unreadable)
+        out.write_bytes(b"".join(lines))  # as in a run's bad_files.txt
     if page is not None:
         from selftask.report.images.copies import write_copies
 
@@ -54,13 +51,8 @@ def main(argv: list[str]) -> int:
     if options.get("--json"):
         print(json.dumps({"source": survey.name, **report.to_dict()}))
     else:
-        lines = [f"{'source':<11}{survey.name}", *lines_of(report)]
-        for line in [*lines, verdict(report, survey.config.max_unreadable)]:
+        shown = [f"{'source':<11}{survey.name}", *lines_of(report)]
+        for line in [*shown, verdict(report, survey.config.max_unreadable)]:
             sys.stdout.buffer.write(os.fsencode(line) + b"\n")  # file names may be invalid UTF-8
         sys.stdout.flush()
     return 1 if report.unreadable else 0
-
-
-def _write(path: Path, unreadable: list[Bad]) -> None:
-    """Write a list of the unreadable files in the format of a run's ``bad_files.txt``."""
-    path.write_bytes(b"".join(os.fsencode(f"{bad.path}\t{bad.reason}\n") for bad in unreadable))

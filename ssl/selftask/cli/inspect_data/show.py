@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from selftask.cli.options import needs_first, take_options
+from selftask.cli.options import needs_first, take, take_options
 from selftask.errors import UserError, plural
 from selftask.files.paths import expand_user, is_folder
 
@@ -22,10 +22,9 @@ OPTIONS = {"--images": int, "--out": str}
 def main(argv: list[str]) -> int:
     """Check the config, make the views and write them as one image."""
     words, options = take_options(argv, OPTIONS)
-    named = [word.removeprefix("out=") for word in words if word.startswith("out=")]
-    words = [word for word in words if not word.startswith("out=")]
+    named, words = take("out", words)
     number = options.get("--images", 8)
-    out = expand_user(options.get("--out", named[-1] if named else "views.png"))
+    out = expand_user(options.get("--out", named or "views.png"))
     needs_first(words, "data show needs a RECIPE", USAGE)
     if number == 0:
         raise UserError("--images 0: at least one image has to be shown")

@@ -11,24 +11,18 @@ _MANY = 2000  # largest number of names read from a folder; data sets have milli
 
 def path_candidates(text: str, endings: tuple[str, ...] = ()) -> list[str]:
     """Return folders (with a slash), and files with these endings, that begin with ``text``."""
-    paths = []
-    for shown, entry in _entries(text):
-        if entry.is_dir():
-            paths.append(f"{shown}/")
-        elif entry.name.endswith(endings):
-            paths.append(shown)
-    return sorted(paths)
+    return sorted(
+        f"{shown}/" if entry.is_dir() else shown
+        for shown, entry in _entries(text)
+        if entry.is_dir() or entry.name.endswith(endings)
+    )
 
 
 def run_candidates(text: str) -> list[str]:
     """Return run folders, and other folders (with a slash), that begin with ``text``."""
-    paths = []
-    for shown, entry in _entries(text):
-        if (Path(entry.path) / "config.yaml").is_file():
-            paths.append(shown)
-        elif entry.is_dir():
-            paths.append(f"{shown}/")
-    return sorted(paths)
+    folders = [(shown, Path(entry.path)) for shown, entry in _entries(text) if entry.is_dir()]
+    runs = {shown for shown, path in folders if (path / "config.yaml").is_file()}
+    return sorted(shown if shown in runs else f"{shown}/" for shown, _ in folders)
 
 
 def _entries(text: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
