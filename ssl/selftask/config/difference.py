@@ -8,7 +8,7 @@ from operator import eq
 from typing import Any
 
 from selftask.config.compose.recipes import available, locate
-from selftask.config.explain import COLUMN, as_yaml
+from selftask.config.explain import COLUMN, are_sections, as_yaml
 from selftask.config.keys import NAMED_ENTRIES, Key
 from selftask.config.schema import Config
 from selftask.config.schema.config import SHARED
@@ -44,7 +44,7 @@ def difference(config: Config, base: Config, recipe: str) -> str:
 
 def _lines(name: str, value: Any, before: Any) -> Iterator[str]:
     """Yield ``name: value  # old value``, or a line per component for a list of components."""
-    if not (isinstance(value, list) and value and all(isinstance(item, dict) for item in value)):
+    if not are_sections(value):
         yield _commented(f"{as_yaml(name)}: {as_yaml(value)}", before)
         return
     old = before if isinstance(before, list) else []

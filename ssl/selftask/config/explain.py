@@ -49,7 +49,7 @@ def _lines(value: dict[str, Any], key: Key, *, indent: int) -> Iterator[tuple[st
         if isinstance(item, dict) and item:
             yield f"{pad}{as_yaml(name)}:", None
             yield from _lines(item, inner, indent=indent + 2)
-        elif isinstance(item, list) and item and all(isinstance(i, dict) for i in item):
+        elif are_sections(item):
             yield f"{pad}{as_yaml(name)}:", None
             for index, entry in enumerate(item):
                 lines = _lines(entry, (*inner, str(index)), indent=indent + 4)
@@ -58,6 +58,11 @@ def _lines(value: dict[str, Any], key: Key, *, indent: int) -> Iterator[tuple[st
                 yield from lines
         else:
             yield f"{pad}{as_yaml(name)}: {as_yaml(item)}", inner
+
+
+def are_sections(value: Any) -> bool:
+    """Return whether a value is a list of sections, such as transforms."""
+    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
 
 
 def _origin(config: Config, key: Key | None) -> str | None:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from selftask.config.compose.provenance import show_path
 from selftask.errors import ConfigError, UserError, nearest
+from selftask.files.received import TEXTS
 
 GROUP = "selftask"  # entry point group; entries NAME = package.module are imported at start
 _LOOKED = "the current folder, the recipe's folder and the installed packages"
@@ -34,7 +35,7 @@ def import_extensions(modules: Any, folders: Iterable[Path], place: str) -> None
         ConfigError: If an import fails, with the line that failed.
     """
     modules = [modules] if isinstance(modules, str) else modules
-    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+    if not TEXTS.accepts(modules):
         raise ConfigError([f"{place}: import={modules!r}: expected a list of module names"])
     for folder in reversed([str(folder) for folder in folders]):
         if folder not in sys.path:

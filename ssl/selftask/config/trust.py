@@ -39,11 +39,8 @@ def code_in(values: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
         values = dict(enumerate(values))
     elif not isinstance(values, dict):
         return
-    if not key and values.get("import"):
-        names = values["import"]
-        yield from (
-            ((*key, "import"), str(n)) for n in (names if isinstance(names, list) else [names])
-        )
+    if not key and (names := values.get("import")):
+        yield from ((("import",), str(n)) for n in (names if isinstance(names, list) else [names]))
     if values.get("trust") is True:  # of a method that reads another run
         yield (*key, "trust"), "true"
     if values.get("name") == "custom":

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from selftask.config.explain import are_sections
 from selftask.report.page import Section, render
 from selftask.report.record import RunRecord
 
@@ -46,15 +47,11 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
             yield from flat(value, f"{key}.")
-        elif _are_sections(value):
+        elif are_sections(value):
             for number, entry in enumerate(value):
                 yield from flat(entry, f"{key}.{number}.")
         else:
             yield key, value
-
-
-def _are_sections(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
 
 
 def _origin(origins: dict[str, Any], key: str) -> str:

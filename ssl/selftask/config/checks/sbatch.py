@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from selftask.errors import nearest
+from selftask.files.received import TEXTS
 
 SUBMITIT = {
     "signal_delay_s": "seconds of warning before the time limit (120)",
@@ -78,7 +79,7 @@ def sbatch_problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
         elif name not in OPTIONS and name not in SUBMITIT:
             hint = nearest(name, OPTIONS | set(SUBMITIT))
             yield key, f"{shown}: sbatch has no option --{name.replace('_', '-')}; {hint}"
-        elif name in _LISTS and not _is_texts(value):
+        elif name in _LISTS and not TEXTS.accepts(value):
             yield key, f"{shown}={value!r}: expected a list of texts"
         elif name in _WHOLE and not _is_count(value):
             yield key, f"{shown}={value!r}: expected a whole number, 1 or more"
@@ -136,10 +137,6 @@ def show_minutes(limit: int) -> str:
     days, rest = divmod(limit, 1440)
     parts = [(days, "d"), (rest // 60, "h"), (rest % 60, "min")]
     return " ".join(f"{count} {unit}" for count, unit in parts if count)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _is_count(value: Any) -> bool:

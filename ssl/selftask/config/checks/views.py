@@ -46,10 +46,10 @@ def _groups(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
 
 def _unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
     """Yield transforms without a batched version, which ``data.cache=device`` needs."""
-    for key, transforms in _of_views(views).items():
-        for index, transform in enumerate(transforms):
+    for name, group in views.items():
+        for index, transform in enumerate(group.transforms):
             if is_unbatched(transform.name):
-                place = (*key, str(index))
+                place = ("views", name, "transforms", str(index))
                 text = (
                     f"{'.'.join(place)}: {transform.name!r} has no form for whole batches, which "
                     "data.cache=device needs; set data.cache=ram, give it a method "
@@ -57,10 +57,6 @@ def _unbatched(views: Mapping[str, ViewConfig]) -> Iterator[Problem]:
                     f"({nearest(transform.name, BATCHED_TRANSFORMS.names())})"
                 )
                 yield place, text
-
-
-def _of_views(views: Mapping[str, ViewConfig]) -> dict[Key, list[Component]]:
-    return {("views", name, "transforms"): group.transforms for name, group in views.items()}
 
 
 def _pipelines(config: Config) -> Iterator[Problem]:
