@@ -73,6 +73,7 @@ class DDPReduction(Reduction):
         if self._is_first:
             self._all.reduce()
             self._all.stop()
+            del self._all  # and its copy of all gradients
             self._begin()
             return
         self._method.reduce()

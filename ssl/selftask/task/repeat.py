@@ -63,7 +63,7 @@ def _restart(task: Task, guard: NonFiniteGuard, checkpoint: str | None) -> None:
     task.scalars.clear()
     task.averages.clear()  # of weights after the checkpoint
     task.history.load_state_dict({})  # the repeated steps write their rows again
-    del task.model, task.base_model, task.loss, task.optimizer, task.last_batch  # frees memory
+    del task.model, task.base_model, task.loss, task.optimizer, task.last_batch  # built anew
     task.saved, task.resume_from = None, checkpoint
     task.added_hooks["non_finite"] = guard
     task.prepare()

@@ -70,7 +70,10 @@ _OF_MMSELFSUP = ("_base_", "default_scope", "model = dict(", "model=dict(")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads scalars as OmegaConf does: ``1e-3`` is a number, a date is text."""
+    """Reads scalars as OmegaConf does: ``1e-3`` is a number, a date is text.
+
+    OmegaConf's own loader is private, and newer versions of it have none.
+    """
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
