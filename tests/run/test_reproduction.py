@@ -125,6 +125,38 @@ def test_what_a_run_records_and_what_differs_here(
     assert (folder / "mine.py").read_text() == "x = 2\n\n"
 
 
+def repeated_config(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str
+) -> list[str]:
+    """Return what ``repro`` prints of the config of a run that ``argv`` began."""
+    monkeypatch.setattr("sys.argv", ["selftask", *argv])
+    assert main(list(argv)) == 0
+    capsys.readouterr()
+    main(["repro", str(folder / "run")])
+    printed = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(printed) if line.startswith("config:"))
+    return printed[start : printed.index("to repeat it:")]
+
+
+def test_the_chosen_precision_and_options_are_no_difference(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = tiny.overrides("simclr", folder, "run", "train.max_steps=1", "train.precision=auto")
+    argv = ["train", "--quiet", "simclr/digits", *words]
+    assert repeated_config(folder, capsys, monkeypatch, *argv) == ["config: the same"]
+    assert yaml.safe_load((folder / "run/config.yaml").read_text())["train"]["precision"] != "auto"
+
+
+def test_repro_says_that_a_fine_tuned_config_was_not_compared(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["train", "simclr/digits", *tiny.overrides("simclr", folder, "start")]) == 0
+    words = ["data=digits", "train.max_steps=1", "eval.every=null", "data.num_workers=0", "out=run"]
+    printed = repeated_config(folder, capsys, monkeypatch, "finetune", "start", *words)
+    expected = "config: not compared; the run was not started by `selftask train RECIPE`"
+    assert printed == [expected]
+
+
 def test_a_long_diff_is_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git("init", "-q")
     (folder / "mine.py").write_text("x = 1\n")

@@ -36,6 +36,8 @@ def main(argv: list[str]) -> int:
             print(f"  {printable_line(line)}")
         if len(lines) > SHOWN:
             print(f"  and {len(lines) - SHOWN} more")
+    if "config" not in topics:
+        print("config: not compared; the run was not started by `selftask train RECIPE`")
     print("to repeat it:")
     for line in command(run, there):
         print(f"  {printable_line(line)}")

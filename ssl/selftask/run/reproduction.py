@@ -41,20 +41,24 @@ def differences(
 ) -> dict[str, list[str]]:
     """Return the differences between a run and the present environment, as a list by topic.
 
+    The topic ``config`` is missing if the recorded command names no recipe to compare with.
+
     Args:
         run: The run folder.
         typed: ``import=`` arguments of the user; those of the run are refused unless ``trust``.
         trust: Import code that the run or its recipe names.
     """
     there, here = read_environment(run), environment.describe()
-    return {
+    topics = {
         "packages": [*changes(there.get("packages", {}), here["packages"], "")],
         "code": [*_code(there, here)],
         "machine": [
             *changes({k: there.get(k) for k in _MACHINE}, {k: here[k] for k in _MACHINE}, "")
         ],
-        "config": [*_config(run, there, typed, trust)],
     }
+    if words := recipe_words(there):
+        topics["config"] = [*_config(run, there, words, typed, trust)]
+    return topics
 
 
 def _code(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
@@ -70,23 +74,26 @@ def _code(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
         yield "git: there are uncommitted changes here"
 
 
-def _config(run: Path, there: dict[str, Any], typed: Sequence[str], trust: bool) -> Iterator[str]:
+def _config(
+    run: Path, there: dict[str, Any], words: list[str], typed: Sequence[str], trust: bool
+) -> Iterator[str]:
     """Yield differences between the config of the run and that of its command now."""
-    words = recipe_words(there)
-    if not words:
-        return
     stored = read_yaml(run / "config.yaml")
     try:
         now = load_config(words[0], [*words[1:], *typed], trust=trust, typed=typed).to_dict()
     except (ConfigError, UserError) as error:
         yield f"the recipe cannot be read here: {error}"
         return
+    # config.yaml holds the value that the run chose; the recipe still says auto
+    chosen = (there.get("origins") or {}).get("train.precision", "").startswith("auto: ")
+    if chosen and now["train"]["precision"] == "auto" and isinstance(stored.get("train"), dict):
+        now["train"]["precision"] = stored["train"].get("precision")
     yield from changes(stored, now, "")
 
 
 def recipe_words(there: dict[str, Any]) -> list[str]:
-    """Return the words after ``train`` in the recorded command; empty for other commands."""
-    words = list(there.get("command") or [])
+    """Return recipe and overrides of the recorded command, or [] if it is not ``train``."""
+    words = [word for word in there.get("command") or [] if not word.startswith("-")]
     if words[1:2] == ["train"]:
         return words[2:]
     return words[1:] if words and Path(words[0]).name == "train.py" else []
