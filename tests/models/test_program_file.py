@@ -47,6 +47,14 @@ def test_the_loaded_program_computes_the_same_features(
     assert [file.name for file in tmp_path.iterdir()] == ["backbone.pt2"]
 
 
+def test_a_transformer_is_traced_with_images_of_its_size(tmp_path: Path) -> None:
+    """The digits reach a network in their own size, so that ``backbone.json`` has none."""
+    model = build_backbone(Component(name="vit_micro", args={"img_size": 16}), 3)
+    program = torch.export.load(save_program(model, tmp_path, {"input_size": None}))
+    images = torch.randn(5, 3, 16, 16)
+    torch.testing.assert_close(program.module()(images), model.eval()(images), rtol=1e-4, atol=1e-4)
+
+
 class Branches(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return images.flatten(1) if images.sum() > 0 else -images.flatten(1)

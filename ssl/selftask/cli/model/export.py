@@ -270,7 +270,12 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
     Raises:
         UserError: If the format does not support the backbone, or a required package is missing.
     """
-    from selftask.models.weights.export import check_library, save_backbone
+    from selftask.models.weights.export import (
+        UNKNOWN_SIZE,
+        check_library,
+        save_backbone,
+        traced_size,
+    )
     from selftask.models.weights.formats.foreign import check_foreign, save_foreign
     from selftask.models.weights.formats.huggingface import (
         describe_for_huggingface,
@@ -288,6 +293,12 @@ def write(backbone: nn.Module, folder: Path, facts: dict[str, Any], to: str) -> 
         check_onnx()
     config = describe_for_huggingface(backbone, facts) if to == "huggingface" else None
     path = save_backbone(backbone, folder, facts)
+    if to in ("onnx", "torch_export") and traced_size(backbone, facts) is None:
+        print(
+            f"warning: --to {to}: eval.transforms sets no image size; the file takes images of "
+            f"{UNKNOWN_SIZE}x{UNKNOWN_SIZE} pixels only",
+            file=sys.stderr,
+        )
     if to == "onnx":
         return save_onnx(backbone, folder, facts)
     if to == "torch_export":

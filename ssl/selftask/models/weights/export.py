@@ -16,12 +16,13 @@ from selftask.errors import UserError
 from selftask.files.replace import replacing
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.eval_mode import in_eval_mode
+from selftask.models.features.extract import fixed_size
 from selftask.registry import TRANSFORMS
 
 WEIGHTS = "backbone.pt"
 SAFETENSORS = "backbone.safetensors"
 META = "backbone.json"
-_SIZE = 224  # pixels, if the training size of the backbone is unknown
+UNKNOWN_SIZE = 224  # pixels, if the images of the run had sizes of their own
 
 
 def save_backbone(backbone: nn.Module, folder: str | Path, meta: dict[str, Any]) -> Path:
@@ -109,10 +110,16 @@ def same_features(theirs: Tensor, ours: Tensor) -> bool:
     return torch.allclose(theirs, ours, rtol=1e-3, atol=1e-4 * float(ours.abs().max()))
 
 
-def example_images(facts: dict[str, Any]) -> Tensor:
-    """Return two images (2, C, S, S) of the size in ``backbone.json``, to trace a backbone with."""
-    size = facts.get("input_size") or _SIZE
-    return torch.zeros(2, facts.get("channels", 3), size, size)
+def traced_size(backbone: nn.Module, facts: dict[str, Any]) -> tuple[int, int] | None:
+    """Return height and width of images: the only ones accepted, those of ``facts``, or None."""
+    size = facts.get("input_size")
+    return fixed_size(backbone) or ((size, size) if size else None)
+
+
+def example_images(backbone: nn.Module, facts: dict[str, Any]) -> Tensor:
+    """Return two images (2, C, H, W) to trace a backbone with; 224 x 224 if no size is known."""
+    size = traced_size(backbone, facts) or (UNKNOWN_SIZE, UNKNOWN_SIZE)
+    return torch.zeros(2, facts.get("channels", 3), *size)
 
 
 def metadata(

@@ -38,7 +38,7 @@ def save_onnx(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Path:
     Args:
         backbone: The backbone.
         folder: Folder to write to.
-        facts: Metadata, see ``save_backbone``; images have its ``input_size``.
+        facts: Metadata, see ``save_backbone``; images have its fixed size or ``input_size``.
 
     Raises:
         UserError: If torch cannot export this backbone as a graph, or its weights exceed 2 GB, the
@@ -54,7 +54,7 @@ def save_onnx(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Path:
     with in_eval_mode(backbone), explained(problem, *raised):
         program = torch.onnx.export(
             backbone,
-            (example_images(facts),),
+            (example_images(backbone, facts),),
             input_names=["images"],
             output_names=["features"],
             dynamic_shapes=({0: torch.export.Dim("batch")},),

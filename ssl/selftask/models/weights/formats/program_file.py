@@ -26,12 +26,12 @@ def save_program(backbone: nn.Module, folder: Path, facts: dict[str, Any]) -> Pa
     Args:
         backbone: The backbone, on the CPU.
         folder: Folder to write to.
-        facts: Metadata, see ``save_backbone``; images have its ``input_size``.
+        facts: Metadata, see ``save_backbone``; images have its fixed size or ``input_size``.
 
     Raises:
         UserError: If torch cannot export this backbone, or the file computes other features.
     """
-    images = example_images(facts)
+    images = example_images(backbone, facts)
 
     def write(path: Path) -> None:
         with path.open("wb") as file:  # torch warns of a temporary file's name
