@@ -198,6 +198,23 @@ def test_classes_of_data_val_have_the_numbers_of_data(
         open_data(other.data)
 
 
+@pytest.mark.parametrize("val", ["val", "val.csv", "val/*/*.png"])
+def test_classes_of_data_val_have_the_names_of_data(
+    val: str, tmp_path: Path, pixels: list[np.ndarray]
+) -> None:
+    """Also those without an image in ``data.val``, and in a subset of it."""
+    for folder, classes in {"train": "abc", "val": "ac"}.items():
+        for name in classes:
+            (tmp_path / folder / name).mkdir(parents=True)
+            Image.fromarray(pixels[0]).save(tmp_path / folder / name / "0.png")
+    (tmp_path / "val.csv").write_text("path,label\nval/c/0.png,c\nval/a/0.png,a\n")
+    words = [f"data={tmp_path}/train", f'data.val="{tmp_path}/{val}"']
+    for more in ([], ["data.val.subset={part: 1, of: 2, per_class: true}"]):
+        opened = open_data(load_config("simclr/images", [*words, *more]).data).val
+        assert opened is not None
+        assert opened.class_names() == ["a", "b", "c"]
+
+
 def test_glob_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no image matches"):
         build("glob", pattern=f"{tmp_path}/*.png")
