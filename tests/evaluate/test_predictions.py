@@ -173,6 +173,10 @@ def test_figures_are_those_of_test(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(head) == len(lines) + 1
     assert numbers.diagonal().sum() / 40 == pytest.approx(rows[0]["accuracy_top_1"])
 
+    np.savez(tmp_path / "unlabeled.npz", images=np.zeros((2, 32, 32), np.uint8))
+    assert main(["test", str(run), f"data={tmp_path}/unlabeled.npz"]) == 2
+    assert "method.name=supervised needs labels, and these images" in capsys.readouterr().err
+
 
 @pytest.mark.parametrize(
     ("words", "message"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
@@ -13,6 +14,9 @@ from selftask.config.trust import TRUST, refuse_addresses, take_trust
 from selftask.errors import UserError
 from selftask.files.paths import exists
 from selftask.registry import METHODS
+
+if TYPE_CHECKING:
+    from selftask.task import Task
 
 USAGE = f"""\
 usage: selftask test RUN [data=DIR] [key=value ...]
@@ -69,6 +73,20 @@ def _beside(config: Config, checkpoint: Path, folder: Path, average: str | None)
     return config_to_load(config, checkpoint, folder, hooks)
 
 
+def _check_labeled(task: Task) -> None:
+    """Raise UserError if the method needs labels and the images have none.
+
+    Training allows such images in ``data.val`` and leaves them out.
+    """
+    from selftask.config.checks.requirements import of_labels
+    from selftask.data.labels import count_unlabeled
+
+    source = task.data_module.val_source
+    assert source is not None, "main has refused a run without data.val"
+    for problem in of_labels(task.config, count_unlabeled(source), len(source), "data.val"):
+        raise UserError(problem)
+
+
 def _scores(config: Config, predictions: str | None) -> dict[str, float]:
     """Return step, loss and meters, and write predictions.
 
@@ -87,6 +105,7 @@ def _scores(config: Config, predictions: str | None) -> dict[str, float]:
         raise UserError(f"predictions: {config.method.name} gives no class scores to predict by")
     try:
         task.prepare()
+        _check_labeled(task)
         for hook in task.named_hooks.values():
             hook.on_start(task)
         average = next(iter(task.averages.values()), None)
