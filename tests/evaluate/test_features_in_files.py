@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from numpy.random import default_rng
 
 import tiny
 from selftask.cli.main import main
-from selftask.evaluate import features, knn, nearest
+from selftask.evaluate import feature_files, features, knn, nearest
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,14 @@ def test_classes_are_matched_by_name(
         (["knn", "nan", "k=[1]"], "features are not finite"),
         (["knn", "one"], "k: there are no other images to choose neighbors from"),
         (["knn", "float"], "float/images.csv:2: label '0.5' is not the number of a class"),
+        (
+            ["knn", "killed"],
+            "killed: has no features.npy; if `selftask features` was killed, repeat",
+        ),
+        (
+            ["knn", "layers"],
+            "layers: has features of layers; give one file, layers/features_layer2",
+        ),
         (["knn", "unlabeled"], "knn, features: 3 of 3 images have no label"),
     ],
 )
@@ -133,9 +143,29 @@ def test_mistakes_are_one_message(
         ("one", values[:1], 1, "0"),
         ("float", values, 3, "0.5"),
         ("unlabeled", values, 3, ""),
+        ("killed", values, 3, "0"),
+        ("layers", values, 3, "0"),
     ):
         Path(name).mkdir(exist_ok=True)
         np.save(f"{name}/features.npy", rows)
         Path(f"{name}/images.csv").write_text("path,label\n" + f"a.png,{label}\n" * count)
+    Path("killed/features.npy").rename("killed/features.npy.part")
+    Path("layers/features.npy").rename("layers/features_layer2.npy")
     assert main(["eval", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_message_and_leaves_no_part(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def append(self: object, rows: np.ndarray) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(feature_files._NpyFile, "append", append)
+    out = tmp_path / "features"
+    words = [f"data={home}/val.npz", f"out={out}", "train.device=cpu", "data.num_workers=0"]
+    assert main(["features", str(home / "run"), *words]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    expected = f"error: out={out}: the features could not be written: "
+    assert last.startswith(expected) and last.endswith("No space left on device")
+    assert not [*out.iterdir()]

@@ -54,25 +54,32 @@ def write_features(
     """
     out.mkdir(parents=True, exist_ok=True)
     files: list[_NpyFile] = []
-    with (out / IMAGES).open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(("path", "label"))
-        for batch, blocks in parts:
-            batch.check_finite()
-            for index, label in zip(batch.indices.tolist(), batch.targets.tolist(), strict=True):
-                rows.writerow((source.path(index), label if label >= 0 else ""))
-            files = files or [
-                _NpyFile(out / features_name(layer), block.features.shape[1])
-                for layer, block in zip(layers, blocks, strict=True)
-            ]
-            for npy, block in zip(files, blocks, strict=True):
-                npy.append(block.features.numpy())
-    if not files:
-        raise UserError("there are no images to take features of")
-    text = json.dumps(_with_classes(facts, source), indent=1) + "\n"
-    (out / FACTS).write_text(text, encoding="utf-8")
-    for npy in files:
-        npy.close()
+    try:
+        with (out / IMAGES).open("w", encoding="utf-8", errors="surrogateescape", newline="") as f:
+            rows = csv.writer(f)
+            rows.writerow(("path", "label"))
+            for batch, blocks in parts:
+                batch.check_finite()
+                numbers = batch.indices.tolist(), batch.targets.tolist()
+                for index, label in zip(*numbers, strict=True):
+                    rows.writerow((source.path(index), label if label >= 0 else ""))
+                files = files or [
+                    _NpyFile(out / features_name(layer), block.features.shape[1])
+                    for layer, block in zip(layers, blocks, strict=True)
+                ]
+                for npy, block in zip(files, blocks, strict=True):
+                    npy.append(block.features.numpy())
+        if not files:
+            raise UserError("there are no images to take features of")
+        text = json.dumps(_with_classes(facts, source), indent=1) + "\n"
+        (out / FACTS).write_text(text, encoding="utf-8")
+        for npy in files:
+            npy.close()
+    except BaseException:  # a full disk, Ctrl-C: the command may be repeated
+        written = [path for npy in files for path in (npy.part, npy.path)]
+        for path in (out / IMAGES, out / FACTS, *written):
+            path.unlink(missing_ok=True)
+        raise
     return files[-1].path
 
 
@@ -164,7 +171,7 @@ def read_features(path: Path) -> tuple[FileFeatures, list[str]]:
     Raises:
         UserError: If a file is missing or damaged, or they have different numbers of rows.
     """
-    path = path if path.suffix == ".npy" else path / features_name()
+    path = path if path.suffix == ".npy" else _only_features(path)
     rows, images = FileRows.of(path), path.parent / IMAGES
     facts = path.parent / FACTS
     with explained(f"{images}: labels or {FACTS} cannot be read", OSError, ValueError):
@@ -175,6 +182,16 @@ def read_features(path: Path) -> tuple[FileFeatures, list[str]]:
     if len(labels) != len(rows):
         raise UserError(f"{images}: has {len(labels)} images, and {path.name} {len(rows)}")
     return FileFeatures(rows, torch.tensor(labels)), names
+
+
+def _only_features(folder: Path) -> Path:
+    """Return ``features.npy`` of a folder; raise UserError if it has only layers or parts."""
+    path = folder / features_name()
+    if path.exists() or not folder.exists():
+        return path
+    if layers := sorted(file.name for file in folder.glob("features_layer*.npy")):
+        raise UserError(f"{folder}: has features of layers; give one file, {folder / layers[0]}")
+    raise UserError(f"{folder}: has no {path.name}; if `selftask features` was killed, repeat it")
 
 
 def _label(text: str, line: str) -> int:
@@ -237,7 +254,8 @@ class _NpyFile:
 
     def __init__(self, path: Path, width: int) -> None:
         self.path, self.width, self.rows = path, width, 0
-        self.file = path.with_name(f"{path.name}.part").open("wb")
+        self.part = path.with_name(f"{path.name}.part")
+        self.file = self.part.open("wb")
         self._write_header()
 
     def append(self, rows: np.ndarray) -> None:
@@ -249,7 +267,7 @@ class _NpyFile:
         self.file.seek(0)
         self._write_header()  # numpy reserves space for more digits, so the length is unchanged
         self.file.close()
-        Path(self.file.name).rename(self.path)
+        self.part.rename(self.path)
 
     def _write_header(self) -> None:
         header = {"descr": "<f4", "fortran_order": False, "shape": (self.rows, self.width)}

@@ -13,7 +13,7 @@ from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen, open_frozen
 from selftask.cli.options import needs_first, take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.distributed.world import World, read_world
-from selftask.errors import UserError, require
+from selftask.errors import UserError, explained, require
 from selftask.files import addresses
 from selftask.files.addresses import is_remote, output_folder
 from selftask.files.paths import exists, expand_user
@@ -76,10 +76,12 @@ def main(argv: list[str]) -> int:
         return 0
     from selftask.evaluate.feature_files import write_features
 
+    unwritten = explained(f"out={out}: the features could not be written", OSError)
     if is_table:
-        num_images, width = _write_table(out, frozen, world, facts)
+        with unwritten:
+            num_images, width = _write_table(out, frozen, world, facts)
     else:
-        with output_folder(out) as folder:
+        with output_folder(out) as folder, unwritten:
             path = _write(partial(write_features, folder), frozen, world, facts)
             num_images, width = _mapped(path).shape
             if clusters:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def is_features(address: str) -> bool:
-    """Return whether the address is a file of features, or a folder with one."""
+    """Return whether the address is a file of features, or a folder that was made for some."""
     path = expand_user(address)
-    return path.suffix == ".npy" or exists(path / "features.npy")
+    return path.suffix == ".npy" or any(exists(path / n) for n in ("features.npy", "images.csv"))
 
 
 def evaluate_files(name: str, address: str, words: list[str]) -> dict[str, float]:
