@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -85,7 +86,7 @@ def check_idle(out: Path) -> None:
         if states.get(job, "").split()[:1] and states[job].split()[0] in WAITING:
             raise UserError(
                 f"out={out}: job {job} ({states[job]}) makes {run} already; "
-                f"`selftask cancel {out}` first, or use another out="
+                f"`selftask cancel {shlex.quote(str(out))}` first, or use another out="
             )
 
 

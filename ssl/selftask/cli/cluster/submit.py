@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 from selftask.cli.options import needs_first, take_options
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import check_known
@@ -42,14 +45,12 @@ def main(argv: list[str]) -> int:
         return 0
     made = planned.submit()
     ids = made[0].job_id.partition("_")[0]
-    print(f"submitted as job {ids}; `selftask jobs {planned.out}` shows how it stands")
+    _print_submitted(f"submitted as job {ids}", planned.out)
     return 0
 
 
 def _submit_here(words: list[str], cluster: str) -> int:
     """Start local jobs, or train in this process under a debugger."""
-    from pathlib import Path
-
     from selftask.slurm import local_job, queue
     from selftask.slurm.plan import read_local
 
@@ -61,5 +62,10 @@ def _submit_here(words: list[str], cluster: str) -> int:
     base = outs[0] if len(outs) == 1 else outs[0].parent
     jobs = local_job.submit_locally(configs, submissions, base / "slurm")
     queue.note(base, dict(zip(outs, jobs, strict=True)))
-    print(f"started {', '.join(jobs)}; `selftask jobs {base}` shows how it stands")
+    _print_submitted(f"started {', '.join(jobs)}", base)
     return 0
+
+
+def _print_submitted(done: str, out: Path | str) -> None:
+    """Print the last line, with a command that a shell takes also if ``out`` has spaces."""
+    print(f"{done}; `selftask jobs {shlex.quote(str(out))}` shows how it stands")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -120,7 +121,8 @@ class NonFiniteGuard(Hook):
         step, (text, remedy) = task.steps_done + 1, describe(task, what, here)
         if self.dumps < MOST_DUMPS:
             self.dumps += 1
-            text = f"{text}; selftask replay {dump(task, text, self.rng)} repeats the step"
+            folder = shlex.quote(str(dump(task, text, self.rng)))
+            text = f"{text}; selftask replay {folder} repeats the step"
         if self.policy == "stop" or (self.policy == "skip" and self.in_row > self.budget):
             before = f", after {self.budget} skipped steps" if self.policy == "skip" else ""
             raise NonFiniteLoss(f"{text}{before}. {remedy}", step=step, exact=True)
