@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import shutil
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,14 @@ def test_every_cut_of_the_write_leaves_a_good_state(
                 assert newest is not None
                 assert newest[0]["n"] == (2 if calls >= 2 else 1), (calls, seen)
     assert first.exists()
+
+
+def test_replaced_checkpoints_have_a_new_folder_after_one_was_deleted(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"step_{number:09d}.pt").touch()
+        rotation.archive(tmp_path, 0)
+    shutil.rmtree(tmp_path / "replaced_1")
+    (tmp_path / "step_000000003.pt").touch()
+    rotation.archive(tmp_path, 0)
+    moved = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*.pt"))
+    assert moved == ["replaced_1/step_000000003.pt", "replaced_2/step_000000002.pt"]

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection
+from itertools import count
 from pathlib import Path
 
 from selftask.logs import get_logger
@@ -70,7 +71,8 @@ def archive(folder: Path, step: int) -> None:
     newer = [path for path in checkpoints(folder) if step_of(path) > step]
     if not newer:
         return
-    aside = folder / f"replaced_{sum(1 for _ in folder.glob('replaced_*')) + 1}"
+    folders = (folder / f"replaced_{number}" for number in count(1))
+    aside = next(path for path in folders if not path.exists())
     aside.mkdir()
     for path in newer:
         for file in (path, path.with_suffix(".json")):

@@ -288,7 +288,7 @@ def gradient_reductions(
 
 
 def _sync_after_training(task: Task) -> None:
-    if task.train:  # ranks may have different numbers of test batches
+    if task.train:  # a test phase changes none
         task.sync_buffers()
 
 
