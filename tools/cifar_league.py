@@ -149,7 +149,10 @@ class Runner:
         rated = partial(self.one, method, steps=steps, seed=self.league.search_seed, search=True)
         runs = self.of(method)
         return best_factor(
-            [runs.run(f"search_{f:.2g}", partial(rated, f)) for f in self.league.factors]
+            [
+                runs.run(f"search_{f:.2g}", partial(rated, f), factor=f, steps=steps)
+                for f in self.league.factors
+            ]
         )
 
     def seed(self, method: str, seed: int) -> None:
@@ -158,9 +161,9 @@ class Runner:
             for name in self.league.networks:
                 self.of(method).run(f"{name}_{seed}", partial(self.baseline, method, name, seed))
             return
-        factor = self.search(method)
-        made = partial(self.one, method, factor, steps=self._steps(1.0), seed=seed, search=False)
-        self.of(method).run(f"images_{seed}", made)
+        factor, steps = self.search(method), self._steps(1.0)
+        made = partial(self.one, method, factor, steps=steps, seed=seed, search=False)
+        self.of(method).run(f"images_{seed}", made, factor=factor, steps=steps)
 
     def _steps(self, share: float) -> int:
         return round(share * self.league.images / self.league.batch_size)

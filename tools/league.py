@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,14 @@ from league_plan import (
     TWO_TEACHERS,
     League,
     batch_size,
+    budget,
     evaluation,
     held_out,
+    is_done,
+    lengths,
     network_of,
     order,
+    protocol,
     reference_settings,
     settings,
 )
@@ -150,8 +154,8 @@ class Runs:
         os.replace(partial, self.path)
 
 
-def run_method(runs: Runs, scratch: Path, budgets: Sequence[str] = BUDGETS) -> None:
-    """Measure the cost, search the learning rate, then run all seeds of these budgets."""
+def run_method(runs: Runs, scratch: Path) -> None:
+    """Measure the cost, search the learning rate, then run all seeds of both budgets."""
     league, method = runs.league, runs.method
     taught = teachers(runs, scratch)
 
@@ -196,7 +200,7 @@ def run_method(runs: Runs, scratch: Path, budgets: Sequence[str] = BUDGETS) -> N
             for f in league.factors
         ]
     )
-    for name in budgets:
+    for name in BUDGETS:
         chosen = partial(one, factor, steps[name], search=False)
         for seed in league.seeds:
             fixed = {"factor": factor, "steps": steps[name]}
@@ -256,36 +260,13 @@ def train_teacher(runs: Runs, teacher: str, scratch: Path) -> Path:
 # -- all runs ------------------------------------------------------------------------------------
 
 
-def budget(league: Any) -> dict[str, Any]:
-    """Return the constants of a league as JSON has them."""
-    made: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(league)))
-    return made
-
-
-def protocol(budget: dict[str, Any]) -> dict[str, Any]:
-    """Return the constants without the lengths of runs, since each run has its steps."""
-    return {name: value for name, value in budget.items() if name not in ("images", "cost")}
-
-
-def lengths(league: League, cost: dict[str, Any]) -> dict[str, int]:
-    """Return the number of steps of each budget, given the measured cost of a method."""
-    images = {"images": league.images, "cost": round(league.cost / cost["relative"])}
-    return {name: -(-count // cost["batch_size"]) for name, count in images.items()}
-
-
-def finished(runs: Runs, budgets: Sequence[str] = BUDGETS) -> bool:
-    """Return True if all runs of these budgets are there, with these settings."""
-    league, made = runs.league, runs.entry["runs"]
+def finished(runs: Runs) -> bool:
+    """Return True if all runs with these settings are there."""
+    league = runs.league
     if runs.method in BASELINES:
+        made = runs.entry["runs"]
         return all(f"{name}_{seed}" in made for name in league.networks for seed in league.seeds)
-    if any(f"search_{factor:.2g}" not in made for factor in league.factors):
-        return False
-    steps = lengths(league, made["relative_cost"])
-    return all(
-        made.get(f"{name}_{seed}", {}).get("steps") == steps[name]
-        for name in budgets
-        for seed in league.seeds
-    )
+    return is_done(runs.entry, league)
 
 
 def machine() -> str:
@@ -305,22 +286,19 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
-def run_one(name: str, league: League, method: str, budgets: Sequence[str]) -> None:
+def run_one(name: str, league: League, method: str) -> None:
     runs = Runs(league, name, method)
     with tempfile.TemporaryDirectory() as scratch:
-        if method in BASELINES:
-            run_baseline(runs, Path(scratch))
-        else:
-            run_method(runs, Path(scratch), budgets)
+        (run_baseline if method in BASELINES else run_method)(runs, Path(scratch))
 
 
-def run_next(name: str, league: League, budgets: Sequence[str], until: str | None) -> None:
+def run_next(name: str, league: League, until: str | None) -> None:
     """Run what is not finished, each in a process of its own, for its peak of memory."""
     for method in order():
         if until is not None and datetime.datetime.now().strftime("%H:%M") >= until:
             return
-        if not finished(Runs(league, name, method), budgets):
-            command = [sys.executable, __file__, method, "--league", name, "--budgets", *budgets]
+        if not finished(Runs(league, name, method)):
+            command = [sys.executable, __file__, method, "--league", name]
             if subprocess.run(command, check=False).returncode:
                 print(f"{method}: failed", flush=True)
 
@@ -329,7 +307,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("methods", nargs="*", metavar="METHOD", choices=[*order(), []])
     parser.add_argument("--league", choices=[*LEAGUES], default="digits")
-    parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=BUDGETS)
     parser.add_argument("--next", action="store_true", help="run all that are not finished")
     parser.add_argument("--until", metavar="HH:MM", help="start no method after this time")
     parser.add_argument("--page", action="store_true", help="write docs/league.md")
@@ -342,9 +319,9 @@ def main() -> int:
         )
     torch.set_num_threads(1)
     for method in options.methods:
-        run_one(options.league, league, method, options.budgets)
+        run_one(options.league, league, method)
     if options.next:
-        run_next(options.league, league, options.budgets, options.until)
+        run_next(options.league, league, options.until)
     return 0
 
 

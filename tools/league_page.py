@@ -10,7 +10,7 @@ from typing import Any
 
 from scipy.stats import spearmanr, t
 
-from league_plan import BASELINES, BUDGETS, LEAGUES, LEFT_OUT, group_of, order
+from league_plan import BASELINES, LEAGUES, LEFT_OUT, group_of, is_done, order
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/league.md"
@@ -68,11 +68,6 @@ def runs_of(entry: dict[str, Any], group: str) -> list[dict[str, Any]]:
     return [entry["runs"][name] for name in names if name in entry["runs"]]
 
 
-def is_done(entry: dict[str, Any]) -> bool:
-    """Return True if all seeds of both budgets are there."""
-    return all(len(runs_of(entry, name)) == len(entry["budget"]["seeds"]) for name in BUDGETS)
-
-
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean, and half of its 95 % interval by Student's t; 0 for one value."""
     if len(values) < 2:
@@ -90,11 +85,12 @@ def shown(runs: list[dict[str, Any]], figure: str) -> str:
 def tables(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the text between the marks of the page."""
     methods = [name for name in order() if name not in BASELINES]
-    done = {name: entry for name, entry in entries.items() if name in methods and is_done(entry)}
+    league = LEAGUES["digits"]
+    done = {n: entry for n, entry in entries.items() if n in methods and is_done(entry, league)}
     yield f"\n{len(done)} of {len(methods)} methods were run.\n"
     for name, title in GROUPS.items():
         members = [method for method in done if group_of(method) == name]
-        if members or name in LEAGUES["digits"].networks:
+        if members or name in league.networks:
             yield f"\n**{title}**\n\n{HEAD.format('method')}"
             members.sort(key=lambda method: -_mean(done[method], "cost", "linear_top1"))
             yield from (row(method, done[method]) for method in members)

@@ -6,7 +6,8 @@ the one of the kind that its digits recipe has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
@@ -219,3 +220,33 @@ def _shared(league: League, item: dict[str, Any]) -> dict[str, Any]:
 def batch_size(config: Config) -> int:
     """Return the number of images that a step reads."""
     return config.train.batch_size * config.train.accumulate
+
+
+# -- what is there of a method ---------------------------------------------------------------------
+
+
+def budget(league: Any) -> dict[str, Any]:
+    """Return the constants of a league as JSON has them."""
+    made: dict[str, Any] = json.loads(json.dumps(asdict(league)))
+    return made
+
+
+def protocol(budget: dict[str, Any]) -> dict[str, Any]:
+    """Return the constants without the lengths of runs, since each run has its steps."""
+    return {name: value for name, value in budget.items() if name not in BUDGETS}
+
+
+def lengths(league: League, cost: dict[str, Any]) -> dict[str, int]:
+    """Return the number of steps of each budget, given the measured cost of a method."""
+    images = {"images": league.images, "cost": round(league.cost / cost["relative"])}
+    return {name: -(-count // cost["batch_size"]) for name, count in images.items()}
+
+
+def is_done(entry: dict[str, Any], league: League) -> bool:
+    """Return True if a method has all runs of both budgets, with the settings of the league."""
+    made = entry["runs"]
+    if protocol(entry["budget"]) != protocol(budget(league)) or "relative_cost" not in made:
+        return False
+    steps = lengths(league, made["relative_cost"])
+    keys = [(name, f"{name}_{seed}") for name in BUDGETS for seed in league.seeds]
+    return all(made.get(key, {}).get("steps") == steps[name] for name, key in keys)

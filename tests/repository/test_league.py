@@ -84,7 +84,7 @@ def test_cost_is_relative_and_of_the_fastest_turn(monkeypatch: pytest.MonkeyPatc
 
 def test_equal_cost_means_fewer_images_of_a_costly_method() -> None:
     small = dataclasses.replace(DIGITS, images=1000, cost=6000)
-    steps = league.lengths(small, {"relative": 3.0, "batch_size": 64})
+    steps = league_plan.lengths(small, {"relative": 3.0, "batch_size": 64})
     assert steps == {"images": 16, "cost": 32}  # 1000 / 64 and 2000 / 64, rounded up
 
 
@@ -154,14 +154,15 @@ def entry(knn: list[float], linear: float, rank: float) -> dict[str, Any]:
     rest: dict[str, Any] = dict.fromkeys(league_page.LABEL_FREE, rank)
     rest |= {"linear_10_labels_top1": 0.3, "linear_top1": linear, "effective_rank": -rank}
     made = {"machine": "m", "commit": "c", "date": "d"}
-    rest |= {"steps": 7, "lr": 0.01, "cpu_s": 2.0, "peak_mb": 9, **made}
+    rest |= {"lr": 0.01, "cpu_s": 2.0, "peak_mb": 9, **made}
+    cost = {"batch_size": 256, "relative": 2.26, **made}
+    steps = league_plan.lengths(DIGITS, cost)
     runs = {
-        f"{budget}_{seed}": {"knn_top1": value, **rest}
+        f"{budget}_{seed}": {"knn_top1": value, **rest, "steps": steps[budget]}
         for budget in league_plan.BUDGETS
         for seed, value in zip(DIGITS.seeds, knn, strict=True)
     }
-    cost = {"batch_size": 256, "relative": 2.26, **made}
-    return {"budget": league.budget(DIGITS), "runs": {"relative_cost": cost, **runs}}
+    return {"budget": league_plan.budget(DIGITS), "runs": {"relative_cost": cost, **runs}}
 
 
 def test_page_shows_files_and_lists_what_is_missing(tmp_path: Path) -> None:
@@ -169,6 +170,9 @@ def test_page_shows_files_and_lists_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "simclr.json").write_text(json.dumps(whole))
     del whole["digits"]["runs"]["images_3"]
     (tmp_path / "byol.json").write_text(json.dumps(whole))  # not finished
+    shorter = {"digits": entry([0.5, 0.6, 0.7], 0.8, 20.0)}
+    shorter["digits"]["runs"]["cost_1"]["steps"] -= 1
+    (tmp_path / "vicreg.json").write_text(json.dumps(shorter))  # of another budget
     page = tmp_path / "page.md"
     page.write_text(f"before\n<!-- begin: here -->\n{league_page.END}\nafter\n")
 
@@ -184,10 +188,13 @@ def test_page_shows_files_and_lists_what_is_missing(tmp_path: Path) -> None:
     assert text.endswith("after\n")
     row = next(line for line in text.splitlines() if line.startswith("| `simclr` |"))
     assert row.startswith("| `simclr` | 0.800 ± 0.000 | 0.600 ± 0.248 |")  # 4.303 * 0.1 / sqrt(3)
-    assert row.endswith("| 0.01 | 2 | 0.800 ± 0.000 | 0.600 ± 0.248 | 2.3 | 9 |")  # 7 * 256 images
+    assert row.endswith(
+        "| 0.01 | 36 | 0.800 ± 0.000 | 0.600 ± 0.248 | 2.3 | 9 |"
+    )  # 80 / 2.26 thousand
     assert "1 of 90 methods were run." in text
     missing = next(line for line in text.splitlines() if line.startswith("**Not run**"))
     assert "`byol`" in missing
+    assert "`vicreg`" in missing
     assert "`simclr`" not in missing
     assert "Rank correlation" not in text  # too few methods
 
@@ -217,6 +224,22 @@ def test_methods_see_photographs_whose_views_the_device_can_make() -> None:
         names = [[t["name"] for t in group["transforms"]] for group in config["views"].values()]
         assert all(group[0] == "random_resized_crop" for group in names), method
         assert config["eval"]["transforms"][0]["stats"] == "cifar10"
+
+
+def test_runs_of_another_number_of_images_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def one(self: Any, method: str, factor: float, *, steps: int, **_: Any) -> dict[str, Any]:
+        made.append(steps)
+        return {"factor": factor, "steps": steps, "knn_top1": 0.5, "linear_top1": 0.5}
+
+    monkeypatch.setattr(cifar_league.Runner, "one", one)
+    for images in (256 * 30, 256 * 30, 256 * 60):
+        league_of_images = cifar_league.CifarLeague(images=images)
+        cifar_league.Runner(league_of_images, Path("x.npz"), tmp_path, tmp_path).seed("simclr", 1)
+    assert made == [10, 10, 10, 30, 20, 20, 20, 60]
 
 
 def test_every_method_has_its_first_seed_before_another_has_its_second() -> None:
