@@ -1,7 +1,7 @@
 """The first hour on a GPU: does selftask compute there what it computes on a CPU, and how fast?
 
     python tools/gpu/acceptance.py                   checks all methods, prints a table
-    python tools/gpu/acceptance.py --out docs/gpu.md writes it, too
+    python tools/gpu/acceptance.py --out gpu.md      writes it, too
     python tools/gpu/acceptance.py --checks losses,resume --methods simclr,dino
     python tools/gpu/acceptance.py --processes 12    checks of methods, 12 methods at once
 
