@@ -60,10 +60,10 @@ def index() -> str:
     for card in method_tables.cards():
         members.setdefault(method_tables.family(card.name), []).append(card)
     advice = (
-        "This is advice by what a method needs, not by measurement; for figures, see "
-        "[How to choose](../how-to-own-data.md#which-method) and the [league](../league.md)."
+        "This advice follows from what a method needs. For measurements, see "
+        "[Which method](../how-to-own-data.md#which-method) and the [league](../league.md)."
     )
-    lines = ["# Which method for me", advice]
+    lines = ["# Methods by family", advice]
     alone = method_tables.ALONE
     for sentence in sorted(members, key=lambda sentence: (sentence == alone, sentence)):
         rows = ["| method | use it | cost |", "|---|---|---|"]
