@@ -162,8 +162,8 @@ class Clock:
     def test_is_due(self, every: int, first: int = 1) -> bool:
         """Return whether a test phase is next.
 
-        A test phase follows each ``every`` train phases, once ``first`` are finished, and ends the
-        run.
+        There is one after every ``every`` train phases, from phase ``first`` on, and at the end of
+        the run.
         """
         if self.batch == self.tested or not (self.between_phases or self.done):
             return False

@@ -55,7 +55,7 @@ class Subset(Wrapped):
         return self.source, int(self.rows[index])
 
     def renumber(self, numbers: np.ndarray, names: Sequence[str]) -> None:
-        """Renumber the classes here and in the wrapped source, which returns the labels."""
+        """Renumber the classes of the subset and of the wrapped source."""
         super().renumber(numbers, names)
         self.source.renumber(numbers, names)
 

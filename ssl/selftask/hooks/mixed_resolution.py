@@ -101,7 +101,7 @@ class MixedResolution(Hook):
 
 
 def resized(view: Tensor, size: int) -> Tensor:
-    """Return a view (B, C, size, size)."""
+    """Return a view resized to (B, C, size, size), bicubic and antialiased."""
     if view.shape[-2:] == (size, size):
         return view
     return F.interpolate(view, size=(size, size), mode="bicubic", antialias=True)

@@ -102,10 +102,7 @@ class AIM(MaskedPatches):
 
     @property
     def chance_loss(self) -> float | None:
-        """Loss of the mean of each patch, its variance: 1, with ``normalize_pixels``.
-
-        None without it.
-        """
+        """Loss of predicting the mean of each patch: 1 with ``normalize_pixels``, else None."""
         return 1.0 if self.config.normalize_pixels else None
 
 

@@ -217,9 +217,9 @@ def centroid_loss(
 
 @in_full_precision
 def feature_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the distance of the matrix of cosines between dimensions from the identity.
+    """Return how much the cosines between feature dimensions differ from the identity matrix.
 
-    It is half the root mean square error on the diagonal plus half of that off the diagonal. The
+    Half the root mean square difference on the diagonal plus half of that off the diagonal. The
     cosines are over the batch of all ranks.
 
     Args:

@@ -1,4 +1,4 @@
-"""HCL: SimCLR whose negatives count more the harder they are, corrected for false negatives.
+"""HCL: SimCLR with larger weights of hard negatives, corrected for false negatives.
 
 B: images per rank, W: ranks, D: width of the head, M: negatives of a view.
 """

@@ -25,7 +25,7 @@ class Curve(ParamScheduler):  # type: ignore[misc]  # fvcore ships no types
 
 
 class Scaled(Curve):
-    """A schedule times a factor; equal if both are equal, so that groups can be merged."""
+    """A schedule times a factor. It is hashable, so that equal parameter groups are merged."""
 
     def __init__(self, schedule: Any, factor: float) -> None:
         super().__init__(lambda where: schedule(where) * factor)

@@ -166,7 +166,7 @@ class CacheDataset(EvalDataset):
         return replace(sample, views=[shrunk(image, self.max_side) for image in sample.views])
 
     def collate(self, samples: Iterable[Sample], buffer: BatchBuffer) -> DeviceBatch:
-        """Put images of any size into one canvas."""
+        """Pad images to a common size, and stack them."""
         fields = BatchFields()
         images = [sample.views[0] for sample in samples if fields.add(sample)]
         if not images:

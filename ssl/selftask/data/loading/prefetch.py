@@ -44,7 +44,7 @@ class Prefetcher:
         return batch
 
     def close(self) -> None:
-        """Drop the batch made ahead; the current stream waits until its images have been read."""
+        """Drop the prefetched batch, after the side stream has finished reading its images."""
         _, done = self._made or (None, None)
         if done is not None:
             accelerator.current_stream(self._device).wait_event(done)

@@ -1,4 +1,4 @@
-"""Base classes of writers."""
+"""Base classes of hooks that write rows of the log to files and services."""
 
 from __future__ import annotations
 

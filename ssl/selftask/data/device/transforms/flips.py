@@ -10,7 +10,7 @@ from selftask.registry import register_batched_transform
 
 @register_batched_transform("horizontal_flip")
 class BatchedHorizontalFlip(RandomlyApplied):
-    """Horizontal flip."""
+    """Exchange left and right of the drawn images of a batch."""
 
     def change(self, values: Tensor) -> Tensor:
         return values.flip(3)
@@ -18,7 +18,7 @@ class BatchedHorizontalFlip(RandomlyApplied):
 
 @register_batched_transform("vertical_flip")
 class BatchedVerticalFlip(RandomlyApplied):
-    """Vertical flip."""
+    """Exchange top and bottom of the drawn images of a batch."""
 
     def change(self, values: Tensor) -> Tensor:
         return values.flip(2)

@@ -84,8 +84,8 @@ def turn_hue(values: Tensor, shift: Tensor) -> Tensor:
     h and the channel's own color (0, 2, 4). The weight w is 1 up to d = 1, and 0 from d = 2.
 
     Args:
-        values: Whole levels.
-        shift: What is added to h for the distance to the color of each channel, in -5..1, (B, 3).
+        values: Images in whole levels, (B, 3, H, W).
+        shift: Shift of the hue minus the color of each channel, in -5..1, (B, 3).
     """
     red, green, blue = values.split(1, 1)
     high, low = values.amax(1, keepdim=True), values.amin(1, keepdim=True)
