@@ -20,7 +20,7 @@ from selftask.errors import UserError
 
 USAGE = """usage: selftask env [--collectives]
 
-Prints versions, devices and supported features; include it in reports of faults.
+Prints versions, devices and supported features; include it in bug reports.
 --collectives   also exchanges tensors between all GPUs (NCCL), or two processes (gloo); fails if a
                 result is wrong or an exchange hangs"""
 

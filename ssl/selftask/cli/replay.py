@@ -14,7 +14,7 @@ Repeats the step of a run in which loss or gradient was not finite, on one proce
 before it, the batches of all ranks, the random states. Names images and weights that are not
 finite, the first module whose output is not, and gradients. The loss of a run of one process on a
 CPU is the same bit for bit. data=... if the images have moved; they are opened, not read.
-Exit code 1: the loss is another one here.
+Exit code 1: the loss differs from that of the run.
 import=[MODULE]  a plug-in of the run
 {TRUST}"""
 

@@ -35,7 +35,7 @@ class CMC(MemoryContrast):
 
     Published: ImageNet linear top-1 of ResNet-50 about 63 (authors' README).
 
-    Use it if channels come from several sensors, or colors tell what is in the images.
+    Use it if channels come from several sensors, or if colors identify the content.
 
     Differs from the authors' code:
 

@@ -29,7 +29,7 @@ class HCL(BatchContrast):
     Loss: ``-log exp(p) / (exp(p) + N)``, N being the sum of negatives weighted by ``exp(beta s)``
     and corrected by the probability tau+ of false ones (eqs. 4 and 5).
 
-    Use it in place of ``simclr`` if many images of a batch are of one class; ``beta: 0`` only
+    Use it in place of ``simclr`` if many images of a batch are of one class; ``hardness: 0`` only
     corrects.
 
     Differs from the authors' code:

@@ -46,7 +46,7 @@ class IBOT(DINOv2):
     (authors' README). AttMask: ViT-S/16 after 100 epochs 72.8 and 76.1 with hints, 72.5 and 75.7
     without (authors' README), 71.5 k-NN with blocks (paper).
 
-    Use it as ``dino``, if patches matter, too.
+    Use it in place of ``dino`` if features of patches matter, too.
 
     Differs from the authors' code:
 

@@ -38,7 +38,7 @@ class TCN(Method):
     one p and with the nearest of the distant ones n that are farther from it than p; if all are
     nearer, with the farthest.
 
-    Use it for videos, if features should tell what happens rather than how things look.
+    Use it for videos, if features should describe what happens and not how things look.
 
     Differs from the authors' code:
 

@@ -36,7 +36,7 @@ class VISReg(Method):
     Loss: ``w_i |center - z_v|^2`` and distances of scale, center and sorted projections from a
     Gaussian.
 
-    Use it as ``lejepa``.
+    Use it like ``lejepa``, with any backbone and without a teacher.
 
     Differs from the authors' code:
 

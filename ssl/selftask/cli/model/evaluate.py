@@ -64,7 +64,7 @@ data.val=DIR  those to test on; without it, k-NN leaves each image out of its ow
 Fields of the evaluation need no prefix: k=[5,20], few_labels=[10]. linear, svm, clusters
 and clid repeat with seeds=3. Ranks of torchrun share the images. Prints one JSON line last, with
 95 % intervals over the test images; with several models, one after each, which names the model.
-`selftask eval retrieval --help` says more of that one, likewise of those below it.
+`selftask eval retrieval --help` describes its options; so do those of the commands below it.
 {VERBOSITY}"""
 
 

@@ -25,9 +25,9 @@ train.epochs=50 train.batch_size=32 optimizer.lr=1e-3: what to change first
 method.freeze_backbone=true  trains the classifier alone
 weights=FILE  for timm: and torchvision: the weights to start from
 prefix=NAME.  the tensors under this prefix, of a file with several networks
-init.backbone=null  starts from random weights: what pretraining is to be compared with
+init.backbone=null  starts from random weights, as a baseline for pretraining
 image_size=PIXELS  default: that of the model; positions of a vision transformer are interpolated
-out=DIR       default: runs/finetune_NAME; the same command again goes on after a stop
+out=DIR       default: runs/finetune_NAME; the same command again resumes the run
 {TRUST}
 
 It is `selftask train {RECIPE} init.backbone=RUN_OR_MODEL` with the model's backbone, size and
