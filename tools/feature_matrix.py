@@ -55,11 +55,11 @@ def read_table() -> list[Row]:
 def page(rows: list[Row]) -> str:
     """Return the page in Markdown."""
     lines = [
-        "# Features of other trainers, and where they are here",
+        "# Features of other trainers",
         "",
-        "Written by `python tools/feature_matrix.py` from `feature-matrix.tsv`; a test checks that",
-        "every file, test and command named here exists. Essential features are in bold.",
-        "A feature is described as the other trainer has it: names and figures are its own.",
+        "For each feature of other trainers, in their words: whether selftask has it, in which file,",
+        "and which test shows it. Essential features are in bold. A test checks that every file, test",
+        "and command exists. `python tools/feature_matrix.py` writes this page.",
         "",
         "| | " + " | ".join(STATES) + " |",
         "|---|" + "---|" * len(STATES),
@@ -67,7 +67,7 @@ def page(rows: list[Row]) -> str:
         _counts("essential, of all", [r for r in rows if r.essential]),
     ]
     for key, title in SOURCES.items():
-        lines += ["", f"## {title}", "", "| id | feature | status | home and proof, or why not |"]
+        lines += ["", f"## {title}", "", "| id | feature | status | file and test, or reason |"]
         lines += ["|---|---|---|---|", *(_line(row) for row in rows if row.id[0] == key)]
     return "\n".join(lines) + "\n"
 

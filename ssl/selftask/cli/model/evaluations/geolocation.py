@@ -18,8 +18,8 @@ coordinates=FILE.csv  columns path,latitude,longitude (degrees) of all images; p
 data=DIR      images with known places; default: those of the run
 data.val=DIR  those to place; without it each image is placed by the others
 distances=[1,25,200,750,2500]  in km
-k=1           number of neighbors; of several, the one with most others near it gives the place,
-              bandwidth=25: as a Gaussian of so many km
+k=1           number of neighbors; with several, the place is that of the neighbor with the highest
+              density of the others, a sum of Gaussians of bandwidth=25 km
 {WEIGHTS}
 {VERBOSITY}"""
 
