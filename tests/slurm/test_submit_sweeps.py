@@ -34,6 +34,11 @@ def test_sweep_names_are_folders_and_differ() -> None:
     assert not any(set(name) & set("/ ,'=") for name in names)
 
 
+def test_commas_in_the_braces_of_a_pattern_separate_no_runs() -> None:
+    points = expand_sweep(["data=/x/{a,b}/*.jpg,y-{0,1}.tar"])
+    assert [p.overrides for p in points] == [["data=/x/{a,b}/*.jpg"], ["data=y-{0,1}.tar"]]
+
+
 @pytest.mark.parametrize("word", ["out=a,b", "launch.nodes=1,2"])
 def test_sweep_refuses_what_all_share(word: str) -> None:
     with pytest.raises(ConfigError, match=word.partition("=")[0]):

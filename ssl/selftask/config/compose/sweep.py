@@ -13,6 +13,8 @@ from selftask.config.keys import is_path
 from selftask.errors import ConfigError, UserError
 from selftask.files.paths import exists, expand_user
 
+_OUTSIDE_BRACES = re.compile(r",(?![^{}]*\})")  # a comma, except in a pattern such as {a,b}/*.jpg
+
 T = TypeVar("T")
 
 
@@ -85,7 +87,7 @@ def _choices(text: str) -> tuple[str, list[str]]:
     except UserError:
         return name, [text]
     if parsed is None:
-        return name, [f"{name}={one}" for one in value.split(",")]
+        return name, [f"{name}={one}" for one in _OUTSIDE_BRACES.split(value)]
     if not parsed.is_sweep_override() or not parsed.is_choice_sweep():
         return name, [text]
     if name.startswith("launch.slurm."):  # a list for sbatch: partition=a,b
