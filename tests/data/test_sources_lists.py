@@ -75,9 +75,22 @@ def test_tsv_without_header_and_missing_labels(tmp_path: Path, pixels: list[np.n
     check(
         build("table", path=str(tmp_path / "list.tsv")), [pixels[i] for i in (1, 3, 0)], [3, -1, 1]
     )
+    (tmp_path / "list.tsv").write_text("a/1.png\t10\nb/3.png\t-1\na/0.png\t2\n")
+    numbered = build("table", path=str(tmp_path / "list.tsv"))
+    assert (numbered.labels.tolist(), numbered.class_names()) == ([10, -1, 2], None)
     (tmp_path / "list.csv").write_text("5;a/1.png\n6;b/3.png\n")
     source = build("table", path=str(tmp_path / "list.csv"), column="1", delimiter=";")
     check(source, [pixels[1], pixels[3]], None)
+
+
+def test_captions_of_json_lines_may_hold_line_separators(
+    tmp_path: Path, pixels: list[np.ndarray]
+) -> None:
+    text = "two\u2028lines\x85"
+    row = json.dumps({"path": NAMES[0], "caption": text}, ensure_ascii=False)
+    (tmp_path / "list.jsonl").write_text(f"{row}\r\n\n{row}\n", encoding="utf-8")
+    source = build("table", path=str(tmp_path / "list.jsonl"), caption="caption")
+    assert [source.extra(row, "caption") for row in range(2)] == [text, text]
 
 
 def test_parquet(tmp_path: Path, pixels: list[np.ndarray]) -> None:

@@ -349,7 +349,7 @@ def _read_json(file: Path, config: TableSource.Config, root: str) -> Table:
     expected = "a list of objects" if whole else "an object a line"
     with explained(f"data: {file} is not {expected}"):
         text = file.read_text(encoding="utf-8-sig")
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         rows = json.loads(text) if whole else [json.loads(line) for _, line in lines]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"data: {file} is not {expected}")
