@@ -218,7 +218,7 @@ def test_hydras_grammar(project: Path) -> None:
 
 
 SCALARS = (
-    "1 -1 +1 01 08 1_000 0x1f 1:30 1. .5 -.5 1.5 1e3 1e-3 1E-3 1.5e+3 -1e3 1_0.5e1 .5e-3 1e 1e- e3 "
+    "1 -1 +1 01 08 1_000 0x1f 1. .5 -.5 1.5 1e3 1e-3 1E-3 1.5e+3 -1e3 1_0.5e1 .5e-3 1e 1e- e3 "
     ".inf -.inf yes no on null ~ 2026-11-28 2026-11-28T10:00:00 1.2.3 '1e3'"
 )
 
@@ -232,6 +232,14 @@ def test_scalars_of_a_recipe_are_those_of_omegaconf(tmp_path: Path) -> None:
     assert {key: repr(value) for key, value in values.items()} == {
         str(key): repr(value) for key, value in expected.items()
     }
+
+
+def test_a_time_in_a_recipe_is_text_as_on_the_command_line(project: Path) -> None:
+    text = "defaults: [my.yaml, _self_]\nlaunch: {slurm: {time: 36:00:00, qos: 0:30}}\n"
+    Path("timed.yaml").write_text(text)
+    in_file = load_config("timed.yaml", []).launch.slurm
+    assert in_file == load("launch.slurm={time: '36:00:00', qos: '0:30'}").launch.slurm
+    assert in_file["time"] == "36:00:00"
 
 
 def test_short_form_from_the_environment(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

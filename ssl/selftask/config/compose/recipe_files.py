@@ -68,15 +68,20 @@ _FRAMEWORKS = {
 }
 _OF_MMSELFSUP = ("_base_", "default_scope", "model = dict(", "model=dict(")
 
+_TEXT = yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG
+_TIME = re.compile(r"[-+0-9_]+:")
+_EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
+
 
 class _Loader(yaml.SafeLoader):
     """Reads scalars as OmegaConf does: ``1e-3`` is a number, a date is text.
 
+    A time is text as well, as on the command line: in OmegaConf and yaml, ``1:00:00`` is 3600.
     OmegaConf's own loader is private, and newer versions of it have none.
     """
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        first: [(_TEXT, _TIME), *(r for r in resolvers if not r[0].endswith(":timestamp"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -90,8 +95,6 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_TEXT = yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG
-_EXPONENT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789."))
 
 
