@@ -30,6 +30,7 @@ from selftask.config.values.coerce import Mismatch, convert
         ({"a": 1}, dict[str, float], {"a": 1.0}),
         ({"a": [1]}, float | dict[str, Any], {"a": [1]}),
         ("mean", Literal["sum", "mean"], "mean"),
+        (False, Literal["no", "zero"], "no"),
     ],
 )
 def test_values_are_converted_to_their_annotation(

@@ -142,6 +142,8 @@ def _scalar(value: Any, kind: type) -> Any:
 
 
 def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
+    if value is False and "no" in choices:  # yaml reads the word as false
+        return "no"
     for choice in choices:
         if value == choice and isinstance(value, bool) == isinstance(choice, bool):
             return choice
