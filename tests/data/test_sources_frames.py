@@ -66,6 +66,12 @@ def test_labels_are_those_of_the_frames_that_begin_a_sample(clips: str, tmp_path
         assert source.labels.tolist() == [0, 1, 1, 1]
 
 
+@pytest.mark.parametrize("clip", [5, 9, 12, 20])  # of clips of 4, 3 and 1 frames
+def test_clips_longer_than_all_frames_are_refused(clips: str, clip: int) -> None:
+    with pytest.raises(UserError, match=f"data.clip={clip}: no clip of .* has so many frames"):
+        build(path=clips, clip=clip)
+
+
 def test_damaged_huge_and_missing_frames_are_reported(
     clips: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

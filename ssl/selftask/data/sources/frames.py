@@ -52,7 +52,7 @@ class Frames(FileSource):
         if config.next is not None:
             offsets["next"] = config.next
         later = max(offsets.values(), default=0)
-        firsts = np.flatnonzero(clip_of[: len(rows) - later] == clip_of[later:])
+        firsts = np.flatnonzero(clip_of[: max(0, len(rows) - later)] == clip_of[later:])
         if not len(firsts):
             asked = {"next": config.next, "clip": config.clip}
             keys = ", ".join(f"data.{name}={value}" for name, value in asked.items() if value)
