@@ -312,6 +312,9 @@ def test_wrong_weights(tmp_path: Path, text: str | None, message: str) -> None:
         (tmp_path / "w.txt").write_text(text)
     with pytest.raises(UserError, match=message):
         make("weighted", 3, 2, weights=str(tmp_path / "w.txt"))
+    (tmp_path / "w.npy").touch()
+    with pytest.raises(UserError, match=r"w\.npy': expected \.npy, or one number a line"):
+        make("weighted", 3, 2, weights=str(tmp_path / "w.npy"))
 
 
 def test_debugging_samplers() -> None:

@@ -73,6 +73,8 @@ def spoil(folder: Path, change: str) -> None:
         np.save(path, np.load(path)[None])
     elif change == "damaged":
         path.write_bytes(path.read_bytes()[:90])
+    elif change == "empty":
+        path.write_bytes(b"")
     elif change == "gray":
         path.unlink()
         Image.fromarray(np.ones((56, 56), np.uint8)).save(path.with_suffix(".png"))
@@ -85,6 +87,7 @@ def spoil(folder: Path, change: str) -> None:
         ("size", [], "1.npy: has 56x54 pixels, and"),
         ("shape", [], "1.npy: an array float32 of shape (1, 56, 56); numbers (H, W)"),
         ("damaged", [], "1.npy: the depth map cannot be read: "),
+        ("empty", [], "1.npy: the depth map cannot be read: "),
         ("gray", [], "1.png: has mode L; a PNG of 16 bits or a .npy is expected"),
         ("", ["max_depth=0.5"], "data: no depth is from min_depth=0.001 to max_depth=0.5"),
         ("", ["min_depth=20"], "min_depth: 20; must be below max_depth=10"),

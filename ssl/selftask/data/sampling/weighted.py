@@ -72,7 +72,7 @@ def _read(path: str, num_images: int) -> np.ndarray:
         weights = np.asarray(values, dtype=np.float64)
     except OSError as error:
         raise UserError(f"{what}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (EOFError, TypeError, ValueError) as error:
         raise UserError(f"{what}: expected .npy, or one number a line: {error}") from error
     if weights.shape != (num_images,):
         raise UserError(f"{what}: shape {weights.shape} for {num_images} images; one each is right")

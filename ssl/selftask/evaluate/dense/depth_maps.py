@@ -71,7 +71,7 @@ def read_depth(path: str, unit: float) -> np.ndarray:
     try:
         data = read_bytes(path)
         if path.endswith(".npy"):
-            depth = np.load(io.BytesIO(data), allow_pickle=False)
+            depth = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
             if depth.ndim != 2 or depth.dtype.kind not in "fiu":
                 raise UserError(
                     f"{path}: an array {depth.dtype} of shape {depth.shape}; numbers (H, W) are "
