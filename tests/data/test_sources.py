@@ -157,6 +157,8 @@ def test_array_file(tmp_path: Path) -> None:
     source = build("array", path=str(tmp_path / "x.npz"))
     assert np.array_equal(np.asarray(source[4][0]), images[4])
     assert (source[4][1], source.num_classes) == (1, 3)
+    np.savez(tmp_path / "b.npz", images=images, labels=np.array(["öl".encode(), b"rot"] * 3))
+    assert build("array", path=str(tmp_path / "b.npz")).class_names() == ["rot", "öl"]
     np.save(tmp_path / "x.npy", images)
     mapped = build("array", path=str(tmp_path / "x.npy"))
     assert np.array_equal(np.asarray(mapped[4][0]), images[4])

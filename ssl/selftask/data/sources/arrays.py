@@ -56,7 +56,7 @@ class ArrayFile(Source):
         if labels is not None:
             self.labels = label_numbers(labels, self.file)
             if labels.dtype.kind in "US":
-                self._classes = name_classes(labels.astype(str).tolist())
+                self._classes = name_classes(_texts(labels))
 
     def _kind(self, name: str) -> ExtraKind:
         """Return the kind of an extra array; raises UserError if its length is wrong."""
@@ -166,7 +166,7 @@ def label_numbers(labels: np.ndarray, file: str) -> np.ndarray:
         UserError: If the labels are neither.
     """
     if labels.dtype.kind in "US":
-        return number_labels(labels.astype(str).tolist())
+        return number_labels(_texts(labels))
     with np.errstate(invalid="ignore"):  # NaN becomes a number, which differs from it
         whole = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
     if whole is None or not np.array_equal(whole, labels):
@@ -175,3 +175,10 @@ def label_numbers(labels: np.ndarray, file: str) -> np.ndarray:
             " (data.labels=null leaves them out)"
         )
     return whole
+
+
+def _texts(labels: np.ndarray) -> list[str]:
+    """Return labels as texts; bytes are UTF-8."""
+    is_bytes = labels.dtype.kind == "S"
+    texts: Any = np.char.decode(labels, "utf-8", "surrogateescape") if is_bytes else labels
+    return texts.tolist()
