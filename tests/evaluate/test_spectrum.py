@@ -43,6 +43,19 @@ def test_alpha_is_the_exponent_of_a_power_law() -> None:
     assert alpha(3.0 * rank**-1.7, 3, 100) == pytest.approx(1.7, rel=1e-12)
 
 
+def test_alpha_leaves_out_eigenvalues_that_are_zero() -> None:
+    scale = torch.arange(1, 121) ** -0.5
+    few = draw(1, 90, 120).float() * scale  # centered, so that the last of 90 eigenvalues is 0
+    constant = torch.cat([draw(2, 500, 60).float() * scale[:60], torch.ones(500, 20)], dim=1)
+    for features, last in ((few, 89), (constant, 60)):
+        images = Features(features, torch.zeros(len(features)).long(), torch.arange(len(features)))
+        variances = _eigenvalues(features.double() - features.double().mean(dim=0))
+        assert Spectrum()(images, images)["alpha"] == pytest.approx(alpha(variances[:last], 3, 100))
+    equal = Features(torch.ones(9, 9), torch.zeros(9).long(), torch.arange(9))
+    row = Spectrum()(equal, equal)
+    assert (row["alpha"], row["nesum"]) == (0, 0)
+
+
 def test_uniformity_as_a_loop_over_pairs() -> None:
     units = [row / row.norm() for row in draw(3, 7, 4)]
     pairs = [(a, b) for i, a in enumerate(units) for j, b in enumerate(units) if i != j]

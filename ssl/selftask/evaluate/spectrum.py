@@ -20,6 +20,7 @@ from selftask.evaluate.features import Features, FileFeatures, FileRows, in_bloc
 from selftask.registry import register_evaluation
 
 _EPS = 1e-7  # RankMe, eq. 1
+_ZERO = 1e-13  # smaller eigenvalues, relative to the largest, are rounding errors
 _COMPARED = 4096  # first images, of whose pairs the uniformity is
 
 
@@ -38,7 +39,7 @@ class Spectrum:
     first: int = setting(3, min=1)
     """First eigenvalue of the fit of ``alpha``, counted from the largest, 1."""
     last: int = setting(100, min=2)
-    """Last eigenvalue of the fit; at most as many as there are."""
+    """Last eigenvalue of the fit; those that are 0 are left out."""
 
     def problems(self, config: dict[str, Any] | None = None) -> Iterator[str]:
         if self.last <= self.first:
@@ -64,7 +65,7 @@ class Spectrum:
         return {
             "rankme": rankme(features),
             "alpha": alpha(variances, self.first, self.last),
-            "nesum": float(variances.sum() / variances[0]),
+            "nesum": float(variances.sum() / variances[0].clamp(min=1e-300)),
             "feature_uniformity": uniformity(features[:_COMPARED].double()),
         }
 
@@ -88,13 +89,14 @@ def alpha(variances: Tensor, first: int, last: int) -> float:
     Args:
         variances: Eigenvalues (E,), descending.
         first: Rank of the first eigenvalue of the fit, from 1.
-        last: Rank of the last one.
+        last: Rank of the last one; eigenvalues of 0, as of constant features, are left out.
     """
-    chosen = variances[first - 1 : last].clamp(min=1e-300)
+    chosen = variances[first - 1 : last]
+    chosen = chosen[chosen > _ZERO * variances[0]]
     rank = torch.arange(first, first + len(chosen), dtype=chosen.dtype, device=chosen.device)
     x, y, weight = rank.log(), chosen.log(), 1 / rank
     x = x - (weight * x).sum() / weight.sum()
-    return float(-(weight * x * y).sum() / (weight * x.square()).sum())
+    return float(-(weight * x * y).sum() / (weight * x.square()).sum().clamp(min=1e-300))
 
 
 def uniformity(features: Tensor) -> float:
