@@ -86,5 +86,5 @@ def _changes(
         elif value != before or (renamed and name not in SHARED.get(key, ())):
             yield inner, value, before
     if key in NAMED_ENTRIES or key == ("views",):
-        for name in base.keys() - values.keys():
+        for name in (name for name in base if name not in values):
             yield (*key, name), None, base[name]
