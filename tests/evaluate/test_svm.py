@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import scipy.optimize
@@ -91,6 +93,27 @@ def test_the_better_cost_is_chosen_for_training_images() -> None:
     low, high = (SVM(costs=[cost])(*sets) for cost in (1e-4, 1e2))
     assert low["svm_map"] < 0.7 < 0.9 < high["svm_map"]
     assert SVM(costs=[1e-4, 1e2])(*sets) == SVM(costs=[1e2, 1e-4])(*sets) == high
+
+
+def test_each_fold_has_all_classes_although_the_images_are_sorted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order = blobs(90, 0).targets.argsort(stable=True)
+    train, folds = blobs(90, 0)[order], list[set[int]]()
+
+    def score(machine: Any, x: Any, y: Any, *, cv: Any, scoring: str) -> np.ndarray:
+        folds.extend({*train.targets[test].tolist()} for _, test in cv.split(x, y))
+        return np.zeros(3)
+
+    monkeypatch.setattr("sklearn.model_selection.cross_val_score", score)
+    SVM()(train, blobs(60, 1))
+    assert folds == [{0, 1, 2}] * len(folds) != []
+
+
+def test_one_class_is_refused() -> None:
+    alone = blobs(90, 0)[blobs(90, 0).targets == 1]
+    with pytest.raises(UserError, match="costs: all training images are of class 1"):
+        SVM()(alone, alone)
 
 
 def test_few_labels_are_drawn_of_each_class_and_averaged() -> None:

@@ -10,6 +10,7 @@ N images, E features, C classes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from selftask.config.fields import setting
 from selftask.distributed.heartbeat import track
 from selftask.evaluate.features import Features
 from selftask.evaluate.figure import Figure
-from selftask.evaluate.label_counts import FewLabels
+from selftask.evaluate.label_counts import FewLabels, LabelCounts
 from selftask.registry import register_evaluation
 
 
@@ -40,6 +41,12 @@ class SVM(FewLabels):
     """Number of folds of the cross-validation that chooses the cost."""
     iterations: int = setting(2000, min=1)
     """Maximum number of iterations of liblinear."""
+
+    def label_problems(self, counts: LabelCounts) -> Iterator[str]:
+        yield from super().label_problems(counts)
+        if len(counts.classes) == 1:
+            name = counts.name(counts.classes[0])
+            yield f"costs: all training images are of class {name}; a machine separates two or more"
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return the accuracy and mean average precision of test images, by metric name."""
@@ -81,7 +88,7 @@ class SVM(FewLabels):
         cost = self.costs[0]
         folds = min(self.folds, int(is_class.sum()), int((~is_class).sum()))
         if len(self.costs) > 1 and folds > 1:
-            split = StratifiedKFold(folds)
+            split = StratifiedKFold(folds, shuffle=True, random_state=self.seed)  # of all classes
             means = [
                 cross_val_score(
                     self._machine(cost), x, is_class, cv=split, scoring="average_precision"
