@@ -227,6 +227,11 @@ def test_wrapped_modules_export_clean_keys(resnet: nn.Module) -> None:
     assert _same(portable_state(compiled), dict(resnet.state_dict()))
 
 
+def test_own_names_like_those_of_wrappers_are_kept() -> None:
+    own = nn.ModuleDict({"patch_module": nn.Linear(2, 2), "module": nn.Linear(2, 2)})
+    assert portable_state(own).keys() == own.state_dict().keys()
+
+
 def test_libraries_by_address(resnet: nn.Module, tmp_path: Path) -> None:
     backbone, facts = open_model("timm:resnet18", weights="none")
     assert facts["architecture"]["args"]["model"] == "resnet18" and facts["embed_dim"] == 512

@@ -17,6 +17,7 @@ from selftask.files.replace import replacing
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.features.extract import fixed_size
+from selftask.models.weights.layouts import WRAPPERS
 from selftask.registry import TRANSFORMS
 
 WEIGHTS = "backbone.pt"
@@ -158,9 +159,7 @@ def portable_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the state dict as CPU tensors that own their memory, without keys of wrappers."""
     clean: dict[str, Tensor] = {}
     for key, value in module.state_dict().items():
-        for wrapper in ("module.", "_orig_mod.", "_fsdp_wrapped_module."):
-            key = key.replace(wrapper, "")
-        clean[key] = value.detach().to("cpu", copy=True).contiguous()
+        clean[WRAPPERS.sub("", key)] = value.detach().to("cpu", copy=True).contiguous()
     return clean
 
 

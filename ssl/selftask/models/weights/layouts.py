@@ -18,7 +18,7 @@ from torch import Tensor
 
 State = Mapping[str, Tensor]
 
-_WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts of keys added by torch.compile, FSDP and activation checkpointing."""
 
 
@@ -186,7 +186,7 @@ def place(state: State, backbone: State) -> Placement:
     some key of the backbone. The result with the most tensors of equal name and shape is used; ties
     are resolved by the order of ``LAYOUTS``, then by the shorter prefix.
     """
-    clean = with_statistics({_WRAPPERS.sub("", key): value for key, value in state.items()})
+    clean = with_statistics({WRAPPERS.sub("", key): value for key, value in state.items()})
     clean = with_masked_biases(clean, backbone)
     forms: list[tuple[tuple[int, int], dict[str, str], list[str]]] = []
     for layout in (_PLAIN, *(row for row in LAYOUTS if row.renames)):
