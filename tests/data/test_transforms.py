@@ -113,6 +113,12 @@ def test_resize_and_center_crop(photo: np.ndarray, size: int) -> None:
         assert_close(build("center_crop", size=size)(image, rng()), center)
 
 
+def test_a_line_is_resized_as_far_as_the_kernel_can() -> None:
+    """A longer side of 70,000 pixels would be beyond its limit."""
+    pipeline = Compose([build("resize", size=100), build("center_crop", size=80)])
+    assert pipeline(np.full((700, 1, 3), 7, np.uint8), rng()).tolist() == [[[7] * 3] * 80] * 80
+
+
 def test_random_crop(photo: np.ndarray) -> None:
     padded = np.asarray(F.pad(pillow(photo), [4]))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (32, 32), axis=(0, 1))

@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.kernel import Filter, Op
+from selftask.data.kernel import MAX_SIDE, Filter, Op
 from selftask.data.transforms.boxes import Box, first_fit, random_box
 from selftask.data.transforms.channels import by_groups
 from selftask.data.transforms.resampling import resize
@@ -98,7 +98,10 @@ class RandomResizedCrop(Transform):
 @register_transform("resize")
 @dataclass(frozen=True, kw_only=True)
 class Resize(Transform):
-    """Resize the shorter side to ``size``, keeping the aspect ratio."""
+    """Resize the shorter side to ``size``, keeping the aspect ratio.
+
+    The longer side gets at most 65,535 pixels, also if the image is a line.
+    """
 
     resizes = "shorter side"
     is_random = False
@@ -115,8 +118,8 @@ class Resize(Transform):
         if min(height, width) == self.size:
             return None
         if width <= height:
-            return height, width, max(1, int(self.size * height / width)), self.size
-        return height, width, self.size, max(1, int(self.size * width / height))
+            return height, width, min(MAX_SIDE, int(self.size * height / width)), self.size
+        return height, width, self.size, min(MAX_SIDE, int(self.size * width / height))
 
     def apply(self, image: np.ndarray, params: tuple[int, int, int, int]) -> np.ndarray:
         return resize(image, *params[2:], self.interpolation)
