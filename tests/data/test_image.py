@@ -168,6 +168,8 @@ def test_arrays_of_any_layout() -> None:
     assert np.array_equal((from_array(gray)), gray.repeat(3, axis=2))
     with pytest.raises(ValueError, match=r"\(5, 7, 6\)"):
         from_array(np.zeros((5, 7, 6)))
+    with pytest.raises(ValueError, match=r"\(0, 7, 3\) has no pixels"):
+        from_array(np.zeros((0, 7, 3), dtype=np.uint8))
 
 
 def test_torch_tensors_are_images_too() -> None:

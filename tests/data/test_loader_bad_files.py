@@ -218,3 +218,15 @@ def test_samples_that_are_none_are_replaced(tmp_path: Path) -> None:
     shown = torch.cat([sample.index for sample in samples])
     assert len(shown) == 60 and not {3, 44} & set(shown.tolist())
     assert listed.read_text().splitlines()[0].partition("\t")[2] == "the data set returned None"
+
+
+def test_items_as_torch_and_pillow_have_them(tmp_path: Path) -> None:
+    """A TensorDataset of images gives tuples of one; Pillow reads pixels after the item is made."""
+    images = torch.arange(75, dtype=torch.uint8).reshape(1, 3, 5, 5)
+    pixels, label = DatasetSource(torch.utils.data.TensorDataset(images), "mine")[0]
+    assert (pixels[0, 0].tolist(), label) == ([0, 25, 50], -1)
+    Image.effect_noise((64, 64), 90.0).save(tmp_path / "cut.jpg")
+    content = (tmp_path / "cut.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(content[: len(content) // 2])
+    with pytest.raises(BadImage, match=r"^mine\[0\]: image file is truncated"):
+        DatasetSource([Image.open(tmp_path / "cut.jpg")], "mine")[0]

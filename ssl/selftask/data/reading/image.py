@@ -192,8 +192,10 @@ def from_array(array: np.ndarray, channels: int = 3) -> np.ndarray:
         channels: Number of channels of the result.
 
     Raises:
-        ValueError: If the array has another shape.
+        ValueError: If the array has another shape, or no pixels.
     """
+    if not array.size:
+        raise ValueError(f"an array of shape {array.shape} has no pixels")
     if channels != 3:
         return _of_channels(array, channels)
     if array.ndim == 3 and array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):

@@ -13,7 +13,7 @@ from selftask.config.extensions import explain_failure, import_object
 from selftask.config.fields import setting
 from selftask.data.reading.class_numbers import NO_LABEL
 from selftask.data.reading.files import BadImage, now_reading
-from selftask.data.reading.image import as_pixels
+from selftask.data.reading.image import as_pixels, reason_of
 from selftask.data.source import ExtraKind, Source
 from selftask.errors import UserError, check_known, explained
 from selftask.files.paths import is_folder
@@ -53,7 +53,7 @@ class DatasetSource(Source):
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         item = self._item(index)
-        image, label = (item[0], item[1]) if isinstance(item, tuple | list) else (item, NO_LABEL)
+        image, label = (*item, NO_LABEL)[:2] if isinstance(item, tuple | list) else (item, NO_LABEL)
         return self._pixels(image, index), _as_label(label)
 
     def extra(self, index: int, name: str) -> Any:
@@ -89,8 +89,10 @@ class DatasetSource(Source):
     def _pixels(self, image: Any, index: int) -> np.ndarray:
         try:
             return as_pixels(image, self.channels)
-        except ValueError as error:
-            raise BadImage(self.path(index), str(error)) from error
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow decodes an opened image only now
+            raise BadImage(self.path(index), reason_of(error)) from error
 
     def path(self, index: int) -> str:
         return f"{self.name}[{index}]"
