@@ -11,6 +11,7 @@ import pytest
 from selftask.data.loading.data_stall import TOO_MUCH
 from selftask.hooks.watching.limits import COLLAPSED, MIN_RANK
 from selftask.report.record import RunRecord
+from selftask.report.time_spent import run_parts
 from selftask.report.verdict import Verdict, collapse_limits, data_wait, verdict_of
 
 FINISHED = {"state": "finished", "step": 200}
@@ -163,6 +164,21 @@ def test_the_first_row_does_not_wait() -> None:
         {"step": 25, "step_s": 1.0, "data_wait": 1},
     ]
     assert data_wait(two) == pytest.approx(0.75)
+
+
+def test_evaluations_are_no_training() -> None:
+    """``step_s`` includes those between steps, so that their time was counted twice."""
+    timed = [{"step": 50 * n, "step_s": 2.0, "data_wait": 0.1, "lr": 0.1} for n in (1, 2, 3)]
+    by_step = {0: 30.0, 50: 40.0, 100: 60.0, 150: 50.0}  # the first and last outside of steps
+    evaluations = [{"step": step, "eval_s": seconds} for step, seconds in by_step.items()]
+    first, second, third, last = evaluations
+    mixed = [first, second, timed[0], third, timed[1], timed[2], last]
+    events = [event("start"), {**event("finish"), "time": "2026-01-01T00:06:30+00:00"}]
+    record = RunRecord(Path("run"), rows=mixed, events=events)
+    assert record.clock.seconds == [0.0, 60.0, 100.0, 200.0]
+    parts = {"training": 200.0, "evaluations": 180.0, "start, stop, pauses": 10.0}
+    assert run_parts(record) == pytest.approx(parts)
+    assert data_wait(mixed) == pytest.approx(20 / 140)
 
 
 def test_headline_reports_how_the_run_ended() -> None:

@@ -49,7 +49,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Clock:
-    """Epochs and seconds of training by step, without the time between attempts; from step 0."""
+    """Epochs and seconds of training by step, without evaluations and the time between attempts."""
 
     steps: Sequence[int]
     epochs: Sequence[float]
@@ -186,14 +186,18 @@ class RunRecord:
 
     @cached_property
     def clock(self) -> Clock:
-        """Epochs and training time at each row of training."""
+        """Epochs and training time at each row of training; ``step_s`` includes evaluations."""
         steps, epochs, seconds = [0], [0.0], [0.0]
+        evaluated_s = 0.0  # since the last row; the evaluation at step 0 is before the first step
         for row in self.rows:
+            evaluated_s += row.get("eval_s", 0.0) if row["step"] else 0.0
             if "step_s" not in row or row["step"] <= steps[-1]:
                 continue
-            seconds.append(seconds[-1] + row["step_s"] * (row["step"] - steps[-1]))
+            passed_s = row["step_s"] * (row["step"] - steps[-1])
+            seconds.append(seconds[-1] + max(0.0, passed_s - evaluated_s))
             epochs.append(row.get("epoch", 0.0))
             steps.append(row["step"])
+            evaluated_s = 0.0
         return Clock(steps, epochs, seconds)
 
     @property

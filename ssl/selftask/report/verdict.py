@@ -277,14 +277,18 @@ def data_wait(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
     The first row is ignored, since it includes the start of the workers.
     """
-    timed = [row for row in rows if row.get("data_wait") is not None and row.get("step_s")]
-    if len(timed) < 2:
-        return None
-    waited = total = 0.0
-    for before, row in pairwise(timed):
-        seconds = row["step_s"] * max(1, row["step"] - before["step"])
-        waited, total = waited + seconds * row["data_wait"], total + seconds
-    return waited / total
+    waited_s = trained_s = evaluated_s = 0.0
+    before: int | None = None
+    for row in rows:
+        evaluated_s += row.get("eval_s", 0.0)
+        if row.get("data_wait") is None or not row.get("step_s"):
+            continue
+        if before is not None:
+            seconds = row["step_s"] * max(1, row["step"] - before)  # with evaluations
+            waited_s += seconds * row["data_wait"]
+            trained_s += max(0.0, seconds - evaluated_s)
+        before, evaluated_s = row["step"], 0.0
+    return min(1.0, waited_s / trained_s) if trained_s else None
 
 
 def _data_wait(record: RunRecord) -> list[Finding]:
