@@ -17,6 +17,8 @@ from selftask.cli.main import main
 from selftask.report.overview.durations import show_seconds
 from selftask.report.overview.find import find_runs
 from selftask.report.overview.run_line import read_line
+from selftask.report.overview.table import small_is_good
+from selftask.report.record import RunRecord
 from selftask.slurm import queue
 
 
@@ -69,6 +71,25 @@ def test_states_and_reasons(runs: Path, capsys: pytest.CaptureFixture[str]) -> N
     going = by_name["runs/deep/er/going"]
     assert (going["step"], going["total_steps"], going["share"]) == (5, 20, 0.25)
     assert 38 < float(str(going["eta_s"])) <= 40
+
+
+def test_a_long_evaluation_is_no_hang(tmp_path: Path) -> None:
+    going = write_run(tmp_path / "run", "running", steps=9, age_s=500.0)
+    text = (going / "metrics.jsonl").read_text()
+    for seconds, state in ((100.0, "hung"), (300.0, "running")):
+        evaluation = json.dumps({"step": 9, "knn_top1": 0.5, "eval_s": seconds})
+        (going / "metrics.jsonl").write_text(f"{text}{evaluation}\n")
+        os.utime(going / "metrics.jsonl", (time.time() - 500,) * 2)
+        assert read_line(going).state == RunRecord.read(going).state == state
+
+
+def test_a_killed_run_lasted_until_its_last_event(tmp_path: Path) -> None:
+    """Its status is that of its start."""
+    killed = write_run(tmp_path / "run", "running", pid=dead_process(), age_s=7200.0)
+    later = {"time": "2100-01-01T00:00:00+00:00", "step": 9, "event": "checkpoint", "text": ""}
+    (killed / "events.jsonl").write_text(json.dumps(later) + "\n")
+    ended = RunRecord.read(killed).ended
+    assert ended is not None and ended.isoformat().startswith(("2099", "2100"))
 
 
 def test_the_table_sorts_filters_and_adds_notes(

@@ -195,6 +195,8 @@ def test_headline_reports_how_the_run_ended() -> None:
     assert judge(rows(), [], requeued).headline.endswith("waits in the queue")
     lost = judge(rows(), [], {"state": "running"}, lost="no heartbeat for 9 min")
     assert (lost.kind, lost.headline) == ("bad", "does not run any more: no heartbeat for 9 min")
+    hung = judge(rows(), [], {"state": "running"}, lost="no row for 9 min", state="hung")
+    assert hung.headline == "hangs: no row for 9 min"
 
 
 def test_what_else_is_worth_a_line() -> None:

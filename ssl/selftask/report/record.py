@@ -111,8 +111,9 @@ class RunRecord:
         state = str(record.status.get("state") or "unknown")
         record.state = state if is_sound else "unreadable"
         if record.state == "running":
-            interval_s = record._interval_s()
-            record.state, record.lost = judge(folder, record.status, interval_s, record.read_at)
+            times = record._interval_s(), record.read_at
+            eval_s = record.last("eval_s")
+            record.state, record.lost = judge(folder, record.status, *times, eval_s=eval_s)
         return record
 
     @property
@@ -155,12 +156,13 @@ class RunRecord:
 
     @property
     def ended(self) -> datetime | None:
-        """Time of reading if the run is active, else of the status, of the last event, or None."""
+        """Time of reading if the run is active, else of its last status or event, or None."""
         if self.state == "running":
             return datetime.fromtimestamp(self.read_at).astimezone()
-        if self.status.get("updated"):
-            return datetime.fromtimestamp(float(self.status["updated"])).astimezone()
-        return _time_of(self.events[-1]) if self.events else None
+        times = [_time_of(event) for event in self.events[-1:]]
+        if self.status.get("updated"):  # of a killed run, its start
+            times.append(datetime.fromtimestamp(float(self.status["updated"])).astimezone())
+        return max(filter(None, times), default=None)
 
     @property
     def num_attempts(self) -> int:

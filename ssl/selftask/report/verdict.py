@@ -100,7 +100,8 @@ def _ended(record: RunRecord) -> Finding | None:
         after = "waits in the queue" if state == "requeued" else "the same command resumes it"
         return Finding("warning", f"{state}{at}{by}; {after}")
     if record.lost:
-        return Finding("bad", f"does not run any more: {record.lost}")
+        what = "hangs" if record.state == "hung" else "does not run any more"
+        return Finding("bad", f"{what}: {record.lost}")
     if state is None and not record.rows and not record.events:
         return Finding("plain", "nothing is recorded yet")
     return None

@@ -12,12 +12,18 @@ LOCK = ".lock"  # rank 0 touches it every 5 s while it runs
 SILENT_S = 180.0  # age of the lock file after which the process is assumed not to run
 LEAST_QUIET_S = 120.0  # minimum time without a row or event that is allowed
 QUIET_ROWS = 10  # allowed time in usual intervals between rows, if that is longer
+QUIET_EVALUATIONS = 2  # allowed time in durations of the last evaluation, if that is longer
 FIRST_ROW_S = 600.0  # allowed time before the first row, for scanning data and compilation
 _GROWING = ("metrics.jsonl", "events.jsonl", "log.txt")
 
 
 def judge(
-    folder: Path, status: dict[str, Any], interval_s: float | None, now: float
+    folder: Path,
+    status: dict[str, Any],
+    interval_s: float | None,
+    now: float,
+    *,
+    eval_s: float | None = None,
 ) -> tuple[str, str]:
     """Return ``running``, ``hung`` or ``lost``, and the reason for the last two.
 
@@ -26,6 +32,7 @@ def judge(
         status: Its ``status.json``.
         interval_s: Usual time between two rows in seconds, or None before there are two.
         now: Current time in seconds since 1970.
+        eval_s: Duration of the last evaluation during training in seconds, if there was one.
     """
     process = f"process {status.get('pid')} on {status.get('host')}"
     if is_gone(status):
@@ -37,6 +44,7 @@ def judge(
     quiet_s = min(ages, default=0.0)
     usual = "" if interval_s is None else f", usually one every {show_seconds(interval_s)}"
     limit = FIRST_ROW_S if interval_s is None else max(LEAST_QUIET_S, QUIET_ROWS * interval_s)
+    limit = max(limit, QUIET_EVALUATIONS * (eval_s or 0.0))
     if quiet_s > limit:
         return "hung", f"no row or event for {show_seconds(quiet_s)}{usual}; {process} is alive"
     return "running", ""

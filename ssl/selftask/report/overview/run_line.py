@@ -100,7 +100,7 @@ def _read(folder: Path, now: float) -> RunLine:
         return replace(line, state="unknown", note="status.json is missing")
     unreadable = unreadable_sentences(status)
     if line.state == "running":
-        state, note = judge(folder, status, rows.interval_s, now)
+        state, note = judge(folder, status, rows.interval_s, now, eval_s=rows.values.get("eval_s"))
         eta = rows.values.get("eta_s") if state == "running" else None
         eta = None if eta is None else max(0.0, eta - (age_s or 0.0))
         return replace(line, state=state, note=_joined(note, unreadable), eta_s=eta)
