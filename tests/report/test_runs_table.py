@@ -210,6 +210,41 @@ def test_folders_of_runs_are_not_searched_for_runs(tmp_path: Path) -> None:
     assert find_runs(tmp_path / "a").runs == [tmp_path / "a"]
 
 
+def test_a_folder_that_vanishes_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+    (tmp_path / "temporary").mkdir()
+    write_run(tmp_path / "a")
+
+    def scan(folder: Path) -> object:
+        if Path(folder).name == "temporary":
+            raise FileNotFoundError(2, "No such file or directory", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert find_runs(tmp_path).runs == [tmp_path / "a"]
+
+
+def test_which_values_are_good() -> None:
+    small = (
+        "loss",
+        "val_loss",
+        "step_s_median",
+        "eta_s",
+        "memory_mb",
+        "sketch/data_wait",
+        "ms_read",
+    )
+    large = (
+        "emb_std",
+        "ema_svm_top1",
+        "imagenet_sketch/knn_top1",
+        "glossy/knn_top1",
+        "images_per_s",
+    )
+    assert [small_is_good(n) for n in (*small, "correspondence_distance")] == [True] * 8
+    assert not any(map(small_is_good, large))
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

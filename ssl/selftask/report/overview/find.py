@@ -51,7 +51,7 @@ def _search(folder: Path, depth: int, result: Found) -> None:
         if entry.is_dir(follow_symlinks=False):
             try:
                 _search(Path(entry.path), depth - 1, result)
-            except PermissionError:
+            except OSError:  # closed, or removed in the meantime
                 continue
 
 

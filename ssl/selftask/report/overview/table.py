@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selftask.errors import UserError, aligned, nearest, printable_line
+from selftask.logs.rows import is_measured
 from selftask.report.overview.durations import show_seconds
 from selftask.report.overview.find import natural
 from selftask.report.overview.run_line import RunLine
@@ -20,8 +21,8 @@ STATES = (
 )
 TEXTS = ("run", "method", "recipe", "state", "job")  # columns of texts; the others are numbers
 MOST_EVALUATIONS = 3  # number of evaluation columns without `columns=`
-_ASCENDING = ("loss", "_s", "_mb", "wait", "error", "perplexity", "unreadable")
-"""Parts of the names of columns whose small values are good."""
+_ASCENDING = ("loss", "error", "perplexity", "distance", "unreadable")
+"""Parts of the names of metrics whose small values are good, as those of times and memory."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,10 @@ def _plain(state: str) -> set[str]:
 def small_is_good(column: str) -> bool:
     """Return whether a table sorted by this column starts with the smallest value."""
     fixed = column in ("age", "eta", "run", "method", "recipe", "job", "state")
-    of_speed = column.endswith("per_s")
-    return fixed or (not of_speed and any(part in column for part in _ASCENDING))
+    metric = column.rpartition("/")[2]  # without the name of a validation set
+    if is_measured(metric):
+        return not metric.endswith("per_s")
+    return fixed or any(part in metric for part in _ASCENDING)
 
 
 def sort_by(lines: Iterable[RunLine], column: str) -> list[RunLine]:
