@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,13 +12,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from run_folders import write_run
+from run_folders import row, write_run
 from selftask.cli.main import main
 from selftask.errors import UserError
 from selftask.report.compare.comparison_page import read_comparison
 from selftask.report.compare.differences import differing, flat, short_names
 from selftask.report.compare.interval import interval
 from selftask.report.compare.tables import show_rate
+from selftask.report.record import RunRecord
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 30])
@@ -94,6 +97,16 @@ def test_groups_means_and_ranking(sweep: Path) -> None:
         read_comparison(sorted(sweep.iterdir()), "knn_top")
 
 
+def test_evaluations_long_before_the_last_row_are_compared(tmp_path: Path) -> None:
+    for name, knn in (("a", 0.5), ("b", 0.6)):
+        run = write_run(tmp_path / name, "interrupted", knn=knn, config=lr(knn))
+        later = "".join(json.dumps(row(step, 1.0)) + "\n" for step in range(21, 1021))
+        (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text() + later)
+    comparison = read_comparison([tmp_path / "a", tmp_path / "b"])
+    assert comparison.metrics == ["knn_top1", "loss"]
+    assert [group.label for group in comparison.groups] == ["lr 0.6", "lr 0.5"]
+
+
 class Cells(HTMLParser):
     """Texts of the rows of tables, by id."""
 
@@ -166,6 +179,17 @@ def test_different_methods_lengths_and_texts_of_users(
     assert "the runs are of different length: 20, 40 steps" in text
     assert "the methods differ: losses of different scale" in text
     assert "status.json is missing" in text
+
+
+def test_runs_of_a_read_only_folder_are_compared(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(record: RunRecord) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(record.folder))
+
+    monkeypatch.setattr("selftask.report.run_report.write_run_report", refuse)
+    assert main(["report", "s", "out=page.html"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "page.html"
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from selftask.cli.options import take
@@ -106,7 +107,8 @@ def _compare(folders: list[Path], out: Path | None, sort: str) -> int:
     path = out or Path(os.path.commonpath([folder.absolute().parent for folder in folders])) / NAME
     for folder in folders:
         if not (folder / NAME).exists():
-            write_run_report(RunRecord.read(folder))
+            with suppress(OSError):  # a run of somebody else: the comparison has no link to it
+                write_run_report(RunRecord.read(folder))
     with _written(str(path)):
         comparison = write_comparison(folders, path, sort)
     if line := best_line(comparison):

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from selftask.logs.rows import is_measured
 from selftask.report.compare.differences import SEED, differing, flat, identity, short_names
 from selftask.report.compare.interval import Interval, interval
 from selftask.report.overview.run_line import RunLine, read_line
@@ -146,13 +147,19 @@ def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
         same = identity(member.record.config) if member.record.config else member.name
         groups.setdefault(same, []).append(member)
     labels = _labels(list(groups.values()), [key for key in keys if key != SEED])
-    evaluations = dict.fromkeys(name for m in members for name in m.line.evaluations)
+    evaluations = dict.fromkeys(name for m in members for name in _evaluated(m.record))
     pairs = zip(labels, groups.values(), strict=True)
     return Comparison(
         [Group(label, number, runs) for number, (label, runs) in enumerate(pairs)],
         keys,
         list(evaluations),
     )
+
+
+def _evaluated(record: RunRecord) -> list[str]:
+    """Return the columns of evaluations during training, those of the newest rows first."""
+    names = dict.fromkeys(n for row in reversed(record.rows) if "lr" not in row for n in row)
+    return [name for name in names if name not in ("step", "epoch") and not is_measured(name)]
 
 
 def _labels(groups: Sequence[Sequence[Member]], keys: Sequence[str]) -> list[str]:
