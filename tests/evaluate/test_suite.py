@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -101,6 +102,18 @@ def nearest_accuracy(run: Path, step: int) -> float:
     (bank, labels), (queries, truth) = sets
     nearest = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T).argmax(dim=1)
     return float((labels[nearest] == truth).double().mean())
+
+
+def test_a_read_only_run_is_refused_before_the_evaluation(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(dir))
+
+    monkeypatch.setattr("selftask.logs.checkpoint_results.TemporaryFile", refuse)
+    assert main(["eval", "suite", str(run)]) == 2
+    printed = capsys.readouterr()
+    assert "evaluations: read-only file system" in printed.err and "step 1" not in printed.out
 
 
 def test_every_checkpoint_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

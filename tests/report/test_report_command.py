@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -81,6 +82,18 @@ def test_missing_runs_and_unwritable_pages_are_refused(
     printed = capsys.readouterr().err
     assert message in printed
     assert "report: " not in printed.replace("error: report: ", ""), "before features are computed"
+
+
+def test_a_read_only_folder_is_refused_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("selftask.cli.report.TemporaryFile", refuse)
+    monkeypatch.setattr("selftask.cli.report._image_sections", None)
+    assert main(["report", str(folder / "run")]) == 2
+    assert "report.html: cannot be written (Read-only file system)" in capsys.readouterr().err
 
 
 def test_a_report_that_fails_is_a_warning(

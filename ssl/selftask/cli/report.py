@@ -61,11 +61,11 @@ def main(argv: list[str]) -> int:
     if sort:
         raise UserError(f"sort={sort}: is for several runs, and there is one: {folders[0]}")
     record = RunRecord.read(folders[0])
-    if path is not None:
-        with _written(str(path)):
-            path.absolute().parent.stat()  # fail before features are computed for minutes
+    target = path or record.folder / NAME
+    with _written(str(target)):  # fail before features are computed for minutes
+        TemporaryFile(dir=target.absolute().parent).close()
     more = _image_sections(record.folder, _number(asked), trust=trust)
-    with _written(out or f"{record.folder}/{NAME}"):
+    with _written(str(target)):
         made = write_run_report(record, path, more=more)
     print(printable_line(f"{record.name}: {verdict_of(record).headline}"))
     if addresses.is_remote(words[0]) and not out:

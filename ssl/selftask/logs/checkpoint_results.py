@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from selftask.files.received import COUNT, TEXTS, is_number
@@ -32,6 +33,12 @@ class CheckpointResults:
         """Return the evaluations of a checkpoint that have no result yet."""
         done = {name for row in self._rows(step) for name in row.get("evaluations", [])}
         return [name for name in evaluations if name not in done]
+
+    def check_writable(self) -> None:
+        """Raise OSError if results cannot be stored; call it before an evaluation."""
+        folder = self.run / FOLDER
+        folder.mkdir(exist_ok=True)
+        TemporaryFile(dir=folder).close()
 
     def add(self, step: int, evaluations: Sequence[str], metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a checkpoint.

@@ -97,6 +97,7 @@ def _evaluate_one(
     from selftask.cli.model.checkpoint_model import open_checkpoint
     from selftask.cli.model.evaluate import evaluate_frozen
 
+    results.check_writable()
     announce(f"step {step_of(path)}: {', '.join(evaluations)}")
     try:
         frozen = open_checkpoint(path, request.overrides(evaluations))
