@@ -70,6 +70,15 @@ def test_lines_without_end_take_no_memory(tmp_path: Path) -> None:
     assert peak < 48 << 20
 
 
+def test_long_rows_of_a_large_file_are_drawn(tmp_path: Path) -> None:
+    """As of hooks.activations with many layers."""
+    wide = {f"activations/layer4.{n}.downsample/mean": 0.123456789 for n in range(600)}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row(n, 1.0, **wide)) + "\n" for n in range(400)))
+    assert path.stat().st_size > drawn_rows.WHOLE
+    assert [r["step"] for r in read_drawn_rows(path).rows] == [*range(400)]
+
+
 def test_the_first_and_last_events_of_a_large_file(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [

@@ -20,7 +20,8 @@ from selftask.logs.rows import parse_lines
 WHOLE = 8 << 20  # a file of up to this many bytes is read whole
 LARGEST = 8 << 30  # a larger file is not read
 PARTS = 1000  # of a large file, equal in bytes; some rows of each are read
-PART_BYTES = 16 << 10  # maximum bytes of evaluation rows of one part, and of a line
+PART_BYTES = 16 << 10  # maximum bytes of evaluation rows of one part
+LINE_BYTES = 64 << 10  # maximum bytes of a line; a row of hooks.activations may have 30,000
 NEWEST = 100  # number of last lines that are always read
 HEAD = 1 << 20  # bytes read from the start of a large file of events
 _LOSS = re.compile(rb'"loss": (-?\d+\.?\d*(?:[eE][-+]?\d+)?)')
@@ -91,9 +92,9 @@ def _checked_size(file: BinaryIO, path: Path) -> int:
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of a file.
 
-    Lines longer than ``PART_BYTES`` are yielded in pieces, which are not valid JSON.
+    Lines longer than ``LINE_BYTES`` are yielded in pieces, which are not valid JSON.
     """
-    while line := file.readline(PART_BYTES):
+    while line := file.readline(LINE_BYTES):
         yield line
 
 
