@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,9 @@ def test_from_a_file(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         task = tiny.train("simclr", folder, "other", f"resume={third}", f"train.stop_at={stop}")
         assert task.steps_done == stop
     assert [row["step"] for row in tiny.rows(folder / "other")] == [4, 5]
+    shutil.rmtree(folder / "other/checkpoints")  # killed before its first checkpoint
+    tiny.train("simclr", folder, "other", f"resume={third}", "train.stop_at=4")
+    assert [row["step"] for row in tiny.rows(folder / "other")] == [4], "rows begin anew"
     third.write_bytes(third.read_bytes()[:100])
     with pytest.raises(UserError, match=r"cannot be read \(100 of \d+ bytes\)"):
         tiny.train("simclr", folder, "third", f"resume={third}")

@@ -240,9 +240,10 @@ def resume(task: Task) -> bool:
     else:
         task.data_module.restore_unreadable({})  # of an earlier run in this folder
     barrier()  # all ranks have read the checkpoint
-    if task.rows is not None:  # drop rows after the checkpoint, or all without one
+    if task.rows is not None:  # drop rows after the checkpoint, or all without one of this run
         rotation.archive(folder, task.steps_done if checkpoint else -1)
-        task.rows.cut(checkpoint[0]["metrics_bytes"] if checkpoint else 0)
+        is_own = checkpoint is not None and checkpoint[1].resolve().parent == folder.resolve()
+        task.rows.cut(checkpoint[0]["metrics_bytes"] if checkpoint and is_own else 0)
     if checkpoint is None:
         return False
     task.run_hooks("after_load")
