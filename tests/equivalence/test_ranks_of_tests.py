@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -38,6 +39,12 @@ def dies_on_one(rank: int) -> None:
     dist.barrier()
 
 
+def killed_on_one(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
 def test_results_of_all_ranks() -> None:
     (first, a), (second, b) = on_ranks(mean_rank, 2, 3.0)
     assert len({first, second, os.getpid()}) == 3
@@ -55,8 +62,10 @@ def test_a_rank_that_raises_or_dies_is_named() -> None:
     with pytest.raises(RunError, match=r"rank 1 of 2 raised an exception") as error:
         on_ranks(raises_on_one, 2)
     assert "ZeroDivisionError: only here" in str(error.value)
-    with pytest.raises(RunError, match=r"rank 0 of 2 ended with exit code 7"):
+    with pytest.raises(RunError, match=r"rank 0 of 2 ended with code 7"):
         on_ranks(dies_on_one, 2)
+    with pytest.raises(RunError, match=r"rank 0 of 2 was killed by SIGKILL"):
+        on_ranks(killed_on_one, 2)
 
 
 def wrong_sum(rank: int) -> float:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from selftask.errors import RunError
+from selftask.errors import RunError, describe_exit
 
 _START_S = 120.0  # longest time in which processes start and import torch
 
@@ -57,15 +57,18 @@ def on_ranks(
             process.start()
         try:
             _wait(ranks, _START_S + timeout_s)
+            codes = [process.exitcode for process in ranks]  # None: still runs
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
         problems = [
             f"rank {rank} of {world_size} {problem}"
-            for rank, process in enumerate(ranks)
-            if (problem := _problem(folder / f"{rank}.txt", process.exitcode, timeout_s))
+            for rank, code in enumerate(codes)
+            if (problem := _problem(folder / f"{rank}.txt", code, timeout_s))
         ]
+        if None in codes and not problems:
+            problems = [f"the ranks did not end within {_START_S + timeout_s:g} s"]
         if problems:
             raise RunError("\n".join(problems))
         paths = [folder / f"{rank}.pt" for rank in range(world_size)]
@@ -82,13 +85,13 @@ def _wait(ranks: list[Any], limit_s: float) -> None:
 
 
 def _problem(written: Path, code: int | None, timeout_s: float) -> str:
-    """Return how a rank failed; an empty string if it finished or was killed by ``on_ranks``."""
+    """Return how a rank failed; an empty string if it finished or still runs (None)."""
     text = written.read_text(encoding="utf-8") if written.exists() else ""
     if text.startswith("Timeout"):
         return f"hung for {timeout_s:g} s:\n{text.partition(chr(10))[2]}"
     if text:
         return f"raised an exception:\n{text}"
-    return "" if code in (0, -9) else f"ended with exit code {code}"
+    return describe_exit(code) if code else ""
 
 
 def _run(
