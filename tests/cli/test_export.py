@@ -213,3 +213,15 @@ def test_what_transformers_cannot_load_is_refused(
 def test_only_a_run_has_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "timm:resnet18", "weights=none", "--to", "checkpoint"]) == 2
     assert "timm:resnet18 is no run" in error_line(capsys)
+
+
+def test_the_export_of_another_run_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "other"
+    run.mkdir()
+    for name in ("config.yaml", "status.json"):
+        (run / name).touch()
+    for out in (run, run / "export"):
+        assert main(["export", "timm:resnet18", "weights=none", "--out", str(out)]) == 2
+        assert f"{run} is another run; name another folder" in error_line(capsys)

@@ -21,7 +21,7 @@ from selftask.config.schema import Component
 from selftask.config.trust import TRUST, take_trust
 from selftask.errors import UserError, check_known, plural
 from selftask.files.addresses import is_remote, output_folder
-from selftask.files.paths import exists
+from selftask.files.paths import exists, expand_user
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,6 +86,8 @@ def main(argv: list[str]) -> int:
         words = [str(checkpoint.parent.parent)]
     run = Path(local_run(words[0], num_checkpoints=None))
     average = Average(options.get("--weights"), options.get("--average"))
+    if out is not None and not is_remote(out):
+        _check_no_other_run(expand_user(out), run)
     try:
         if exists(run / "config.yaml") and weights is None:
             if prefix is not None:
@@ -105,6 +107,14 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise UserError(f"export: {error}; --out DIR writes to another folder") from error
     return 0
+
+
+def _check_no_other_run(out: Path, model: Path) -> None:
+    """Raise UserError if ``out`` is in a run folder without ``model``: its export is its own."""
+    for run in (out, out.parent):
+        is_run = exists(run / "config.yaml") and exists(run / "status.json")
+        if is_run and not model.resolve().is_relative_to(run.resolve()):
+            raise UserError(f"export: --out {out}: {run} is another run; name another folder")
 
 
 def export_model(
