@@ -9,11 +9,12 @@ import pytest
 import yaml
 from PIL import Image
 
+from selftask.config.checks.locations import check_not_moved
 from selftask.config.compose.sweep import expand_sweep
 from selftask.config.load import load_config, to_yaml
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
-from selftask.errors import ConfigError
+from selftask.errors import ConfigError, UserError
 from selftask.files.yaml_file import read_yaml
 from selftask.report.images.cache import digest
 
@@ -123,3 +124,16 @@ def test_a_run_folder_whose_name_is_no_utf8_is_refused() -> None:
     name = os.fsdecode(b"caf\xe9")
     with pytest.raises(ConfigError, match="this name is no UTF-8"):
         load_config("simclr/images", ["data=plain", f"out={name}"])
+
+
+def test_a_moved_run_does_not_train_in_its_old_folder() -> None:
+    saved = Path("new/config.yaml")
+    saved.parent.mkdir()
+    saved.write_text(to_yaml(load_config("simclr/images", ["data=plain", "out=old"])))
+    (saved.parent / "status.json").write_text("{}")
+    with pytest.raises(UserError, match="out=old is another folder; out=new resumes the run here"):
+        check_not_moved(str(saved), load_config(str(saved), []))
+    for out in ("old", "new"):
+        check_not_moved(str(saved), load_config(str(saved), [f"out={out}"]))
+    saved.parent.rename("old")
+    check_not_moved("old/config.yaml", load_config("old/config.yaml", []))

@@ -13,6 +13,7 @@ from selftask.api.batches import TaskOfBatches, describe
 from selftask.api.model import Model, load
 from selftask.api.objects import overrides
 from selftask.api.trainer import Trainer
+from selftask.config.checks.locations import check_not_moved
 from selftask.config.compose import recipes
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import open_data
@@ -119,6 +120,7 @@ def create_task(
     task: Task
     if batches is None:
         config = load_config(recipe, overrides(settings))
+        check_not_moved(recipe, config)
         task = TASKS[config.task](config, sources=open_data(config.data), backbone=backbone)
     else:
         config = load_config(recipe, overrides({**describe(batches), **settings}))

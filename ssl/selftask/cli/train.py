@@ -22,6 +22,7 @@ launch.parallel_runs=2 trains two at a time.
 def main(argv: list[str]) -> int:
     """Check the config and the data before torch is imported, then train."""
     needs_first(argv, "train needs a RECIPE", USAGE)
+    from selftask.config.checks.locations import check_not_moved
     from selftask.config.compose.sweep import expand_sweep
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import check_data, open_data
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
 
         return train_sweep(argv[0], points)
     config = load_config(argv[0], argv[1:])
+    check_not_moved(argv[0], config)
     lap("config")
     with report_early_errors(config.out_folder):
         sources = open_data(config.data)

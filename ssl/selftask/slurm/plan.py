@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selftask.config.checks.grid import title
+from selftask.config.checks.locations import check_not_moved
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
 from selftask.config.compose import recipes
 from selftask.config.compose.recipes import is_recipe_file
@@ -130,6 +131,7 @@ def _read(recipe: str, points: list[Point]) -> tuple[Path, list[Config], int]:
 
     def read(point: Point) -> tuple[Path, Config, int]:
         config = load_config(recipe, point.overrides)
+        check_not_moved(recipe, config)
         from selftask.run.compatibility import check_same_run  # slow: imports torch
 
         if is_remote(config.out):

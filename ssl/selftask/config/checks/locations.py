@@ -62,6 +62,22 @@ def location_problems(config: Config) -> Iterator[Problem]:
         yield from _unreadable(("init", "backbone"), "init.backbone", start, wanted)
 
 
+def check_not_moved(recipe: str, config: Config) -> None:
+    """Raise UserError if ``recipe`` is the config.yaml of a run folder that is not its ``out``.
+
+    Such a folder was moved or copied, and a new run would begin in the old one.
+    """
+    path = Path(recipe).expanduser()
+    if path.name != "config.yaml" or not is_file(path.parent / "status.json"):
+        return
+    is_out = path.parent.resolve() == config.out_folder.resolve()
+    if not is_out and not config.place("out").startswith("command line"):
+        raise UserError(
+            f"{recipe}: this run folder was moved or copied, and its out={config.out} is another "
+            f"folder; out={path.parent} resumes the run here, out={config.out} trains there"
+        )
+
+
 def _is_utf8(path: str) -> bool:
     """Return False if the name of a file holds bytes that are no UTF-8, kept as lone surrogates."""
     try:
