@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -63,6 +65,40 @@ def test_a_signal_reaches_the_runs_and_starts_no_others(tmp_path: Path) -> None:
     assert Sweep(runs, 1).wait() == 143
     assert (runs[0].out / "stopped").exists() and not runs[1].out.exists()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+CTRL_C = """
+import os, pathlib, signal, sys, threading, time
+from selftask.run.local_sweep import Run, Sweep
+terminal, folder, *command = sys.argv[1:]
+out = pathlib.Path(folder)
+if terminal:
+    os.open(terminal, os.O_RDWR)  # the first one of a session is its terminal
+def press():
+    while not (out / "started").exists():
+        time.sleep(0.02)
+    signal.raise_signal(signal.SIGINT)
+threading.Thread(target=press).start()
+Sweep([Run("0", out, command)], 1).wait()
+"""
+
+
+@pytest.mark.parametrize("in_terminal", [True, False])
+def test_ctrl_c_reaches_the_runs_once(tmp_path: Path, in_terminal: bool) -> None:
+    """A terminal sends it to them, too, and a second one makes a run leave unsaved."""
+    (run,) = runs_of(tmp_path, 1.0, [0])
+    master, slave = os.openpty()
+    words = [os.ttyname(slave) if in_terminal else "", str(run.out), *run.command]
+    with open(master, "rb"), open(slave, "rb"):
+        environment = tiny.environment()
+        subprocess.run(
+            [sys.executable, "-c", CTRL_C, *words],
+            check=True,
+            env=environment,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+        )
+    assert (run.out / "ended").exists() is in_terminal, "only the sweep itself got a signal here"
 
 
 def test_mistakes_of_all_runs_are_reported_and_nothing_starts(

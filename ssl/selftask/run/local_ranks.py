@@ -112,8 +112,8 @@ class Ranks:
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         self.asked_to_stop = True
-        if number == signal.SIGINT and os.isatty(0):
-            return  # the terminal has sent the signal to the ranks as well
+        if is_from_terminal(number):  # to the ranks as well
+            return
         for process in getattr(self, "processes", []):
             with suppress(ProcessLookupError):
                 process.send_signal(number)
@@ -206,6 +206,20 @@ def own_command(argv: list[str]) -> list[str]:
     if sys.argv[1:2] == ["train"]:
         started = sys.orig_argv[1 : 1 - len(sys.argv)]
     return [sys.executable, *started, "train", *argv]
+
+
+def is_from_terminal(number: int) -> bool:
+    """Return True if a signal is Ctrl-C of the terminal, which sends it to all child processes.
+
+    A second one would make a run leave without saving. Standard input may be redirected.
+    """
+    if number != signal.SIGINT:
+        return False
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # there is no terminal
+        return False
 
 
 def end_with() -> Callable[[], None] | None:

@@ -26,7 +26,7 @@ from selftask.files.addresses import is_remote
 from selftask.logs import announce
 from selftask.report.overview.run_line import read_line
 from selftask.report.overview.table import columns_of, text_table
-from selftask.run.local_ranks import end_with, own_command
+from selftask.run.local_ranks import end_with, is_from_terminal, own_command
 
 
 @dataclass
@@ -138,6 +138,8 @@ class Sweep:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.stopped = True
+        if is_from_terminal(number):  # to the runs as well
+            return
         for run in self.runs:
             if run.process is not None and run.process.poll() is None:
                 with suppress(ProcessLookupError):
