@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from selftask.config.load import load_config
 from selftask.errors import UserError
-from selftask.run.local_ranks import own_command, start, starts_ranks
+from selftask.run.local_ranks import Ranks, own_command, start, starts_ranks
 from selftask.run.status import Status
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -47,6 +48,21 @@ def test_they_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[st
     code, _ = launch(tmp_path / "run", KILLED, "launch.max_restarts=1")
     assert code == 137
     assert "restart 1 of 1" in capsys.readouterr().out
+
+
+def test_a_signal_while_the_ranks_start_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    popen = subprocess.Popen
+
+    def start_and_signal(*args: Any, **options: Any) -> Any:
+        process = popen(*args, **options)
+        if options["env"]["RANK"] == "0":
+            signal.raise_signal(signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_signal)
+    ranks = Ranks([sys.executable, "-c", "import time; time.sleep(60)"], 2)
+    assert ranks.wait() == 128 + signal.SIGTERM
+    assert [process.returncode for process in ranks.processes] == [-signal.SIGTERM] * 2
 
 
 RECORDS = """

@@ -54,7 +54,7 @@ def start(config: Config, command: list[str]) -> int:
         code = ranks.wait()
         after = status.read()
         state = after.get("state") if after != before else None
-        if code == 0 or ranks.asked_to_stop or state in _ENDED_WELL:
+        if code == 0 or ranks.asked_to_stop is not None or state in _ENDED_WELL:
             return code
         # A UserError is already reported; on a restart the status still says that it begins.
         mistake = state is None and code == 2 and attempt == 1
@@ -87,7 +87,7 @@ class Ranks:
     """The processes of a run on this machine."""
 
     def __init__(self, command: list[str], count: int) -> None:
-        self.asked_to_stop = False
+        self.asked_to_stop: int | None = None  # the signal that asked
         self.first_failed: int | None = None
         self.kills = OutOfMemoryKills()
         shared = {
@@ -109,9 +109,11 @@ class Ranks:
             )
             for rank in range(count)
         ]
+        if self.asked_to_stop is not None:  # before all ranks were started
+            self._hand_on(self.asked_to_stop, None)
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        self.asked_to_stop = True
+        self.asked_to_stop = number
         if is_from_terminal(number):  # to the ranks as well
             return
         for process in getattr(self, "processes", []):
