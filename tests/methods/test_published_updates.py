@@ -210,6 +210,8 @@ CODE = {
         rate=rate_of_simsiam,
     ),
     "mec/resnet50_imagenet": Published(sgd, everything, 0.5 * SHARE, decay=1e-5),
+    "mocov3/resnet50_imagenet": Published(lars(False), weights, 0.3 * SHARE, decay=1e-6),
+    "mocov3/vit_small_imagenet": Published(adamw(0.999), everything, 1.5e-4 * SHARE, decay=0.1),
     "supervised/resnet50_imagenet": Published(sgd, everything, 0.1 * SHARE, warmup=0, decay=1e-4),
     "dino/vit_small_imagenet": Published(
         adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
@@ -308,8 +310,6 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "milan/vit_base_imagenet",
     "mixmim/swin_base_imagenet",  # extends mae/vit_base_imagenet
     "mmcr/resnet50_imagenet",
-    "mocov3/resnet50_imagenet",
-    "mocov3/vit_small_imagenet",
     "msf/resnet50_imagenet",
     "nnclr/resnet50_imagenet",
     "obow/resnet50_imagenet",
@@ -386,6 +386,8 @@ def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) ->
         ("swav/resnet50_imagenet_batch256", "all", False),  # --sync_bn pytorch
         ("deepcluster/resnet50_imagenet", "node", False),
         ("moco/resnet50_imagenet", "none", False),  # shuffled instead
+        ("mocov3/resnet50_imagenet", "all", True),  # main_moco.py:155,164
+        ("mec/resnet50_imagenet", "all", True),  # main_pretrain.py, mec/builder.py:19
     ],
 )
 def test_batch_norm_is_that_of_the_published_run(recipe: str, sync: str, zero_init: bool) -> None:
