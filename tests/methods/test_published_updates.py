@@ -212,6 +212,16 @@ CODE = {
     "mec/resnet50_imagenet": Published(sgd, everything, 0.5 * SHARE, decay=1e-5),
     "mocov3/resnet50_imagenet": Published(lars(False), weights, 0.3 * SHARE, decay=1e-6),
     "mocov3/vit_small_imagenet": Published(adamw(0.999), everything, 1.5e-4 * SHARE, decay=0.1),
+    "msf/resnet50_imagenet": Published(sgd, everything, 0.05, warmup=0, decay=1e-4, by_epoch=True),
+    "directclr/resnet50_imagenet": Published(
+        lars(False), weights, 4.8 * BATCH / 4096, 0.0048 * BATCH / 4096, decay=1e-6
+    ),
+    "mmcr/resnet50_imagenet": Published(
+        lars(False), weights, 0.6 * SHARE, 0.0006 * SHARE, decay=1e-6
+    ),
+    "pixpro/resnet50_imagenet": Published(
+        lars(False), weights, SHARE, 1e-6 * BATCH / 1024, 0.01 * SHARE, decay=1e-5
+    ),
     "supervised/resnet50_imagenet": Published(sgd, everything, 0.1 * SHARE, warmup=0, decay=1e-4),
     "dino/vit_small_imagenet": Published(
         adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
@@ -300,7 +310,6 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "dbot/vit_base_imagenet",  # extends mae/vit_base_imagenet
     "detcon/resnet50_imagenet",  # extends byol/resnet50_imagenet
     "dinov2/vitg14_imagenet",  # the rules of vit_large_imagenet with other numbers
-    "directclr/resnet50_imagenet",  # extends simclr/resnet50_imagenet
     "distill_features/vit_small_imagenet",
     "esvit/swin_tiny_imagenet",  # extends dino/vit_small_imagenet
     "fcmae/convnextv2_base_imagenet",
@@ -309,13 +318,10 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "maskfeat/vit_base_imagenet",
     "milan/vit_base_imagenet",
     "mixmim/swin_base_imagenet",  # extends mae/vit_base_imagenet
-    "mmcr/resnet50_imagenet",
-    "msf/resnet50_imagenet",
     "nnclr/resnet50_imagenet",
     "obow/resnet50_imagenet",
     "odc/resnet50_imagenet",
     "pcl/resnet50_imagenet",
-    "pixpro/resnet50_imagenet",
     "relative_location/resnet50_imagenet",
     "ressl/resnet50_imagenet",
     "rotation/resnet50_imagenet",
@@ -388,6 +394,9 @@ def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) ->
         ("moco/resnet50_imagenet", "none", False),  # shuffled instead
         ("mocov3/resnet50_imagenet", "all", True),  # main_moco.py:155,164
         ("mec/resnet50_imagenet", "all", True),  # main_pretrain.py, mec/builder.py:19
+        ("directclr/resnet50_imagenet", "all", True),  # directclr/main.py
+        ("mmcr/resnet50_imagenet", "all", True),  # mmcr/imagenet/train.py, models.py
+        ("pixpro/resnet50_imagenet", "all", True),  # contrast/models/PixPro.py, resnet.py
     ],
 )
 def test_batch_norm_is_that_of_the_published_run(recipe: str, sync: str, zero_init: bool) -> None:

@@ -33,6 +33,10 @@ class DirectCLR(Method):
     Loss: ``CE(z1[:d].z2[:d]/tau)`` of the first d features, and the same with the views exchanged.
 
     Use it to study collapse: there is no head.
+
+    Differs from the authors' code:
+
+    * BatchNorm statistics are those of both views together; there of each view.
     """
 
     paper = (

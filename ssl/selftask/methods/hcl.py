@@ -35,6 +35,7 @@ class HCL(BatchContrast):
     Differs from the authors' code:
 
     * Negatives are the images of all ranks; there those of one.
+    * BatchNorm statistics are those of both views together; there of each view.
     """
 
     paper = "Robinson et al., Contrastive Learning with Hard Negative Samples, ICLR 2021"

@@ -35,6 +35,10 @@ class MSF(ProjectorTeacher):
     Published: ImageNet linear top-1 of ResNet-50 72.4 after 200 epochs (authors' README).
 
     Use it in place of ``byol`` if classes are broad, with memory for a queue.
+
+    Differs from the authors' code:
+
+    * BatchNorm of the teacher is not shuffled; there its images are exchanged between the GPUs.
     """
 
     paper = "Koohpayegani et al., Mean Shift for Self-Supervised Learning, ICCV 2021"
