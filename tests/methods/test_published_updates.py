@@ -42,13 +42,17 @@ def larc(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> 
     return sgd(w, g, state, lr, 0.0)
 
 
-def lars(classic: bool) -> Rule:
-    """SimCLR's lars_optimizer.py (classic), BYOL's optimizers.py and Barlow's main.py (not)."""
+def lars(classic: bool, separate: bool = False) -> Rule:
+    """SimCLR's lars_optimizer.py (classic), BYOL's optimizers.py and Barlow's main.py (not).
+
+    TWIST's lars.py adds the norms of gradient and decay (separate).
+    """
 
     def rule(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> tuple:
         if w.ndim > 1:  # neither decay nor adaptation of biases and norms
+            norm_w, alone = np.sqrt((w * w).sum()), np.sqrt((g * g).sum())
             g = g + decay * w
-            norm_w, norm_g = np.sqrt((w * w).sum()), np.sqrt((g * g).sum())
+            norm_g = alone + decay * norm_w if separate else np.sqrt((g * g).sum())
             g = g * (0.001 * norm_w / norm_g if norm_w and norm_g else 1.0)
         v = 0.9 * state.get("v", 0.0) + (lr if classic else 1.0) * g
         return w - (1.0 if classic else lr) * v, {"v": v}
@@ -222,6 +226,10 @@ CODE = {
     "pixpro/resnet50_imagenet": Published(
         lars(False), weights, SHARE, 1e-6 * BATCH / 1024, 0.01 * SHARE, decay=1e-5
     ),
+    "obow/resnet50_imagenet": Published(sgd, everything, 0.03, 3e-5, decay=1e-4),
+    "twist/resnet50_imagenet": Published(
+        lars(True, separate=True), weights, 0.5 * SHARE, 0.0005 * SHARE, decay=1.5e-6
+    ),
     "supervised/resnet50_imagenet": Published(sgd, everything, 0.1 * SHARE, warmup=0, decay=1e-4),
     "dino/vit_small_imagenet": Published(
         adamw(0.999), weights, 0.0005 * SHARE, 5e-7 * SHARE, decay=0.04, end_decay=0.4
@@ -319,7 +327,6 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "milan/vit_base_imagenet",
     "mixmim/swin_base_imagenet",  # extends mae/vit_base_imagenet
     "nnclr/resnet50_imagenet",
-    "obow/resnet50_imagenet",
     "odc/resnet50_imagenet",
     "pcl/resnet50_imagenet",
     "relative_location/resnet50_imagenet",
@@ -328,7 +335,6 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "sela/resnet50_imagenet",  # extends npid/resnet50_imagenet
     "spark/resnet50_imagenet",
     "supervised/linear_resnet50_imagenet",  # trains one layer by torch's SGD
-    "twist/resnet50_imagenet",
 }
 
 

@@ -66,7 +66,7 @@ class OBoW(EMATeacher):
         it and divided by the running mean of the smallest ones.
         """
         kappa: float = setting(8.0, above=0)
-        """Factor of the scores; 5 in the paper's ResNet-50."""
+        """Factor of the scores."""
 
     distances: Tensor
 
