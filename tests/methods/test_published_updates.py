@@ -402,6 +402,7 @@ def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) ->
         ("mec/resnet50_imagenet", "all", True),  # main_pretrain.py, mec/builder.py:19
         ("directclr/resnet50_imagenet", "all", True),  # directclr/main.py
         ("mmcr/resnet50_imagenet", "all", True),  # mmcr/imagenet/train.py, models.py
+        ("spark/resnet50_imagenet", "all", False),  # --sbn, by default
         ("pixpro/resnet50_imagenet", "all", True),  # contrast/models/PixPro.py, resnet.py
     ],
 )

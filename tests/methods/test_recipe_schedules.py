@@ -122,9 +122,18 @@ def pirl(step: int) -> float:
     return cosine(0.12, 1.2e-4, step / (800 * 1251))
 
 
+def jigsaw(step: int) -> float:
+    """jigsaw_8gpu_resnet.yaml of VISSL, between its epochs, too."""
+    epoch = step / 5004
+    if epoch < 5:
+        return 0.025 + 0.075 * epoch / 5
+    return float(0.1 * 0.1 ** sum(epoch >= milestone for milestone in (30, 60, 90, 100)))
+
+
 @pytest.mark.parametrize(
     ("recipe", "formula"),
     [
+        ("jigsaw/resnet50_imagenet", jigsaw),
         ("simmim/swin_base_imagenet", timm_cosine),
         ("simmim/vit_base_imagenet", multistep),
         ("msn/vit_small_imagenet", msn),
@@ -195,6 +204,21 @@ def test_pixels_are_normalized_as_in_the_published_code(
     for transforms in lists:
         assert transforms[-1].name == "normalize"
         assert (transforms[-1].args["mean"], transforms[-1].args["std"]) == (mean, std)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "group", "names"),
+    [
+        ("rotation/resnet50_imagenet", "main", "random_resized_crop horizontal_flip"),
+        ("cmae/vit_base_imagenet", "target", "random_crop color_jitter grayscale gaussian_blur"),
+        ("obow/resnet50_imagenet", "teacher", "resize center_crop horizontal_flip"),
+    ],
+)
+def test_views_have_the_transforms_of_the_published_code(
+    recipe: str, group: str, names: str
+) -> None:
+    transforms = load_config(recipe, []).views[group].transforms
+    assert " ".join(transform.name for transform in transforms) == f"{names} normalize"
 
 
 @pytest.mark.parametrize("recipe", ["simmim/swin_base_imagenet", "simmim/vit_base_imagenet"])
