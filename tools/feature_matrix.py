@@ -57,9 +57,9 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Features of other trainers",
         "",
-        "For each feature of other trainers, in their words: whether selftask has it, in which file,",
-        "and which test shows it. Essential features are in bold. A test checks that every file, test",
-        "and command exists. `python tools/feature_matrix.py` writes this page.",
+        "For each feature of other trainers, in their words: whether selftask has it, in which",
+        "file, and which test shows it. Essential features are in bold. A test checks that every",
+        "file, test and command exists. `python tools/feature_matrix.py` writes this page.",
         "",
         "| | " + " | ".join(STATES) + " |",
         "|---|" + "---|" * len(STATES),

@@ -37,8 +37,8 @@ class TWIST(Method):
 
     * The last epochs, which train on confident classes as labels, are left out.
     * Entropies are over the images of all ranks; there the terms of the ranks are summed.
-    * BatchNorm statistics are those of a view; there of all views of one size in the backbone, of all
-      views in the head, and of groups of 256 images in its last layer.
+    * BatchNorm statistics are those of a view; there of all views of one size in the backbone, of
+      all views in the head, and of groups of 256 images in its last layer.
     """
 
     paper = "Wang et al., Self-Supervised Learning by Estimating Twin Class Distributions, TIP 2023"
