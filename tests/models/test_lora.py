@@ -11,6 +11,7 @@ import timm
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import tiny
 from selftask.checkpoint import rotation, store
@@ -170,6 +171,20 @@ def test_what_is_trained() -> None:
 def test_mistaken_names_are_errors(config: dict[str, Any], text: str) -> None:
     with torch.device("meta"), pytest.raises(UserError, match=text):
         adapt(vit(), LoRAConfig(**config))
+
+
+@pytest.mark.parametrize("norm", [spectral_norm, weight_norm])
+def test_parametrizations_of_the_backbone_itself_are_kept(norm: Any) -> None:
+    model = nn.Sequential(norm(nn.Linear(4, 4)), nn.Linear(4, 4)).eval()
+    keys, images = model.state_dict().keys(), torch.randn(2, 4)
+    assert merged(model) is model and merged_state(model.state_dict()).keys() == keys
+    adapt(model, LoRAConfig(rank=2))
+    moved(model)
+    plain = nn.Sequential(norm(nn.Linear(4, 4)), nn.Linear(4, 4)).eval()
+    plain.load_state_dict(merged_state(model.state_dict()))
+    assert merged(model).state_dict().keys() == keys
+    for other in (merged(model), plain):
+        torch.testing.assert_close(other(images), model(images))
 
 
 def test_weights_for_the_plain_network_load_into_the_base() -> None:

@@ -105,6 +105,8 @@ def _adapted(layers: Mapping[str, nn.Module], patterns: Sequence[str] | None) ->
 
 
 def _has_weight(layer: nn.Module) -> bool:
+    if parametrize.is_parametrized(layer):
+        return False  # such as by spectral_norm; the two could not be told apart when merging
     if isinstance(layer, nn.MultiheadAttention):
         return layer.in_proj_weight is not None  # else queries, keys and values differ in width
     return isinstance(layer, tuple(_WEIGHTS))
@@ -124,14 +126,22 @@ def _matched(names: Sequence[str], patterns: Iterable[str], key: str) -> set[str
 
 @torch.no_grad()
 def merged(backbone: nn.Module) -> nn.Module:
-    """Return a copy with adapters merged into the weights, or the backbone if it has none."""
-    if not any(parametrize.is_parametrized(part) for part in backbone.modules()):
+    """Return a copy with adapters merged into the weights, or the backbone if it has none.
+
+    Other parametrizations, such as ``weight_norm``, are kept.
+    """
+    if not any(isinstance(part, LowRank) for part in backbone.modules()):
         return backbone
     backbone = deepcopy(backbone)
     for part in backbone.modules():
-        if parametrize.is_parametrized(part):
+        if any(isinstance(inner, LowRank) for weights in _lists(part) for inner in weights):
             _merge(part)
     return backbone
+
+
+def _lists(layer: nn.Module) -> Iterable[Any]:
+    """Return torch's lists of the parametrizations of a layer, one for each of its tensors."""
+    return layer.parametrizations.values() if parametrize.is_parametrized(layer) else ()
 
 
 def _merge(layer: Any) -> None:
@@ -148,10 +158,10 @@ def _merge(layer: Any) -> None:
 def merged_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict with adapters merged, under the names of the backbone without them."""
     mark, plain = ".parametrizations.", dict(state)
-    for key in [key for key in state if mark in key and key.endswith(".original")]:
-        base = key.removesuffix(".original")
+    for key in [key for key in state if mark in key and key.endswith(".0.lora_a")]:
+        base = key.removesuffix(".0.lora_a")
         adapter = [plain.pop(f"{base}.0.{part}") for part in ("lora_a", "lora_b", "scale")]
-        plain[base.replace(mark, ".")] = _sum(plain.pop(key), *adapter)
+        plain[base.replace(mark, ".")] = _sum(plain.pop(f"{base}.original"), *adapter)
     return plain
 
 
