@@ -125,6 +125,8 @@ def test_a_loaded_model_takes_files_pictures_and_arrays(
     with torch.no_grad():
         torch.testing.assert_close(actual, backbone(inputs))
     assert actual.shape == (4, model.embed_dim) and not model.backbone.training
+    assert model.features([]).shape == (0, model.embed_dim)
+    torch.testing.assert_close(model.bfloat16().features(paths), actual, rtol=0.02, atol=0.02)
 
 
 def test_features_are_those_of_the_rows_beside_them(
@@ -258,6 +260,7 @@ def test_what_features_refuses(
         (["knn", "weights=none"], "weights=none: is for timm:NAME and torchvision:NAME"),
         (["linear", "lr=0.1"], "eval linear: there is no 'lr'; known: data, eval, few_labels"),
         (["linear", "optimizer.lr=1"], "eval linear: there is no 'optimizer.lr'; known: data"),
+        (["knn", "train.precision=bfloat16"], "eval knn: there is no 'train.precision'"),
         (["linear", "few_labels=[0]"], "few_labels=[0]: must be at least 1"),
         (["linear", "weight_decay=[]"], "weight_decay=[]: one or more are expected"),
         (["linear", "repeats=0"], "repeats=0: must be at least 1"),
@@ -272,6 +275,16 @@ def test_what_eval_refuses(
 ) -> None:
     assert main(["eval", words[0], str(exported), f"data={images}", *words[1:]]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_eval_computes_with_the_threads_asked_for(exported: Path, images: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        words = [f"data={images}", "k=[1]", f"train.threads={before + 1}"]
+        assert main(["eval", "knn", str(exported), *words]) == 0
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_folder_that_cannot_be_written_to_costs_the_copy_and_not_the_numbers(

@@ -13,7 +13,8 @@ from selftask.cli.options import needs_first
 from selftask.config.values.coerce import Mismatch, check_limits, convert
 from selftask.errors import UserError, nearest
 
-SECTIONS = ("data", "eval", "image_size", "import", "train")  # train: device, seed, threads
+SECTIONS = ("data", "eval", "image_size", "import", "train")
+OF_TRAIN = ("train", "train.device", "train.seed", "train.threads")
 OTHERS = ("weights", "prefix", "trust")
 
 T = TypeVar("T")
@@ -91,7 +92,7 @@ def check_words(name: str, words: Iterable[str], keys: Collection[str]) -> None:
     """
     short = {*keys, *OTHERS}
     for key in sorted({word.partition("=")[0] for word in words} - short):
-        if key.partition(".")[0] not in SECTIONS:
-            raise UserError(
-                f"eval {name}: there is no {key!r}; {nearest(key, {*short, *SECTIONS})}"
-            )
+        section = key.partition(".")[0]
+        if section not in SECTIONS or (section == "train" and key not in OF_TRAIN):
+            known = {*short, *SECTIONS, *OF_TRAIN} - {"train"}
+            raise UserError(f"eval {name}: there is no {key!r}; {nearest(key, known)}")

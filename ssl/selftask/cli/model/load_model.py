@@ -110,6 +110,8 @@ def open_frozen(
     asked_size, rest = take("image_size", overrides)
     size = int(asked_size) if asked_size and asked_size != "null" else None
 
+    import torch
+
     from selftask.data.loading.open_data import copy_data, open_received
     from selftask.data.source import channels_of
     from selftask.distributed.device import keep_freed_memory, pick_device
@@ -137,6 +139,8 @@ def open_frozen(
     taken, there = facts.get("channels", 3), channels_of(sources.train)
     if taken != there:
         raise UserError(f"data: its images have {there} channels, and {address} takes {taken}")
+    if config.place("train.threads").startswith("command line") and config.train.threads != "auto":
+        torch.set_num_threads(config.train.threads)
     device = pick_device(config.train.device, read_world())
     keep_freed_memory(device)
     return Frozen(backbone, facts, config, sources, device)
