@@ -127,6 +127,10 @@ def test_wrong_objects_and_settings_are_named(tmp_path: Path) -> None:
         selftask.train("simclr", data="digits", **{"train.epoch": 1})
     with pytest.raises(UserError, match=r"train\.epochs: object is no value of a config"):
         selftask.train("simclr", data="digits", **{"train.epochs": object()})
+    with pytest.raises(UserError, match="data: the class Images is no value of a config"):
+        selftask.train("simclr", data=type("Images", (), {"__getitem__": None}))
+    with pytest.raises(ConfigError, match=r"simclr/digts"):
+        selftask.train(Path("simclr/digts"))
     with pytest.raises(UserError, match="expected an iterable with a length"):
         selftask.create_task("simclr", batches=iter([]))
     with pytest.raises(UserError, match="batches: a Tensor is no batch; give float views"):

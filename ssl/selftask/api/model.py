@@ -55,18 +55,18 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def features(self, images: Tensor | Sequence[Any]) -> Tensor:
-        """Return features (N, E), on the CPU.
+        """Return features (N, E) in float32, on the CPU.
 
         Args:
             images: A tensor (N, C, H, W) of transformed images, or images for ``transform``.
         """
-        device = next(self.parameters()).device
-        parts = []
+        like = next(self.parameters())  # its device and dtype, such as those of ``model.half()``
+        parts = [torch.empty(0, self.embed_dim)]
         for first in range(0, len(images), _BATCH_SIZE):
             part = images[first : first + _BATCH_SIZE]
             if not isinstance(part, Tensor):
                 part = torch.stack([self.transform(image) for image in part])
-            parts.append(self(part.to(device)).cpu())
+            parts.append(self(part.to(like)).float().cpu())
         return torch.cat(parts)
 
     def forward(self, images: Tensor) -> Tensor:

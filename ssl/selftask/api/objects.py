@@ -65,7 +65,7 @@ def _plain(value: Any, key: Key) -> Any:
         return _transform(value, key)
     if isinstance(value, list | tuple):
         return [_plain(item, (*key, str(index))) for index, item in enumerate(value)]
-    if is_source(key) and hasattr(value, "__getitem__"):
+    if is_source(key) and hasattr(type(value), "__getitem__"):
         address = _address("_".join(key), value)
         return {"name": "custom", "dataset": address, "channels": getattr(value, "channels", 3)}
     if isinstance(value, Method):
@@ -75,7 +75,8 @@ def _plain(value: Any, key: Key) -> Any:
     registry = _registry(key)
     if registry is not None and callable(value):
         return _name(registry, value)
-    raise UserError(f"{dotted(key)}: {type(value).__name__} is no value of a config")
+    what = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    raise UserError(f"{dotted(key)}: {what} is no value of a config")
 
 
 def _transform(value: Any, key: Key) -> Any:

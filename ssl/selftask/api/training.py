@@ -54,7 +54,7 @@ class Run:
 
 
 def train(
-    recipe: str | Method | type[Method],
+    recipe: str | Path | Method | type[Method],
     *,
     data: Any = None,
     backbone: Any = None,
@@ -90,7 +90,7 @@ def train(
 
 
 def create_task(
-    recipe: str | Method | type[Method],
+    recipe: str | Path | Method | type[Method],
     *,
     batches: Iterable[Any] | None = None,
     hooks: Iterable[Any] | Mapping[str, Any] = (),
@@ -110,20 +110,20 @@ def create_task(
     Raises:
         UserError: If a setting is wrong (ConfigError), or several local ranks are requested.
     """
-    if not isinstance(recipe, str) or batches is not None:
+    if not isinstance(recipe, str | Path) or batches is not None:
         settings["method"] = recipe
-        recipe = str(recipes.folder() / _BASE)
+        recipe = recipes.folder() / _BASE
     if isinstance(hooks, Mapping):
         settings["hooks"], hooks = hooks, ()
     module = settings.get("backbone")
     backbone = module if isinstance(module, nn.Module) else None
     task: Task
     if batches is None:
-        config = load_config(recipe, overrides(settings))
-        check_not_moved(recipe, config)
+        config = load_config(str(recipe), overrides(settings))
+        check_not_moved(str(recipe), config)
         task = TASKS[config.task](config, sources=open_data(config.data), backbone=backbone)
     else:
-        config = load_config(recipe, overrides({**describe(batches), **settings}))
+        config = load_config(str(recipe), overrides({**describe(batches), **settings}))
         config.notes.clear()  # on the views, which come with the batches
         task = TaskOfBatches(config, batches, backbone)
     if starts_ranks(config):

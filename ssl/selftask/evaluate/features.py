@@ -244,10 +244,11 @@ def iterate_features(
         device: Device of the backbone.
     """
     run = InChunks(lambda images: (backbone(images).float().cpu(),), "images")
+    dtype = next((p.dtype for p in backbone.parameters()), torch.float32)
     is_first, begun, computed_s, count = True, time.monotonic(), 0.0, 0
     with in_eval_mode(backbone), forked_rng():
         for batch in log_speed(batches):
-            images = batch.all_views[0].to(device, non_blocking=True)  # (B, C, H, W)
+            images = batch.all_views[0].to(device, dtype, non_blocking=True)  # (B, C, H, W)
             if is_first:
                 check_images(backbone, images)
                 is_first = False
