@@ -43,7 +43,7 @@ def test_meters_without_labeled_images_are_told(tmp_path: Path, has_labels: bool
     words = tiny.overrides("supervised", tmp_path, "run", *words)
     assert main(["train", "supervised/digits", *words]) == 0
     text = (tmp_path / "run/log.txt").read_text()
-    message = "meters (accuracy) measure nothing: data.val has no labeled images"
+    message = "meters (accuracy) measure nothing: there is no data.val"
     assert (message in text) == (not has_labels)
     assert ("test_accuracy_top_1" in tiny.rows(tmp_path / "run")[-1]) == has_labels
 

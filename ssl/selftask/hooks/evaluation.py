@@ -48,7 +48,8 @@ class EvaluateBackbone(Hook):
             log.warning("no %s while training: the images of %s have no labels", names, which)
         if task.meters and not feed.has_test:
             meters = ", ".join(task.config.meters)
-            log.warning("meters (%s) measure nothing: data.val has no labeled images", meters)
+            why = "data.val has no labeled images" if feed.val_sources else "there is no data.val"
+            log.warning("meters (%s) measure nothing: %s", meters, why)
 
     def on_step(self, task: Task) -> None:
         if not task.train or task.clock.done or task.steps_done < self.first:
