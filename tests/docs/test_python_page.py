@@ -180,6 +180,23 @@ def test_classes_and_functions_are_names(tmp_path: Path, forget_names: None) -> 
     assert isinstance(task.optimizer.optimizer, torch.optim.NAdam)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Louder:
+    """A train step with an option."""
+
+    by: int = 1
+
+    def __call__(self, task: selftask.Task) -> None:
+        standard_train_step(task)
+        task.log("loud", self.by)
+
+
+def test_an_object_of_a_dataclass_is_its_name_and_fields(forget_names: None) -> None:
+    step = {"step": Louder(by=3)}
+    task = selftask.create_task("simclr", backbone=Flat(), batches=batches(), train=step)
+    assert task.config.to_dict()["train"]["step"] == {"name": "Louder", "by": 3}
+
+
 def darken(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Of an array, by a number of the view's own generator."""
     return image // np.uint8(rng.integers(2, 9))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import torchvision
 from torch import nn
@@ -16,7 +17,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from selftask.config.schema import Component
 from selftask.errors import UserError
 from selftask.models.backbones.norms import GhostBatchNorm2d
-from selftask.models.build import build_backbone, embed_dim
+from selftask.models.build import build_backbone, embed_dim, with_embed_dim
 from selftask.models.weights.load import load_weights
 from selftask.registry import (
     BACKBONES,
@@ -141,6 +142,15 @@ def test_a_function_where_a_class_with_build_is_registered(registry: Registry, r
     with pytest.raises(UserError, match=expected):
         registry.register("by_function")(of_any_channels)
     assert "by_function" not in registry
+
+
+def test_timm_modules_of_the_user() -> None:
+    """timm's ``embed_dim`` of a Swin is not the number of its features."""
+    swin = timm.create_model("swin_tiny_patch4_window7_224", num_classes=0, **SMALL_SWIN)
+    assert swin(torch.zeros(1, 3, 32, 32)).shape[1] == with_embed_dim(swin, "swin", 3).embed_dim
+    swin.reset_classifier(10)
+    with pytest.raises(UserError, match=r"classifier of 10 classes; .*num_classes=0"):
+        with_embed_dim(swin, "swin", 3)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])

@@ -40,9 +40,9 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
         settings: Dotted keys or nested dicts. These objects are accepted: a module as
             ``backbone``; a map-style data set as ``data``, ``data.val`` or one of
             ``data.val_sets``; an instance or class as ``method``; a class of torch.optim as the
-            optimizer's name; a class or function as the name of a task, train step, hook, meter or
-            evaluation. A transform may be an instance of selftask's own classes, or any callable
-            that ``name: custom`` accepts.
+            optimizer's name; a class, function or instance of a dataclass as a task, train step,
+            hook, meter or evaluation. A transform may be an instance of selftask's own classes, or
+            any callable that ``name: custom`` accepts.
     """
     return [
         f"{key}={format_value(_plain(value, tuple(key.split('.'))))}"
@@ -73,8 +73,10 @@ def _plain(value: Any, key: Key) -> Any:
     if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
         return f"torch:{value.__name__}"
     registry = _registry(key)
-    if registry is not None and callable(value):
+    if registry is not None and hasattr(value, "__name__"):
         return _name(registry, value)
+    if registry is not None and dataclasses.is_dataclass(value):
+        return {"name": _name(registry, type(value)), **_plain(_fields(value), key)}
     what = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
     raise UserError(f"{dotted(key)}: {what} is no value of a config")
 
@@ -84,8 +86,7 @@ def _transform(value: Any, key: Key) -> Any:
     if is_pipeline(key):
         return [_transform(value, (*key, "0"))]
     if registered := _known_name(TRANSFORMS, type(value)):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {"name": registered, **_plain(fields, key)}
+        return {"name": registered, **_plain(_fields(value), key)}
     module, name = getattr(value, "__module__", ""), getattr(value, "__name__", "")
     if module != "__main__" and getattr(sys.modules.get(module), name or "-", None) is value:
         address = f"{module}:{name}"  # the command can import it, too
@@ -94,6 +95,11 @@ def _transform(value: Any, key: Key) -> Any:
         globals()[attribute] = value
         address = f"{__name__}:{attribute}"
     return address if key[-1] == "transform" else {"name": "custom", "transform": address}
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass instance by name, without copying them."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def _registry(key: Key) -> Registry | None:

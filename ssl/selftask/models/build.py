@@ -42,7 +42,7 @@ def build_backbone(component: Component, channels: int = 3) -> nn.Module:
 
 
 def with_embed_dim(model: nn.Module, name: str, channels: int) -> nn.Module:
-    """Return the backbone; set ``embed_dim``, its number of features, if it is missing.
+    """Return the backbone; set ``embed_dim``, its number of features, if it is missing or wrong.
 
     Args:
         model: Images (B, C, H, W) -> features (B, E).
@@ -50,10 +50,20 @@ def with_embed_dim(model: nn.Module, name: str, channels: int) -> nn.Module:
         channels: Channels of the images, C.
 
     Raises:
-        UserError: If ``embed_dim`` is missing and the model does not return features (B, E).
+        UserError: If ``embed_dim`` is missing and the model does not return features (B, E), or if
+            a model of timm returns scores of classes.
     """
     if not isinstance(getattr(model, "embed_dim", None), int):
         model.embed_dim = count_features(model, name, channels)  # type: ignore[assignment]
+    elif type(model).__module__.startswith("timm."):
+        timm_model: Any = model
+        width = timm_model.embed_dim = timm_model.head_hidden_size  # of a Swin: of the first stage
+        classes = getattr(timm_model.get_classifier(), "out_features", width)
+        if classes != width:
+            raise UserError(
+                f"backbone {name!r} ends with timm's classifier of {classes} classes; create it "
+                "with num_classes=0"
+            )
     return model
 
 

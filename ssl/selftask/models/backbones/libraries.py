@@ -94,8 +94,6 @@ class Timm:
         if self.drop_path_uniform:
             set_uniform_stochastic_depth(model, self.args.get("drop_path_rate", 0.0))
         draw_coordinates_per_sample(model)
-        if isinstance(getattr(model, "embed_dim", None), int):
-            model.embed_dim = model.head_hidden_size  # timm sets that of the first stage for a Swin
         return model
 
 
