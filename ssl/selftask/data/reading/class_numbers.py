@@ -17,13 +17,13 @@ _ALIKE = 0.8  # similarity from which a name is taken for a misspelled one: labl
 def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
     """Return the class numbers of labels, int64 (N,).
 
-    If all labels are non-negative integers or -1, they are kept. Otherwise the sorted names are
-    numbered from 0. The number of a missing label (None or "") is -1.
+    If all labels are whole numbers, such as 3 and 3.0, they are kept. Otherwise the sorted names
+    are numbered from 0. The number of a missing label (None, "" or -1) is -1.
     """
     texts = ["" if label is None else str(label) for label in labels]
     names = name_classes(texts)
     if names is None:
-        numbers = {text: int(text) for text in {*texts} - {""}}
+        numbers = {text: int(text.removesuffix(".0")) for text in {*texts} - {""}}
     else:
         numbers = {name: number for number, name in enumerate(names)}
     numbers[""] = NO_LABEL
@@ -31,7 +31,7 @@ def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
 
 
 def name_classes(labels: Sequence[str | int | None]) -> list[str] | None:
-    """Return the class names by number, or None if all labels are non-negative integers or -1.
+    """Return the class names by number, or None if all labels are whole numbers from -1 on.
 
     Numbers of 19 digits or more count as names, since not all of them fit 64 bits.
     """
@@ -40,7 +40,8 @@ def name_classes(labels: Sequence[str | int | None]) -> list[str] | None:
 
 
 def _is_number(name: str) -> bool:
-    return name == str(NO_LABEL) or (name.isascii() and name.isdecimal() and len(name) < 19)
+    digits = name.removesuffix(".0")  # pandas writes so if one of the labels is missing
+    return digits == "-1" or (digits.isascii() and digits.isdecimal() and len(digits) < 19)
 
 
 def refuse_misspelled(default: str, names: Sequence[str], key: str, file: str) -> None:
