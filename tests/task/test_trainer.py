@@ -16,6 +16,7 @@ from selftask.cli.main import main
 from selftask.distributed.local_process import raise_limit_of_open_files
 from selftask.hooks.base import function_hook
 from selftask.logs import read_json
+from selftask.report.record_forms import total_steps
 from selftask.task import build, task_state
 from selftask.task.loop import train_loop
 
@@ -33,6 +34,13 @@ def names_in(run: Path) -> set[str]:
 def log_of(run: Path) -> list[str]:
     """The lines without their date and time."""
     return [line[20:] for line in (run / "log.txt").read_text().splitlines()]
+
+
+def test_the_length_of_a_run_is_known_from_its_first_row(tmp_path: Path) -> None:
+    """Rounded epochs gave a wrong number of steps: 125,000 of 125,100 in 100 epochs of ImageNet."""
+    more = ("train.batch_size=11", "train.epochs=3000", "train.stop_at=1")
+    task = tiny.train("simclr", tmp_path, "run", *more)
+    assert total_steps(None, 3000, tiny.rows(tmp_path / "run")[0]) == task.length.total_steps
 
 
 def test_the_folder_is_that_of_the_command(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class Recorder:
 
     def write_row(self, row: dict[str, Any]) -> None:
         """Write ``row``, with step and epoch, to the log, ``metrics.jsonl`` and all writers."""
-        epoch = round(self.clock.batch / self.length.batches_per_epoch, 4)
+        epoch = self.clock.batch / self.length.batches_per_epoch
         self.last_row = {"step": self.clock.steps_done, "epoch": epoch, **row}
         self.history.add(self.last_row)
         if self.rows is not None:
