@@ -13,7 +13,7 @@ SILENT_S = 180.0  # age of the lock file after which the process is assumed not 
 LEAST_QUIET_S = 120.0  # minimum time without a row or event that is allowed
 QUIET_ROWS = 10  # allowed time in usual intervals between rows, if that is longer
 QUIET_EVALUATIONS = 2  # allowed time in durations of the last evaluation, if that is longer
-FIRST_ROW_S = 600.0  # allowed time before the first row, for scanning data and compilation
+FIRST_ROW_S = 600.0  # allowed time at the start of an attempt, for scanning data and compilation
 _GROWING = ("metrics.jsonl", "events.jsonl", "log.txt")
 
 
@@ -43,9 +43,11 @@ def judge(
     ages = [seconds for name in _GROWING if (seconds := age(folder / name, now)) is not None]
     quiet_s = min(ages, default=0.0)
     usual = "" if interval_s is None else f", usually one every {show_seconds(interval_s)}"
-    limit = FIRST_ROW_S if interval_s is None else max(LEAST_QUIET_S, QUIET_ROWS * interval_s)
-    limit = max(limit, QUIET_EVALUATIONS * (eval_s or 0.0))
-    if quiet_s > limit:
+    limits = [LEAST_QUIET_S, QUIET_ROWS * (interval_s or 0.0), QUIET_EVALUATIONS * (eval_s or 0.0)]
+    begun_s = now - (status.get("started") or 0.0)  # a resumed run has rows of attempts before
+    if interval_s is None or begun_s < FIRST_ROW_S:
+        limits.append(FIRST_ROW_S)
+    if quiet_s > max(limits):
         return "hung", f"no row or event for {show_seconds(quiet_s)}{usual}; {process} is alive"
     return "running", ""
 
