@@ -222,6 +222,11 @@ def test_data_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" not in error
 
 
+def test_fewer_samples_than_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "simclr", "samples=100", "train.batch_size=128"]) == 2
+    assert "train.batch_size: 128 is more than the 100 images" in capsys.readouterr().err
+
+
 def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["plan", "simclr", "--json", "memory=1GB", f"out={tmp_path / 'run'}"]) == 0
     printed = json.loads(capsys.readouterr().out)

@@ -6,6 +6,7 @@ from selftask.config.checks.grid import output_side
 from selftask.config.checks.requirements import required
 from selftask.config.schema import Config
 from selftask.data.loading.open_data import check_data, open_data
+from selftask.data.sampling.sampler import steps_per_epoch
 from selftask.data.source import Source, channels_of
 from selftask.errors import UserError
 from selftask.plan.assumptions import Assumptions
@@ -26,6 +27,7 @@ def plan_data(config: Config, given: Assumptions) -> FakeData:
             of a view is unknown.
     """
     if given.samples is not None:
+        steps_per_epoch(given.samples, config.train.batch_size)  # raises if there is none
         side = given.side or _missing_side(config, None)
         classes = given.classes or _CLASSES
         needs = " and classes" if "labels" in required(config.method.name) else ""
