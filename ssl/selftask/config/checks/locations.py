@@ -65,7 +65,8 @@ def location_problems(config: Config) -> Iterator[Problem]:
 def check_not_moved(recipe: str, config: Config) -> None:
     """Raise UserError if ``recipe`` is the config.yaml of a run folder that is not its ``out``.
 
-    Such a folder was moved or copied, and a new run would begin in the old one.
+    Such a folder was moved or copied, or ``out`` is relative to another working folder; a new run
+    would begin there.
     """
     path = Path(recipe).expanduser()
     if path.name != "config.yaml" or not is_file(path.parent / "status.json"):
@@ -73,8 +74,9 @@ def check_not_moved(recipe: str, config: Config) -> None:
     is_out = path.parent.resolve() == config.out_folder.resolve()
     if not is_out and not config.place("out").startswith("command line"):
         raise UserError(
-            f"{recipe}: this run folder was moved or copied, and its out={config.out} is another "
-            f"folder; out={path.parent} resumes the run here, out={config.out} trains there"
+            f"{recipe}: its out={config.out} is another folder than this one, which was moved or "
+            f"copied, or named in another working folder; out={path.parent} resumes the run here, "
+            f"out={config.out} trains there"
         )
 
 
