@@ -15,6 +15,7 @@ import torch
 
 from selftask.checkpoint import manifest, rotation, store
 from selftask.errors import UserError
+from selftask.logs.checkpoint_results import CheckpointResults, result_files
 
 
 def save(folder: Path, *steps: int, keep: int = 3) -> list[Path]:
@@ -162,6 +163,15 @@ def test_every_cut_of_the_write_leaves_a_good_state(
                 assert newest is not None
                 assert newest[0]["n"] == (2 if calls >= 2 else 1), (calls, seen)
     assert first.exists()
+
+
+def test_results_of_checkpoints_that_were_deleted_are_replaced_too(tmp_path: Path) -> None:
+    CheckpointResults(tmp_path, []).add(5, ["knn"], {"knn_top1": 0.5})
+    rotation.archive(tmp_path / "checkpoints", 5)
+    assert result_files(tmp_path)
+    rotation.archive(tmp_path / "checkpoints", -1)
+    assert not result_files(tmp_path)
+    assert (tmp_path / "checkpoints/replaced_1/step_5.jsonl").exists()
 
 
 def test_replaced_checkpoints_have_a_new_folder_after_one_was_deleted(tmp_path: Path) -> None:

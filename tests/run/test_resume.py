@@ -17,6 +17,7 @@ import tiny
 from selftask.checkpoint import rotation, store
 from selftask.config.load import to_yaml
 from selftask.errors import UserError
+from selftask.logs.checkpoint_results import CheckpointResults
 from selftask.random import process_state
 from selftask.run.compatibility import check_same_run
 from selftask.task import Task
@@ -155,7 +156,9 @@ def test_never_sets_the_old_run_aside(folder: Path) -> None:
     out = folder / "never"
     every = ("train.checkpoint_every='1 steps'", "train.keep_checkpoints=2")
     tiny.train("simclr", folder, "never", *every, "train.stop_at=6")
+    CheckpointResults(out, []).add(5, ["knn"], {"knn_top1": 0.5})
     tiny.train("simclr", folder, "never", *every, "train.stop_at=3", "resume=never")
+    assert CheckpointResults(out, []).missing(5, ["knn"]) == ["knn"], "of other weights"
     kept = [path.name for path in rotation.checkpoints(out / "checkpoints")]
     assert kept == ["step_000000003.pt", "step_000000002.pt"]
     aside = sorted(path.name for path in (out / "checkpoints/replaced_1").glob("*.pt"))

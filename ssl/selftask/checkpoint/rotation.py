@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from selftask.logs import get_logger
+from selftask.logs.checkpoint_results import result_files
 
 log = get_logger(__name__)
 
@@ -66,16 +67,18 @@ def step_of(path: Path) -> int:
 def archive(folder: Path, step: int) -> None:
     """Move checkpoints after ``step``, where the run restarts, to ``folder/replaced_N``.
 
-    Otherwise rotation and the next resume would treat them as the newest ones.
+    Otherwise rotation and the next resume would treat them as the newest ones. The results of
+    ``selftask eval suite`` after ``step`` are moved, too: those steps get other weights.
     """
-    newer = [path for path in checkpoints(folder) if step_of(path) > step]
+    listed = [*checkpoints(folder), *result_files(folder.parent)]
+    newer = [path for path in listed if step_of(path) > step]
     if not newer:
         return
     folders = (folder / f"replaced_{number}" for number in count(1))
     aside = next(path for path in folders if not path.exists())
-    aside.mkdir()
+    aside.mkdir(parents=True)
     for path in newer:
         for file in (path, path.with_suffix(".json")):
             if file.exists():
                 os.replace(file, aside / file.name)
-    log.info("moved %d checkpoints after step %d to %s", len(newer), max(step, 0), aside)
+    log.info("moved %d checkpoints or results after step %d to %s", len(newer), max(step, 0), aside)

@@ -71,7 +71,8 @@ class CheckpointResults:
 
 def result_files(run: Path) -> list[Path]:
     """Return the result files of a run, one for each evaluated checkpoint."""
-    return sorted((run / FOLDER).glob("step_*.jsonl"))
+    paths = (run / FOLDER).glob("step_*.jsonl")
+    return sorted(path for path in paths if path.stem.removeprefix("step_").isdecimal())
 
 
 def tables(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, ...], dict[int, dict[str, float]]]:
