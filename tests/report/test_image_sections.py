@@ -75,10 +75,13 @@ def test_other_weights_are_looked_at_again(run: Path) -> None:
     assert after.html != before.html
 
 
-def test_a_newer_checkpoint_counts_more_than_the_export(run: Path) -> None:
+@pytest.mark.parametrize("steps", [-1, 1])
+def test_the_newest_checkpoint_counts_more_than_an_export_of_another_step(
+    run: Path, steps: int
+) -> None:
     facts = run / "export" / "backbone.json"
     content = json.loads(facts.read_text())
-    facts.write_text(json.dumps({**content, "step": content["step"] - 1}))
+    facts.write_text(json.dumps({**content, "step": content["step"] + steps}))
     results: list[str] = []
     assert "neighbors" in sections(run, tell=results.append)
     assert any("step_" in line for line in results)

@@ -65,11 +65,14 @@ def trained_on(run: Path) -> dict[str, Any] | None:
 
 
 def find_weights(run: Path) -> Weights | None:
-    """Return the export of a run, or its newest checkpoint if that is newer; None if neither."""
+    """Return the export of a run, or its newest checkpoint if that is of another step, or None.
+
+    The export of a run that was begun anew is of a later step.
+    """
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     exported = run / "export" / WEIGHTS
     step = _exported_step(run) if exported.is_file() else None
-    if step is not None and (newest is None or step_of(newest) <= step):
+    if step is not None and (newest is None or step_of(newest) == step):
         return Weights(exported, step, exported=True)
     return None if newest is None else Weights(newest, step_of(newest), exported=False)
 
