@@ -19,6 +19,7 @@ from selftask.config.load import load_config, to_yaml
 from selftask.config.schema.component import LoRAConfig
 from selftask.errors import ConfigError, UserError
 from selftask.models.backbones.vit import ViTMicro
+from selftask.models.weights.averages import kept_average
 from selftask.models.weights.lora import LowRank, adapt, adapted_state, merged, merged_state
 from selftask.models.weights.model_source import open_model, read_weights
 
@@ -236,3 +237,12 @@ def test_a_run_resumes_exactly_and_exports_merged_weights(tmp_path: Path) -> Non
             torch.testing.assert_close(value, exported[name], atol=1e-6, rtol=1e-6)
     saved = store.load(newest)["model"]  # base and adapters
     assert any(key.endswith(".original") for key in saved)
+
+
+def test_the_average_of_adapters_is_that_of_the_plain_network() -> None:
+    """``export --weights ema`` loads it into a backbone without adapters."""
+    network = nn.Sequential(nn.Linear(3, 4))
+    adapt(network, LoRAConfig(rank=2))
+    state = {f"backbone.{name}": value for name, value in network.state_dict().items()}
+    average = kept_average({"model": state, "hooks": {"ema": {"weights": state}}}, "ema")
+    assert average.keys() == merged(network).state_dict().keys()

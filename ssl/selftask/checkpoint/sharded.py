@@ -2,7 +2,7 @@
 
 ``step_N/`` contains the sharded tensors, as written by torch.distributed.checkpoint (DCP).
 ``rest.pt`` contains everything else as plain objects, with None instead of sharded tensors.
-``manifest.json`` contains length and CRC-32 of every file. The folder gets its final name when all
+``manifest.json`` contains length and checksum of each file. The folder gets its final name when all
 files are on disk. Any number of ranks can read it, each its own part. A single process without a
 process group reads full tensors.
 """

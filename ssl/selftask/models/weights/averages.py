@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from selftask.errors import UserError, nearest
+from selftask.models.weights.lora import merged_state
 from selftask.models.weights.read import backbone_state
 
 
 def kept_average(checkpoint: Mapping[str, Any], name: str) -> dict[str, Tensor]:
     """Return the averaged backbone weights ``name``, such as ``ema``, from a checkpoint.
 
-    Buffers that are not averaged are taken from the trained network.
+    Buffers that are not averaged are taken from the trained network. Adapters are merged.
 
     Raises:
         UserError: If there is no such average.
@@ -27,7 +28,8 @@ def kept_average(checkpoint: Mapping[str, Any], name: str) -> dict[str, Tensor]:
         raise UserError(f"the checkpoint has no averaged weights named {name!r}; {there}")
     prefix = "backbone."
     state = {**checkpoint["model"], **kept[name]}
-    return {k.removeprefix(prefix): value for k, value in state.items() if k.startswith(prefix)}
+    inner = {k.removeprefix(prefix): value for k, value in state.items() if k.startswith(prefix)}
+    return merged_state(inner)
 
 
 def mean_backbone(checkpoints: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
