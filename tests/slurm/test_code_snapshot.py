@@ -36,8 +36,24 @@ def test_copies_what_git_does_not_ignore_as_it_is_now(repository: Path) -> None:
     copied = sorted(p.relative_to(snapshot.folder) for p in snapshot.folder.rglob("*.py"))
     assert copied == [Path("new.py"), Path("package/mine.py")]
     assert (snapshot.folder / "package" / "mine.py").read_text() == "VALUE = 3\n"
+    snapshot.copy()
     assert snapshot.place(repository / "package") == snapshot.folder / "package"
     assert snapshot.place(Path("/elsewhere")) == Path("/elsewhere")
+
+
+def test_links_and_runs_that_git_does_not_ignore(repository: Path, tmp_path: Path) -> None:
+    (repository / ".gitignore").write_text("")
+    (tmp_path / "elsewhere.txt").touch()
+    links = {"linked.py": "new.py", "linked": "package", "list.txt": "../elsewhere.txt"}
+    for name, target in links.items():
+        (repository / name).symlink_to(target)
+    for name in ("first", "second", "second"):
+        snapshot = CodeSnapshot.of(repository / "runs" / name / "code")
+        snapshot.copy()
+    assert (snapshot.folder / "linked.py").resolve() == snapshot.folder / "new.py"
+    assert (snapshot.folder / "linked").resolve() == snapshot.folder / "package"
+    assert (snapshot.folder / "list.txt").resolve() == tmp_path / "elsewhere.txt"
+    assert not (snapshot.folder / "runs").exists(), "the other snapshots"
 
 
 def test_jobs_import_from_the_copy(repository: Path, fake: Fake) -> None:

@@ -43,25 +43,33 @@ class CodeSnapshot:
     def copy(self) -> None:
         """Copy tracked files, and untracked ones that are not ignored, as they are now.
 
+        A symbolic link leads to the copy of its target, or to the target if that is elsewhere.
+
         Raises:
             UserError: If they take more than ``MAX_MB``.
         """
+        shutil.rmtree(self.folder, ignore_errors=True)
         listed = _git("-C", str(self.repository), "ls-files", "-coz", "--exclude-standard")
         files = [self.repository / name for name in listed.split("\0") if name]
-        files = [path for path in files if path.is_file()]  # tracked files may have been deleted
-        megabytes = sum(path.stat().st_size for path in files) / 1e6
+        # tracked files may have been deleted
+        files = [path for path in files if path.is_symlink() or path.is_file()]
+        megabytes = sum(path.lstat().st_size for path in files) / 1e6
         if megabytes > MAX_MB:
-            largest = max(files, key=lambda path: path.stat().st_size)
+            largest = max(files, key=lambda path: path.lstat().st_size)
             raise UserError(
                 f"launch.snapshot: the files of {self.repository} take {megabytes:.0f} MB, "
                 f"{largest} the most; at most {MAX_MB:.0f} MB are copied: add data and runs to "
                 ".gitignore"
             )
-        shutil.rmtree(self.folder, ignore_errors=True)
         for path in files:
-            copied = self.place(path)
+            copied = self.folder / path.relative_to(self.repository)
             copied.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, copied)
+            if path.is_symlink():
+                copied.symlink_to(self.place(path).resolve())
+            else:
+                shutil.copy2(path, copied)
+        # snapshots of other runs do not contain this one
+        (self.folder / ".gitignore").write_text("*\n", encoding="utf-8")
 
 
 def _git(*words: str) -> str:
