@@ -125,20 +125,17 @@ def suite_jobs(run: Path) -> list[str]:
 
 
 def jobs_to_cancel(out: Path) -> dict[str, Path | None]:
-    """Return job id -> run folder for a run or sweep, and for its active ``eval suite`` jobs.
+    """Return job id -> run folder for a run or sweep, and for its ``eval suite`` jobs.
 
-    If an ``eval suite`` job is queued or running, only queued or running jobs are returned: the run
-    may have ended long ago, and ``scancel`` fails for a job that SLURM has forgotten.
+    If any of them is queued or running, only such jobs are returned: others may have ended long
+    ago, and a job that has ended cannot be cancelled.
     """
     runs = noted(out)
     suites = {job: run for run in dict.fromkeys([out, *runs]) for job in suite_jobs(run)}
     jobs: dict[str, Path | None] = {job: run for run, job in runs.items()}
-    if suites:
-        states = queue([*jobs, *suites])
-        waiting = {job for job, state in states.items() if state.partition(" ")[0] in WAITING}
-        if waiting & suites.keys():
-            return {job: run for job, run in {**jobs, **suites}.items() if job in waiting}
-    return jobs
+    states = queue([*jobs, *suites])
+    waiting = {job for job, state in states.items() if state.partition(" ")[0] in WAITING}
+    return {job: run for job, run in {**jobs, **suites}.items() if job in waiting} or jobs
 
 
 def stand(outs: list[Path]) -> list[RunLine]:
