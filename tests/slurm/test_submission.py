@@ -261,7 +261,7 @@ def test_failed_ranks_start_again_as_often_as_allowed(
     ("status", "stderr", "lost"),
     [
         ({"state": "running"}, "srun: error: n1: task 0: Killed\n", True),
-        ({"state": "running"}, "srun: error: Node failure on n2\n", True),
+        ({"state": "running"}, "/home/groom: slow\nsrun: error: Node failure on n2\n", True),
         ({"state": "failed", "error": "rank 1 is dead", "lost": True}, "", True),
         ({"state": "failed", "error": "rank 1 raised", "lost": False}, "", False),
         (

@@ -30,6 +30,7 @@ from selftask.run.slurm_job import Job, current_job, job_name, requeue, requeues
 
 MARK = "selftask: attempt "  # the batch script writes it to the log before each srun
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+_OUT_OF_MEMORY = re.compile(r"\b(?:oom|OOM)[-_ ][kK]ill|Out Of Memory")  # not "room"
 _NODE = re.compile(r"srun: error: (Node failure on \S+)")
 _UNTOLD = ("running", "failed", None)  # states that may need a correction
 ENDED = "the run ended with code "  # in a rank's error message, followed by the code
@@ -174,7 +175,7 @@ def _cause(code: int, log: Path, record: Record) -> tuple[str, bool]:
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     text = text.rpartition(MARK)[2]
-    no_memory = "oom" in text.lower() or "Out Of Memory" in text
+    no_memory = _OUT_OF_MEMORY.search(text) is not None
     if record.state == "failed":
         cause = str(record.content.get("error")).partition("\n")[0]
         return cause, bool(record.content.get("lost")) and not no_memory
