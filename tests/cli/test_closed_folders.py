@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from selftask.cli.main import COMMANDS, main
+from selftask.run.run_folder import LOCK, is_held
 
 _VERSION_3 = 0x20080522  # of capset(2), with two words a set
 _DAC = 0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
@@ -122,3 +123,8 @@ def test_one_line_and_exit_code_2(
     assert line.startswith("error: ")
     assert str(closed) in line
     assert "permission denied" in line.lower(), line
+
+
+def test_the_lock_of_another_user_is_not_taken_for_a_run(closed: Path, tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch(mode=0)
+    assert not is_held(tmp_path)

@@ -126,11 +126,11 @@ def fetch_out(config: Config, world: World) -> dict[str, Stamp] | None:
 
 def is_held(folder: Path) -> bool:
     """Return True if another process has locked the run folder; False without lock support."""
-    try:
-        with (folder / LOCK).open("r+", encoding="utf-8") as lock:
+    with suppress(OSError), (folder / LOCK).open("r+", encoding="utf-8") as lock:
+        try:
             _lock(lock)
-    except OSError as error:
-        return error.errno in _HELD
+        except OSError as error:
+            return error.errno in _HELD
     return False
 
 
