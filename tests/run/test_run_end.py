@@ -17,6 +17,7 @@ from PIL import Image
 import tiny
 from selftask.cli.main import main
 from selftask.distributed import process_group
+from selftask.run import environment
 
 
 def test_finished_and_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +115,23 @@ def test_a_signal_before_the_first_step(
     assert last_line(capsys).startswith("RUN interrupted by SIGTERM at step 0; left at once; ")
     assert tiny.status(folder / "run")["state"] == "interrupted"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_signal_after_a_failed_run_in_the_same_job(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is that of another run; SLURM sends SIGTERM once more after a requeue."""
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    assert train(folder, "import=[trouble]", "hooks.trouble={kind: raise}") == 1
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setattr(environment, "write", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        assert train(folder) == 128 + signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+    assert last_line(capsys).startswith("RUN interrupted by SIGTERM at step 0; left at once; ")
 
 
 def test_a_full_disk_is_told_where_it_cannot_be_written_down(

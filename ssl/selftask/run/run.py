@@ -255,7 +255,8 @@ def _stop_signals_raised() -> Iterator[None]:
     """Context in which a stop signal without a handler raises KeyboardInterrupt.
 
     A signal may arrive before the ``preemption`` hook is installed. A second signal ends the
-    process as usual.
+    process as usual. Signals that are ignored at the end stay ignored: SLURM sends SIGTERM after a
+    requeue, and it would change the exit code of a process that is still ending.
     """
     main = threading.current_thread() is threading.main_thread()
     silent = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
@@ -265,7 +266,8 @@ def _stop_signals_raised() -> Iterator[None]:
         yield
     finally:
         for number in silent if main else ():
-            signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

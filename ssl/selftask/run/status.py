@@ -34,9 +34,13 @@ class Status:
         return read_json(self.path)
 
     def failed_by_another(self) -> bool:
-        """Return True if a rank has already recorded the failure of this attempt."""
+        """Return True if a rank has already recorded the failure of this attempt.
+
+        Older records are of an earlier run in the same SLURM job.
+        """
         status, attempt = self.read(), read_world().attempt
-        return bool(attempt and status.get("attempt") == attempt and status["state"] == "failed")
+        is_failed = status.get("attempt") == attempt and status.get("state") == "failed"
+        return bool(attempt and is_failed and status.get("updated", 0.0) >= self.started)
 
     def close_lost(self) -> str | None:
         """Set the state of a killed attempt to failed; return a message for the log, or None."""
