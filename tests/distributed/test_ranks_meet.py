@@ -26,6 +26,7 @@ from selftask.distributed.world import World, read_world
 from selftask.errors import UserError
 from selftask.logs import write_json
 from selftask.run import early_errors
+from selftask.run.board import Board
 from selftask.run.early_errors import find_early_error, find_end_of_rank0, report_early_errors
 
 
@@ -114,6 +115,21 @@ def _by_file(rank: int, folder: Path) -> None:
 def test_ranks_meet_by_a_file(tmp_path: Path) -> None:
     mp.start_processes(_by_file, (tmp_path,), nprocs=2, start_method="spawn")
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0, 1]"] * 2
+
+
+def _watch_one_another(rank: int) -> bool:
+    job = {"JOB_ID": "7", "GLOBALID": str(rank), "NTASKS": "2"}
+    os.environ.update({f"SUBMITIT_LOCAL_{name}": value for name, value in job.items()})
+    socket.gethostname = lambda: "no-such-host.invalid"
+    board = Board(rank)
+    board.set(str(rank), "here")
+    gather_objects(None)
+    return board.has(str(1 - rank))
+
+
+def test_the_board_is_where_the_ranks_have_met() -> None:
+    """The name of a machine may not resolve, as in some containers."""
+    assert run_ranks(_watch_one_another, 2) == [True, True]
 
 
 def test_an_early_error_is_left_for_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

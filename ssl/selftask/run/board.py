@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from selftask.distributed.world import read_world
+
 
 class BoardLost(Exception):
     """Raised if the board is unreachable: rank 0 has exited or does not answer in time."""
@@ -39,8 +41,9 @@ class Board:
         dist.broadcast_object_list(address, src=0)
         self.host, self.pid, port = address[0]  # host and process of rank 0
         self.limit_s = 30.0
+        master = read_world().master  # the ranks have met there; the host's name may not resolve
         self._store = kept or TCPStore(
-            os.environ.get("MASTER_ADDR", self.host),
+            master[0] if master else os.environ.get("MASTER_ADDR", self.host),
             port,
             None,
             False,
