@@ -181,6 +181,7 @@ def test_options_of_sbatch_and_lines_around_srun(tmp_path: Path) -> None:
         flag = name.replace("_", "-")
         assert {f"{flag}={plain}", f"{flag}='{plain}'"} & flags, name
     assert {"exclusive", "array=0-2%2", "signal=USR2@45"} <= flags
+    assert not any(flag.startswith("cpus-per-task") for flag in flags), "beside cpus-per-gpu"
     (srun,) = (number for number, line in enumerate(lines) if line.startswith("srun "))
     assert "--mpi=none --cpu-bind=cores" in lines[srun]
     assert lines.index("module load cuda") + 1 == lines.index("ulimit -c 0") < srun
@@ -191,6 +192,12 @@ def test_loader_workers_are_those_of_the_nodes(tmp_path: Path) -> None:
     given = words(tmp_path, "run", "launch.slurm.cpus_per_task=5")
     given.remove("data.num_workers=0")
     assert plan("simclr/digits", given).submissions[0].config["data"]["num_workers"] == 5
+
+
+@pytest.mark.parametrize(("gres", "gpus"), [("'nvme:1'", 1), ("'nvme:1,gpu:a100:1'", None)])
+def test_a_local_disk_is_no_gpu(gres: str, gpus: int | None) -> None:
+    config = load_config("simclr/digits", ["train.device=cuda", f"launch.slurm.gres={gres}"])
+    assert derived_options(config, [])[0].get("gpus_per_node") == gpus
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [([], 8), (["data.num_workers=20"], 20)])

@@ -197,7 +197,8 @@ def _before() -> list[str]:
     # By default torch prints a C++ stack for each connection that a dying rank breaks.
     lines.append("export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}")
     # srun does not inherit this from sbatch since SLURM 22.05.
-    lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK")
+    cpus = "${SLURM_CPUS_PER_TASK:-}"  # not set with --cpus-per-gpu
+    lines.append(f'[ -z "{cpus}" ] || export SRUN_CPUS_PER_TASK={cpus}')
     lines.append(f'echo "{MARK}$((${{SLURM_RESTART_COUNT:-0}} + 1)) of job $SLURM_JOB_ID" >&2')
     lines.append("trap : TERM  # ranks get it, too, and save; this shell waits for them")
     return lines

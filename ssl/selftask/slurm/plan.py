@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from submitit.slurm.slurm import SlurmJob
 
 _MAX_DERIVED_CPUS = 8  # per rank; nodes may have fewer cores than this machine
-_GPUS = ("gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket", "gres")
+_GPUS = ("gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket")
 
 
 @dataclass(frozen=True)
@@ -185,15 +185,18 @@ def derived_options(
     derived: dict[str, Any] = {}
     workers, notes = config.data.num_workers, []
     is_auto = config.place("data.num_workers").startswith("auto")  # from this machine, not nodes
-    if "cpus_per_task" not in chosen_options:
+    # a rank has one GPU, and sbatch takes one of both
+    cpus_of_rank = chosen_options.get("cpus_per_task", chosen_options.get("cpus_per_gpu"))
+    if cpus_of_rank is None:
         workers = min(workers, _MAX_DERIVED_CPUS) if is_auto else workers
         derived["cpus_per_task"] = max(1, workers)
         cpus = derived["cpus_per_task"]
         notes.append(f"{cpus} {plural('CPU', cpus)} a rank; else launch.slurm.cpus_per_task=N")
     elif is_auto:
-        workers = int(chosen_options["cpus_per_task"])
+        workers = int(cpus_of_rank)
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
     asked = any(key in chosen_options for key in _GPUS)
+    asked = asked or "gpu" in str(chosen_options.get("gres"))  # else local disks and the like
     wanted = config.train.device == "cuda" or (
         config.train.device == "auto" and any(partition.gpus for partition in partitions)
     )
