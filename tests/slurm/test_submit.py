@@ -83,13 +83,14 @@ def test_script_is_what_submitit_hands_in(tmp_path: Path, fake: Fake) -> None:
 
 def test_script_is_valid_shell_and_returns_the_code_of_srun(tmp_path: Path, fake: Fake) -> None:
     script = tmp_path / "script.sh"
-    given = words(tmp_path, "run", *CLUSTER, "launch.slurm.setup=['x=5']")
+    given = words(tmp_path, "run", *CLUSTER, "launch.slurm.setup=['x=5', 'set -e']")
     script.write_text(plan("simclr/digits", given).script())
     for code in (0, 5):
         fake("srun", 'exit "$x"' if code else "exit 0")
         done = tiny.run(["bash", str(script)], tmp_path)
         # A pickle is missing here, so what follows a failure fails, too, and says so.
         assert (done.returncode == 0) == (code == 0), done.stderr
+        assert ("unknown_submitted.pkl" in done.stderr) == (code != 0)
     assert "attempt 1 of job" in done.stderr
 
 

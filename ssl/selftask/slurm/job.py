@@ -200,6 +200,7 @@ def _before() -> list[str]:
     cpus = "${SLURM_CPUS_PER_TASK:-}"  # not set with --cpus-per-gpu
     lines.append(f'[ -z "{cpus}" ] || export SRUN_CPUS_PER_TASK={cpus}')
     lines.append(f'echo "{MARK}$((${{SLURM_RESTART_COUNT:-0}} + 1)) of job $SLURM_JOB_ID" >&2')
+    lines.append("set +e  # the lines after srun are for its failures")
     lines.append("trap : TERM  # ranks get it, too, and save; this shell waits for them")
     return lines
 
