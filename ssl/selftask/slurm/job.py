@@ -34,6 +34,8 @@ from selftask.run.slurm_job import LOCAL_REQUEUES, in_local_job
 from selftask.slurm.batch_epilogue import ENDED, MARK
 
 WARNING = "USR2"  # signal before the time limit, on which runs save and requeue
+# sbatch copies the environment of the submission, which may have them from another launcher.
+_OF_LAUNCHERS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
 
 
 def signal_delay_s(limit: int) -> int:
@@ -169,7 +171,7 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
         time=limit,
         nodes=launch.nodes,
         ntasks_per_node=launch.processes,
-        setup=[*extra["setup"], *_before()],
+        setup=[f"unset {_OF_LAUNCHERS}", *extra["setup"], *_before()],
         srun_args=["--kill-on-bad-exit=1", *extra["srun_args"]],
         additional_parameters={
             key: value for key, value in options.items() if value not in (None, False)
