@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -100,16 +101,19 @@ def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         child.communicate()
 
 
+@pytest.mark.parametrize("by_shell", [False, True])
 def test_a_local_job_is_cancelled_and_nothing_else(
+    by_shell: bool,
     start: Callable[..., subprocess.Popen[bytes]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The process id must be that of the job: by its command line, folder and start."""
-    run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other")
+    run, other = write_run(tmp_path / "Jürgen's run"), write_run(tmp_path / "other")
     stranger = start()
     of_other = start("submitit.local._local", str(other / "slurm"))
-    own = start("submitit.local._local", str(run / "slurm"))
+    folder = str(run / "slurm")
+    own = start("submitit.local._local", shlex.quote(folder) if by_shell else folder)
     record(other, f"local-{of_other.pid}")
     for child in (stranger, of_other):
         record(run, f"local-{child.pid}")

@@ -298,13 +298,15 @@ def _controlled_folder(job: str) -> Path | None:
     recorded (its process id has been reused).
     """
     shown = ("-ww", "-o", "lstart=", "-o", "command=", "-p", job.removeprefix(LOCAL))
-    line = next(iter(lines("env", "LC_ALL=C", "ps", *shown)), "")
+    # English dates; with plain C, ps replaces letters that are not ASCII
+    line = next(iter(lines("env", "LC_ALL=C.UTF-8", "ps", *shown)), "")
     began, _, argument = line.partition(f" {_CONTROLLER} ")
     if not argument:
         return None
-    folder = Path(argument.strip("'"))
     words = " ".join(began.split()[:5])  # Tue Nov 24 05:28:53 2026
     try:
+        # the command line of a shell has quotes
+        folder = Path(argument if argument.startswith("/") else shlex.split(argument)[0])
         started_s = time.mktime(time.strptime(words, "%a %b %d %H:%M:%S %Y"))
         recorded_s = (folder / JOBS.name).stat().st_mtime
     except (OSError, ValueError):
