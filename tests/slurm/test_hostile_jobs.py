@@ -126,6 +126,8 @@ def test_a_local_job_is_cancelled_and_nothing_else(
     assert queue.queue([f"local-{own.pid}"]) == {f"local-{own.pid}": "gone"}
     record(run, f"local-{own.pid}")
     queue.note(run, {run / "seed_1": f"local-{stranger.pid}"})  # has ended, as some of a sweep
+    past = time.time() - 30
+    os.utime(run / "slurm/jobs.json", (past, past))  # by the clock of a file server
     assert queue.queue([f"local-{own.pid}"]) == {f"local-{own.pid}": "RUNNING"}
     assert main(["cancel", str(run)]) == 0
     assert own.wait(10) == -signal.SIGTERM

@@ -24,6 +24,7 @@ LOCAL = "local-"  # prefix of the id of a job on this machine, followed by its p
 JOBS = Path("slurm", "jobs.json")  # in the folder of a run or sweep
 _ID = re.compile(r"[1-9]\d{0,17}(_\d{1,9})?|local-[1-9]\d{0,9}", re.ASCII)
 _CONTROLLER = "submitit.local._local"  # module that runs a local job; its argument is the folder
+_SKEW_S = 60  # largest difference expected between the clocks of this machine and a file server
 SUITE_JOBS = Path("evaluations", "slurm", "suite_jobs.json")  # in the folder of a run
 CONTROLLER_ERRORS = "controller.err"  # error output of the processes that start a local job's ranks
 
@@ -311,7 +312,7 @@ def _controlled_folder(job: str) -> Path | None:
         recorded_s = (folder / JOBS.name).stat().st_mtime
     except (OSError, ValueError):
         return None
-    return folder if started_s <= recorded_s + 1 else None
+    return folder if started_s <= recorded_s + _SKEW_S else None
 
 
 def lines(*words: str) -> list[str]:
