@@ -171,6 +171,18 @@ def test_the_last_words_of_a_lost_job_are_shown(
         assert "lost: job gone" in shown and "ImportError: no selftask here" in shown
 
 
+def test_a_local_job_of_another_machine_is_not_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen from a second login node, its process id names nothing, and its run shows life."""
+    queue.note(tmp_path / "run", {tmp_path / "run": "local-4194305"})
+    status = {"state": "running", "host": "login2", "pid": 4194306}
+    write_json(tmp_path / "run/status.json", status)
+    (tmp_path / "run/.lock").touch()
+    assert main(["jobs", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.split("\n")[1].split()[3] == "running"
+
+
 @pytest.mark.parametrize(
     ("more", "seen", "gpus"),
     [

@@ -202,6 +202,8 @@ def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
     first = in_slurm.partition(" ")[0]
     if first in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
         state = in_slurm.lower() if of_run == "not started" else f"{of_run}, {in_slurm.lower()}"
+    elif of_run == "running" and _is_local(job):
+        state = of_run  # perhaps on another machine, where its process cannot be seen from here
     elif first in ("RUNNING", "COMPLETING"):
         state = of_run if of_run in ("running", "hung", "finished", "failed") else first.lower()
     elif of_run in ("running", "hung", "lost", "requeued", "not started"):  # ended without a status
