@@ -131,6 +131,16 @@ def test_signals_are_acknowledged_and_a_second_one_leaves(
     assert "SIGINT again: leaving at once" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("handlers")
+def test_a_signal_that_a_launcher_forwards_is_no_second_one() -> None:
+    hook = StopOnSignal()
+    send(hook, signal.SIGTERM)
+    send(hook, signal.SIGTERM)
+    hook.since -= 2
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        send(hook, signal.SIGTERM)
+
+
 def test_ctrl_c_inside_of_a_library_is_no_mistake_of_the_config(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -23,7 +24,9 @@ log = get_logger(__name__)
 class StopOnSignal(Hook):
     """SIGTERM, SIGINT, SIGUSR2 and SIGHUP: save at the next step; exit at once on a second one.
 
-    Later SIGHUPs are ignored, since closing a terminal sends several. A signal that the process
+    Later SIGHUPs are ignored, since closing a terminal sends several. So is the same signal within
+    a second: a signal to a process group (``timeout``, ``systemctl stop``) reaches the ranks, and
+    their launcher forwards it to them as well. A signal that the process
     ignores from its start (nohup) stays ignored. The handler prints a message and sets a flag. With
     several ranks, each step starts a collective that asks whether any rank got a signal, and reads
     its result one step later. So no rank waits, and all stop after the same step. The handler is
@@ -50,10 +53,11 @@ class StopOnSignal(Hook):
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        now = time.monotonic()
         if self.received is None:
-            self.received = name
+            self.received, self.since = name, now
             _write_stderr(f"{name}: stopping after this step; a second one leaves at once, unsaved")
-        elif number != signal.SIGHUP:
+        elif number != signal.SIGHUP and (name != self.received or now > self.since + 1):
             self.release()
             _write_stderr(f"{name} again: leaving at once")
             raise KeyboardInterrupt(name)
