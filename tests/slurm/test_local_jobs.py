@@ -138,7 +138,7 @@ def test_a_local_job_that_dies_before_its_run_begins_says_so(
 def test_a_rank_that_dies_before_its_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that has written a status itself keeps it."""
+    """A run that has written a status itself keeps it, unless that was before a requeue."""
     job = {"JOB_ID": "78", "GLOBALID": "0", "NTASKS": "1"}
     for name, value in job.items():
         monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", value)
@@ -148,14 +148,16 @@ def test_a_rank_that_dies_before_its_run_begins(
         raise UserError("no data\nno labels")
 
     monkeypatch.setattr(local_rank, "submitit_main", start)
-    for state, expected in ((None, "failed"), ("interrupted", "interrupted")):
+    states = ((None, "failed"), ("requeued", "failed"), ("interrupted", "interrupted"))
+    for state, expected in states:
         if state is not None:
             write_json(tmp_path / "status.json", {"state": state, "attempt": "local:78"})
         with pytest.raises(UserError):
             local_rank.main()
         assert read_json(tmp_path / "status.json")["state"] == expected
-    (line,) = (tmp_path / "log.txt").read_text().splitlines()
-    assert line.endswith("RUN FAILED before it began: no data; no labels")
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert len(lines) == 2
+    assert lines[1].endswith("RUN FAILED before it began: no data; no labels")
 
 
 @pytest.mark.parametrize("name", ["4194305_0_log.err", "controller.err"])
