@@ -289,6 +289,15 @@ CODE = {
         decay=0.05,
         settings=("optimizer.groups=[{match: mask_token, weight_decay: 0.05}]",),
     ),
+    "maskfeat/vit_base_imagenet": Published(
+        adamw(0.999),
+        weights,
+        2e-4 * SHARE,
+        1e-6 * SHARE,
+        1e-6 * SHARE,
+        decay=0.05,
+        settings=("optimizer.groups=[{match: mask_token, weight_decay: 0.05}]",),
+    ),
     "pirl/resnet50_imagenet": Published(
         sgd, weights, 0.03 * SHARE, 3e-5 * SHARE, warmup=0, decay=1e-4, by_epoch=True
     ),
@@ -323,7 +332,6 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "fcmae/convnextv2_base_imagenet",
     "ibot/vit_small_imagenet_attmask",  # extends ibot/vit_small_imagenet
     "jigsaw/resnet50_imagenet",
-    "maskfeat/vit_base_imagenet",
     "milan/vit_base_imagenet",
     "mixmim/swin_base_imagenet",  # extends mae/vit_base_imagenet
     "nnclr/resnet50_imagenet",

@@ -212,6 +212,11 @@ def test_pixels_are_normalized_as_in_the_published_code(
         ("rotation/resnet50_imagenet", "main", "random_resized_crop horizontal_flip"),
         ("cmae/vit_base_imagenet", "target", "random_crop color_jitter grayscale gaussian_blur"),
         ("obow/resnet50_imagenet", "teacher", "resize center_crop horizontal_flip"),
+        (
+            "clsa/resnet50_imagenet",
+            "strong",
+            "random_resized_crop color_jitter grayscale gaussian_blur horizontal_flip rand_augment",
+        ),
     ],
 )
 def test_views_have_the_transforms_of_the_published_code(

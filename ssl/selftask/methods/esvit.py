@@ -51,6 +51,10 @@ class EsViT(DINO):
     78.9 and 80.4 (authors' README).
 
     Use it for transformers with stages, such as Swin, and for convolutional networks.
+
+    Differs from the authors' code:
+
+    * Prototypes keep unit length, as in DINO; in the authors' command their lengths are trained.
     """
 
     paper = (
