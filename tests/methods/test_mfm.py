@@ -45,6 +45,20 @@ def test_filter_and_loss_are_those_of_the_authors(figures: list, case: int) -> N
     assert computed == pytest.approx(figures[case], rel=1e-5)  # float32 in the authors' FFT
 
 
+def test_an_image_counts_by_the_number_of_its_removed_frequencies() -> None:
+    """As in the authors' code, where those of all images of a batch have one mean."""
+    predicted, images = draw(1, 2, 3, SIDE, SIDE), draw(2, 2, 3, SIDE, SIDE)
+    disc = low_frequencies((SIDE, SIDE), RADIUS, images.device)
+    removed = torch.stack([disc, ~disc])
+    alone = [
+        frequency_distance(*(x[k : k + 1] for x in (predicted, images, removed))) for k in (0, 1)
+    ]
+    expected = (45 * alone[0] + (SIDE**2 - 45) * alone[1]) / SIDE**2
+    assert frequency_distance(predicted, images, removed) == pytest.approx(
+        expected.item(), rel=1e-6
+    )
+
+
 def test_both_parts_add_up_to_the_image() -> None:
     """Without clamping: with values whose parts lie in [0, 1]."""
     pixels = 0.5 + 0.01 * draw(0, 2, 3, SIDE, SIDE)

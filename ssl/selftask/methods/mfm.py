@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.distributed.collectives import all_reduce_mean
 from selftask.methods.families.view_pixels import ViewPixels, require_stride
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -42,7 +43,7 @@ class MFM(ViewPixels):
     paper = (
         "Xie et al., Masked Frequency Modeling for Self-Supervised Visual Pre-Training, ICLR 2023"
     )
-    loss_reduction = "samples"
+    loss_reduction = "statistics"  # the number of removed frequencies
     sample_dim = 0
     views = 1
     requires = ("dense",)
@@ -103,8 +104,8 @@ def remove(pixels: Tensor, removed: Tensor) -> Tensor:
 def frequency_distance(predicted: Tensor, images: Tensor, removed: Tensor) -> Tensor:
     """Return the mean distance in the complex plane of the removed frequencies of two images.
 
-    It is a mean over the removed frequencies and channels of an image, then over images. The FFT is
-    orthonormal.
+    It is a mean over channels and over the removed frequencies of the images of all ranks, so an
+    image counts by their number. The FFT is orthonormal.
 
     Args:
         predicted: (B, C, H, W).
@@ -113,5 +114,5 @@ def frequency_distance(predicted: Tensor, images: Tensor, removed: Tensor) -> Te
     """
     difference = torch.fft.fft2(predicted - images, norm="ortho")
     distance = (difference.real.square() + difference.imag.square() + 1e-12).sqrt()
-    of_image = (distance.mean(dim=1) * removed).sum(dim=(1, 2)) / removed.sum(dim=(1, 2))
-    return of_image.mean()
+    number = all_reduce_mean(removed.sum().to(distance.dtype))
+    return (distance.mean(dim=1) * removed).sum() / number
