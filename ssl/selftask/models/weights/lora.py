@@ -139,7 +139,7 @@ def merged(backbone: nn.Module) -> nn.Module:
     return backbone
 
 
-def _lists(layer: nn.Module) -> Iterable[Any]:
+def _lists(layer: Any) -> Iterable[Any]:
     """Return torch's lists of the parametrizations of a layer, one for each of its tensors."""
     return layer.parametrizations.values() if parametrize.is_parametrized(layer) else ()
 
