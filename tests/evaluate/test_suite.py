@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from submitit.core.utils import DelayedSubmission
@@ -175,6 +176,12 @@ def test_averaged_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None
     evaluated(capsys, run, "knn", "checkpoints=1", "weights=ema")
     kept = json.loads((run / "evaluations" / "step_1.jsonl").read_text())
     assert kept["settings"] == ["weights=ema"]
+    folders = []
+    for words in ([str(run), "weights=ema"], [f"{run}@2", "weights=ema"], [f"{run}@2"]):
+        folders.append(run.parent / f"features_{len(folders)}")
+        assert main(["features", *words, f"out={folders[-1]}"]) == 0
+    newest, same, trained = (np.load(folder / "features.npy") for folder in folders)
+    assert np.array_equal(newest, same) and not np.array_equal(newest, trained)
 
 
 @pytest.mark.slow

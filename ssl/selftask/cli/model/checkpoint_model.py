@@ -6,22 +6,27 @@ import tempfile
 from pathlib import Path
 
 from selftask.checkpoint.kept import named_checkpoint
+from selftask.checkpoint.rotation import checkpoints
 from selftask.cli.model.export import Average, export_run
 from selftask.cli.model.load_model import Frozen, open_frozen
 from selftask.cli.options import take
 from selftask.config.compose.overrides import import_plugins
 from selftask.config.trust import take_trust
 from selftask.errors import explained
+from selftask.files.paths import expand_user
 
 
 def open_named(address: str, overrides: list[str]) -> tuple[Frozen, str]:
     """Open a model, or a checkpoint ``RUN@STEP`` or ``RUN@best``; return it and its run or address.
 
     Args:
-        address: As for ``open_frozen``, or a checkpoint of a run.
+        address: As for ``open_frozen``, or a checkpoint of a run. With ``weights=ema`` a run is its
+            newest checkpoint.
         overrides: As for ``open_frozen``.
     """
     checkpoint = named_checkpoint(address)
+    if checkpoint is None and take("weights", overrides)[0] in ("ema", "swa"):  # not in the export
+        checkpoint = next(iter(checkpoints(expand_user(address) / "checkpoints")), None)
     if checkpoint is None:
         return open_frozen(address, overrides), address
     return open_checkpoint(checkpoint, overrides), str(checkpoint.parent.parent)

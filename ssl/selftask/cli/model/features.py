@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen, open_frozen
+from selftask.cli.model.checkpoint_model import open_named
+from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen
 from selftask.cli.options import needs_first, take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.distributed.world import World, read_world
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 USAGE = f"""\
 usage: selftask features RUN_OR_MODEL out=DIR|FILE.parquet [data=DIR] [key=value ...]
 
-{MODEL}
+{MODEL},
+              or RUN@STEP or RUN@best: a checkpoint of a run (weights=ema: its average)
 out=DIR       a folder for features.npy (images, features), float32; images.csv, whose rows are
               path and label of the same rows; features.json, what they were made with and the
               names of the classes (label 0 first), if the images have them
@@ -64,7 +66,7 @@ def main(argv: list[str]) -> int:
         if clusters or is_ranked:
             raise UserError(f"out={out}: clusters and rank write into a folder; give out=DIR")
     world = read_world()
-    frozen = open_frozen(address, ["data.val=null", "data.val_sets=null", *overrides])
+    frozen, _ = open_named(address, ["data.val=null", "data.val_sets=null", *overrides])
     facts = {
         "model": address,
         "backbone": frozen.facts,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import take_model, take_options
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, SHIPPED, WEIGHTS, open_frozen
+from selftask.cli.model.load_model import MODEL, SHIPPED, WEIGHTS
 from selftask.cli.options import take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.data.source import Source
@@ -16,7 +17,8 @@ usage: selftask eval retrieval RUN_OR_MODEL data=DIR [truth=FILE] [key=value ...
 
 Describes each image, ranks the others by cosine, and prints mean average precision and precision
 at K, as one JSON line last.
-{MODEL}
+{MODEL},
+              or RUN@STEP or RUN@best: a checkpoint of a run (weights=ema: its average)
 data=DIR      images of queries and database, with the relevant images of each query by
   (no truth)            class folders: each image is looked for among the others of all classes
   truth=gnd_x.pkl       Oxford or Paris; of the revisited sets easy, medium and hard
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> int:
     if any(word.partition("=")[0].startswith("data.val") for word in words):
         raise UserError("data.val: eval retrieval looks for images of data= in data= alone")
     learn = None if whiten is None else _open_images(whiten)
-    frozen = open_frozen(address, ["data.val=null", "data.val_sets=null", *words])
+    frozen, address = open_named(address, ["data.val=null", "data.val_sets=null", *words])
     source = frozen.sources.train
     benchmark = open_benchmark(source, truth)
     row = evaluate_retrieval(
