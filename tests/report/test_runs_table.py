@@ -230,24 +230,11 @@ def test_a_folder_that_vanishes_is_skipped(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_which_values_are_good() -> None:
-    small = (
-        "loss",
-        "val_loss",
-        "step_s_median",
-        "eta_s",
-        "memory_mb",
-        "sketch/data_wait",
-        "ms_read",
-    )
-    large = (
-        "emb_std",
-        "ema_svm_top1",
-        "imagenet_sketch/knn_top1",
-        "glossy/knn_top1",
-        "images_per_s",
-    )
-    assert [small_is_good(n) for n in (*small, "correspondence_distance")] == [True] * 8
-    assert not any(map(small_is_good, large))
+    small = "loss val_loss chance_ratio step_s_median eta_s memory_mb sketch/data_wait ms_read"
+    small += " correspondence_distance geolocation_median_km"
+    large = "emb_std ema_svm_top1 imagenet_sketch/knn_top1 glossy/knn_top1 images_per_s"
+    assert all(map(small_is_good, small.split()))
+    assert not any(map(small_is_good, [*large.split(), "geolocation_25km"]))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ STATES = (
 )
 TEXTS = ("run", "method", "recipe", "state", "job")  # columns of texts; the others are numbers
 MOST_EVALUATIONS = 3  # number of evaluation columns without `columns=`
-_ASCENDING = ("loss", "error", "perplexity", "distance", "unreadable")
+_ASCENDING = ("loss", "chance_ratio", "error", "perplexity", "distance", "_km", "unreadable")
 """Parts of the names of metrics whose small values are good, as those of times and memory."""
 
 
