@@ -105,13 +105,14 @@ def test_modules_of_the_current_folder_shadow_none_in_a_job(tmp_path: Path, fake
 
 
 def test_variables_of_other_launchers_do_not_reach_a_job(tmp_path: Path, fake: Fake) -> None:
-    """Those of the submission; lines of the user's may set them."""
+    """Those of the submission; lines of the user's may set them, and all reach the ranks."""
     lines = "launch.slurm.setup=['export MASTER_PORT=7']"
     script = tmp_path / "script.sh"
     script.write_text(plan("simclr/digits", words(tmp_path, "run", *CLUSTER, lines)).script())
-    fake("srun", "echo $RANK $MASTER_ADDR $MASTER_PORT; echo $SRUN_CPUS_PER_TASK")
+    fake("srun", "echo $RANK $MASTER_ADDR $MASTER_PORT $SLURM_EXPORT_ENV; echo $SRUN_CPUS_PER_TASK")
     for cpus in ("", "3"):
-        given = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "SLURM_CPUS_PER_TASK": cpus}
+        given = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "SLURM_EXPORT_ENV": "NONE"}
+        given["SLURM_CPUS_PER_TASK"] = cpus
         done = tiny.run(["bash", str(script)], tmp_path, **given)
         assert done.stdout.splitlines() == ["7", cpus]
 

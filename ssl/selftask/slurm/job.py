@@ -195,6 +195,8 @@ def _before() -> list[str]:
         f"export PYTHONPATH={shlex.quote(root)}${{PYTHONPATH:+:$PYTHONPATH}}"
         for root in python_path()
     ]
+    # With launch.slurm.export=NONE, srun would pass none of these on.
+    lines.append("unset SLURM_EXPORT_ENV")
     lines.append("export PYTHONSAFEPATH=1  # modules of the current folder shadow no others")
     # By default torch prints a C++ stack for each connection that a dying rank breaks.
     lines.append("export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}")
