@@ -399,10 +399,13 @@ def test_jobs_shows_state_step_and_last_line(
 def test_cancel_by_folder_and_by_id(
     tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "s").symlink_to("scratch")
     queue.note(tmp_path / "s", {tmp_path / "s" / "a": "7_0", tmp_path / "s" / "b": "7_1"})
     fake("scancel", f'echo "$@" >> {tmp_path}/cancelled')
-    assert main(["cancel", str(tmp_path / "s"), "31"]) == 0
-    assert (tmp_path / "cancelled").read_text() == "-- 7_0 7_1\n-- 31\n"
+    for words in ([str(tmp_path / "s"), "31"], [str(tmp_path / "s" / "b")]):
+        assert main(["cancel", *words]) == 0
+    assert (tmp_path / "cancelled").read_text() == "-- 7_0 7_1\n-- 31\n-- 7_1\n"
     assert main(["cancel", "nowhere"]) == 2
     fake("scancel", "echo 'Invalid job id' >&2; exit 1")
     assert main(["cancel", "31"]) == 2

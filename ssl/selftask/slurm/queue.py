@@ -51,7 +51,8 @@ def noted(out: Path) -> dict[Path, str]:
     runs = _recorded(out)
     if runs:
         return runs
-    return {run: job for run, job in _recorded(out.parent).items() if run == out.resolve()}
+    here = out.resolve()
+    return {run: job for run, job in _recorded(out.parent).items() if run.resolve() == here}
 
 
 def _recorded(out: Path) -> dict[Path, str]:
