@@ -396,6 +396,16 @@ def test_jobs_shows_state_step_and_last_line(
         queue.find([tmp_path])
 
 
+def test_ended_jobs_are_looked_up_at_once(tmp_path: Path, fake: Fake) -> None:
+    """A sweep may have hundreds, and `runs --watch` asks every two seconds."""
+    fake("squeue", "exit 0")
+    fake("sacct", f"echo >> {tmp_path}/asked; echo '7_0|COMPLETED\n7_1|CANCELLED by 5'")
+    fake("scontrol", "echo JobId=8 JobState=FAILED")
+    states = queue.queue(["7_0", "7_1", "8"])
+    assert states == {"7_0": "COMPLETED", "7_1": "CANCELLED by 5", "8": "FAILED"}
+    assert (tmp_path / "asked").read_text() == "\n"
+
+
 def test_cancel_by_folder_and_by_id(
     tmp_path: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -233,8 +233,8 @@ def last_error(run: Path, job: str) -> str:
 def queue(ids: list[str]) -> dict[str, str]:
     """Return job id -> SLURM state, such as ``RUNNING`` or ``PENDING (Priority)``.
 
-    Queued jobs are read from ``squeue``, recently ended ones from ``scontrol``, and older ones
-    from ``sacct`` if the cluster has accounting. Jobs unknown to SLURM are left out.
+    Queued jobs are read from ``squeue``, ended ones from ``sacct`` if the cluster has accounting,
+    else recent ones from ``scontrol``. Jobs unknown to SLURM are left out.
     """
     ids = [job for job in ids if isinstance(job, str) and is_job(job)]
     listed = lines("squeue", "--noheader", "--array", "--format=%i|%T|%r", "--me")
@@ -242,12 +242,14 @@ def queue(ids: list[str]) -> dict[str, str]:
     states = {job: "RUNNING" if _controlled_folder(job) else "gone" for job in local}
     for job, state, reason in (line.split("|", 2) for line in listed if line.count("|") > 1):
         states[job] = f"{state} ({reason})" if state == "PENDING" else state
-    accounting = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State", "-j")
-    for job in ids:
-        if job not in states:
+    accounting = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State")
+    if ended := [job for job in ids if job not in states]:
+        listed = lines(*accounting, "-j", ",".join(ended))
+        states |= dict(line.split("|", 1) for line in listed if "|" in line)
+    for job in ended:
+        if job not in states:  # scontrol takes one job at a time
             shown = " ".join(lines("scontrol", "show", "job", "--oneliner", job))
-            of_job = re.findall(r"(?:^| )JobState=(\S*)", shown) or lines(*accounting, job)
-            if of_job:
+            if of_job := re.findall(r"(?:^| )JobState=(\S*)", shown):
                 states[job] = of_job[0]
     return {job: states[job] for job in ids if job in states}
 
