@@ -163,6 +163,9 @@ def as_completed(outs: list[Path], *, poll_s: float = 30.0) -> Iterator[RunLine]
     ended: set[str] = set()
     while True:
         states = queue([line.job for line in stand(outs)])
+        if not states and _is_down():
+            time.sleep(poll_s)
+            continue
         lines = stand(outs)  # later than the states, so that the line of an ended job is its last
         waiting = {job for job, state in states.items() if state.partition(" ")[0] in WAITING}
         yield from (line for line in lines if line.job not in waiting | ended)
@@ -170,6 +173,12 @@ def as_completed(outs: list[Path], *, poll_s: float = 30.0) -> Iterator[RunLine]
         if not waiting:
             return
         time.sleep(poll_s)
+
+
+def _is_down() -> bool:
+    """Return True if there is SLURM, but its controller does not answer."""
+    asked = ("squeue", "--noheader", "--me")
+    return shutil.which("squeue") is not None and command(*asked, timeout_s=60).returncode != 0
 
 
 def jobs_of(outs: Iterable[Path]) -> tuple[dict[Path, str], list[RunLine]]:
@@ -203,8 +212,8 @@ def with_job(line: RunLine, job: str, in_slurm: str) -> RunLine:
     first = in_slurm.partition(" ")[0]
     if first in ("PENDING", "REQUEUED", "REQUEUE_HOLD"):
         state = in_slurm.lower() if of_run == "not started" else f"{of_run}, {in_slurm.lower()}"
-    elif of_run == "running" and _is_local(job):
-        state = of_run  # perhaps on another machine, where its process cannot be seen from here
+    elif of_run == "running" and first in ("", "gone"):
+        state = of_run  # by its files; SLURM does not answer, or a local job is on another machine
     elif first in ("RUNNING", "COMPLETING"):
         state = of_run if of_run in ("running", "hung", "finished", "failed") else first.lower()
     elif of_run in ("running", "hung", "lost", "requeued", "not started"):  # ended without a status
