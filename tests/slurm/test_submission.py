@@ -171,9 +171,13 @@ def test_departure_without_requeues_left(tmp_path: Path, fake: Fake, in_job: Non
 
 
 def test_departure_of_a_local_job(
-    tmp_path: Path, in_job: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fake: Fake, in_job: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Started from a shell in a SLURM job, which `cancel` must not requeue."""
+    fake("scontrol", controller("RUNNING"))
     monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "12")
+    leaving = slurm_job.depart("SIGTERM", LaunchConfig(), tmp_path, first=True)
+    assert (leaving.state, leaving.code) == ("interrupted", 143)
     for most, done, state, outlook in (
         (2, 0, "requeued", "1 of 2 requeues left"),
         (2, 2, "interrupted", "launch.max_requeues=2 is used up"),

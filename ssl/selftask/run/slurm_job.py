@@ -101,8 +101,8 @@ def depart(by: str, launch: LaunchConfig, out: Path, *, first: bool) -> ExitDeci
     """
     code = _exit_code(by)
     alone = ExitDecision("interrupted", by, "the same command resumes it", code)
-    if by == "SIGUSR2" and in_local_job():
-        return _local_requeue(by, launch, alone)
+    if in_local_job():  # perhaps inside a SLURM job, which is not that of the run
+        return _local_requeue(by, launch, alone) if by == "SIGUSR2" else alone
     if by not in _ASKING or job_name() is None:
         return alone
     for number in (signal.SIGTERM, signal.SIGUSR2):
