@@ -22,6 +22,7 @@ def test_the_source_says_what_the_class_says(method: str) -> None:
 def test_a_batch_too_small_to_compare_images_is_refused() -> None:
     compare = [name for name in METHODS if METHODS.declared(name, "min_batch_size", 1) > 1]
     assert {"barlow", "clip", "dinov2", "simclr", "vicreg", "vicregl"} <= {*compare}
+    assert {"byol", "msf", "msn", "odc", "simsiam", "smog", "tico"} <= {*compare}, "by BatchNorm"
     for name in compare:
         assert METHODS[name].min_batch_size == 2
         with pytest.raises(ConfigError, match=rf"train\.batch_size=1: {name} .* at least 2"):

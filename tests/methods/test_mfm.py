@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from figures import draw
-from selftask.methods.mfm import frequency_distance, remove
+from selftask.batch import Batch
+from selftask.errors import UserError
+from selftask.methods.mfm import MFM, frequency_distance, remove
 from selftask.models.frequencies import low_frequencies
 
 RADIUS, SIDE = 4, 16
@@ -67,3 +71,19 @@ def test_both_parts_add_up_to_the_image() -> None:
     high = torch.fft.ifft2(torch.fft.fft2(pixels).masked_fill(disc[:, None], 0.0)).real
     assert torch.allclose(low + high, pixels, atol=1e-12)
     assert frequency_distance(pixels, pixels, disc) == pytest.approx(1e-6)  # the root of 1e-12
+
+
+def test_a_radius_beyond_all_frequencies_is_refused() -> None:
+    method = MFM(MFM.Config(radius=6))
+    method.mean = method.std = torch.ones(3, 1, 1)
+    task = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(seed=0)))
+    keys = torch.stack([torch.zeros(8, dtype=torch.int64), torch.arange(8)], dim=1)
+    for side in (9, 8):  # 2 * 4 * 4 < 6 * 6
+        batch = Batch(
+            views={"main": [torch.zeros(8, 3, side, side)]}, labels=keys, index=keys, key=keys
+        )
+        with pytest.raises(UserError, match=f"radius=6: all frequencies of views of {side}x{side}"):
+            method.prepare_batch(batch, task)
+    batch = Batch(views={"main": [torch.zeros(8, 3, 10, 10)]}, labels=keys, index=keys, key=keys)
+    method.prepare_batch(batch, task)
+    assert (batch["removed"].sum(dim=(1, 2)) > 0).all()

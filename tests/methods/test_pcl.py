@@ -155,3 +155,6 @@ def test_impossible_numbers_of_clusters_are_refused() -> None:
         MiniTask("pcl", {**SMALL, "num_prototypes": [25]})
     with pytest.raises(ConfigError, match=r"num_prototypes: \[1\]; one number"):
         load_config("pcl", ["method.num_prototypes=[1]"])
+    task = MiniTask("pcl", {**SMALL, "num_prototypes": [17]}).run(2)
+    with pytest.raises(UserError, match="16 images that were read so far cannot make 17 clusters"):
+        task.loss.cluster_memory(0, 0)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from minitask import MiniTask
 from selftask.data.transforms.pretext import permutations
+from selftask.errors import UserError
 from selftask.methods.families.pretext import TilesNetwork
 from selftask.methods.jigsaw import Jigsaw
 from selftask.methods.relative_location import RelativeLocation
@@ -30,6 +31,13 @@ def test_each_rotation_turns_back(all_rotations: bool) -> None:
         assert torch.equal(torch.stack(back), images)
     scores, numbers = task.loss.meter_input(batch.output, batch)
     assert batch.local_loss.item() == pytest.approx(F.cross_entropy(scores, numbers).item())
+
+
+def test_only_squares_are_rotated() -> None:
+    task = MiniTask("rotation", {}, sizes=(8,))
+    batch = SimpleNamespace(all_views=[torch.zeros(2, 3, 8, 6)])
+    with pytest.raises(UserError, match="rotation turns squares, and views have 8x6 pixels"):
+        task.loss.prepare_batch(batch, task)
 
 
 class Mean(nn.Module):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from figures import draw
 from minitask import MiniTask
-from selftask.methods.tico import TiCo, tico_terms
+from selftask.methods.tico import TiCo, second_moments, tico_terms
 
 # lightly for seeds 0 and 500, two steps each: loss, norm of C, gradients of student and teacher
 STEPS = [
@@ -54,3 +54,10 @@ def test_covariance_is_averaged_over_steps() -> None:
         assert torch.allclose(batch["covariance"], expected, rtol=1e-12)
         assert torch.allclose(method.covariance, expected, rtol=1e-12)
     assert "covariance" in method.state_dict()
+
+
+def test_second_moments_are_not_rounded_under_autocast() -> None:
+    rows = draw(0, 12, 10).float()
+    expected = second_moments(rows.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(second_moments(rows).double(), expected, rtol=1e-5, atol=1e-7)

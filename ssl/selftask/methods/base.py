@@ -75,7 +75,9 @@ class Method(nn.Module, Hook):
     * ``"numbers"``: the arrays of the data that ``method.targets`` names.
     """
     min_batch_size: ClassVar[int] = 1
-    """Smallest ``train.batch_size``; 2 if the loss compares the images of a batch."""
+    """Smallest ``train.batch_size``; 2 if the loss compares the images of a batch, or if BatchNorm
+    in the head has one row for each of them.
+    """
     paper: ClassVar[str] = ""
     """Reference: authors, title, and venue with the year, or the year alone. Name and arXiv number
     of the method begin its docstring: ``DINO (arXiv:2104.14294): one sentence``.

@@ -50,6 +50,7 @@ class BYOL(EMATeacher, NeighborTargets):
     loss_reduction = "samples"
     views = 2
     per_view = True
+    min_batch_size = 2  # BatchNorm in the head
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EMATeacher.Config, NeighborTargets.Config):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_mean
+from selftask.errors import UserError
 from selftask.methods.families.view_pixels import ViewPixels, require_stride
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -68,10 +69,20 @@ class MFM(ViewPixels):
         return MapNetwork(backbone, pixel_decoder(embed_dim(backbone), channels, stride))
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
+        """Remove the low or the high frequencies of each image.
+
+        Raises:
+            UserError: If the images have no high frequencies.
+        """
         (images,) = batch.all_views
         key = batch.key.to(images.device, non_blocking=True)
         is_low = uniform(task.config.train.seed, key, 1)[:, 0] < self.config.low_share
         height, width = images.shape[-2:]
+        if self.config.radius**2 > (height // 2) ** 2 + (width // 2) ** 2:
+            raise UserError(
+                f"method.radius={self.config.radius}: all frequencies of views of {height}x{width} "
+                "pixels are below it; the paper has 16 for 224 pixels"
+            )
         disc = low_frequencies((height, width), self.config.radius, images.device)
         batch["removed"] = disc ^ is_low[:, None, None]  # (B, H, W)
         filtered = remove(images * self.std + self.mean, batch["removed"])

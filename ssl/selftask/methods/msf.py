@@ -44,6 +44,7 @@ class MSF(ProjectorTeacher):
     paper = "Koohpayegani et al., Mean Shift for Self-Supervised Learning, ICCV 2021"
     loss_reduction = "samples"  # neighbors are constants
     views = 2
+    min_batch_size = 2  # BatchNorm in the head
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ProjectorTeacher.Config):

@@ -76,6 +76,7 @@ class MSN(PrototypeLayer, EMATeacher):
     }
     loss_reduction = "statistics"  # the mean prediction, and the sizes of clusters
     views = (2, None)
+    min_batch_size = 2  # BatchNorm in the head
     requires = ("subset",)
     exports_teacher = True  # which the paper evaluates
 

@@ -56,6 +56,7 @@ class ODC(ClusteredImages):
     columns = {"largest_cluster": "Share of images in the largest cluster, 0 to 1; 1 is collapse."}
     loss_reduction = "statistics"  # the mean of w
     views = 1
+    min_batch_size = 2  # BatchNorm in the head
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -129,11 +129,17 @@ class PCL(MomentumContrast, EMATeacher):
     def cluster_memory(self, seed: int, epoch: int) -> None:
         """Set prototypes, densities and assignments of all clusterings.
 
-        The result depends on memory, seed and epoch only, so it is the same on every rank.
+        The result depends on memory, seed and epoch only, so it is the same on every rank. Raises
+        UserError for fewer images than clusters; with ``drop_last`` an epoch leaves some out.
         """
         config = self.config
         is_filled = self.memory.rows.any(dim=1)  # (N,)
         rows = self.memory.rows[is_filled]
+        if max(config.num_prototypes) > len(rows):
+            raise UserError(
+                f"method.num_prototypes={config.num_prototypes}: {len(rows)} images that were read "
+                f"so far cannot make {max(config.num_prototypes)} clusters; ask for fewer"
+            )
         draws = torch.Generator().manual_seed(hash_words(seed, _CLUSTERING, epoch))
         prototypes, densities = (
             x.split(config.num_prototypes) for x in (self.prototypes, self.densities)

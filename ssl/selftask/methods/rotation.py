@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch
+from selftask.errors import UserError
 from selftask.methods.families.pretext import Pretext
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
@@ -51,9 +52,16 @@ class Rotation(Pretext):
         """Rotate the images, which must be squares, counterclockwise without interpolation.
 
         Sets ``batch["classes"]`` (V, B), the number of quarter turns. V is 1, one random rotation
-        of each image, or with ``all_rotations`` the number of rotations.
+        of each image, or with ``all_rotations`` the number of rotations. Raises UserError if the
+        images are not squares.
         """
         (images,) = batch.all_views
+        height, width = images.shape[2:]
+        if height != width:
+            raise UserError(
+                f"views: rotation turns squares, and views have {height}x{width} pixels; give both "
+                "sides one size"
+            )
         rotated = [torch.rot90(images, turns, (2, 3)) for turns in range(self.num_classes)]
         turns = torch.arange(self.num_classes, device=images.device)
         if self.config.all_rotations:

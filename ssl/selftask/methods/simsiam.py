@@ -40,6 +40,7 @@ class SimSiam(NeighborTargets):
     loss_reduction = "samples"
     views = (2, None)
     per_view = True
+    min_batch_size = 2  # BatchNorm in the head
 
     @dataclass(frozen=True, kw_only=True)
     class Config(NeighborTargets.Config):

@@ -56,6 +56,7 @@ class SMoG(ProjectorTeacher):
     )
     loss_reduction = "statistics"  # means of the groups
     views = 2
+    min_batch_size = 2  # BatchNorm in the head
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ProjectorTeacher.Config):

@@ -17,7 +17,7 @@ from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.methods.families.ema_teacher import EMATeacher
 from selftask.models.heads import mlp
-from selftask.models.precision import in_full_precision, to_float32
+from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class TiCo(EMATeacher):
     loss_reduction = "samples"  # the covariance has no gradient
     views = 2
     per_view = True
+    min_batch_size = 2  # BatchNorm in the head
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EMATeacher.Config):
@@ -81,8 +82,7 @@ class TiCo(EMATeacher):
         """Set ``batch["teacher"]`` (B, D), and ``batch["covariance"]`` (D, D) after this batch."""
         batch = task.last_batch
         (batch["teacher"],) = self.teacher(batch.all_views[1:])  # (B, D)
-        units = F.normalize(to_float32(batch.output[0]), dim=1)
-        products = all_reduce_mean(units.T @ units / len(units))
+        products = all_reduce_mean(second_moments(batch.output[0]))
         batch["covariance"] = self._moved(products)
         if task.train:
             self.pending.append(products)
@@ -104,6 +104,13 @@ class TiCo(EMATeacher):
         super().on_update(task)
         for products in self.take_pending():
             self.covariance.copy_(self._moved(products))
+
+
+@in_full_precision
+def second_moments(rows: Tensor) -> Tensor:
+    """Return the mean of z z' over ``rows`` (B, D), with z of unit length."""
+    units = F.normalize(rows, dim=1)
+    return units.T @ units / len(units)
 
 
 @in_full_precision

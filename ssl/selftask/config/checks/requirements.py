@@ -50,7 +50,7 @@ def requirement_problems(config: Config) -> Iterator[Problem]:
         yield ("eval", "loss"), f"eval.loss=true: {text}"
     batch = config.train.batch_size
     if batch < least:
-        text = f"{method} compares the images of a batch, and needs at least {least}"
+        text = f"{method} computes statistics of the images of a batch, and needs at least {least}"
         yield ("train", "batch_size"), f"train.batch_size={batch}: {text}"
     if config.views:
         yield from _of_views(method, declared, config.views)
