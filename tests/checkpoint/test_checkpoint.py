@@ -128,6 +128,19 @@ def test_a_whole_file_without_its_seal_counts(tmp_path: Path) -> None:
     assert newest[0] == {"n": 1}
 
 
+def test_a_file_has_no_seal_of_an_earlier_one_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is saved again after a test phase; killed between the two renames."""
+    save(tmp_path, 1, 2)
+    monkeypatch.delattr(store, "write_durably")
+    with pytest.raises(NameError):
+        store.save({"n": 3}, tmp_path, 2, keep=3)
+    newest = store.load_newest(tmp_path)
+    assert newest is not None
+    assert newest[0] == {"n": 3}
+
+
 def test_what_a_kill_left_is_cleared_away(tmp_path: Path) -> None:
     left = tmp_path / ".step_000000004.pt.tmp"
     left.write_bytes(b"half")

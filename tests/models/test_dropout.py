@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from imagined_device import is_view
+from imagined_streams import is_view
 from selftask.models.dropout import draw_per_sample
 from selftask.models.features.tokens import Features, from_map
 from selftask.models.network import Network
@@ -122,10 +122,8 @@ def test_nothing_is_drawn_in_evaluation_outside_of_training_or_at_rate_0() -> No
     network = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0))
     kinds = [type(layer) for layer in network]
     draw_per_sample([network], seed=0)
-    assert [type(layer) is kind for layer, kind in zip(network, kinds, strict=True)] == [
-        False,
-        True,
-    ]
+    same = [type(layer) is kind for layer, kind in zip(network, kinds, strict=True)]
+    assert same == [False, True]
     x = torch.ones(12, 8)
     LAYER_DRAWS.start(keys(INDEX), CPU)
     assert torch.equal(network.eval()(x), x)
@@ -144,17 +142,13 @@ def test_nothing_is_drawn_for_a_teacher_without_dropout() -> None:
     LAYER_DRAWS.start(keys(torch.arange(4)), torch.device("cpu"))
     words, images = LAYER_DRAWS.words, torch.ones(4, 2, 3, 3)
     calm, drawing = teachers
+    as_network_of_two_views = lambda *_: LAYER_DRAWS.enter((0, 1))  # noqa: E731
+    calm.network.register_forward_pre_hook(as_network_of_two_views)
     with Launches() as launches:
-        for teacher in (calm, Teacher(nn.Identity())):
-            teacher.network.register_forward_pre_hook(as_a_network)
-            assert torch.equal(teacher(images), images)
-    assert launches.number == 2, "of torch.equal"
+        assert torch.equal(calm(images), images)
+    assert launches.number == 1, "of torch.equal"
     assert torch.equal(LAYER_DRAWS.words, words)
     assert not torch.equal(drawing(images), images)
-
-
-def as_a_network(module: nn.Module, args: Any) -> None:
-    LAYER_DRAWS.enter((0,))
 
 
 def test_passes_of_a_batch_select_words_that_were_drawn_ahead() -> None:
@@ -282,9 +276,15 @@ def multi_crop(
     return network, [torch.randn(12, 5, size, size).double() for size in sizes]
 
 
+def outputs(network: Any, views: list[Tensor], part: slice = slice(None)) -> Tensor:
+    """Output for some samples of a batch, as on a rank that has only these."""
+    LAYER_DRAWS.start(keys(INDEX[part]), CPU)
+    output: Tensor = network([view[part] for view in views])
+    return output
+
+
 def gradients(network: Any, views: list[Tensor]) -> list[Tensor]:
-    LAYER_DRAWS.start(keys(INDEX), CPU)
-    output = network(views)
+    output = outputs(network, views)
     weights = torch.linspace(1, 2, output.numel(), dtype=output.dtype).view_as(output)
     return list(torch.autograd.grad((output * weights).sum(), [*network.parameters()]))
 
@@ -298,14 +298,10 @@ def test_recomputation_draws_what_the_first_pass_drew() -> None:
         assert torch.equal(a, b)
 
 
-def test_a_backbones_own_recomputation_is_refused_where_it_would_be_wrong() -> None:
-    network, views = multi_crop(own_checkpointing=True)
-    with pytest.raises(RuntimeError, match="activation_checkpointing=blocks"):
-        gradients(network, views)
-
-
-def test_own_recomputation_is_refused_with_stochastic_depth_alone() -> None:
-    network, views = multi_crop(own_checkpointing=True, dropout=0.0)
+@pytest.mark.parametrize("dropout", [0.3, 0.0])
+def test_a_backbones_own_recomputation_is_refused_where_it_would_be_wrong(dropout: float) -> None:
+    """Also with stochastic depth alone."""
+    network, views = multi_crop(own_checkpointing=True, dropout=dropout)
     with pytest.raises(RuntimeError, match="activation_checkpointing=blocks"):
         gradients(network, views)
 
@@ -337,37 +333,24 @@ def test_a_network_that_never_thought_of_draws_is_cut_among_ranks(build: Any) ->
     network = build(PooledBlocks(dropout=0.0)).double()
     draw_per_sample([network], seed=3)
     views = [torch.ones(12, 5, 2, 2).double() for _ in range(4)]
-
-    def run(part: slice) -> Tensor:
-        LAYER_DRAWS.start(keys(INDEX[part]), CPU)
-        output: Tensor = network([view[part] for view in views])
-        return output
-
-    whole, parts = run(slice(None)), [run(slice(0, 6)), run(slice(6, 12))]
+    whole = outputs(network, views)
+    parts = [outputs(network, views, part) for part in (slice(0, 6), slice(6, 12))]
     assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-14)
     assert len({tuple(view.flatten().tolist()) for view in whole}) == 4, "views have own draws"
-    assert torch.equal(run(slice(None)), whole), "a call starts with the first view"
+    assert torch.equal(outputs(network, views), whole), "a call starts with the first view"
 
 
 def test_views_of_two_sizes_are_cut_among_ranks() -> None:
     network, views = multi_crop()
-
-    def run(part: slice) -> Tensor:
-        LAYER_DRAWS.start(keys(INDEX[part]), CPU)
-        output: Tensor = network([view[part] for view in views])
-        return output
-
-    whole, parts = run(slice(None)), [run(slice(0, 6)), run(slice(6, 12))]
-    assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-14)
+    parts = [outputs(network, views, part) for part in (slice(0, 6), slice(6, 12))]
+    assert torch.allclose(torch.cat(parts, dim=1), outputs(network, views), atol=1e-14)
 
 
 def test_one_view_at_a_time_draws_what_all_together_draw() -> None:
     network, views = multi_crop()
-    outputs = []
-    for network.per_view in (False, True):
-        LAYER_DRAWS.start(keys(INDEX), CPU)
-        outputs.append(network(views))
-    assert torch.allclose(*outputs, atol=1e-14)
+    together = outputs(network, views)
+    network.per_view = True
+    assert torch.allclose(outputs(network, views), together, atol=1e-14)
 
 
 def test_timms_attention_drops_through_its_layer() -> None:

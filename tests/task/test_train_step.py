@@ -19,7 +19,7 @@ from ranks import run_ranks
 from selftask.batch import Batch
 from selftask.classy import schedulers
 from selftask.config.load import load_config
-from selftask.config.run_length import Clock, RunLength
+from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.collectives import all_reduce_mean
@@ -119,7 +119,7 @@ def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
     for train in (True, False, True):
         read.append([])
         task.on_phase_start()
-        assert task.train is train
+        assert task.base_model.training is task.loss.training is task.train is train
         assert task.losses == [] and task.meters[0].value == {"top_1": 0.0}
         before = [p.clone() for p in task.base_model.state_dict().values()]
         task.step()
@@ -370,21 +370,3 @@ def test_accumulated_batches_are_one_big_batch(tmp_path: Path, spy: str) -> None
     for name, parameter in network.named_parameters():
         assert torch.allclose(ours[name], parameter, rtol=0, atol=1e-12), name
     task.close()
-
-
-def test_counters_of_a_run_cut_short() -> None:
-    """epochs and max_steps: the shorter; a partial accumulation ends at the end of its epoch."""
-    length = RunLength(num_samples=160, batch_size=32, accumulate=2, epochs=3, max_steps=5)
-    assert (length.steps_per_epoch, length.total_steps, length.total_batches) == (3, 5, 9)
-    assert length.num_epochs == 2
-    clock = Clock(length, steps_done=3, batch=5)
-    assert (clock.epoch, clock.batch_in_epoch, clock.where) == (1, 0, 5 / 9)
-    assert clock.where_of_epoch == Clock(length, steps_done=4, batch=7).where_of_epoch == 5 / 9
-    assert Clock(length, batch=9).done
-    assert Clock(length, batch=9).where < 1
-    clock, seen = Clock(length), []
-    for batches in (2, 2, 1, 2):  # of each update
-        clock.advance(batches)
-        seen.append((clock.steps_done, clock.batch, clock.epoch, clock.batch_in_epoch))
-    assert seen == [(1, 2, 0, 2), (2, 4, 0, 4), (3, 5, 1, 0), (4, 7, 1, 2)]
-    assert (clock.where, clock.done) == (7 / 9, False)
