@@ -201,7 +201,7 @@ def test_a_read_that_never_ends_is_given_up(
         patch.setattr(os, "open", open_and_wait)
         started = time.perf_counter()
         one_epoch(config)
-        assert time.perf_counter() - started < 10
+        assert time.perf_counter() - started < 60  # and not for ever
         assert open_data(config.data).train.describe().endswith(" 1 unreadable")
     reason = "no answer from the file system within 0.3 s (tried 2 times)"
     assert listed(out) == {str(stuck): reason}

@@ -210,7 +210,7 @@ def test_seeking_in_a_huge_epoch_costs_nothing() -> None:
     assert len(np.unique(part)) == 1000
     assert part.min() >= 0
     assert part.max() < 10**12
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 60  # all of it would take days
 
 
 @pytest.mark.parametrize("n", [BILLION, 2**30, 2**30 + 1])

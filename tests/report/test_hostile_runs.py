@@ -197,7 +197,7 @@ def test_only_regular_files_of_bounded_size_are_read(
     make(runs / "bad" / name)
     began = time.monotonic()
     page = show(runs)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert "good" in page
     if name in ("status.json", "environment.json"):
         kind = {pipe: "is a named pipe", endless: "is a device", sparse: "is larger than 8 MiB"}

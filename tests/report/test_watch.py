@@ -277,7 +277,7 @@ def test_half_open_connections_do_not_keep_others_out(server: Server, sent: byte
         began = time.monotonic()
         answers = [Answer(server, "/") for _ in range(3)]
         assert [answer.code for answer in answers] == [200, 200, 200]
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
     finally:
         for connection in half:
             connection.close()
