@@ -40,9 +40,6 @@ from imagined_streams import (
     report_wait,
     streams,
 )
-from imagined_streams import (
-    is_view as is_view,
-)
 from selftask.distributed import accelerator
 
 NAME = "imagined"

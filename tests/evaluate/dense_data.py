@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from scipy.ndimage import map_coordinates
 
 COLORS = np.array([[40, 40, 40], [220, 60, 40], [40, 200, 80], [60, 80, 220], [220, 210, 60]])
 DEPTH = np.array([8.0, 2.0, 4.0, 6.0])  # by class of a scene
@@ -52,3 +53,10 @@ def write_depths(folder: Path, count: int, first: int = 0, *, png: bool = False)
         else:
             np.save(folder / f"depths/{number}.npy", depth.astype(np.float32))
     return folder
+
+
+def interpolated(scores: np.ndarray, size: int) -> np.ndarray:
+    """Bilinear interpolation of (C, h, w) with pixel centers at .5, in double precision."""
+    places = (np.arange(size) + 0.5) * scores.shape[1] / size - 0.5
+    grid = np.meshgrid(places, places, indexing="ij")
+    return np.stack([map_coordinates(part, grid, order=1, mode="nearest") for part in scores])

@@ -129,9 +129,3 @@ def test_few_labels_are_drawn_of_each_class_and_averaged() -> None:
     assert row["svm_2_labels_map"] == pytest.approx(np.mean(alone))
     with pytest.raises(UserError, match=r"few_labels.*31.*has 30 training images"):
         SVM(few_labels=[31])(train, test)
-
-
-def test_one_class_is_refused() -> None:
-    test = blobs(9, 1)
-    with pytest.raises(UserError, match="all images are of one class"):
-        SVM()(test[test.targets == 0], test)

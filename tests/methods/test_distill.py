@@ -47,6 +47,12 @@ def _softmax(row: list[float]) -> list[float]:
     return [math.exp(x) / total for x in row]
 
 
+def _cross_entropy(targets: Tensor, scores: Tensor) -> float:
+    """Of the softmax of two rows of scores."""
+    p, q = _softmax(targets.tolist()), _softmax(scores.tolist())
+    return -sum(a * math.log(b) for a, b in zip(p, q, strict=True))
+
+
 # -- losses ----------------------------------------------------------------------------------------
 
 
@@ -55,11 +61,9 @@ def test_logits_at_a_temperature(loss: str, entropy: float) -> None:
     """Hinton et al., section 2, as loops over views and images."""
     student, teacher, tau = _random(2, 3, K), _random(2, 3, K, seed=1), 2.5
     terms = []
-    for s_row, t_row in zip(student.flatten(0, 1).tolist(), teacher.flatten(0, 1), strict=True):
-        p = _softmax((t_row / tau).tolist())
-        q = _softmax([x / tau for x in s_row])
-        cross = -sum(a * math.log(b) for a, b in zip(p, q, strict=True))
-        terms.append(tau**2 * (cross + entropy * sum(a * math.log(a) for a in p)))
+    for s_row, t_row in zip(student.flatten(0, 1) / tau, teacher.flatten(0, 1) / tau, strict=True):
+        own = _cross_entropy(t_row, t_row)
+        terms.append(tau**2 * (_cross_entropy(t_row, s_row) - entropy * own))
     actual = loss_of(_logits(loss=loss, temperature=tau), student, targets=teacher)
     assert actual.item() == pytest.approx(sum(terms) / 6, rel=1e-12)
 
@@ -118,13 +122,10 @@ def _trained(center: Tensor | None = None, targets: Any = "softmax") -> TrainedN
     return TrainedNetwork(Network(nn.Identity(), nn.Identity()), K, 3, [], scores)
 
 
-def test_prototypes_are_sharpened_and_centred_as_the_teacher_was() -> None:
+def test_prototypes_are_sharpened_and_centered_as_the_teacher_was() -> None:
     student, teacher, center = _random(1, 3, K), _random(1, 3, K, seed=1), _random(K, seed=2)
-    terms = []
-    for image in range(3):
-        p = _softmax(((teacher[0, image] - center) / 0.2).tolist())
-        q = _softmax((student[0, image] / 0.1).tolist())
-        terms.append(-sum(a * math.log(b) for a, b in zip(p, q, strict=True)))
+    rows = zip((teacher[0] - center) / 0.2, student[0] / 0.1, strict=True)
+    terms = [_cross_entropy(*pair) for pair in rows]
     method = _prototypes(_trained(center, "centering"))
     loss = loss_of(method, student, targets=method.targets(teacher))
     assert loss.item() == pytest.approx(sum(terms) / 3, rel=1e-9)
@@ -153,13 +154,13 @@ def test_sinkhorn_balances_each_view() -> None:
 def test_different_views_are_compared_in_pairs() -> None:
     """Eq. 3 of DINO: each of two global views with all views but itself."""
     student, teacher, center = _random(4, 3, K), _random(2, 3, K, seed=1), _random(K, seed=2)
-    terms = []
-    for a in range(2):
-        for v in range(4):
-            for image in range(3) if a != v else ():
-                p = _softmax(((teacher[a, image] - center) / 0.2).tolist())
-                q = _softmax((student[v, image] / 0.1).tolist())
-                terms.append(-sum(x * math.log(y) for x, y in zip(p, q, strict=True)))
+    terms = [
+        _cross_entropy((teacher[a, image] - center) / 0.2, student[v, image] / 0.1)
+        for a in range(2)
+        for v in range(4)
+        for image in range(3)
+        if a != v
+    ]
     method = _prototypes(_trained(center, "centering"), pairs="different")
     loss = loss_of(method, student, targets=method.targets(teacher))
     assert len(terms) == 6 * 3
@@ -170,11 +171,8 @@ def test_patches_have_their_weight() -> None:
     """Eq. 2 of iBOT without a mask: the mean cross-entropy of all patches, beside the images'."""
     images, targets = _random(2, 3, K), _random(2, 3, K, seed=1).softmax(dim=2)
     patches, teacher, center = _random(12, K, seed=2), _random(12, K, seed=3), _random(K, seed=4)
-    terms = []
-    for row in range(12):
-        p = _softmax(((teacher[row] - center) / 0.3).tolist())
-        q = _softmax((patches[row] / 0.1).tolist())
-        terms.append(-sum(x * math.log(y) for x, y in zip(p, q, strict=True)))
+    rows = zip((teacher - center) / 0.3, patches / 0.1, strict=True)
+    terms = [_cross_entropy(*pair) for pair in rows]
     method = _prototypes(_trained(), patch_weight=0.25)
     patch_targets = method.build_targets(Scores(nn.Identity(), 0.3, "centering", center))
     alone = loss_of(_prototypes(_trained()), images, targets=targets).item()
@@ -246,9 +244,7 @@ def _patch_task(*sizes: int, **config: Any) -> MiniTask:
     """Views of 9 pixels have 9 patches, views of 6 pixels have 4."""
     config = {"teacher": NOWHERE, **PATCHES, "bottleneck": 4, **config}
     task = MiniTask(PatchTaught, config, backbone=TinyTokens, sizes=(8,) * len(sizes), epochs=20)
-    draws = torch.Generator().manual_seed(7)
-    shapes = [(24, 3, size, size) for size in sizes]
-    task.views = [torch.randn(shape, generator=draws, dtype=torch.float64) for shape in shapes]
+    task.views = [_random(24, 3, size, size, seed=n) for n, size in enumerate(sizes)]
     return task
 
 
@@ -357,16 +353,13 @@ def test_patches_of_another_grid_or_none_are_refused() -> None:
 
 def test_a_student_that_is_the_teacher_has_nothing_to_learn() -> None:
     for loss in ("mse", "cosine"):
-        task = MiniTask(
-            TaughtFeatures, {"teacher": NOWHERE, "loss": loss}, backbone=Wide, sizes=(8, 5)
-        )
+        config = {"teacher": NOWHERE, "loss": loss}
+        task = MiniTask(TaughtFeatures, config, backbone=Wide, sizes=(8, 5))
         task.base_model.eval()
         assert isinstance(task.base_model.head, nn.Identity)
         batch = task.forward(torch.arange(4))
         assert task.loss(batch.output, batch).item() == pytest.approx(0.0, abs=1e-12)
-        task = MiniTask(
-            TaughtFeatures, {"teacher": NOWHERE, "loss": loss, "project": "linear"}, backbone=Wide
-        )
+        task = MiniTask(TaughtFeatures, {**config, "project": "linear"}, backbone=Wide)
         task.base_model.eval()
         batch = task.forward(torch.arange(4))
         assert task.loss(batch.output, batch).item() > 0.01

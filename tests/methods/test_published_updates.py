@@ -364,12 +364,9 @@ class Watched(RecordedTask):
 
 @pytest.fixture(autouse=True)
 def double_precision() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("recipe", CODE)

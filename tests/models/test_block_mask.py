@@ -13,7 +13,8 @@ from timm.models import VisionTransformer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from imagined_device import NAME, ImaginedDevice, in_process, is_view
+from imagined_device import NAME, ImaginedDevice, in_process
+from imagined_streams import is_view
 from selftask.batch import Batch
 from selftask.models.block_mask import BlockMask
 from selftask.models.features.extract import adapter_of

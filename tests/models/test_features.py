@@ -24,21 +24,14 @@ from selftask.models.features.extract import FeatureExtractor, adapter_of, extra
 from selftask.models.features.tokens import Features, from_map
 from selftask.models.weights.load import load_weights
 
-DENSE, SPARSE, TOKENS, GROUPS, SUBSET = (
-    frozenset({"dense", "hidden", *more})
-    for more in (
-        (),
-        ("sparse",),
-        ("tokens",),
-        ("tokens", "groups"),
-        ("tokens", "subset", "attention", "groups"),
-    )
-)
+DENSE = frozenset({"dense", "hidden"})
+SPARSE, TOKENS, GROUPS = DENSE | {"sparse"}, DENSE | {"tokens"}, DENSE | {"tokens", "groups"}
+SUBSET = GROUPS | {"subset", "attention"}
+SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}
 
 
 def _vit(**args: Any) -> VisionTransformer:
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}
-    return VisionTransformer(num_classes=0, **{**sizes, **args})
+    return VisionTransformer(num_classes=0, **{**SIZES, **args})
 
 
 def _timm(name: str, **args: Any) -> Callable[[], nn.Module]:
@@ -56,8 +49,7 @@ def _torchvision_vit(image_size: int = 32) -> nn.Module:
 
 
 def _eva(name: str, **args: Any) -> Callable[[], nn.Module]:
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}
-    return _timm(name, **{**sizes, **args})
+    return _timm(name, **{**SIZES, **args})
 
 
 def _own(**args: Any) -> Callable[[], nn.Module]:
@@ -113,7 +105,7 @@ def _build(name: str) -> nn.Module:
 def test_features_are_those_of_the_library(name: str) -> None:
     backbone, images = _build(name), torch.randn(2, 3, 32, 32)
     assert offers(backbone) == BACKBONES[name][1]
-    features = extract(backbone, images, layers=(0, -1))
+    features = FeatureExtractor(backbone)(images, layers=(0, -1))
     assert torch.equal(features.pooled, backbone(images))
     rows, columns = features.tokens.grid
     assert features.tokens.map.shape == (2, features.tokens.patches.shape[2], rows, columns)
@@ -357,7 +349,7 @@ def test_torchvisions_vit_of_another_size_has_timms_positions() -> None:
     assert torch.allclose(extract(vit.eval(), images).pooled, other.eval()(images), atol=1e-6)
 
 
-class _Colours(nn.Module):
+class _Colors(nn.Module):
     """Somebody's own module."""
 
     offers = ("dense",)
@@ -368,11 +360,11 @@ class _Colours(nn.Module):
 
 def test_a_module_of_ones_own_takes_part() -> None:
     images = torch.randn(2, 3, 4, 4)
-    features = extract(_Colours(), images)
+    features = extract(_Colors(), images)
     assert torch.equal(features.tokens.map, images)
-    assert offers(_Colours()) == {"dense"}
-    with pytest.raises(UserError, match="a _Colours takes no layers"):
-        extract(_Colours(), images, layers=(0,))
+    assert offers(_Colors()) == {"dense"}
+    with pytest.raises(UserError, match="a _Colors takes no layers"):
+        extract(_Colors(), images, layers=(0,))
 
 
 def test_what_a_backbone_cannot_do_is_told() -> None:
@@ -387,15 +379,6 @@ def test_what_a_backbone_cannot_do_is_told() -> None:
         extract(_build("swin"), torch.zeros(1, 3, 32, 32), keep=torch.zeros(1, 1).long())
     with pytest.raises(UserError, match="layers: 3; the backbone has layers 0 to 2"):
         extract(_vit(), torch.zeros(1, 3, 32, 32), layers=(3,))
-
-
-def test_the_extractor_is_extract_as_a_module() -> None:
-    vit, images = _build("vit"), torch.randn(2, 3, 32, 32)
-    extractor = FeatureExtractor(vit)
-    assert torch.equal(
-        extractor(images, layers=(1,)).hidden[1].patches,
-        extract(vit, images, layers=(1,)).hidden[1].patches,
-    )
 
 
 @pytest.mark.slow

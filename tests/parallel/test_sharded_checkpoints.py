@@ -99,8 +99,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs of two ranks that all tests start from."""
     folder = tmp_path_factory.mktemp("sharded")
     tiny.digits_file(folder)
-    runs = [(way, None) for way in ("plain", "sharded")]
-    two(folder, *runs, ("legs_plain", 1), ("legs_sharded", 1), ("stopped", 2))
+    runs = {"plain": None, "sharded": None, "legs_plain": 1, "legs_sharded": 1, "stopped": 2}
+    two(folder, *runs.items())
+    for way in ("plain", "sharded"):
+        (folder / way / "config.yaml").write_text(store.load(checkpoints(folder, way)[0])["config"])
     return folder
 
 
@@ -108,13 +110,11 @@ def checkpoints(folder: Path, name: str) -> list[Path]:
     return rotation.checkpoints(folder / name / "checkpoints")
 
 
-def comparable(state: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs between equal runs: rows hold times."""
-    return {key: item for key, item in state.items() if key not in ("config", "metrics_bytes")}
-
-
-def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert tiny.differences(comparable(a), comparable(b)) == []
+def assert_same(*states: dict[str, Any]) -> None:
+    """Except for what differs between equal runs: rows hold times."""
+    own = ("config", "metrics_bytes")
+    kept = [{key: item for key, item in state.items() if key not in own} for state in states]
+    assert tiny.differences(*kept) == []
 
 
 def test_the_shards_are_the_plain_file(folder: Path) -> None:
@@ -196,7 +196,6 @@ def test_export_makes_the_one_plain_file(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = folder / "sharded"
-    (run / "config.yaml").write_text(store.load(checkpoints(folder, run.name)[0])["config"])
     assert main(["export", str(run), "--to", "checkpoint", "--out", str(tmp_path)]) == 0
     path = Path(capsys.readouterr().out.splitlines()[-1])
     assert path == tmp_path / f"step_{LENGTH:09d}.pt"
@@ -215,12 +214,9 @@ def test_export_makes_the_one_plain_file(
 
 
 def without_export(folder: Path, tmp_path: Path) -> Path:
-    """A copy of the run in shards that was never exported, with its config."""
-    run = tmp_path / "run"
+    """A copy of the run in shards that was never exported."""
     ignored = shutil.ignore_patterns("export")
-    shutil.copytree(folder / "sharded", run, ignore=ignored)
-    (run / "config.yaml").write_text(store.load(checkpoints(folder, "sharded")[0])["config"])
-    return run
+    return shutil.copytree(folder / "sharded", tmp_path / "run", ignore=ignored)
 
 
 def test_weights_are_read_without_an_export(folder: Path, tmp_path: Path) -> None:
@@ -253,11 +249,10 @@ def test_commands_take_runs_in_shards(
     rows = []
     for address in (run, tmp_path / "exported"):
         assert main(["eval", "knn", str(address), val, "k=[3]"]) == 0
-        rows.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+        row = json.loads(capsys.readouterr().out.splitlines()[-1])
+        rows.append({key: value for key, value in row.items() if key not in tiny.TIMES})
         assert main(["features", str(address), f"out={tmp_path / 'of' / address.name}"]) == 0
-    assert {k: v for k, v in rows[0].items() if k not in tiny.TIMES} == {
-        k: v for k, v in rows[1].items() if k not in tiny.TIMES
-    }
+    assert rows[0] == rows[1]
     arrays = [np.load(tmp_path / f"of/{name}/features.npy") for name in ("run", "exported")]
     assert np.array_equal(*arrays)
 
@@ -328,11 +323,9 @@ def test_a_damaged_newest_checkpoint_gives_the_weights_of_the_one_before(
 def test_export_of_an_average_in_shards(folder: Path, tmp_path: Path) -> None:
     weights = []
     for way in ("plain", "sharded"):
-        run = folder / way
-        (run / "config.yaml").write_text(store.load(checkpoints(folder, way)[0])["config"])
-        out = tmp_path / way
-        assert main(["export", str(run), "--weights", "ema", "--out", str(out)]) == 0
-        weights.append(torch.load(out / "backbone.pt", weights_only=True))
+        words = [str(folder / way), "--weights", "ema", "--out", str(tmp_path / way)]
+        assert main(["export", *words]) == 0
+        weights.append(torch.load(tmp_path / way / "backbone.pt", weights_only=True))
     assert tiny.differences(*weights) == []
     trained = torch.load(folder / "plain/export/backbone.pt", weights_only=True)
     assert tiny.differences(weights[0], trained) != []
@@ -400,7 +393,7 @@ def test_a_rank_killed_half_way_through_its_shards_leaves_no_trace(folder: Path)
     assert "starting again from the newest checkpoint" in done.stdout
     assert "resumed from" in done.stdout
     assert "killed/checkpoints/step_000000001: step 1" in done.stdout
-    killed, whole = (checkpoints(folder, f"{way}") for way in ("killed", "plain"))
+    killed, whole = (checkpoints(folder, way) for way in ("killed", "plain"))
     assert not list(killed[0].parent.glob(".*"))
     ends = [store.load(paths[0]) for paths in (killed, whole)]
     for part in ("model", "method", "optimizer", "clock"):

@@ -1,10 +1,9 @@
-"""Test phases, early stopping, validation loss, fractions of epochs, ``selftask test``."""
+"""Test phases, early stopping, validation loss, ``selftask test``."""
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import tiny
 from selftask.checkpoint.kept import Kept
 from selftask.cli.main import main
 from selftask.config.load import to_yaml
-from selftask.config.run_length import Clock, RunLength
 from selftask.errors import ConfigError, UserError
 from selftask.evaluate.online import evaluate_task
 from selftask.hooks.base import function_hook
@@ -54,10 +52,12 @@ def train(method: str, folder: Path, out: str, *more: str, evaluate: Any = evalu
     return task
 
 
-def test_early_stopping_ends_the_run_and_resumes_bit_for_bit(folder: Path) -> None:
-    def figures(task: Task) -> dict[str, float]:
-        return {"knn_top1": FIGURES.get(task.steps_done, 0.0)}
+def figures(task: Task) -> dict[str, float]:
+    """Stands for the evaluation of a task."""
+    return {"knn_top1": FIGURES.get(task.steps_done, 0.0)}
 
+
+def test_early_stopping_ends_the_run_and_resumes_bit_for_bit(folder: Path) -> None:
     whole = train("simclr", folder, "stopped", *STOP, evaluate=figures)
     assert whole.steps_done == 8  # of 10: two evaluations without a gain of 0.05
     assert whole.clock.stopped is not None
@@ -77,10 +77,6 @@ def test_a_run_that_reaches_its_target_ends(
     mode: str, target: float, step: int, folder: Path
 ) -> None:
     """Also by a gain that would be too small to count."""
-
-    def figures(task: Task) -> dict[str, float]:
-        return {"knn_top1": FIGURES.get(task.steps_done, 0.0)}
-
     patient = f"{{mode: {mode}, patience: 9, min_delta: 0.05, target: {target}}}"
     words = (f"hooks.early_stopping={patient}", *STOP[1:])
     done = train("simclr", folder, f"target_{mode}", *words, evaluate=figures)
@@ -105,10 +101,10 @@ def test_the_name_of_a_metric_tells_its_direction(
         f"train.keep_best={{metric: {metric}}}",
         f"hooks.plateau={{metric: {metric}}}",
     )
-    figures = lambda task: {metric: FIGURES.get(task.steps_done, 0.7)}  # noqa: E731
+    values = lambda task: {metric: FIGURES.get(task.steps_done, 0.7)}  # noqa: E731
     out = f"auto_{metric.replace('/', '_')}"
     with caplog.at_level("INFO", logger="selftask"):
-        done = train("simclr", folder, out, *words, *STOP[1:], evaluate=figures)
+        done = train("simclr", folder, out, *words, *STOP[1:], evaluate=values)
     assert done.steps_done == step
     kept = Kept.read(done.out / "checkpoints")
     assert (kept.mode, kept.best) == (mode, ((step, FIGURES[step]),))
@@ -308,33 +304,6 @@ def test_test_phases_after_so_many_train_phases(folder: Path) -> None:
     assert tests == [4, 7]  # phases of one and two steps; 2.2 epochs are seven steps
     with pytest.raises(UserError, match="phases_per_epoch=6: an epoch has 5 steps, and a phase"):
         watched(folder, "sixths", "train.phases_per_epoch=6")
-
-
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("phases", [1, 2, 3, 4])
-def test_phases_divide_an_epoch(accumulate: int, phases: int) -> None:
-    """Of eleven batches and more than three steps, counted step by step."""
-    length = RunLength(
-        num_samples=11 * 8, batch_size=8, accumulate=accumulate, epochs=3, phases_per_epoch=phases
-    )
-    steps = length.steps_per_epoch
-    cuts = {math.floor(number * steps / phases) for number in range(1, phases + 1)}
-    clock, ended = Clock(length), 0
-    while not clock.done:
-        assert length.phases_before(clock.batch) == ended
-        inside = clock.batch_in_epoch
-        left = min(cut * accumulate for cut in cuts if cut * accumulate > inside)
-        assert clock.batches_left == min(left, 11) - inside
-        clock.advance(min(accumulate, 11 - inside))
-        done = (clock.batch_in_epoch + accumulate - 1) // accumulate or steps
-        assert clock.between_phases == (done in cuts)
-        ended += done in cuts
-    assert ended == 3 * phases
-
-
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 5), (1.5, 8), (0.5, 2), (0.01, 1), (2.0, 10)])
-def test_steps_of_fractional_epochs(epochs: float, steps: int) -> None:
-    assert RunLength(num_samples=80, batch_size=16, epochs=epochs).total_steps == steps
 
 
 def test_a_trained_classifier_is_scored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 
 from selftask.config.fields import setting
 from selftask.distributed.heartbeat import track
-from selftask.errors import UserError
 from selftask.evaluate.features import Features
 from selftask.evaluate.figure import Figure
 from selftask.evaluate.label_counts import FewLabels, LabelCounts
@@ -52,8 +51,6 @@ class SVM(FewLabels):
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return the accuracy and mean average precision of test images, by metric name."""
         self.check(train, test, "SVM")
-        if (train.targets == train.targets[0]).all():
-            raise UserError("SVM, training set: all images are of one class; give several")
         generator = torch.Generator().manual_seed(self.seed)
         row = self._mean([train], test, "svm")
         few = self.few_labels, self.few_shares, self.repeats, generator
