@@ -45,6 +45,7 @@ TEACHERS = {  # numbers of prototypes or tokens
     "beit/vit_base_imagenet": {"num_tokens": 8192},
     "cae/digits": {"num_tokens": 1000},
     "cae/images": {"num_tokens": 1024},
+    "cae/vit_base_imagenet": {"num_tokens": 8192},
     "distill_prototypes/digits": {"out_dim": 1000},  # timm:test_vit
     "distill_prototypes/images": {"out_dim": 4096, "patch_dim": 4096},  # dinov2/images
     "igpt/digits": {"num_colors": 512},

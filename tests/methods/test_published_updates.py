@@ -60,6 +60,11 @@ def lars(classic: bool, separate: bool = False) -> Rule:
     return rule
 
 
+def lars_of_supcon(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> tuple:
+    """With the loss of utils.py, 0.07 times as large: it moves what is not adapted less."""
+    return lars(True)(w, g, state, lr if w.ndim > 1 else 0.07 * lr, decay)
+
+
 def adamw(beta: float) -> Rule:
     """torch.optim.AdamW, which counts the steps of each parameter; with the small version's eps."""
 
@@ -305,6 +310,50 @@ CODE = {
     "ijepa/vit_base_imagenet": Published(
         adamw(0.999), weights, 1e-3, 1e-6, 2e-4, decay=0.04, end_decay=0.4
     ),
+    "mfm/vit_base_imagenet": Published(
+        adamw(0.95),
+        weights_but_tokens,
+        3e-4 * BATCH / 512,
+        2.5e-6 * BATCH / 512,
+        2.5e-7 * BATCH / 512,
+        decay=0.05,
+        jump=True,
+    ),
+    "mfm/resnet50_imagenet": Published(
+        adamw(0.95),
+        weights,
+        3e-4 * BATCH / 512,
+        2.5e-6 * BATCH / 512,
+        2.5e-7 * BATCH / 512,
+        decay=0.05,
+        jump=True,
+    ),
+    "vqkd/vit_base_imagenet": Published(
+        adamw(0.99), weights_but_tokens, 5e-5 * BATCH / 128, 2.5e-6 * BATCH / 128, decay=1e-4
+    ),
+    "cae/vit_base_imagenet": Published(adamw(0.999), weights, 1.5e-3, 1e-5, decay=0.05),
+    "seed/resnet18_imagenet": Published(sgd, everything, 0.03, warmup=0, decay=1e-4, by_epoch=True),
+    "unic/vit_base_imagenet": Published(
+        adamw(0.99),
+        weights,
+        3e-4 * SHARE,
+        5e-7 * SHARE,
+        decay=0.03,
+        settings=("method.ladder=[0]",),
+    ),
+    "nepa/vit_base_imagenet": Published(adamw(0.95), weights, 3e-4 * SHARE, decay=0.05),
+    "supcon/resnet50_imagenet": Published(
+        lars_of_supcon,
+        weights,
+        0.4 * SHARE,
+        decay=0.0143,
+        settings=(
+            'optimizer.groups=[{type: BatchNorm2d, lr: 0.07},{match: "head.*.bias", lr: 0.07}]',
+        ),
+    ),
+    "corinfomax/resnet50_imagenet": Published(
+        sgd, everything, 0.2, 1e-6, 3e-3, decay=1e-4, by_epoch=True
+    ),
     "lejepa/vit_small_imagenette": Published(
         adamw(0.999),
         everything,
@@ -322,6 +371,7 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "clsa/resnet50_imagenet",
     "cmae/vit_base_imagenet",  # extends mae/vit_base_imagenet
     "cmc/resnet50_imagenet",
+    "compress/resnet18_imagenet",  # the rule of npid/resnet50_imagenet with a factor of 0.2
     "crossmae/vit_base_imagenet",
     "data2vec2/vit_base_imagenet",
     "dbot/vit_base_imagenet",  # extends mae/vit_base_imagenet
@@ -402,6 +452,9 @@ def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) ->
         ("swav/resnet50_imagenet", "node", False),  # --sync_bn apex, groups of 8
         ("swav/resnet50_imagenet_batch256", "all", False),  # --sync_bn pytorch
         ("deepcluster/resnet50_imagenet", "node", False),
+        ("corinfomax/resnet50_imagenet", "all", True),  # main_*_bn.py; model_base_resnet_bn.py
+        ("mfm/resnet50_imagenet", "none", True),  # models/mfm.py, of timm's ResNet
+        ("supcon/resnet50_imagenet", "all", True),  # hparams_flags.py; blocks.py
         ("moco/resnet50_imagenet", "none", False),  # shuffled instead
         ("mocov3/resnet50_imagenet", "all", True),  # main_moco.py:155,164
         ("mec/resnet50_imagenet", "all", True),  # main_pretrain.py, mec/builder.py:19
