@@ -1,4 +1,4 @@
-"""Shuffled-DBN against the paper's steps in NumPy. No authors' figures exist."""
+"""Shuffled-DBN against the paper's steps in NumPy."""
 
 from __future__ import annotations
 

@@ -58,9 +58,17 @@ class CAE(KeptPatches):
 
     Loss: ``-log softmax(s)[token] + w mean (f - f')^2`` of masked patches.
 
-    Published: ImageNet fine-tuned top-1 of ViT-B 83.3 (mmselfsup).
+    Published: ImageNet top-1 of ViT-B after 800 epochs 68.9 linear, 83.8 fine-tuned (authors'
+    README).
 
     Use it in place of ``beit`` if the encoder's features are to be used without fine-tuning.
+
+    Differs from the authors' code:
+
+    * Masked patches are drawn one by one; there in blocks.
+    * The regressor reads the encoder's output with the class token; there without it, and with its
+      own predictions.
+    * Regressor and decoder have no LayerScale and no stochastic depth.
     """
 
     paper = (

@@ -38,6 +38,8 @@ class CompRess(QueueDistillation):
     Differs from the authors' code:
 
     * With one queue, one linear layer maps the student's features to the teacher's width.
+    * The student's queue holds its own features; in the authors' code, by default, those of its
+      moving average with a momentum of 0.999.
     """
 
     paper = (

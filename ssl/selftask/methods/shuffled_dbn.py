@@ -38,8 +38,8 @@ class ShuffledDBN(Method):
 
     Differs from the authors' code:
 
-    * The authors' code was not available; the loss is compared with the paper's steps. Whitening is
-      part of it, without running averages, which nothing would use.
+    * White features are compared as unit vectors; there as they are, by ``|w1 - w2|^2``.
+    * Means and covariances are over the images of all ranks, and ``epsilon`` is added; there 0.
     """
 
     paper = "Hua et al., On Feature Decorrelation in Self-Supervised Learning, ICCV 2021"

@@ -57,7 +57,7 @@ class UNIC(Method):
     Differs from the authors' code:
 
     * Means and variances of the teachers' features are exact over ranks and steps: the variance
-      includes the movement of the mean.
+      includes the movement of the mean. They include the current step; there those before it.
     * Hidden layers that feed the heads are normalized (LayerNorm).
     * Features of teachers with another grid of patches are interpolated.
     """
