@@ -17,6 +17,7 @@ import selftask
 import tiny
 from selftask.api.trainer import Trainer
 from selftask.api.training import Run
+from selftask.errors import UserError
 from selftask.models.dropout import draw_per_sample
 from selftask.random.keyed import LAYER_DRAWS
 
@@ -61,6 +62,21 @@ def test_workers_of_a_loader_end_with_the_steps(
     if not persistent:
         assert len(list(loader)) == 4  # it can still be read
     assert {*multiprocessing.active_children()} <= before
+
+
+class Short(list[Any]):
+    """Two batches, and a length of three."""
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_batches_that_end_before_their_length_are_told(tmp_path: Path) -> None:
+    batches = Short([[torch.randn(8, 3, 8, 8)] * 2] * 2)
+    task = selftask.create_task("simclr", backbone=network(), batches=batches, out=tmp_path)
+    with pytest.raises(UserError, match="epoch 0 ended after 2 batches, and their length is 3"):
+        for _ in task.steps():
+            pass
 
 
 def test_a_learner_can_be_copied_and_saved_between_steps() -> None:

@@ -116,6 +116,11 @@ class TaskOfBatches(Task):
             for item in read_epoch(self.given, epoch, start, self.config.train.seed):
                 yield _moved(as_batch(item, number, per_epoch), self.device)
                 number += 1
+            if number < (epoch + 1) * per_epoch:
+                raise UserError(
+                    f"batches: epoch {epoch} ended after {number % per_epoch} batches, and their "
+                    f"length is {per_epoch}"
+                )
 
 
 def read_epoch(batches: Any, epoch: int, start: int, seed: int) -> Iterator[Any]:
