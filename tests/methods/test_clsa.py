@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from figures import draw
-from minitask import MiniTask, largest_difference
-from ranks import run_ranks
+from minitask import MiniTask
 from selftask.batch import Batch, total
 from selftask.methods.clsa import CLSA
 
@@ -99,16 +98,6 @@ def test_the_weak_view_learns_nothing_from_strong_ones() -> None:
         [True, False, False],
         [False, True, True],
     ]
-
-
-def test_two_ranks_are_one() -> None:
-    alone = _two_updates(0)
-    for state in run_ranks(_two_updates, 2):
-        assert largest_difference(state, alone) < 1e-9
-
-
-def _two_updates(rank: int) -> dict[str, Any]:
-    return MiniTask("clsa", SMALL, sizes=(8, 8, 8)).run(2).state()
 
 
 def test_chance_is_the_loss_of_equal_similarities() -> None:

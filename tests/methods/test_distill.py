@@ -373,17 +373,6 @@ def test_student_and_teacher_see_the_same_views() -> None:
     assert torch.allclose(batch["targets"], expected, atol=1e-12)
 
 
-def _train(rank: int, config: dict[str, Any]) -> dict[str, Any]:
-    return MiniTask(TaughtPrototypes, config, sizes=(8, 5)).run(4).state()
-
-
-def test_two_ranks_are_one() -> None:
-    """With prototypes that are balanced over all ranks."""
-    alone = _train(0, PROTOTYPES)
-    for state in run_ranks(_train, 2, PROTOTYPES):
-        assert largest_difference(alone, state) < 1e-9
-
-
 def test_a_checkpoint_names_the_teacher_by_its_digest() -> None:
     task = MiniTask(TaughtFeatures, {"teacher": NOWHERE}).run(3)
     state = task.state()

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import tiny
 from figures import bits, draw
-from minitask import MiniTask, TinyTokens, largest_difference
-from ranks import run_ranks
+from minitask import MiniTask, TinyTokens
 from selftask.batch import Batch, total
 from selftask.methods.dinov2 import Masks, Predictions
 from selftask.methods.ibot import IBOT
@@ -186,16 +185,6 @@ def test_masks_are_blocks_of_at_least_a_ninth() -> None:
     assert 19 <= counts[masked].max() <= 98
     sampler = IBOT(IBOT.Config()).mask_sampler((14, 14))
     assert (sampler.min_patches, sampler.max_patches) == (16, 196)
-
-
-def test_two_ranks_have_the_centers_of_one() -> None:
-    alone = _two_updates(0)
-    for of_rank in run_ranks(_two_updates, 2):
-        assert largest_difference(of_rank, alone) < 1e-9
-
-
-def _two_updates(rank: int) -> dict[str, Any]:
-    return _task().run(2).state()
 
 
 def test_students_of_distillation_get_both_temperatures(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from figures import draw
-from minitask import NUM_IMAGES, MiniTask, largest_difference, loss_of
-from ranks import run_ranks
+from minitask import NUM_IMAGES, MiniTask, loss_of
 from selftask.errors import UserError
 from selftask.methods.families.clustered_images import NO_CLUSTER
 from selftask.methods.odc import ODC
@@ -144,16 +143,6 @@ def test_losses_are_weighted_by_the_inverse_root_of_the_size() -> None:
     method.classifier.weight.data.zero_(), method.classifier.bias.data.zero_()
     equal = loss_of(method, output, index=index).item()
     assert equal == pytest.approx(math.log(4)) == method.chance_loss
-
-
-def test_two_ranks_have_the_loss_and_clusters_of_one() -> None:
-    alone = _three_updates(0)
-    for of_rank in run_ranks(_three_updates, 2):
-        assert largest_difference(of_rank, alone) < 1e-9
-
-
-def _three_updates(rank: int) -> dict[str, Any]:
-    return _without_norm().run(3).state()
 
 
 def _without_norm() -> MiniTask:
