@@ -88,6 +88,15 @@ def test_neighbors_after_an_update_are_those_of_the_updated_queue(size: int) -> 
         assert torch.allclose(before, queue.nearest_few(queries, 3), rtol=0, atol=1e-12)
 
 
+def test_neighbors_are_not_ties_under_autocast() -> None:
+    """Cosines of similar entries differ by less than bfloat16 holds."""
+    queue, queries = FeatureQueue(64, 32), draw(1, 16, 32).float()
+    queue.rows.copy_(F.normalize(1 + 0.05 * draw(0, 64, 32).float(), dim=1))
+    expected = queue.nearest_few(queries, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(queue.nearest_few(queries, 3), expected)
+
+
 def test_more_neighbors_than_the_queue_has_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_neighbors: 5 is more than the queue_size of 4"):
         load_config("msf", ["method.queue_size=4"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers import DropPath
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,7 +20,10 @@ from ranks import run_ranks
 from selftask.batch import total
 from selftask.config.load import load_config
 from selftask.errors import ConfigError, UserError
+from selftask.models.dropout import draw_per_sample
+from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import METHODS
+from selftask.task.second_pass import second_pass
 from selftask.train_steps.compiled import Compiled
 from selftask.train_steps.grad_cache import GradCache
 from selftask.train_steps.sam import SAM
@@ -257,6 +261,18 @@ def test_sam_moves_statistics_and_memories_once() -> None:
     assert torch.equal(norms[0].running_mean, norms[1].running_mean)
     assert torch.equal(*embeddings)
     assert largest_difference(queues[0].state_dict(), queues[1].state_dict()) == 0.0
+
+
+def test_second_pass_draws_as_the_first_did() -> None:
+    """Also if a network of the user calls its backbone with two views, then with a third one."""
+    backbone, images = nn.Sequential(DropPath(0.5)).train(), torch.ones(24, 3)
+    draw_per_sample([backbone], seed=0)
+    index = torch.arange(8)
+    LAYER_DRAWS.start(torch.stack([index, index], dim=1), torch.device("cpu"))
+    first = [backbone(views) for views in images.split(16)]
+    with second_pass(backbone):
+        assert all(map(torch.equal, first, map(backbone, images.split(16))))
+    LAYER_DRAWS.stop()
 
 
 # -- compiled ----------------------------------------------------------------------------------

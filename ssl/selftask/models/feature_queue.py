@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.distributed.collectives import all_gather_cat
+from selftask.models.precision import in_full_precision
 
 _TEMPERATURE = 0.07  # of the votes, as in evaluations by k-NN
 
@@ -45,6 +46,7 @@ class FeatureQueue(nn.Module):
         return self.nearest_few(queries, 1).squeeze(-2)
 
     @torch.no_grad()
+    @in_full_precision
     def nearest_few(self, queries: Tensor, count: int, *, after: Tensor | None = None) -> Tensor:
         """Return the ``count`` nearest entries by cosine, ``(..., count, dim)``, nearest first.
 

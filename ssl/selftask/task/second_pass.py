@@ -7,12 +7,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from selftask.parallel.activation_checkpointing import keeping_statistics
+from selftask.random.keyed import LAYER_DRAWS
 
 
 @contextmanager
 def second_pass(network: Any) -> Iterator[None]:
-    """Context that restores running statistics and ``network.embedding`` on exit."""
+    """Context that restores running statistics and ``network.embedding`` on exit.
+
+    Dropout draws those of the first pass again.
+    """
     embedding = getattr(network, "embedding", None)
+    LAYER_DRAWS.enter((0,))
+    LAYER_DRAWS.restart()
     with keeping_statistics(network):
         yield
     network.embedding = embedding

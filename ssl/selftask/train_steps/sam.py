@@ -15,7 +15,6 @@ import torch
 from selftask.batch import total
 from selftask.config.fields import setting
 from selftask.optim.gradients import total_norm
-from selftask.random.keyed import LAYER_DRAWS
 from selftask.registry import register_train_step
 from selftask.task import Task
 from selftask.task.second_pass import second_pass
@@ -39,14 +38,13 @@ class SAM:
         hooks see the first forward pass only. Both passes have the same dropout draws.
         """
         batch = task.last_batch = next(task.batches)
-        draws = LAYER_DRAWS.words
         forward(task, batch)
         if not task.train:
             return
 
         compute_gradients(task, batch.local_loss)
         with self._climbed(task):
-            with LAYER_DRAWS.again(draws), second_pass(task.base_model), task.autocast():
+            with second_pass(task.base_model), task.autocast():
                 uphill = total(task.loss(task.model(batch.input), batch))
             compute_gradients(task, uphill)
         apply_gradients(task)
