@@ -17,7 +17,7 @@ from selftask.cli.main import main
 from selftask.report.overview.durations import show_seconds
 from selftask.report.overview.find import find_runs
 from selftask.report.overview.run_line import read_line
-from selftask.report.overview.table import small_is_good
+from selftask.report.overview.table import smallest_first
 from selftask.report.record import RunRecord
 from selftask.slurm import queue
 
@@ -233,8 +233,8 @@ def test_which_values_are_good() -> None:
     small = "loss val_loss chance_ratio step_s_median eta_s memory_mb sketch/data_wait ms_read"
     small += " correspondence_distance geolocation_median_km"
     large = "emb_std ema_svm_top1 imagenet_sketch/knn_top1 glossy/knn_top1 images_per_s"
-    assert all(map(small_is_good, small.split()))
-    assert not any(map(small_is_good, [*large.split(), "geolocation_25km"]))
+    assert all(map(smallest_first, small.split()))
+    assert not any(map(smallest_first, [*large.split(), "geolocation_25km"]))
 
 
 @pytest.mark.parametrize(

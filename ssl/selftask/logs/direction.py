@@ -9,12 +9,12 @@ from selftask.logs import get_logger
 log = get_logger(__name__)
 
 Mode = Literal["auto", "max", "min"]
+SMALL = ("loss", "error", "perplexity", "distance", "chance_ratio", "_km", "unreadable")
+"""Parts of the names of metrics whose small values are good."""
 
 
 def direction(key: str, mode: Mode, metric: str) -> Literal["max", "min"]:
     """Return ``mode``, or for ``auto`` the direction that follows from the metric's name.
-
-    Names that contain ``loss`` or ``error`` are minimized, all others maximized.
 
     Args:
         key: Key of the mode in the config, for the log.
@@ -23,10 +23,18 @@ def direction(key: str, mode: Mode, metric: str) -> Literal["max", "min"]:
     """
     if mode != "auto":
         return mode
-    small = any(word in metric.lower() for word in ("loss", "error"))
-    chosen: Literal["max", "min"] = "min" if small else "max"
+    chosen: Literal["max", "min"] = "min" if small_is_good(metric) else "max"
     log.info("%s=auto: %s, %s values of %s are good", key, chosen, _WORDS[chosen], metric)
     return chosen
+
+
+def small_is_good(metric: str) -> bool:
+    """Return whether small values of a metric are good, by its name.
+
+    The name of a validation set, as in ``photos/knn_top1``, does not count.
+    """
+    name = metric.rpartition("/")[2].lower()
+    return any(part in name for part in SMALL)
 
 
 _WORDS = {"max": "large", "min": "small"}

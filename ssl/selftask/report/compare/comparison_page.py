@@ -21,7 +21,7 @@ from selftask.report.compare.tables import (
     run_table,
 )
 from selftask.report.curves import CHARTS, chance_lines
-from selftask.report.overview.table import count_states, small_is_good
+from selftask.report.overview.table import count_states, smallest_first
 from selftask.report.page import Section, render, static_text, write_page
 from selftask.report.record import RunRecord
 
@@ -113,7 +113,7 @@ def best_line(comparison: Comparison) -> str:
     over = f", mean of {best.count} runs" if best.count > 1 else ""
     if not any(member.is_complete for member in first.members):
         over += ", not finished"
-    what = "lowest" if small_is_good(name) else "highest"
+    what = "lowest" if smallest_first(name) else "highest"
     return f"{what} {name}: {best.mean:.4g}{half}, {first.label}{over}"
 
 

@@ -10,7 +10,7 @@ from selftask.logs.rows import is_measured
 from selftask.report.compare.differences import SEED, differing, flat, identity, short_names
 from selftask.report.compare.interval import Interval, interval
 from selftask.report.overview.run_line import RunLine, read_line
-from selftask.report.overview.table import small_is_good
+from selftask.report.overview.table import smallest_first
 from selftask.report.record import RunRecord
 
 MIB = 2**20
@@ -43,7 +43,7 @@ class Member:
         series = self.record.columns.get(column)
         if series is None:
             return None
-        return min(series.values) if small_is_good(column) else max(series.values)
+        return min(series.values) if smallest_first(column) else max(series.values)
 
     @property
     def seconds(self) -> float | None:
@@ -117,7 +117,7 @@ class Comparison:
 
     def rank(self, column: str) -> None:
         """Sort groups, and the runs in a group, by a column, best first."""
-        sign = 1 if small_is_good(column) else -1
+        sign = 1 if smallest_first(column) else -1
 
         def order(value: float | None) -> tuple[bool, float]:
             return value is None, sign * (value or 0.0)

@@ -15,7 +15,7 @@ from selftask.report.compare.groups import Comparison, Group, Member
 from selftask.report.compare.interval import Interval
 from selftask.report.header import state_badge
 from selftask.report.overview.durations import show_seconds
-from selftask.report.overview.table import Cell, small_is_good
+from selftask.report.overview.table import Cell, smallest_first
 from selftask.report.page import render
 from selftask.report.verdict import verdict_of
 
@@ -90,7 +90,7 @@ def run_table(comparison: Comparison, link: Link) -> str:
 def _heads_of_results(comparison: Comparison) -> list[Head]:
     heads = []
     for name in comparison.metrics:
-        best = "min" if small_is_good(name) else "max"
+        best = "min" if smallest_first(name) else "max"
         heads.append(Head(name, best, "last value; of several seeds their mean, 95 % interval"))
         if name != "loss":
             heads.append(Head(f"best {name}", best, "best value during training"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selftask.errors import UserError, aligned, nearest, printable_line
+from selftask.logs.direction import small_is_good
 from selftask.logs.rows import is_measured
 from selftask.report.overview.durations import show_seconds
 from selftask.report.overview.find import natural
@@ -21,8 +22,6 @@ STATES = (
 )
 TEXTS = ("run", "method", "recipe", "state", "job")  # columns of texts; the others are numbers
 MOST_EVALUATIONS = 3  # number of evaluation columns without `columns=`
-_ASCENDING = ("loss", "chance_ratio", "error", "perplexity", "distance", "_km", "unreadable")
-"""Parts of the names of metrics whose small values are good, as those of times and memory."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +121,11 @@ def _plain(state: str) -> set[str]:
     return {part.split(" (")[0].partition(":")[0].strip() for part in state.split(", ")}
 
 
-def small_is_good(column: str) -> bool:
+def smallest_first(column: str) -> bool:
     """Return whether a table sorted by this column starts with the smallest value."""
-    fixed = column in ("age", "eta", "run", "method", "recipe", "job", "state")
-    metric = column.rpartition("/")[2]  # without the name of a validation set
-    if is_measured(metric):
-        return not metric.endswith("per_s")
-    return fixed or any(part in metric for part in _ASCENDING)
+    if is_measured(column.rpartition("/")[2]):  # times and memory, also of a validation set
+        return not column.endswith("per_s")
+    return column in ("age", "eta", *TEXTS) or small_is_good(column)
 
 
 def sort_by(lines: Iterable[RunLine], column: str) -> list[RunLine]:
@@ -148,7 +145,7 @@ def sort_by(lines: Iterable[RunLine], column: str) -> list[RunLine]:
         )
     having = [line for line in lines if cell(line, name).key not in (None, "")]
     rest = [line for line in lines if cell(line, name).key in (None, "")]
-    backwards = small_is_good(name) == (column != name)
+    backwards = smallest_first(name) == (column != name)
     return [*sorted(having, key=lambda line: cell(line, name).key, reverse=backwards), *rest]  # type: ignore[arg-type, return-value]
 
 

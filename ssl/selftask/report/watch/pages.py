@@ -22,7 +22,7 @@ from selftask.report.overview.table import (
     cell,
     columns_of,
     count_states,
-    small_is_good,
+    smallest_first,
 )
 from selftask.report.page import Section, page_html, render, static_text
 from selftask.report.record import RunRecord
@@ -45,7 +45,7 @@ def overview_page(title: str, lines: Mapping[str, RunLine]) -> str:
     """
     columns = columns_of(lines.values())
     best = {True: "min", False: "max"}
-    heads = [Head(n, "" if n in TEXTS else best[small_is_good(n)]) for n in columns]
+    heads = [Head(n, "" if n in TEXTS else best[smallest_first(n)]) for n in columns]
     rows = [
         [Cell(render("compare.mark", name)), *(_datum(name, line, column) for column in columns)]
         for name, line in lines.items()
