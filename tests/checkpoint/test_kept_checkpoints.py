@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import selftask
 import tiny
 from selftask.checkpoint import rotation, store
 from selftask.checkpoint.kept import FILE, Kept
@@ -126,6 +127,10 @@ def test_best_weights_start_another_run_and_are_exported(
     assert main(["export", f"{run}@best", "--out", str(run / "best")]) == 0
     exported = torch.load(run / "best/backbone.pt")
     assert all(torch.equal(value, best[f"backbone.{name}"]) for name, value in exported.items())
+    loaded = selftask.load(f"{run}@best").backbone.state_dict()
+    assert all(torch.equal(value, exported[name]) for name, value in loaded.items())
+    assert main(["finetune", f"{run}@7"]) == 2
+    assert "has no checkpoint of step 7" in capsys.readouterr().err
     assert main(["export", f"{run}@3"]) == 2
     assert "has no checkpoint of step 3; there are: 4, 8, 10" in capsys.readouterr().err
 

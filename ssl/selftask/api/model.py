@@ -84,8 +84,9 @@ def load(
     """Load a trained backbone, on the CPU and in eval mode.
 
     Args:
-        model: A run folder (its export, or else its newest checkpoint), the folder of a sharded
-            checkpoint, an exported ``backbone.pt``, ``timm:NAME`` or ``torchvision:NAME``.
+        model: A run folder (its export, or else its newest checkpoint), ``RUN@best``, ``RUN@STEP``,
+            the folder of a sharded checkpoint, an exported ``backbone.pt``, ``timm:NAME`` or
+            ``torchvision:NAME``.
         weights: For a library's model: ``pretrained``, ``none`` (random), or a file.
         image_size: Image size in pixels to which model and transforms are adapted.
         trust: Allow an architecture in the user's own code, which is then imported.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from selftask.checkpoint.kept import named_checkpoint
 from selftask.config.library_names import check_name, split_address
 from selftask.errors import UserError, join_some, nearest_path
 from selftask.files.addresses import fetch, is_remote
@@ -32,7 +33,9 @@ def check_model(address: str, weights: str | None = None) -> None:
         raise UserError(
             f"weights={weights}: is for timm:NAME and torchvision:NAME; {address} has its own"
         )
-    elif not is_remote(address) and not exists(path := expand_user(address)):
+    elif is_remote(address) or exists(path := expand_user(address)):
+        return
+    elif named_checkpoint(address) is None:
         raise no_model(path)
 
 

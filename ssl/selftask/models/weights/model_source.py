@@ -29,7 +29,6 @@ from selftask.models.weights.places import Exported, Saved, find_weights
 from selftask.models.weights.read import (
     backbone_state,
     of_networks,
-    read_backbone,
     read_state,
     weights_at,
 )
@@ -51,9 +50,9 @@ def open_model(
     """Return the backbone at an address, in eval mode on the CPU, and its metadata.
 
     Args:
-        address: A run folder (its export, or else its newest checkpoint), the folder of a sharded
-            checkpoint, an exported ``backbone.pt`` next to its ``backbone.json``, ``timm:NAME`` or
-            ``torchvision:NAME``.
+        address: A run folder (its export, or else its newest checkpoint), ``RUN@best``,
+            ``RUN@STEP``, the folder of a sharded checkpoint, an exported ``backbone.pt`` next to
+            its ``backbone.json``, ``timm:NAME`` or ``torchvision:NAME``.
         weights: For a library's model: ``pretrained`` for the library's weights, ``none`` for
             random weights, or a file.
         trust: Allow an architecture in the user's own code.
@@ -198,10 +197,9 @@ def read_weights(address: str) -> dict[str, Tensor]:
     library, name = split_address(address)
     if library:
         return download(library, name)
-    if (checkpoint := named_checkpoint(address)) is not None:
-        return backbone_state(read_backbone(checkpoint))
     path = local_run(address)
-    return find_weights(address).read() if is_folder(expand_user(path)) else read_state(path)
+    is_run = is_folder(expand_user(path)) or named_checkpoint(address) is not None
+    return find_weights(address).read() if is_run else read_state(path)
 
 
 def load_head(network: nn.Module, config: Config) -> None:

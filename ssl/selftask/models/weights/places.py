@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from selftask.checkpoint import store
+from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.mirror import local_run
 from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
 from selftask.config.schema import Component
@@ -121,8 +122,8 @@ def find_weights(address: str) -> Exported | Saved:
     """Return the location of the backbone at an address.
 
     Args:
-        address: A run (its export, or else its newest checkpoint), the folder of an export or of a
-            sharded checkpoint, or an exported file.
+        address: A run (its export, or else its newest checkpoint), ``RUN@best``, ``RUN@STEP``, the
+            folder of an export or of a sharded checkpoint, or an exported file.
 
     Raises:
         UserError: If a folder has no weights, or its checkpoints are damaged.
@@ -131,6 +132,8 @@ def find_weights(address: str) -> Exported | Saved:
         meta = f"{address.rpartition('.')[0]}.json"
         there = addresses.is_file(meta)
         return Exported(fetch(address), fetch(meta) if there else Path(meta))
+    if (named := named_checkpoint(address)) is not None:
+        return Saved(named, read_backbone(named))
     path = expand_user(local_run(address))
     if not is_folder(path):
         return Exported(path, path.with_suffix(".json"))
