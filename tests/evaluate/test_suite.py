@@ -114,7 +114,7 @@ def test_a_read_only_run_is_refused_before_the_evaluation(
     monkeypatch.setattr("selftask.logs.checkpoint_results.TemporaryFile", refuse)
     assert main(["eval", "suite", str(run)]) == 2
     printed = capsys.readouterr()
-    assert "evaluations: read-only file system" in printed.err and "step 1" not in printed.out
+    assert "read-only file system" in printed.err and "step 1" not in printed.out
 
 
 def test_every_checkpoint_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

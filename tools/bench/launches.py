@@ -45,7 +45,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "ssl"), str(ROOT / "tests")]
 
 import tiny  # noqa: E402
-from imagined_device import NAME, ImaginedDevice, is_view  # noqa: E402
+from imagined_device import NAME, ImaginedDevice  # noqa: E402
+from imagined_streams import is_view  # noqa: E402
 from selftask.config.load import load_config  # noqa: E402
 from selftask.data.device.engine import Engine  # noqa: E402
 from selftask.data.loading.open_data import open_data  # noqa: E402

@@ -37,8 +37,7 @@ class CheckpointResults:
     def check_writable(self) -> None:
         """Raise OSError if results cannot be stored; call it before an evaluation."""
         folder = self.run / FOLDER
-        folder.mkdir(exist_ok=True)
-        TemporaryFile(dir=folder).close()
+        TemporaryFile(dir=folder if folder.exists() else self.run).close()
 
     def add(self, step: int, evaluations: Sequence[str], metrics: Mapping[str, Any]) -> None:
         """Append the metrics of a checkpoint.
