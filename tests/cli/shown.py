@@ -16,5 +16,5 @@ from selftask.data.transforms.pipeline import build_pipeline
 def shown(config: Config, path: Path) -> Tensor:
     """What the network is given of an image, (3, H, W)."""
     pipeline = build_pipeline(config.eval.transforms, "eval.transforms", 3)
-    picture = pipeline(np.asarray(Image.open(path)), np.random.default_rng(0), None)
-    return pipeline.to_float(torch.from_numpy(np.ascontiguousarray(picture))[None])[0]
+    pixels = pipeline(np.asarray(Image.open(path)), np.random.default_rng(0), None)
+    return pipeline.to_float(torch.from_numpy(np.ascontiguousarray(pixels))[None])[0]

@@ -46,7 +46,7 @@ class SVM(FewLabels):
         yield from super().label_problems(counts)
         if len(counts.classes) == 1:
             name = counts.name(counts.classes[0])
-            yield f"costs: all training images are of class {name}; a machine separates two or more"
+            yield f"costs: all training images are of class {name}; an SVM needs two or more"
 
     def __call__(self, train: Features, test: Features) -> dict[str, float]:
         """Return the accuracy and mean average precision of test images, by metric name."""

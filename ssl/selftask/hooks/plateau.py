@@ -33,7 +33,7 @@ class Plateau(Hook):
     metric: str
     """Any column of metrics.jsonl, such as ``knn_top1``."""
     mode: Mode = "auto"
-    """Whether large or small values are good; auto: by its name, such as loss."""
+    """Whether large or small values are good; auto: small for losses and distances."""
     factor: float = setting(0.1, above=0, below=1)
     """Factor of the learning rate at each reduction."""
     patience: int = setting(3, min=0)

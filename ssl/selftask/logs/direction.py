@@ -9,7 +9,7 @@ from selftask.logs import get_logger
 log = get_logger(__name__)
 
 Mode = Literal["auto", "max", "min"]
-SMALL = ("loss", "error", "perplexity", "distance", "chance_ratio", "_km", "unreadable")
+_SMALL = ("loss", "error", "perplexity", "distance", "chance_ratio", "_km", "unreadable")
 """Parts of the names of metrics whose small values are good."""
 
 
@@ -34,7 +34,7 @@ def small_is_good(metric: str) -> bool:
     The name of a validation set, as in ``photos/knn_top1``, does not count.
     """
     name = metric.rpartition("/")[2].lower()
-    return any(part in name for part in SMALL)
+    return any(part in name for part in _SMALL)
 
 
 _WORDS = {"max": "large", "min": "small"}

@@ -242,8 +242,10 @@ def resume(task: Task) -> bool:
     barrier()  # all ranks have read the checkpoint
     if task.rows is not None:  # drop rows after the checkpoint, or all without one of this run
         rotation.archive(folder, task.steps_done if checkpoint else -1)
-        is_own = checkpoint is not None and checkpoint[1].resolve().parent == folder.resolve()
-        task.rows.cut(checkpoint[0]["metrics_bytes"] if checkpoint and is_own else 0)
+        rows_bytes = 0
+        if checkpoint and checkpoint[1].resolve().parent == folder.resolve():
+            rows_bytes = checkpoint[0]["metrics_bytes"]
+        task.rows.cut(rows_bytes)
     if checkpoint is None:
         return False
     task.run_hooks("after_load")

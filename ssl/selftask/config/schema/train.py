@@ -16,7 +16,7 @@ class KeepBest:
     metric: str | None = None
     """Any column of metrics.jsonl, such as ``knn_top1``; null: keep no best checkpoints."""
     mode: Literal["auto", "max", "min"] = "auto"
-    """Whether large or small values are better; auto: by its name, such as loss."""
+    """Whether large or small values are better; auto: small for losses and distances."""
     count: int = setting(1, min=1)
     """Number of best checkpoints to keep."""
 

@@ -27,7 +27,7 @@ class EarlyStopping(Hook):
     metric: str = "knn_top1"
     """Any column of metrics.jsonl, such as ``val_loss``."""
     mode: Mode = "auto"
-    """Whether large or small values are good; auto: by its name, such as loss."""
+    """Whether large or small values are good; auto: small for losses and distances."""
     patience: int = setting(5, min=1)
     """Number of rows without improvement that are tolerated."""
     min_delta: float = setting(0.0, min=0)

@@ -26,10 +26,10 @@ class StopOnSignal(Hook):
 
     Later SIGHUPs are ignored, since closing a terminal sends several. So is the same signal within
     a second: a signal to a process group (``timeout``, ``systemctl stop``) reaches the ranks, and
-    their launcher forwards it to them as well. A signal that the process
-    ignores from its start (nohup) stays ignored. The handler prints a message and sets a flag. With
-    several ranks, each step starts a collective that asks whether any rank got a signal, and reads
-    its result one step later. So no rank waits, and all stop after the same step. The handler is
+    their launcher forwards it to them as well. A signal that the process ignores from its start
+    (nohup) stays ignored. The handler prints a message and sets a flag. With several ranks, each
+    step starts a collective that asks whether any rank got a signal, and reads its result one step
+    later. So no rank waits, and all stop after the same step. The handler is
     installed when the hook is built, to catch a signal during the first evaluation too.
     """
 

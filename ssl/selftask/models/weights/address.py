@@ -33,9 +33,9 @@ def check_model(address: str, weights: str | None = None) -> None:
         raise UserError(
             f"weights={weights}: is for timm:NAME and torchvision:NAME; {address} has its own"
         )
-    elif is_remote(address) or exists(path := expand_user(address)):
-        return
-    elif named_checkpoint(address) is None:
+    elif not (
+        is_remote(address) or exists(path := expand_user(address)) or named_checkpoint(address)
+    ):
         raise no_model(path)
 
 

@@ -106,7 +106,7 @@ def _adapted(layers: Mapping[str, nn.Module], patterns: Sequence[str] | None) ->
 
 def _has_weight(layer: nn.Module) -> bool:
     if parametrize.is_parametrized(layer):
-        return False  # such as by spectral_norm; the two could not be told apart when merging
+        return False  # such as by spectral_norm; the two could not be distinguished when merging
     if isinstance(layer, nn.MultiheadAttention):
         return layer.in_proj_weight is not None  # else queries, keys and values differ in width
     return isinstance(layer, tuple(_WEIGHTS))

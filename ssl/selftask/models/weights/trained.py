@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from selftask.checkpoint.kept import named_checkpoint
 from selftask.config.schema import Component, FrozenModule
 from selftask.config.trust import code_in, refuse_code
 from selftask.errors import UserError
@@ -97,8 +96,6 @@ def open_features(module: FrozenModule, channels: int = 3) -> TrainedNetwork:
     transforms: list[dict[str, Any]] = []
     if module.is_code:
         backbone = with_embed_dim(build_own(module), module.model, channels)
-    elif "@" in module.model and named_checkpoint(module.model) is not None:
-        backbone, channels, transforms = _read_run(module, open_checkpoint(module.model))
     else:
         weights = module.weights or PRETRAINED
         backbone, facts = open_model(module.model, weights=weights, trust=module.trust, option="")

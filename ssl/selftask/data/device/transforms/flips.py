@@ -10,7 +10,7 @@ from selftask.registry import register_batched_transform
 
 @register_batched_transform("horizontal_flip")
 class BatchedHorizontalFlip(RandomlyApplied):
-    """Exchange left and right of the drawn images of a batch."""
+    """Flip randomly drawn images of a batch from left to right."""
 
     def change(self, values: Tensor) -> Tensor:
         return values.flip(3)
@@ -18,7 +18,7 @@ class BatchedHorizontalFlip(RandomlyApplied):
 
 @register_batched_transform("vertical_flip")
 class BatchedVerticalFlip(RandomlyApplied):
-    """Exchange top and bottom of the drawn images of a batch."""
+    """Flip randomly drawn images of a batch upside down."""
 
     def change(self, values: Tensor) -> Tensor:
         return values.flip(2)
