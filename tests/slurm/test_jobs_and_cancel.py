@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,7 +107,8 @@ def test_waiting_prints_each_job_once_it_has_ended(
                 write_run(run, "finished" if now[job] == "COMPLETED" else "failed")
 
     look()
-    monkeypatch.setattr(queue.time, "sleep", look)
+    alone = SimpleNamespace(**{**vars(time), "sleep": look})  # subprocess sleeps, too
+    monkeypatch.setattr(queue, "time", alone)
     assert main(["jobs", str(tmp_path / "s"), "--wait"]) == 1
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [(words[0], words[2]) for words in printed] == [("7_1", "finished"), ("7_0", "failed")]
