@@ -4,6 +4,9 @@
     python tools/league.py --next [--until HH:MM]  run those that are not finished, in turn
     python tools/league.py --page | --check        write docs/league.md, or test it
 
+``--league cifar10`` names the second league, whose images are in ``data/cifar10/train/CLASS`` and
+``data/cifar10/test/CLASS``.
+
 Each run is written when it ends, and the same command continues after a kill. Runs are made again
 if the settings of the league have changed.
 
@@ -48,6 +51,7 @@ from league_plan import (
     held_out,
     is_done,
     lengths,
+    measured,
     network_of,
     order,
     protocol,
@@ -81,7 +85,7 @@ def best_factor(search: list[dict[str, Any]]) -> float:
 # -- one run -------------------------------------------------------------------------------------
 
 
-def rate(backbone: nn.Module, config: Config, sources: Sources) -> dict[str, float]:
+def rate(league: League, backbone: nn.Module, config: Config, sources: Sources) -> dict[str, float]:
     """Return the figures of frozen features."""
     assert sources.val is not None
     parts = [
@@ -92,13 +96,13 @@ def rate(backbone: nn.Module, config: Config, sources: Sources) -> dict[str, flo
     figures = evaluate_features(backbone, config.eval.evaluations, known, test)
     figures["effective_rank"] = float(effective_rank(_double(test)))
     figures |= CLID()(known, test)
-    figures |= ViewMeasures()(backbone, with_shared_views(config), sources, CPU)
+    figures |= ViewMeasures()(backbone, with_shared_views(league, config), sources, CPU)
     return {name: round(value, 6) for name, value in figures.items()}
 
 
-def with_shared_views(config: Config) -> Config:
-    """Return a config whose views are the distorted images that evaluations see."""
-    given = overrides({"views.main.transforms": config.to_dict()["eval"]["transforms"]})
+def with_shared_views(league: League, config: Config) -> Config:
+    """Return a config whose views are the same for all methods."""
+    given = overrides({"views.main.transforms": league.measured_views})
     return dataclasses.replace(config, views=load_config("simclr/digits", given).views)
 
 
@@ -116,7 +120,7 @@ class Runs:
         folder: Folder of the file.
     """
 
-    def __init__(self, league: Any, name: str, method: str, folder: Path = RESULTS) -> None:
+    def __init__(self, league: League, name: str, method: str, folder: Path = RESULTS) -> None:
         self.league, self.name, self.method = league, name, method
         self.path = folder / f"{method}.json"
         self.all: dict[str, Any] = (
@@ -166,11 +170,12 @@ def run_method(runs: Runs, scratch: Path) -> None:
 
     def measure() -> dict[str, Any]:
         config = config_of(1.0, 1, league.search_seed)
-        steps = EPOCHS * (len(open_data(config.data).train) // batch_size(config))
+        sources = measured(open_data(config.data), league.measured)
+        steps = EPOCHS * (len(sources.train) // batch_size(config))
         config = config_of(1.0, steps, league.search_seed)
         recipe, made = reference_settings(league, network_of(method), steps, batch_size(config))
         reference = load_config(recipe, overrides({**made, "out": scratch / "reference"}))
-        cost = relative_cost(config, reference)
+        cost = relative_cost(config, reference, sources)
         return {"relative": round(cost, 3), "batch_size": batch_size(config), "machine": machine()}
 
     def one(factor: float, steps: int, seed: int, *, search: bool) -> dict[str, Any]:
@@ -178,7 +183,7 @@ def run_method(runs: Runs, scratch: Path) -> None:
         sources = open_data(config.data)
         sources = held_out(sources, league.kept) if search else sources
         backbone, watch = train(config, sources)
-        figures = rate(backbone, config, sources)
+        figures = rate(league, backbone, config, sources)
         return {
             **figures,
             "factor": factor,
@@ -214,14 +219,13 @@ def run_baseline(runs: Runs, scratch: Path) -> None:
         for seed in league.seeds:
 
             def make(name: str = name, net: Any = net, seed: int = seed) -> dict[str, Any]:
-                more = {"data.size": net.size, "data.val.size": net.size, "data.num_workers": 0}
+                more = {**league.data(net), "backbone": league.backbone(name), **evaluation(league)}
                 more |= {"train.seed": seed, "train.threads": 1, "out": scratch / "none"}
-                more |= {"backbone": league.backbone(name), **evaluation(league)}
                 config = load_config("simclr/digits", overrides(more))
                 torch.manual_seed(seed)
                 flat = runs.method == PIXELS
                 backbone = nn.Flatten() if flat else build_backbone(config.backbone).eval()
-                figures = rate(backbone, config, open_data(config.data))
+                figures = rate(league, backbone, config, open_data(config.data))
                 return {**figures, "seed": seed, "machine": machine()}
 
             runs.run(f"{name}_{seed}", make)
@@ -294,7 +298,7 @@ def run_one(name: str, league: League, method: str) -> None:
 
 def run_next(name: str, league: League, until: str | None) -> None:
     """Run what is not finished, each in a process of its own, for its peak of memory."""
-    for method in order():
+    for method in order(league):
         if until is not None and datetime.datetime.now().strftime("%H:%M") >= until:
             return
         if not finished(Runs(league, name, method)):
@@ -305,7 +309,9 @@ def run_next(name: str, league: League, until: str | None) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("methods", nargs="*", metavar="METHOD", choices=[*order(), []])
+    parser.add_argument(
+        "methods", nargs="*", metavar="METHOD", choices=[*order(LEAGUES["digits"]), []]
+    )
     parser.add_argument("--league", choices=[*LEAGUES], default="digits")
     parser.add_argument("--next", action="store_true", help="run all that are not finished")
     parser.add_argument("--until", metavar="HH:MM", help="start no method after this time")
@@ -314,9 +320,7 @@ def main() -> int:
     options = parser.parse_args()
     league = LEAGUES[options.league]
     if options.page or options.check:
-        return league_page.update(
-            "tools/league.py", league_page.tables(league_page.read(RESULTS)), check=options.check
-        )
+        return league_page.update(RESULTS, check=options.check)
     torch.set_num_threads(1)
     for method in options.methods:
         run_one(options.league, league, method)

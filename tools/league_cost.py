@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import nn
 
 from selftask.config.schema import Config
-from selftask.data.loading.open_data import Sources, open_data
+from selftask.data.loading.open_data import Sources
 from selftask.hooks.base import Hook
 from selftask.task import Task
 from selftask.task.exported import export_backbone
@@ -63,7 +63,7 @@ def train(config: Config, sources: Sources) -> tuple[nn.Module, CpuTime]:
     return export_backbone(task).eval(), watch
 
 
-def relative_cost(method: Config, reference: Config) -> float:
+def relative_cost(method: Config, reference: Config, sources: Sources) -> float:
     """Return the CPU time of an image of a method, divided by that of ``supervised``.
 
     Both take turns; the least counts, since other work on the machine only adds.
@@ -71,9 +71,9 @@ def relative_cost(method: Config, reference: Config) -> float:
     Args:
         method: Its config, of ``EPOCHS`` epochs.
         reference: That of ``supervised``, with the same network and batch size.
+        sources: The images.
     """
     least = [float("inf"), float("inf")]
-    sources = open_data(method.data)
     for _ in range(TURNS):
         for index, config in enumerate((method, reference)):
             _, watch = train(config, sources)

@@ -10,7 +10,7 @@ from typing import Any
 
 from scipy.stats import spearmanr, t
 
-from league_plan import BASELINES, LEAGUES, LEFT_OUT, group_of, is_done, order
+from league_plan import BASELINES, LEAGUES, League, group_of, is_done
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/league.md"
@@ -33,25 +33,27 @@ HEAD = (
 )
 
 
-def update(mark: str, parts: Iterator[str], *, check: bool, page: Path = PAGE) -> int:
-    """Write the text between two marks; with ``check``, only return 1 if it is not up to date.
+def update(folder: Path, *, check: bool, page: Path = PAGE) -> int:
+    """Write the tables of all leagues; with ``check``, only return 1 if they are not up to date.
 
     Args:
-        mark: The script, which the first mark names.
-        parts: The text.
+        folder: Folder of the results.
         check: Whether to write nothing.
-        page: The page.
+        page: The page, with two marks around the tables of a league.
     """
-    begin = f"<!-- begin: {mark} -->\n"
-    old = page.read_text(encoding="utf-8")
-    head, _, rest = old.partition(begin)
-    new = f"{head}{begin}{''.join(parts)}{END}{rest.partition(END)[2]}"
+    old = new = page.read_text(encoding="utf-8")
+    for name in LEAGUES:
+        begin = f"<!-- begin: {name} -->\n"
+        head, _, rest = new.partition(begin)
+        new = (
+            f"{head}{begin}{''.join(tables(name, read(folder, name)))}{END}{rest.partition(END)[2]}"
+        )
     if new != old and not check:
         page.write_text(new, encoding="utf-8")
     return int(check and new != old)
 
 
-def read(folder: Path, league: str = "digits") -> dict[str, dict[str, Any]]:
+def read(folder: Path, league: str) -> dict[str, dict[str, Any]]:
     """Return the entries of a league by method."""
     entries = {}
     for path in sorted(folder.glob("*.json")):
@@ -82,10 +84,10 @@ def shown(runs: list[dict[str, Any]], figure: str) -> str:
     return f"{middle:.{digits}f}" + (f" ± {half:.{digits}f}" if len(runs) > 1 else "")
 
 
-def tables(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the text between the marks of the page."""
-    methods = [name for name in order() if name not in BASELINES]
-    league = LEAGUES["digits"]
+def tables(league_name: str, entries: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the text between the marks of a league."""
+    league = LEAGUES[league_name]
+    methods = league.methods
     done = {n: entry for n, entry in entries.items() if n in methods and is_done(entry, league)}
     yield f"\n{len(done)} of {len(methods)} methods were run.\n"
     for name, title in GROUPS.items():
@@ -96,11 +98,10 @@ def tables(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield from (row(method, done[method]) for method in members)
             yield from baseline_rows(entries, name)
     yield from below_untrained(entries, done)
-    yield from correlations(done)
+    yield from correlations(league, done)
     missing = [f"`{method}`" for method in methods if method not in done]
     if missing:
         yield f"\n**Not run** in this league: {', '.join(missing)}.\n"
-    yield from (f"\nNot in this league: `{name}`: {why}.\n" for name, why in LEFT_OUT.items())
     yield from origins({k: v for k, v in entries.items() if k in done or k in BASELINES})
     yield "\n"
 
@@ -147,9 +148,9 @@ def below_untrained(
         )
 
 
-def correlations(done: dict[str, dict[str, Any]]) -> Iterator[str]:
+def correlations(league: League, done: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield Spearman's correlation of label-free measures with linear top-1, over methods."""
-    for network, net in LEAGUES["digits"].networks.items():
+    for network, net in league.networks.items():
         members = [entry for method, entry in done.items() if group_of(method) == network]
         if len(members) < ENOUGH:
             continue

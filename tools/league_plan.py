@@ -7,9 +7,9 @@ the one of the kind that its digits recipe has.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -41,10 +41,22 @@ TEACHERS = {  # option of the method, and the method of the league that is its t
 TWO_TEACHERS = {"unic": {"first": "data2vec2", "second": "dinov2"}}
 FIRST = ("simclr", "mae", "dino", "barlow", "swav", "byol", "ibot", "moco", "simmim", "rotation")
 """Methods of different families, which ``--next`` runs first."""
-LEFT_OUT = {
-    "cmc": "its two networks see lightness and color, and the images are gray",
-    "igpt": "its transformer has a token for each pixel",
-}
+LEFT_OUT = ("cmc", "igpt")
+"""Methods that do not fit: two networks for lightness and color, and a token for each pixel."""
+OF_PHOTOGRAPHS = (
+    *("simclr", "mae", "dino", "barlow", "swav", "byol", "ijepa", "moco", "vicreg", "rotation"),
+    *("simsiam", "ibot", "nnclr", "supervised", "mmcr", "data2vec", "deepcluster", "tico"),
+    *("lejepa", "npid", "simmim", "dinov2", "ressl", "maskfeat"),
+)
+"""Methods that train on photographs: one of each family first."""
+# Distortions of configs/base/digits.yaml, digits_gentle.yaml and digits_masked.yaml. A recipe's own
+# ones, such as the weak views of ressl, stay.
+AFFINE = ([45.0, 0.25], [20.0, 0.12], [25.0, 0.08])
+NOISE = ([[0.35, 1.0], 0.05], [[0.5, 1.0], 0.05], [[1.0, 1.0], 0.1])
+CROP = {"name": "random_resized_crop", "size": 32, "scale": [0.2, 1.0], "interpolation": "bicubic"}
+STRENGTHS = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}
+COLORS = ({"name": "color_jitter", "p": 0.8, **STRENGTHS}, {"name": "grayscale", "p": 0.2})
+FLIP = {"name": "horizontal_flip"}
 
 
 @dataclass(frozen=True)
@@ -57,13 +69,23 @@ class Net:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Protocol:
-    """Networks, search and seeds of a league."""
+class League:
+    """Data, networks, search, budgets and seeds. Runs of other constants are made again."""
 
-    networks: dict[str, Net] = field(default_factory=dict)
+    measured: ClassVar[float] = 1.0
+    """Share of the training images with which the cost of a method is measured."""
+
+    title: str
+    networks: dict[str, Net]
+    nuisance: tuple[dict[str, Any], ...]
+    """Transforms of the images of evaluations."""
+    images: int
+    """First budget: number of training images read; several views of an image count once."""
+    cost: int
+    """Second budget: images of ``supervised`` on the same network that need the same CPU time."""
     factors: tuple[float, ...] = (1 / 3, 1.0, 3.0)
     """The search: learning rates relative to that of the recipe."""
-    search_length: float = 1 / 3
+    search_length: float = 1 / 2
     """Length of the runs of the search, relative to a run of all images."""
     search_seed: int = 0
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -78,24 +100,71 @@ class Protocol:
         few = {"few_labels": [10], "repeats": self.repeats}
         return {"knn": {}, "linear": few, "spectrum": {}}
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Methods in the order in which they are run."""
+        taught = [*TEACHERS, *TWO_TEACHERS]
+        apart = {*FIRST, *taught, *LEFT_OUT}
+        others = [name for name in METHODS.names() if name not in apart]
+        last = sorted(taught, key=lambda name: (name == "beit", name))  # its teacher is taught, too
+        return (*FIRST, *others, *last)
+
+    @property
+    def measured_views(self) -> list[dict[str, Any]]:
+        """Transforms of the views with which :class:`ViewMeasures` compares features."""
+        return list(self.nuisance)
+
     def backbone(self, name: str) -> dict[str, Any]:
         """Return the ``backbone`` section of a network without weights of a method."""
         made = {"name": name, **self.networks[name].backbone}
         return {**made, "pool": "avg"} if name.startswith("vit") else made
 
+    def data(self, net: Net) -> dict[str, Any]:
+        """Return the settings of the images for a network."""
+        return {"data.size": net.size, "data.val.size": net.size, "data.num_workers": 0}
 
-@dataclass(frozen=True, kw_only=True)
-class League(Protocol):
-    """Data and budget of a league on a CPU."""
+    def transforms(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the league's transforms in place of one of a recipe."""
+        affine, noise, normalize = self.nuisance
+        if item["name"] == "normalize":
+            return [normalize]
+        if item["name"] == "random_affine" and [item["degrees"], item["translate"]] in AFFINE:
+            return [affine]
+        if item["name"] == "contrast_noise" and [item["contrast"], item["noise"]] in NOISE:
+            return [noise]
+        return [item]
 
-    title: str
-    nuisance: tuple[dict[str, Any], ...]
-    """Transforms of all images, in training and evaluation."""
-    images: int = 18 * 1347
-    """First budget: number of training images read; several views of an image count once."""
-    cost: int = 80_000
-    """Second budget: images of ``supervised`` on the same network that need the same CPU time."""
-    search_length: float = 1 / 2
+
+class Photographs(League):
+    """CIFAR-10 as JPEG files, in ``data/cifar10/train`` and ``test``."""
+
+    measured: ClassVar[float] = 0.04
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return OF_PHOTOGRAPHS
+
+    @property
+    def measured_views(self) -> list[dict[str, Any]]:
+        return [CROP, *COLORS, FLIP, *self.nuisance]
+
+    def data(self, net: Net) -> dict[str, Any]:
+        folder = {"name": "folder", "path": "data/cifar10/train", "cache": "ram"}
+        val = {"name": "folder", "path": "data/cifar10/test"}
+        return {"data": {**folder, "num_workers": 0, "val": val}}
+
+    def transforms(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return crop and flip in place of an affine transform.
+
+        Where that is a strong one, also changes of color: masked patches and weak views have weak
+        ones.
+        """
+        if item["name"] == "random_affine":
+            weak = item["scale"][0] > 0.8
+            return [CROP, *([] if weak else COLORS), FLIP]
+        if item["name"] == "contrast_noise":
+            return []
+        return [*self.nuisance] if item["name"] == "normalize" else [item]
 
 
 LEAGUES = {
@@ -110,12 +179,20 @@ LEAGUES = {
             "small_resnet": Net("small ResNet", 32, {"width": 32, "stem_stride": 2}),
             "vit_micro": Net("ViT", 16, {"img_size": 16, "patch_size": 4, "depth": 3}),
         },
-    )
+        images=18 * 1347,
+        cost=80_000,
+    ),
+    "cifar10": Photographs(
+        title="CIFAR-10",
+        nuisance=({"name": "normalize", "stats": "cifar10"},),
+        networks={
+            "small_resnet": Net("small ResNet", 32, {"width": 32, "stem_stride": 2}),
+            "vit_micro": Net("ViT", 32, {"img_size": 32, "patch_size": 4, "depth": 3}),
+        },
+        images=50_000,
+        cost=300_000,
+    ),
 }
-# Distortions of configs/base/digits.yaml, digits_gentle.yaml and digits_masked.yaml. A recipe's own
-# ones, such as the weak views of ressl, stay.
-AFFINE = ([45.0, 0.25], [20.0, 0.12], [25.0, 0.08])
-NOISE = ([[0.35, 1.0], 0.05], [[0.5, 1.0], 0.05], [[1.0, 1.0], 0.1])
 
 
 class Remaining(Subset):
@@ -134,6 +211,11 @@ def held_out(sources: Sources, kept: float) -> Sources:
     return Sources(part, Remaining(part))
 
 
+def measured(sources: Sources, share: float) -> Sources:
+    """Return the part of the training images with which a cost is measured."""
+    return Sources(Subset(sources.train, Part(fraction=share)), None)
+
+
 @cache
 def network_of(method: str) -> str:
     """Return the name of the network that a method uses."""
@@ -147,13 +229,9 @@ def group_of(method: str) -> str:
     return "teacher" if method in TEACHERS or method in TWO_TEACHERS else network_of(method)
 
 
-def order() -> list[str]:
+def order(league: League) -> list[str]:
     """Return baselines and methods in the order in which they are run."""
-    taught = [*TEACHERS, *TWO_TEACHERS]
-    apart = {*FIRST, *taught, *LEFT_OUT}
-    others = [name for name in METHODS.names() if name not in apart]
-    last = sorted(taught, key=lambda name: (name == "beit", name))  # its teacher is taught, too
-    return [*BASELINES, *FIRST, *others, *last]
+    return [*BASELINES, *league.methods]
 
 
 def settings(
@@ -172,9 +250,10 @@ def settings(
     given = load_config(recipe, []).to_dict()
     net = league.networks[given["backbone"]["name"]]
     made: dict[str, Any] = {f"backbone.{name}": value for name, value in net.backbone.items()}
-    made |= {"data.size": net.size, "data.val.size": net.size, "data.num_workers": 0}
+    made |= league.data(net)
     for name, group in given["views"].items():
-        made[f"views.{name}.transforms"] = [_shared(league, item) for item in group["transforms"]]
+        items = [new for item in group["transforms"] for new in league.transforms(item)]
+        made[f"views.{name}.transforms"] = items
     made["optimizer.lr"] = factor * float(given["optimizer"]["lr"])
     made |= {"train.epochs": None, "train.max_steps": steps, "train.seed": seed}
     made |= {"train.threads": 1, "train.device": "cpu"}
@@ -189,7 +268,7 @@ def reference_settings(
     net = league.networks[network]
     made = {key: value for key, value in made.items() if not key.startswith("backbone.")}
     made |= {"backbone": {"name": network, **net.backbone}}
-    made |= {"data.size": net.size, "data.val.size": net.size, "train.batch_size": batch}
+    made |= {**league.data(net), "train.batch_size": batch}
     return recipe, made
 
 
@@ -205,18 +284,6 @@ def evaluation(league: League) -> dict[str, Any]:
     return {"eval.transforms": list(league.nuisance), "eval.evaluations": league.evaluations}
 
 
-def _shared(league: League, item: dict[str, Any]) -> dict[str, Any]:
-    """Return the league's transform in place of one of the base recipes; else the recipe's."""
-    affine, noise, normalize = league.nuisance
-    if item["name"] == "normalize":
-        return normalize
-    if item["name"] == "random_affine" and [item["degrees"], item["translate"]] in AFFINE:
-        return affine
-    if item["name"] == "contrast_noise" and [item["contrast"], item["noise"]] in NOISE:
-        return noise
-    return item
-
-
 def batch_size(config: Config) -> int:
     """Return the number of images that a step reads."""
     return config.train.batch_size * config.train.accumulate
@@ -225,7 +292,7 @@ def batch_size(config: Config) -> int:
 # -- what is there of a method ---------------------------------------------------------------------
 
 
-def budget(league: Any) -> dict[str, Any]:
+def budget(league: League) -> dict[str, Any]:
     """Return the constants of a league as JSON has them."""
     made: dict[str, Any] = json.loads(json.dumps(asdict(league)))
     return made

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import scipy.stats
 
-import cifar_league
 import league
 import league_cost
 import league_page
@@ -77,9 +76,9 @@ def test_cost_is_relative_and_of_the_fastest_turn(monkeypatch: pytest.MonkeyPatc
         return None, SimpleNamespace(times=[step * n for n in range(1, 4 * league_cost.EPOCHS + 1)])
 
     monkeypatch.setattr(league_cost, "train", train)
-    monkeypatch.setattr(league_cost, "open_data", lambda data: None)
-    configs: list[Any] = [SimpleNamespace(name=name, data=None) for name in seconds]
-    assert league_cost.relative_cost(*configs) == pytest.approx(0.5 / 0.2)
+    configs: list[Any] = [SimpleNamespace(name=name) for name in seconds]
+    sources = open_data(load_config("simclr/digits", []).data)
+    assert league_cost.relative_cost(*configs, sources) == pytest.approx(0.5 / 0.2)
 
 
 def test_equal_cost_means_fewer_images_of_a_costly_method() -> None:
@@ -118,10 +117,8 @@ def test_finished_runs_are_kept_after_a_kill_and_others_made(tmp_path: Path) -> 
 
 
 def test_every_method_is_in_the_order_once_and_after_its_teachers() -> None:
-    order = league_plan.order()
-    assert sorted([*order, *league_plan.LEFT_OUT]) == sorted(
-        [*METHODS.names(), *league_plan.BASELINES]
-    )
+    order = DIGITS.methods
+    assert sorted([*order, *league_plan.LEFT_OUT]) == METHODS.names()
     for method, (_, teacher) in league_plan.TEACHERS.items():
         assert order.index(teacher) < order.index(method)
 
@@ -174,18 +171,16 @@ def test_page_shows_files_and_lists_what_is_missing(tmp_path: Path) -> None:
     shorter["digits"]["runs"]["cost_1"]["steps"] -= 1
     (tmp_path / "vicreg.json").write_text(json.dumps(shorter))  # of another budget
     page = tmp_path / "page.md"
-    page.write_text(f"before\n<!-- begin: here -->\n{league_page.END}\nafter\n")
-
-    def update(*, check: bool) -> int:
-        parts = league_page.tables(league_page.read(tmp_path))
-        return league_page.update("here", parts, check=check, page=page)
-
-    assert update(check=True) == 1
-    assert update(check=False) == 0
-    assert update(check=True) == 0
+    marks = [f"<!-- begin: {name} -->\n{league_page.END}\n" for name in league_plan.LEAGUES]
+    page.write_text(f"before\n{marks[0]}between\n{marks[1]}after\n")
+    assert league_page.update(tmp_path, check=True, page=page) == 1
+    assert league_page.update(tmp_path, check=False, page=page) == 0
+    assert league_page.update(tmp_path, check=True, page=page) == 0
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
+    text, _, photographs = text.partition("between\n")
+    assert f"0 of {len(league_plan.OF_PHOTOGRAPHS)} methods were run." in photographs
     row = next(line for line in text.splitlines() if line.startswith("| `simclr` |"))
     assert row.startswith("| `simclr` | 0.800 ± 0.000 | 0.600 ± 0.248 |")  # 4.303 * 0.1 / sqrt(3)
     assert row.endswith(
@@ -204,48 +199,39 @@ def test_correlation_is_that_of_ranks_over_at_least_ten_methods() -> None:
     done = {
         name: entry([0.1, 0.2, 0.3], 0.1 * number, number**3) for number, name in enumerate(names)
     }
-    text = "".join(league_page.correlations(done))
+    text = "".join(league_page.correlations(DIGITS, done))
     assert "| rankme | 1.00 |" in text
     assert "| effective_rank | -1.00 |" in text
-    assert not [*league_page.correlations(dict([*done.items()][:9]))]
+    assert not [*league_page.correlations(DIGITS, dict([*done.items()][:9]))]
 
 
 def test_page_of_the_docs_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["", "--check"])
     assert league.main() == 0
-    assert cifar_league.main() == 0
 
 
-def test_methods_see_photographs_whose_views_the_device_can_make() -> None:
-    photographs = cifar_league.data(Path("cifar10.npz"))
-    for method in cifar_league.METHODS:
-        recipe, more = cifar_league.settings(cifar_league.CifarLeague(), method, 1.0, 9, 0)
-        config = load_config(recipe, overrides({**more, **photographs})).to_dict()
-        names = [[t["name"] for t in group["transforms"]] for group in config["views"].values()]
-        assert all(group[0] == "random_resized_crop" for group in names), method
-        assert config["eval"]["transforms"][0]["stats"] == "cifar10"
+def test_photographs_are_cropped_and_only_strong_views_change_colors() -> None:
+    photographs = league_plan.LEAGUES["cifar10"]
+    made = {}
+    for method in photographs.methods:
+        recipe, more = league_plan.settings(photographs, method, 1.0, 9, 0)
+        config = load_config(recipe, overrides(more)).to_dict()
+        assert config["data"]["name"] == "folder"
+        assert [item["name"] for item in config["eval"]["transforms"]] == ["normalize"]
+        views = config["views"].items()
+        made[method] = {name: [item["name"] for item in g["transforms"]] for name, g in views}
+    assert all(names[0] == "random_resized_crop" for m in made.values() for names in m.values())
+    weak = ["random_resized_crop", "horizontal_flip", "normalize"]
+    strong = [weak[0], "color_jitter", "grayscale", *weak[1:]]
+    assert made["simclr"] == {"main": strong}
+    assert made["ressl"] == {"weak": weak, "strong": strong}
+    assert made["mae"] == {"main": weak}
 
 
-def test_runs_of_another_number_of_images_are_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-
-    def one(self: Any, method: str, factor: float, *, steps: int, **_: Any) -> dict[str, Any]:
-        made.append(steps)
-        return {"factor": factor, "steps": steps, "knn_top1": 0.5, "linear_top1": 0.5}
-
-    monkeypatch.setattr(cifar_league.Runner, "one", one)
-    for images in (256 * 30, 256 * 30, 256 * 60):
-        league_of_images = cifar_league.CifarLeague(images=images)
-        cifar_league.Runner(league_of_images, Path("x.npz"), tmp_path, tmp_path).seed("simclr", 1)
-    assert made == [10, 10, 10, 30, 20, 20, 20, 60]
-
-
-def test_every_method_has_its_first_seed_before_another_has_its_second() -> None:
-    made = [*cifar_league.jobs(cifar_league.CifarLeague(), ["simclr", "mae"])]
-    assert [seeds for _, seeds in made] == 4 * [(1,)] + 4 * [(2, 3)]
-    assert {name for name, _ in made[:4]} == {"simclr", "mae", *league_plan.BASELINES}
+def test_cost_is_measured_with_a_part_of_the_training_images() -> None:
+    sources = open_data(load_config("simclr/digits", []).data)
+    assert len(league_plan.measured(sources, 0.04).train) == round(0.04 * 1347)
+    assert len(league_plan.measured(sources, 1.0).train) == 1347
 
 
 @pytest.mark.slow

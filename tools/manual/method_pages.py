@@ -219,7 +219,7 @@ def ledger(name: str) -> dict[str, Any]:
 
 def cost(name: str) -> str:
     """Return the cost that the league has measured, as text; "" if it has not."""
-    runs = league_page.read(ROOT / "league").get(name, {}).get("runs", {})
+    runs = league_page.read(ROOT / "league", "digits").get(name, {}).get("runs", {})
     return f"{runs['relative_cost']['relative']:.1f}" if "relative_cost" in runs else ""
 
 
