@@ -17,6 +17,7 @@ from selftask.data.loading.bad_files import BadFiles
 from selftask.data.open_source import open_source
 from selftask.data.reading.files import BadImage
 from selftask.data.source import Source, Wrapped
+from selftask.data.sources.files import Folder
 from selftask.errors import UserError
 
 
@@ -97,6 +98,25 @@ def test_files_are_not_read_again(photos: Path, cache: str) -> None:
 def test_the_next_run_finds_the_file(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = all_of(decoded(opened(photos), "disk"))
     monkeypatch.setattr("selftask.data.cache.fill.EvalBatches", None)  # nothing is read
+    assert all_of(decoded(opened(photos), "disk")) == expected
+
+
+def test_images_that_the_storage_did_not_give_are_read_again(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = all_of(opened(photos))
+    read = Folder.__getitem__
+
+    def fails(self: Any, index: int) -> Any:
+        if index == 2:
+            raise BadImage(self.path(index), "no answer", storage_failed=True)
+        return read(self, index)
+
+    with monkeypatch.context() as context:
+        context.setattr(Folder, "__getitem__", fails)
+        first = all_of(decoded(opened(photos), "disk"))
+        assert first[2][1] == "no answer"
+        assert first[:2] + first[3:] == expected[:2] + expected[3:]
     assert all_of(decoded(opened(photos), "disk")) == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import tiny
 from selftask.distributed.device import pick_device
-from selftask.distributed.world import World, expand_counts, first_host, read_world
+from selftask.distributed.world import World, expand_counts, first_host, launch_name, read_world
 from selftask.errors import UserError
 from selftask.run.local_ranks import starts_ranks
 
@@ -127,6 +128,23 @@ def test_mpirun_on_one_machine_needs_nothing(monkeypatch: pytest.MonkeyPatch) ->
     world = read_world()
     assert (world.rank, world.size, world.launcher) == (1, 2, "mpi")
     assert world.master is not None and world.master[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variable"), [("mpi", "PMIX_NAMESPACE"), ("slurm", "SLURM_STEP_ID")]
+)
+def test_ranks_in_a_script_each_share_the_name_of_their_launch(
+    launcher: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "7.1")
+    names = []
+    for script in (11, 12):  # `mpirun wrapper.sh`: each rank is the child of its own shell
+        monkeypatch.setattr(os, "getppid", lambda script=script: script)
+        names.append(launch_name(launcher))
+    assert names[0] == names[1]
+    monkeypatch.setenv(variable, "7.2")
+    assert launch_name(launcher) != names[0]
+    assert launch_name("torchrun") == "child of 12"
 
 
 def test_a_batch_script_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import zlib
 from dataclasses import dataclass
 
 from selftask.errors import UserError
@@ -127,14 +128,14 @@ def _from_local_job() -> World:
 def _from_mpi(rank: str, size: str, local_rank: str, local_size: str) -> World:
     """Return the world of a process of mpirun, given the names of its variables.
 
-    Ranks on several machines connect at MASTER_ADDR and MASTER_PORT. On one machine all ranks are
-    children of one process, and its id gives the port.
+    Ranks on several machines connect at MASTER_ADDR and MASTER_PORT. On one machine the port is
+    drawn from the name of the launch.
     """
     of_rank, of_size, of_local, of_local_size = (
         _number(name) for name in (rank, size, local_rank, local_size)
     )
-    parent = os.getppid()
-    master = ("127.0.0.1", _FIRST_PORT + parent % _NUM_PORTS)
+    drawn = zlib.crc32(launch_name("mpi").encode()) % _NUM_PORTS
+    master = ("127.0.0.1", _FIRST_PORT + drawn)
     if "MASTER_ADDR" in os.environ:
         master = (os.environ["MASTER_ADDR"], _number("MASTER_PORT", _FIRST_PORT))
     elif of_size > of_local_size:
@@ -146,6 +147,15 @@ def _from_mpi(rank: str, size: str, local_rank: str, local_size: str) -> World:
     return World(
         of_rank, of_size, of_local, of_local_size, launcher="mpi", master=master, attempt=attempt
     )
+
+
+def launch_name(launcher: str) -> str:
+    """Return a name that the ranks of this launch on this machine share, and no other launch has.
+
+    srun and Open MPI name their launches. Other launchers start the ranks as their children.
+    """
+    variable = {"slurm": "SLURM_STEP_ID", "mpi": "PMIX_NAMESPACE"}.get(launcher, "")
+    return os.environ.get(variable) or f"child of {os.getppid()}"
 
 
 def slurm_attempt() -> str:

@@ -14,7 +14,7 @@ from typing import IO
 
 from selftask.checkpoint.mirror import Stamp, fetch_run
 from selftask.config.schema import Config
-from selftask.distributed.world import World
+from selftask.distributed.world import World, launch_name
 from selftask.errors import UserError
 from selftask.files.addresses import is_remote, work_folder
 
@@ -111,7 +111,7 @@ def fetch_out(config: Config, world: World) -> dict[str, Stamp] | None:
             "that they share"
         )
     marker = folder.with_name(f"{folder.name}.fetched")
-    launch = f"{world.attempt} by {os.getppid()}"  # equal on all ranks of the machine
+    launch = f"{world.attempt} {launch_name(world.launcher)}"
     if world.local_rank:
         while not (marker.exists() and marker.read_text(encoding="utf-8") == launch):
             time.sleep(0.1)

@@ -35,7 +35,7 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
 
     With ``data.cache=ram`` each process of a run keeps its own images and shares them with its
     workers. With ``disk`` all processes of a machine share one file below ``$SELFTASK_CACHE``,
-    which later runs reuse.
+    which later runs reuse, unless the file system failed while it was made.
 
     Args:
         source: Source of the images.
@@ -62,6 +62,13 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
         with replacing(pixels) as temporary, open(temporary, "w+b") as file:
             store = fill.into(file, lambda: shutil.disk_usage(folder).free)
             os.fsync(file.fileno())
+        if bad_files.storage_failures:
+            log.warning(
+                "data.cache=disk: the file system did not give %d images; this run keeps the "
+                "others, and the next one reads all images again",
+                bad_files.storage_failures,
+            )
+            return Decoded(source, store)
         store.save_table(table)
         return Decoded(source, Store.open(pixels, table, channels_of(source)))
 

@@ -71,6 +71,7 @@ class BadFiles:
         self.on_error = on_error
         self.limit = BadLimit(num_images, max_unreadable)
         self.reasons: dict[str, str] = {}  # path of the image -> why
+        self.storage_failures = 0  # images, perhaps intact, that the file system did not give
         self._read()
         self.counted = dict(self.reasons)
         self.unshared: dict[str, str] = {}  # part of ``counted`` that other ranks do not know
@@ -109,7 +110,8 @@ class BadFiles:
             UserError: If there are more than ``data.max_unreadable`` allows. If ``data.on_error``
                 is ``fail``, for any image, even one that an earlier attempt has listed.
         """
-        number_before = len(self)
+        number_before, bad = len(self), list(bad)
+        self.storage_failures += sum(error.storage_failed for error in bad)
         entries = self._record(bad)
         new = {path: why for path, why in entries.items() if path not in self.counted}
         self.counted |= new
