@@ -37,6 +37,7 @@ def runs_of(folder: Path, seconds: float, codes: list[int]) -> list[Run]:
             str(place),
             folder / str(place),
             [sys.executable, "-c", SLOW_CHILD, str(folder / str(place)), str(seconds), str(code)],
+            1,
         )
         for place, code in enumerate(codes)
     ]
@@ -50,6 +51,40 @@ def test_at_most_so_many_run_at_a_time(tmp_path: Path) -> None:
     )
     assert starts[1] < ends[0], "two side by side"
     assert starts[2] > min(ends[:2]), "the third waits for a place"
+
+
+SEEN = """
+import os, pathlib, sys, time
+out = pathlib.Path(sys.argv[1])
+(out / "gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+while len([*out.parent.glob("*/gpus")]) < int(sys.argv[2]):
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes", "expected"),
+    [
+        ("4,5,6,7", 1, {"4", "5"}),
+        ("4,5,6,7", 2, {"4,5", "6,7"}),
+        ("GPU-a", 1, {"GPU-a"}),  # both share it
+        ("4,5,6", 2, {"4,5,6"}),
+        ("", 1, {""}),
+    ],
+)
+def test_runs_at_the_same_time_have_their_own_gpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    processes: int,
+    expected: set[str],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    folders = [tmp_path / name for name in ("a", "b")]
+    commands = [[sys.executable, "-c", SEEN, str(folder), "2"] for folder in folders]
+    runs = [Run(f.name, f, c, processes) for f, c in zip(folders, commands, strict=True)]
+    assert Sweep(runs, 2).wait() == 0
+    assert {(folder / "gpus").read_text() for folder in folders} == expected
 
 
 def test_a_signal_reaches_the_runs_and_starts_no_others(tmp_path: Path) -> None:
@@ -79,7 +114,7 @@ def press():
         time.sleep(0.02)
     signal.raise_signal(signal.SIGINT)
 threading.Thread(target=press).start()
-Sweep([Run("0", out, command)], 1).wait()
+Sweep([Run("0", out, command, 1)], 1).wait()
 """
 
 

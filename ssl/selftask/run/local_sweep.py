@@ -6,6 +6,7 @@ never imports torch. The same command resumes a sweep: runs that are not finishe
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -36,6 +37,7 @@ class Run:
     name: str
     out: Path
     command: list[str]
+    processes: int  # its ranks
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
 
@@ -62,6 +64,7 @@ def train_sweep(recipe: str, points: Sequence[Point]) -> int:
             point.name,
             base / point.name,
             own_command([recipe, *point.overrides, *_own(base / point.name, config, at_once)]),
+            config.launch.processes,
         )
         for point, config in zip(points, configs, strict=True)
     ]
@@ -91,11 +94,13 @@ class Sweep:
     """Runner of a sweep: starts runs in order, at most ``at_once`` at a time.
 
     If runs are trained one at a time, they print to this terminal. Otherwise their output is only
-    in ``log.txt``. A stop signal is forwarded to the active runs, and no other runs are started.
+    in ``log.txt``, and each has its own GPUs, as far as there are enough. A stop signal is
+    forwarded to the active runs, and no other runs are started.
     """
 
     def __init__(self, runs: Sequence[Run], at_once: int) -> None:
         self.runs, self.at_once = runs, at_once
+        self.slots: list[Run | None] = [None] * at_once  # the active runs
         self.stopped = False
 
     def wait(self) -> int:
@@ -103,19 +108,19 @@ class Sweep:
         heeded = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
         before = {number: signal.signal(number, self._pass_on) for number in heeded}
         waiting = list(self.runs)
-        running: list[Run] = []
         codes: dict[str, int] = {}
         try:
-            while running or (waiting and not self.stopped):
-                while waiting and len(running) < self.at_once and not self.stopped:
-                    running.append(self._start(waiting.pop(0)))
-                for run in [run for run in running if _poll(run) is not None]:
-                    running.remove(run)
-                    codes[run.name] = _exit_code(run)
-                    self._report(run)
+            while any(self.slots) or (waiting and not self.stopped):
+                for slot, run in enumerate(self.slots):
+                    if run is None and waiting and not self.stopped:
+                        self.slots[slot] = self._start(waiting.pop(0), slot)
+                    elif run is not None and _poll(run) is not None:
+                        self.slots[slot] = None
+                        codes[run.name] = _exit_code(run)
+                        self._report(run)
                 time.sleep(0.05)
         finally:
-            for run in running:
+            for run in filter(None, self.slots):
                 assert run.process is not None
                 run.process.kill()
             for number, handler in before.items():
@@ -123,12 +128,18 @@ class Sweep:
         failed = [codes.get(run.name, 128 + signal.SIGTERM) for run in self.runs]
         return next((code for code in failed if code), 0)
 
-    def _start(self, run: Run) -> Run:
+    def _start(self, run: Run, slot: int) -> Run:
         run.out.mkdir(parents=True, exist_ok=True)
         quiet: Any = subprocess.DEVNULL if self.at_once > 1 else None
+        gpus = _share(_visible_gpus(), slot, run.processes) if self.at_once > 1 else ()
         announce(f"sweep: {run.name} starts")
         run.process = subprocess.Popen(
-            run.command, stdout=quiet, stderr=quiet, stdin=subprocess.DEVNULL, preexec_fn=end_with()
+            run.command,
+            stdout=quiet,
+            stderr=quiet,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=end_with(),
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None,
         )
         return run
 
@@ -144,6 +155,21 @@ class Sweep:
             if run.process is not None and run.process.poll() is None:
                 with suppress(ProcessLookupError):
                     run.process.send_signal(number)
+
+
+def _visible_gpus() -> list[str]:
+    """Return the NVIDIA GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu for gpu in chosen.split(",") if gpu.strip()]
+    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+def _share(gpus: Sequence[str], slot: int, processes: int) -> Sequence[str]:
+    """Return the GPUs of the run in a slot: one a process, different ones in different slots."""
+    shares = max(1, len(gpus) // processes)
+    first = slot % shares * processes
+    return gpus[first : first + processes] if shares > 1 else gpus
 
 
 def _poll(run: Run) -> int | None:
