@@ -29,7 +29,7 @@ from selftask.hooks.metrics import Metrics
 from selftask.logs import pace, read_json, read_metrics, write_json
 from selftask.logs.history import LENGTH, History
 from selftask.logs.pace import Pace, settings_of_groups, take_memory_mb
-from selftask.logs.rows import format_row
+from selftask.logs.rows import append_row, format_row, parse_lines
 from selftask.task import Task
 from selftask.task.loop import Interrupted, train_loop
 
@@ -297,3 +297,15 @@ def test_a_small_file_is_written_though_no_other_can_be_created(
     with pytest.raises(OSError, match=os.strerror(reason)):
         write_json(tmp_path / "new.json", {})
     assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_row_after_a_cut_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    append_row(path, {"event": "start"})
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"event": "chec')  # the disk was full
+    append_row(path, {"event": "resume"})
+    append_row(path, {"event": "finish"})
+    rows, damaged = parse_lines(path.read_bytes())
+    assert [row["event"] for row in rows] == ["start", "resume", "finish"]
+    assert damaged == 1

@@ -15,7 +15,7 @@ from typing import Any
 
 from selftask.files.received import COUNT, TEXTS, is_number
 from selftask.logs.drawn_rows import read_ends
-from selftask.logs.rows import json_row, utc_now
+from selftask.logs.rows import append_row, utc_now
 
 FOLDER = "evaluations"  # in the run folder
 _FACTS = ("date", "step", "evaluations", "settings")
@@ -51,8 +51,7 @@ class CheckpointResults:
         path.parent.mkdir(exist_ok=True)
         facts: dict[str, Any] = {"date": utc_now(), "step": step}
         facts |= {"evaluations": list(evaluations), "settings": list(self.settings)}
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json_row({**facts, **metrics}) + "\n")
+        append_row(path, {**facts, **metrics})
 
     def table(self) -> dict[int, dict[str, float]]:
         """Return step -> metrics of the evaluated checkpoints; newer values replace older ones."""

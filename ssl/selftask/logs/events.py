@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from selftask.distributed.heartbeat import HEARTBEAT
-from selftask.errors import masked
-from selftask.logs.rows import json_row
+from selftask.logs.rows import append_row
 
 NAME = "events.jsonl"
 
@@ -46,9 +45,7 @@ def add_event(folder: Path, kind: str, text: str, *, step: int = 0, **data: Any)
     now = datetime.now().astimezone().isoformat(timespec="milliseconds")
     event = {"time": now, "step": step, "event": kind, "text": text, "data": data}
     try:
-        with (folder / NAME).open("a", encoding="utf-8") as file:
-            # A single write, so that lines are not mixed.
-            file.write(masked(json_row(event)) + "\n")
+        append_row(folder / NAME, event)
     except OSError as error:
         print(f"{folder / NAME}: {error.strerror or error}", file=sys.stderr, flush=True)
 

@@ -62,6 +62,22 @@ def json_row(row: dict[str, Any]) -> str:
     return json.dumps(_plain(row))
 
 
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Append a row in one write, so that lines of several processes are not mixed.
+
+    If the last write was cut off, such as by a full disk, the row begins on a line of its own.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    line = masked(json_row(row)).encode() + b"\n"
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        file.write(line)
+
+
 def utc_now() -> str:
     """Return the present date and time, such as ``2026-11-23T04:05:06+00:00``."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -13,8 +13,7 @@ from selftask.errors import UserError
 from selftask.files import addresses
 from selftask.files.addresses import is_remote
 from selftask.files.paths import is_folder
-from selftask.logs import json_row
-from selftask.logs.rows import utc_now
+from selftask.logs.rows import append_row, utc_now
 
 NAME = "evaluations.jsonl"  # in the run folder
 
@@ -53,8 +52,7 @@ def keep(
     }
     folder = Path(local_run(address))
     try:
-        with (folder / NAME).open("a", encoding="utf-8") as file:
-            file.write(json_row({**facts, **row}) + "\n")
+        append_row(folder / NAME, {**facts, **row})
         upload_files(address, folder, NAME)
     except (OSError, UserError) as error:
         print(f"printed only, not kept: {error}", file=sys.stderr)
