@@ -10,7 +10,7 @@ from typing import Any
 
 from scipy.stats import spearmanr, t
 
-from league_plan import BASELINES, LEAGUES, League, group_of, is_done
+from league_plan import BASELINES, LEAGUES, League, group_of, is_done, network_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/league.md"
@@ -136,7 +136,7 @@ def below_untrained(
     """Yield a line with the methods whose linear top-1 is below that of the untrained network."""
     low = []
     for method, entry in done.items():
-        network = group_of(method)
+        network = network_of(method)
         if "untrained" in entries and runs_of(entries["untrained"], network):
             start = _mean(entries["untrained"], network, "linear_top1")
             if _mean(entry, "cost", "linear_top1") < start:
