@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import tiny
+from run_folders import read_events
 from selftask.api.trainer import Trainer
 from selftask.config.load import load_config, to_yaml
 from selftask.errors import ConfigError, UserError
-from selftask.hooks import empty_cache
+from selftask.hooks import empty_cache, evaluation
 from selftask.hooks.base import function_hook
 from selftask.task import Task
 from selftask.task.loop import train_loop
@@ -151,6 +153,22 @@ def test_evaluations_come_more_often_near_the_end(tmp_path: Path) -> None:
     task.add_hook(function_hook(before_evaluation=lambda task: seen.append(task.steps_done)))
     Trainer().train(task)
     assert seen == [0, 4, 7, 8, 9, 10]
+
+
+def test_an_evaluation_longer_than_the_warning_of_slurm_is_mentioned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    val = tiny.digits_file(tmp_path, "val.npz", 400, 430)
+    words = ["eval={evaluations: {knn: {k: [5]}}, every: 1}", f"data.val={val}"]
+    words += ["train.max_steps=2", "launch.slurm.signal_delay_s=60"]
+    task = tiny.task("simclr", tmp_path, "run", *words)
+    ticks = iter(range(0, 10_000, 100))
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    Trainer().train(task)
+    (warning,) = [event for event in read_events(task.out) if event["event"] == "warning"]
+    expected = "the evaluation took 100 s, and SLURM ends the job 60 s after its signal: "
+    assert warning["text"].startswith(expected)
 
 
 def test_predicates_of_the_clock(tmp_path: Path) -> None:

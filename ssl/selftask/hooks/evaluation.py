@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from selftask.config.checks.requirements import label_free, takes_backbone
 from selftask.config.values.duration import interval_at, intervals_in, steps_in
@@ -34,6 +35,7 @@ class EvaluateBackbone(Hook):
     def on_start(self, task: Task) -> None:
         self.intervals = intervals_in(task.config.eval.every, task.length)
         self.ran_at = -1  # step of the last evaluation
+        self.warned = False
         self.first = steps_in(task.config.eval.start, task.length)
         self._warn_of_missing_labels(task)
         if task.steps_done == self.first == 0:
@@ -78,7 +80,20 @@ class EvaluateBackbone(Hook):
             task.write_row(row)
             text = ", ".join(f"{name} {value:.4g}" for name, value in row.items())
             task.event("evaluation", text, **row)
+            self._compare_to_warning_time(row["eval_s"], task.config.launch.slurm)
             task.run_hooks("after_evaluation")
+
+    def _compare_to_warning_time(self, seconds: float, slurm: dict[str, Any]) -> None:
+        """Warn once if SLURM may end the job in an evaluation, which ends before a run saves."""
+        warning_s = slurm.get("signal_delay_s", 120)
+        if seconds > warning_s and "SLURM_JOB_ID" in os.environ and not self.warned:
+            self.warned = True
+            log.warning(
+                "the evaluation took %.0f s, and SLURM ends the job %s s after its signal: a "
+                "signal during an evaluation would lose the steps since the last checkpoint; raise "
+                "launch.slurm.signal_delay_s, or eval.every",
+                *(seconds, warning_s),
+            )
 
     def _evaluate(
         self, task: Task, evaluate: Callable[[Task], dict[str, float]]
