@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Ranks are forked from a process that has imported what takes seconds, once for all tests.
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch.distributed", "torch._dynamo", "torchvision", "timm", "lightly.loss", "selftask.task"]
-)
+# Ranks are forked from a process that has imported what takes time, once for all tests.
+_PRELOADED = ["torch.distributed", "torch._dynamo", "torchvision", "timm", "lightly.loss"]
+_PRELOADED += ["pytest", "tiny", "selftask.cli.check", "selftask.equivalence.trace"]
+multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
