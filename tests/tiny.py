@@ -55,13 +55,14 @@ def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: in
     return path
 
 
-def extras(key: str, method: str) -> list[str]:
+@cache
+def extras(key: str, method: str) -> tuple[str, ...]:
     """Return the override that adds to ``key`` the arrays of ``digits_file`` that it requires."""
     names = {"captions": ["caption"], "numbers": list(NUMBERS)}
     wanted = [name for word in names if word in required(method) for name in names[word]]
     groups = load_config(f"{method}/digits", []).views.values()
     wanted += [name for group in groups for name in group.images if name]
-    return [f"{key}.extras=[{', '.join(wanted)}]"] if wanted else []
+    return (f"{key}.extras=[{', '.join(wanted)}]",) if wanted else ()
 
 
 def overrides(method: str, folder: Path, out: str | Path = "run", *more: str) -> list[str]:
