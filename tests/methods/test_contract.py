@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,13 +33,13 @@ from selftask.registry import METHODS
 from selftask.task import Task
 
 STEPS = 3  # two epochs, the second one begun
-every_method = pytest.mark.parametrize("method", METHODS.names())
+every_method = pytest.mark.parametrize("method", METHODS.names(), scope="module")
 
 
-def small(method: str, out: Path, batch_size: int = 8) -> Config:
+@cache
+def small(method: str) -> Config:
     """The tiny recipe of a method."""
-    config = make_tiny(load(method, []), batch_size=batch_size, steps=STEPS)
-    return replace(config, out=str(out))
+    return make_tiny(load(method, []), batch_size=8, steps=STEPS)
 
 
 # -- the loss --------------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ def small(method: str, out: Path, batch_size: int = 8) -> Config:
 @every_method
 def test_the_loss_may_be_called_again_and_changes_nothing(method: str, tmp_path: Path) -> None:
     """After a whole step of a trained task, on the batch of the next one."""
-    config = small(method, tmp_path)
+    config = replace(small(method), out=str(tmp_path))
     task = Task(config, sources=Sources(images_for(config), None))
     task.prepare()
     task.on_start()
@@ -127,13 +128,20 @@ def on_rank(rank: int, config: Config) -> Record:
     return recorded(config)
 
 
+@pytest.fixture(scope="module")
+def whole(method: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Record]:
+    """A run of one process that was never stopped, and what happened in it."""
+    torch.set_num_threads(1)
+    config = replace(small(method), out=str(tmp_path_factory.mktemp(method)))
+    return config, recorded(config)
+
+
 @every_method
-def test_a_stopped_run_goes_on_as_if_never_stopped(method: str, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_as_if_never_stopped(
+    method: str, whole: tuple[Config, Record], tmp_path: Path
+) -> None:
     """Everything in the last checkpoint, bit for bit; stopped within an epoch and at its end."""
-    whole = small(method, tmp_path / "whole")
-    parts = replace(whole, out=str(tmp_path / "parts"))
-    recorded(whole)
-    compare_stopped(whole, parts)
+    compare_stopped(whole[0], replace(whole[0], out=str(tmp_path)))
 
 
 def compare_stopped(whole: Config, parts: Config) -> None:
@@ -150,11 +158,12 @@ def compare_stopped(whole: Config, parts: Config) -> None:
 
 
 @every_method
-def test_two_ranks_do_what_one_does(method: str, tmp_path: Path) -> None:
+def test_two_ranks_do_what_one_does(
+    method: str, whole: tuple[Config, Record], tmp_path: Path
+) -> None:
     """Samples, inputs, loss and terms, gradients, all state; by a network without BatchNorm."""
-    config = small(method, tmp_path / "one")
-    one = merge([recorded(config)])
-    two = run_ranks(on_rank, 2, replace(config, out=str(tmp_path / "two")))
+    one = merge([whole[1]])
+    two = run_ranks(on_rank, 2, replace(whole[0], out=str(tmp_path)))
     wrong = [row for row in compare(one, two, "2") if not row.ok]
     assert wrong == []
     first = one["loss"][0][""][0]
