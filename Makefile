@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 BUDGET ?= 40
+# Else each process that a test starts compiles selftask again.
+export PYTHONDONTWRITEBYTECODE :=
 OLDEST ?= python3.10
 NEWEST ?= python3.13
 
