@@ -47,12 +47,12 @@ def warnings(records: list[logging.LogRecord]) -> list[str]:
     return [record.getMessage() for record in records if record.levelno == logging.WARNING]
 
 
-def train(folder: Path, method: str, *more: str) -> None:
-    tiny.train(method, folder, "run", "train.epochs=12", "train.max_steps=60", *more)
+def train(folder: Path, method: str, steps: int, *more: str) -> None:
+    tiny.train(method, folder, "run", "train.epochs=12", f"train.max_steps={steps}", *more)
 
 
 def test_dino_without_a_learning_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tmp_path, "dino", "optimizer.lr=0", "train.log_every=20")
+    train(tmp_path, "dino", 40, "optimizer.lr=0", "train.log_every=20")
     (message,) = [text for text in warnings(caplog.records) if "weight moves" in text]
     assert message.startswith("step 20: no weight moves, and the loss stays at ")
     assert "raise optimizer.lr" in message
@@ -61,7 +61,7 @@ def test_dino_without_a_learning_rate(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_a_learning_rate_that_is_lost_in_rounding(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(tmp_path, "simclr", "optimizer.lr=1e-30", "train.log_every=20")
+    train(tmp_path, "simclr", 40, "optimizer.lr=1e-30", "train.log_every=20")
     (message,) = [text for text in warnings(caplog.records) if "weight moves" in text]
     assert "so it is far too small or no gradient arrives: raise optimizer.lr" in message
 
@@ -89,7 +89,7 @@ def test_weights_that_stop_when_the_rate_is_zero(caplog: pytest.LogCaptureFixtur
 
 def test_a_loss_that_stays_at_chance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At this temperature every pair looks alike."""
-    train(tmp_path, "simclr", "train.log_every=10", "method.temperature=1e6")
+    train(tmp_path, "simclr", 60, "train.log_every=10", "method.temperature=1e6")
     (message,) = [text for text in warnings(caplog.records) if "uninformed" in text]
     assert message.startswith("step 50: the loss is that of an uninformed network or worse")
     assert "optimizer.lr" in message
