@@ -39,13 +39,11 @@ TIMES = MEASURED  # of a row: differ from run to run
 
 def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: int = 80) -> Path:
     """Some of scikit-learn's digits, enlarged to 32 x 32, as ``folder/name``."""
-    from sklearn.datasets import load_digits
-
     path = folder / name
     if not path.exists():
-        digits = load_digits()
-        images = np.kron(digits.images[start:stop], np.ones((1, 4, 4))) * 15.9
-        labels = digits.target[start:stop]
+        all_images, all_labels = _digits()
+        images = np.kron(all_images[start:stop], np.ones((1, 4, 4))) * 15.9
+        labels = all_labels[start:stop]
         captions = [f"{label} in writing {row}" for row, label in enumerate(labels)]
         arrays = {n: np.isin(labels, kinds).astype(np.float32) for n, kinds in NUMBERS.items()}
         images = images.astype(np.uint8)
@@ -53,6 +51,15 @@ def digits_file(folder: Path, name: str = "digits.npz", start: int = 0, stop: in
         arrays |= {f"frame_{n}": np.roll(frames, n, axis=2) for n in range(1, 6)}
         np.savez(path, images=images, labels=labels, caption=captions, **arrays)
     return path
+
+
+@cache
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return scikit-learn's images and labels."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return digits.images, digits.target
 
 
 @cache
