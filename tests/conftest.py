@@ -46,6 +46,14 @@ def pytest_unconfigure() -> None:
     faulthandler.dump_traceback_later(120, exit=True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _files_need_not_outlive_the_machine() -> Iterator[None]:
+    """A small run waits for the disk eight times, each as long as for a step of training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _one_thread_and_seeded() -> None:
     torch.set_num_threads(1)
