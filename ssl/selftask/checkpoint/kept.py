@@ -16,6 +16,7 @@ from selftask.checkpoint import rotation
 from selftask.checkpoint.rotation import checkpoints, step_of
 from selftask.errors import UserError
 from selftask.files.received import read_json
+from selftask.files.replace import write_durably
 
 FILE = "kept.json"
 
@@ -55,8 +56,6 @@ class Kept:
     def write(self, folder: Path) -> None:
         """Write ``folder/kept.json``, or remove it if nothing is kept."""
         if self.steps:
-            from selftask.checkpoint.manifest import write_durably  # imports torch
-
             write_durably(folder / FILE, json.dumps(self.to_dict()))
         else:
             (folder / FILE).unlink(missing_ok=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
 import zipfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +23,8 @@ CHECKSUM = "xxh3_128"  # key in a manifest; five times as fast as zlib's CRC-32
 _BLOCK = 1 << 20  # bytes; stays in the cache
 _SMALL_WRITES = 1 << 16  # bytes that are collected; larger blocks are written directly
 _SCALARS = (bool, int, float, str, type(None))
+
+Keys = tuple[Any, ...]  # keys that lead to an item of nested containers
 
 
 class DamagedCheckpoint(Exception):
@@ -92,6 +96,21 @@ def check_plain(value: Any, key: str = "state") -> None:
         raise TypeError(f"{key} is a {type(value).__name__}: checkpoints hold tensors and scalars")
 
 
+def map_tensors(change: Callable[[torch.Tensor, Keys], Any], value: Any, path: Keys = ()) -> Any:
+    """Return new nested containers, each tensor replaced by ``change(tensor, path)``."""
+    if isinstance(value, torch.Tensor):
+        return change(value, path)
+    if isinstance(value, dict):
+        fresh = copy.copy(value)  # keeps the attributes of a module's OrderedDict
+        for key, item in value.items():
+            fresh[key] = map_tensors(change, item, (*path, key))
+        return fresh
+    if isinstance(value, list | tuple):
+        items = enumerate(value)
+        return type(value)(map_tensors(change, item, (*path, n)) for n, item in items)
+    return value
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest; raise DamagedCheckpoint if that fails."""
     try:
@@ -152,16 +171,6 @@ class _Checked(io.RawIOBase):
         except OSError as error:
             self.error = error
             raise
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a small text file atomically: temporary file, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def sync(path: Path) -> None:

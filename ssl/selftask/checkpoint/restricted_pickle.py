@@ -35,6 +35,31 @@ class Constructor:
 _PythonUnpickler: Any = pickle._Unpickler  # its instructions are methods, unknown to type checkers
 
 
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "BUILD": lambda self: self.check(self.stack[-2], self.objects),
+    "APPEND": lambda self: self.check(self.stack[-2], self.containers),
+    "SETITEM": lambda self: self.check(self.stack[-3], self.containers, self.stack[-2:-1]),
+    "APPENDS": lambda self: self.check(self.metastack[-1][-1], self.containers),
+    "SETITEMS": lambda self: self.check(self.metastack[-1][-1], self.containers, self.stack[::2]),
+    "ADDITEMS": lambda self: self.check(self.metastack[-1][-1], self.containers, self.stack),
+    "FROZENSET": lambda self: check_nesting(self.stack),
+    "DICT": lambda self: check_nesting(self.stack[::2]),
+    "BINPERSID": lambda self: check_nesting(self.stack[-1]),
+}
+"""What an unpickler checks before it runs a pickle instruction, by name of the instruction."""
+
+
+def _checked(instruction: str) -> Callable[[Any], None]:
+    """Return a function that runs an instruction after its check."""
+    check, run = _CHECKS[instruction], _PythonUnpickler.dispatch[getattr(pickle, instruction)[0]]
+
+    def checked(unpickler: Any) -> None:
+        check(unpickler)
+        run(unpickler)
+
+    return checked
+
+
 class RestrictedUnpickler(_PythonUnpickler):
     """Unpickler that calls only ``Constructor`` objects and changes only objects of listed types.
 
@@ -80,6 +105,12 @@ class RestrictedUnpickler(_PythonUnpickler):
         check_nesting(arguments)
         return function.call(*arguments)
 
+    def check(self, target: Any, types: tuple[type, ...], keys: Any = ()) -> None:
+        """Raise UnpicklingError if ``target`` has another type or ``keys`` are nested too deep."""
+        if not isinstance(target, types):
+            raise RefusedContent(f"changes an object ({type(target).__name__}); nothing was run")
+        check_nesting(keys)
+
     # Overrides of the base class's methods, each of which runs one pickle instruction.
 
     def _create(self) -> None:
@@ -98,68 +129,18 @@ class RestrictedUnpickler(_PythonUnpickler):
         """Refuse an object that is given by its number in ``copyreg``."""
         raise RefusedContent(f"names the extension {code}; nothing was run")
 
-    def load_build(self) -> None:
-        self._check(self.stack[-2], self.objects)
-        super().load_build()
-
-    def load_append(self) -> None:
-        self._check(self.stack[-2], self.containers)
-        super().load_append()
-
-    def load_setitem(self) -> None:
-        self._check(self.stack[-3], self.containers, self.stack[-2:-1])
-        super().load_setitem()
-
-    def load_appends(self) -> None:
-        self._check(self.metastack[-1][-1], self.containers)
-        super().load_appends()
-
-    def load_setitems(self) -> None:
-        self._check(self.metastack[-1][-1], self.containers, self.stack[::2])
-        super().load_setitems()
-
-    def load_additems(self) -> None:
-        self._check(self.metastack[-1][-1], self.containers, self.stack)
-        super().load_additems()
-
-    def load_frozenset(self) -> None:
-        check_nesting(self.stack)
-        super().load_frozenset()
-
-    def load_dict(self) -> None:
-        check_nesting(self.stack[::2])
-        super().load_dict()
-
     def load_bytearray8(self) -> None:  # the base class allocates the stated length before it reads
         (length,) = struct.unpack("<Q", self.read(8))
         self.append(bytearray(self.read(length)))
 
-    def load_binpersid(self) -> None:
-        check_nesting(self.stack[-1])
-        super().load_binpersid()
-
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
         **_PythonUnpickler.dispatch,
+        **{getattr(pickle, name)[0]: _checked(name) for name in _CHECKS},
         pickle.REDUCE[0]: _create,
         pickle.NEWOBJ[0]: _create,
         pickle.NEWOBJ_EX[0]: _create_with_options,
-        pickle.BUILD[0]: load_build,
-        pickle.APPEND[0]: load_append,
-        pickle.APPENDS[0]: load_appends,
-        pickle.SETITEM[0]: load_setitem,
-        pickle.SETITEMS[0]: load_setitems,
-        pickle.ADDITEMS[0]: load_additems,
-        pickle.FROZENSET[0]: load_frozenset,
-        pickle.DICT[0]: load_dict,
-        pickle.BINPERSID[0]: load_binpersid,
         pickle.BYTEARRAY8[0]: load_bytearray8,
     }
-
-    def _check(self, target: Any, types: tuple[type, ...], keys: Any = ()) -> None:
-        """Raise UnpicklingError if ``target`` has another type or ``keys`` are nested too deep."""
-        if not isinstance(target, types):
-            raise RefusedContent(f"changes an object ({type(target).__name__}); nothing was run")
-        check_nesting(keys)
 
 
 def check_nesting(content: Any) -> None:

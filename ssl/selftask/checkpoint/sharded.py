@@ -9,7 +9,6 @@ process group reads full tensors.
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping
@@ -94,24 +93,17 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
     shards: dict[str, DTensor] = {}
     paths: dict[str, list[Any]] = {}
 
-    def cut(value: Any, path: list[Any]) -> Any:
-        if isinstance(value, DTensor) and not _is_split_by_rows(value):
-            return full_tensor(value)
-        if isinstance(value, DTensor):
-            name = ".".join(map(str, path))
-            assert name not in shards, name
-            shards[name], paths[name] = value, path
-            return None
-        if isinstance(value, dict):
-            fresh = copy.copy(value)
-            for key, item in value.items():
-                fresh[key] = cut(item, [*path, key])
-            return fresh
-        if isinstance(value, list | tuple):
-            return type(value)(cut(item, [*path, n]) for n, item in enumerate(value))
-        return value
+    def cut(tensor: Tensor, path: manifest.Keys) -> Tensor | None:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if not _is_split_by_rows(tensor):
+            return full_tensor(tensor)
+        name = ".".join(map(str, path))
+        assert name not in shards, name
+        shards[name], paths[name] = tensor, list(path)
+        return None
 
-    return {"state": cut(state, []), "places": paths}, shards
+    return {"state": manifest.map_tensors(cut, state), "places": paths}, shards
 
 
 def _is_split_by_rows(shards: DTensor) -> bool:

@@ -22,6 +22,7 @@ from selftask.checkpoint.sharded import REST, T, read_back, split
 from selftask.checkpoint.writer import CheckpointWriter
 from selftask.distributed.collectives import is_primary, new_group, rank, world_size
 from selftask.errors import RunError
+from selftask.files.replace import write_durably
 
 
 class ShardedWriter(CheckpointWriter):
@@ -101,7 +102,7 @@ class ShardedWriter(CheckpointWriter):
         files |= _entries([aside / ".metadata"])
         for file in self.durable:
             manifest.sync(file)
-        manifest.write_durably(aside / MANIFEST, json.dumps({"step": step, "files": files}))
+        write_durably(aside / MANIFEST, json.dumps({"step": step, "files": files}))
         manifest.sync(aside)
 
     def _publish(self, aside: Path, step: int) -> None:

@@ -26,7 +26,6 @@ from selftask.checkpoint.manifest import (
     verify,
     verify_zip,
     write_checked,
-    write_durably,
 )
 from selftask.checkpoint.mirror import local_run
 from selftask.checkpoint.rotation import MANIFEST, NAME, checkpoints, clear
@@ -35,6 +34,7 @@ from selftask.errors import UserError
 from selftask.files.addresses import fetch
 from selftask.files.paths import is_file
 from selftask.files.received import UnreadableFile, check_regular, read_bytes
+from selftask.files.replace import replacing, write_durably
 from selftask.logs import get_logger
 
 log = get_logger(__name__)
@@ -92,17 +92,12 @@ def write(state: dict[str, Any], folder: Path, step: int, *, durable: Sequence[P
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:09d}.pt"
-    temporary = folder / f".{path.name}.tmp"
-    try:
+    manifest_path = path.with_suffix(".json")
+    with replacing(path) as temporary:
         manifest = {"step": step, **write_checked(state, temporary)}
         for file in durable:
             sync(file)
-        manifest_path = path.with_suffix(".json")
         manifest_path.unlink(missing_ok=True)  # of a damaged file of the same step, if any
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)  # on a full disk, an incomplete file takes space
-        raise
     write_durably(manifest_path, json.dumps(manifest))
     sync(folder)
     return path
@@ -266,9 +261,7 @@ def load(path: Path, wanted: Wanted | None = None) -> dict[str, Any]:
 
         return sharded.load(path, wanted=wanted)
     manifest_path = path.with_suffix(".json")
-    if (
-        NAME.fullmatch(path.name) and manifest_path.exists()
-    ):  # killed before the last rename: no manifest yet
+    if NAME.fullmatch(path.name) and manifest_path.exists():  # none yet if killed before the end
         verify(path, read_manifest(manifest_path))
     elif zipfile.is_zipfile(path):
         verify_zip(path)

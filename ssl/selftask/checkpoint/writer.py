@@ -7,12 +7,11 @@ memory and start-up time.
 
 from __future__ import annotations
 
-import copy
 import errno
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from selftask.checkpoint import manifest, rotation, store
 from selftask.checkpoint.kept import Kept
+from selftask.checkpoint.manifest import Keys
 from selftask.distributed.accelerator import pins_memory, record_event
 from selftask.distributed.heartbeat import activity
 from selftask.errors import RunError
@@ -152,12 +152,12 @@ class CheckpointWriter:
         """Raise OSError before writing a file that does not fit on the disk."""
         needed = 0
 
-        def count(tensor: Tensor, path: str) -> Tensor:
+        def count(tensor: Tensor, path: Keys) -> Tensor:
             nonlocal needed
             needed += tensor.numel() * tensor.element_size()
             return tensor
 
-        _map_tensors(count, state)
+        manifest.map_tensors(count, state)
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if needed > free:
@@ -182,7 +182,7 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, tuple[Any, Tensor]] = {}  # place in the state -> (kind, buffer)
+        self._buffers: dict[Keys, tuple[Any, Tensor]] = {}  # place in the state -> (kind, buffer)
 
     def copy(self, state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         """Copy a state into buffers that the next call overwrites.
@@ -195,7 +195,7 @@ class HostBuffers:
         copies: dict[Any, Tensor] = {}  # tied tensors are copied and stored once
         devices: set[torch.device] = set()
 
-        def copied(tensor: Tensor, path: str) -> Tensor:
+        def copied(tensor: Tensor, path: Keys) -> Tensor:
             if tensor.layout != torch.strided:
                 return tensor.detach().to("cpu", copy=True)
             pinned = pins_memory(tensor.device)
@@ -213,25 +213,10 @@ class HostBuffers:
             return buffer
 
         with torch.no_grad():
-            result = _map_tensors(copied, state)
+            result = manifest.map_tensors(copied, state)
         return result, [record_event(device) for device in devices]
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with every tensor on the CPU, so that it loads without a GPU."""
-    return _map_tensors(lambda tensor, path: tensor.detach().cpu(), state)
-
-
-def _map_tensors(change: Callable[[Tensor, str], Tensor], value: Any, path: str = "") -> Any:
-    """Return new nested containers, each tensor replaced by ``change(tensor, path)``."""
-    if isinstance(value, Tensor):
-        return change(value, path)
-    if isinstance(value, dict):
-        fresh = copy.copy(value)  # keeps the attributes of a module's OrderedDict
-        for name, item in value.items():
-            fresh[name] = _map_tensors(change, item, f"{path}.{name!r}")
-        return fresh
-    if isinstance(value, list | tuple):
-        items = enumerate(value)
-        return type(value)(_map_tensors(change, item, f"{path}[{n}]") for n, item in items)
-    return value
+    return manifest.map_tensors(lambda tensor, path: tensor.detach().cpu(), state)

@@ -33,6 +33,14 @@ def replacing(path: Path) -> Iterator[Path]:
     _remove_abandoned(path)
 
 
+def write_durably(path: Path, text: str) -> None:
+    """Write a small text file atomically, and fsync it before it gets its name."""
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _remove_abandoned(path: Path) -> None:
     pattern = re.compile(re.escape(f".{path.name}.") + r"(.*)\.(\d+)\.tmp")
     with suppress(OSError):  # another process may be cleaning up, too

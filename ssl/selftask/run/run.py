@@ -15,7 +15,6 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from selftask.checkpoint.manifest import write_durably
 from selftask.checkpoint.mirror import mirrored
 from selftask.config.explain import explain_chosen
 from selftask.config.load import to_yaml
@@ -32,6 +31,7 @@ from selftask.distributed.local_process import raise_limit_of_open_files
 from selftask.distributed.world import STOP_SIGNALS, read_world
 from selftask.errors import RunError, UserError
 from selftask.evaluate.online import check_evaluations, evaluate_task
+from selftask.files.replace import write_durably
 from selftask.logs import DETAIL, LOGGER
 from selftask.logs.events import WarningEvents, add_event
 from selftask.logs.lines import info_on_stderr, lasting_output, start_log, stop_log
