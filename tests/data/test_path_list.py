@@ -102,5 +102,5 @@ def test_a_list_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_tables_of_strings_and_of_arrays_agree() -> None:
     names = ["a/1", "b\0c", "", "é\udce9/x", "/absolute/2"]
-    table = PathTable(names)
+    table = PathTable.of(names)
     assert [table[i] for i in range(5)] == names

@@ -268,7 +268,7 @@ def test_short_forms(text: str, expected: dict[str, str]) -> None:
 
 def test_paths_are_one_block(tmp_path: Path) -> None:
     names = [f"folder/{i}_\udce9.jpg" for i in range(1000)]  # a name that is no valid UTF-8
-    table = PathTable(names)
+    table = PathTable.of(names)
     assert [table[i] for i in range(len(table))] == names
     assert len(pickle.dumps(table)) < sum(map(len, names)) * 2
     assert pickle.loads(pickle.dumps(table))[999] == names[999]

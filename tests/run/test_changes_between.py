@@ -127,11 +127,11 @@ def test_tables_of_equal_paths_have_one_hash() -> None:
         table.hash_names(stream.write)
         return stream.getvalue()
 
-    plain = PathTable(["a.png", "b.png"])
+    plain = PathTable.of(["a.png", "b.png"])
     arrays = dict(arrays_of_paths([b"a.png", b"b.png"]))
     arrays["names"] = np.frombuffer(b"a.png\nb.png\n", dtype=np.uint8)
-    assert hashed(plain) == hashed(PathTable.of_arrays(arrays))
-    assert hashed(plain) != hashed(PathTable(["a.png", "c.png"]))
+    assert hashed(plain) == hashed(PathTable(arrays))
+    assert hashed(plain) != hashed(PathTable.of(["a.png", "c.png"]))
 
 
 @pytest.mark.parametrize("kind", ["array", "list", "webdataset"])

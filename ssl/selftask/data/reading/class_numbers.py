@@ -14,29 +14,24 @@ NO_LABEL = -1
 _ALIKE = 0.8  # similarity from which a name is taken for a misspelled one: lable, Labels
 
 
-def number_labels(labels: Sequence[str | int | None]) -> np.ndarray:
-    """Return the class numbers of labels, int64 (N,).
+def number_labels(labels: Sequence[str | int | None]) -> tuple[np.ndarray, list[str] | None]:
+    """Return the class numbers of labels, int64 (N,), and the class names by number.
 
-    If all labels are whole numbers, such as 3 and 3.0, they are kept. Otherwise the sorted names
-    are numbered from 0. The number of a missing label (None, "" or -1) is -1.
+    If all labels are whole numbers from -1 on, such as 3 and 3.0, they are kept, and there are no
+    names (None). Otherwise the sorted names are numbered from 0. Numbers of 19 digits or more count
+    as names, since not all of them fit 64 bits. The number of a missing label (None, "" or -1) is
+    -1.
     """
     texts = ["" if label is None else str(label) for label in labels]
-    names = name_classes(texts)
-    if names is None:
-        numbers = {text: int(text.removesuffix(".0")) for text in {*texts} - {""}}
-    else:
-        numbers = {name: number for number, name in enumerate(names)}
+    names = sorted({*texts} - {""})
+    are_numbers = all(map(_is_number, names))
+    numbers = {
+        name: int(name.removesuffix(".0")) if are_numbers else number
+        for number, name in enumerate(names)
+    }
     numbers[""] = NO_LABEL
-    return np.fromiter((numbers[text] for text in texts), dtype=np.int64, count=len(texts))
-
-
-def name_classes(labels: Sequence[str | int | None]) -> list[str] | None:
-    """Return the class names by number, or None if all labels are whole numbers from -1 on.
-
-    Numbers of 19 digits or more count as names, since not all of them fit 64 bits.
-    """
-    names = sorted({"" if label is None else str(label) for label in labels} - {""})
-    return None if all(map(_is_number, names)) else names
+    rows = np.fromiter((numbers[text] for text in texts), dtype=np.int64, count=len(texts))
+    return rows, None if are_numbers else names
 
 
 def _is_number(name: str) -> bool:

@@ -87,8 +87,8 @@ def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = 
     """
     now_reading(path)
     if is_remote(path):
-        return with_retries(_read_remote, path, path, may_pass_remote, timeout_s, retries)
-    return with_retries(_read, path, path, is_transient, timeout_s, retries)
+        return with_retries(_read_remote, path, path, timeout_s, retries)
+    return with_retries(_read, path, path, timeout_s, retries)
 
 
 def read_sample(path: str) -> bytes | None:
@@ -101,14 +101,13 @@ def read_sample(path: str) -> bytes | None:
     Raises:
         BadImage: As in ``read_bytes``.
     """
-    return None if is_remote(path) else with_retries(_read_sample, path, path, is_transient)
+    return None if is_remote(path) else with_retries(_read_sample, path, path)
 
 
 def with_retries(
     read: Callable[[str], T],
     path: str,
     name: str,
-    may_pass: Callable[[Exception], bool],
     timeout_s: float | None = None,
     retries: int | None = None,
 ) -> T:
@@ -116,9 +115,8 @@ def with_retries(
 
     Args:
         read: Function to call.
-        path: Its argument.
+        path: Its argument, a path or an address.
         name: Name of the image for BadImage.
-        may_pass: Returns True if an error may be temporary; other errors are not retried.
         timeout_s: As in ``read_bytes``.
         retries: As in ``read_bytes``.
 
@@ -127,6 +125,7 @@ def with_retries(
     """
     timeout_s = POLICY.timeout_s if timeout_s is None else timeout_s
     retries = POLICY.retries if retries is None else retries
+    may_pass = _may_pass_remote if is_remote(path) else is_transient
     for attempt in range(retries + 1):
         if attempt:
             time.sleep(FIRST_PAUSE_S * 4 ** (attempt - 1))
@@ -151,7 +150,7 @@ def is_transient(error: Exception) -> bool:
     )
 
 
-def may_pass_remote(error: Exception) -> bool:
+def _may_pass_remote(error: Exception) -> bool:
     """Return False if a store reports that a file does not exist or may not be read, else True."""
     return not isinstance(error, FileNotFoundError | PermissionError)
 
@@ -201,11 +200,9 @@ def _read(path: str) -> bytes:
 
 
 def _read_sample(path: str) -> bytes:
-    handle, size = _open(path)
-    try:
-        pieces = [os.pread(handle, SAMPLE_BYTES, start) for start in (0, size // 2)]
-    finally:
-        os.close(handle)
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        pieces = [os.pread(file.fileno(), SAMPLE_BYTES, start) for start in (0, size // 2)]
     return b"%d\0" % size + b"".join(pieces)
 
 
@@ -294,10 +291,8 @@ def _forget_threads() -> None:
 os.register_at_fork(before=_end_idle_threads, after_in_child=_forget_threads)
 
 
-_NUM_SLOTS, _SLOT = (
-    1024,
-    4096,
-)  # slots of 4096 bytes: process id, length, path; unused slots take no memory
+# Slots of 4096 bytes: process id, length, path. Unused slots take no memory.
+_NUM_SLOTS, _SLOT = 1024, 4096
 _SLOTS = mmap.mmap(-1, _NUM_SLOTS * _SLOT)  # anonymous and shared with forked processes
 
 

@@ -56,7 +56,7 @@ class Index:
 
     @property
     def paths(self) -> PathTable:
-        return PathTable.of_arrays(self.arrays)
+        return PathTable(self.arrays)
 
     @property
     def labels(self) -> np.ndarray | None:
@@ -169,25 +169,23 @@ def save(index: Index, file: Path) -> Index:
 
 
 def write(index: Index, file: Path) -> None:
-    """Write an index atomically; raises OSError."""
+    """Write an index atomically; raises OSError.
+
+    The file has a magic number, arrays aligned to _ALIGN bytes, the header, and its length.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary, open(temporary, "wb") as stream:
-        _write(stream, index)
+        stream.write(MAGIC)
+        table: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        for name, values in index.arrays.items():
+            array = np.ascontiguousarray(values)
+            stream.write(bytes(-stream.tell() % _ALIGN))
+            table[name] = (array.dtype.str, array.shape, stream.tell())
+            stream.write(array.data.cast("B") if array.size else b"")
+        text = json.dumps({**index.header, "arrays": table}).encode()
+        stream.write(text + len(text).to_bytes(8, "little"))
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _write(stream: Any, index: Index) -> None:
-    """Write magic number, arrays aligned to _ALIGN bytes, header, and length of the header."""
-    stream.write(MAGIC)
-    table: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    for name, values in index.arrays.items():
-        array = np.ascontiguousarray(values)
-        stream.write(bytes(-stream.tell() % _ALIGN))
-        table[name] = (array.dtype.str, array.shape, stream.tell())
-        stream.write(array.data.cast("B") if array.size else b"")
-    text = json.dumps({**index.header, "arrays": table}).encode()
-    stream.write(text + len(text).to_bytes(8, "little"))
 
 
 @contextlib.contextmanager

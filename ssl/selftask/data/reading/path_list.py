@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from selftask.data.reading import index as store
-from selftask.data.reading.class_numbers import name_classes, number_labels
+from selftask.data.reading.class_numbers import number_labels
 from selftask.data.reading.index import Index
 from selftask.data.reading.path_table import in_no_folder, split_bytes
 from selftask.data.reading.progress_log import ScanProgress
@@ -77,8 +77,8 @@ class _Reading:
         header: dict[str, Any] = {"num_folders": len(self._folders), "first_line": self._first_line}
         if self._has_labels:
             labels = [os.fsdecode(label) for label in self._numbers]
-            arrays["labels"] = number_labels(labels)[np.concatenate(self._labels)]
-            header["classes"] = name_classes(labels)
+            numbers, header["classes"] = number_labels(labels)
+            arrays["labels"] = numbers[np.concatenate(self._labels)]
         return Index(header, arrays)
 
     def _take(self, piece: bytes) -> bytes:

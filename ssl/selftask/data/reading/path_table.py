@@ -19,12 +19,8 @@ class PathTable:
     without a name.
     """
 
-    def __init__(self, paths: Iterable[str]) -> None:
-        self._take(arrays_of_paths([os.fsencode(path) for path in paths]))
-
-    @classmethod
-    def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> PathTable:
-        """Return a table of existing arrays, such as those of an index file.
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Make a table of existing arrays, such as those of an index file.
 
         Args:
             arrays: ``names``: N names as uint8, each followed by a one-byte separator;
@@ -32,14 +28,14 @@ class PathTable:
                 (F,): index of each folder's first name; ``folders`` and ``folder_offsets``: the
                 paths of the F folders in the same format.
         """
-        table = cls.__new__(cls)
-        table._take(arrays)
-        return table
-
-    def _take(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._names, self._offsets = arrays["names"], arrays["offsets"]
         self._firsts = arrays["firsts"]
         self._folders, self._folder_offsets = arrays["folders"], arrays["folder_offsets"]
+
+    @classmethod
+    def of(cls, paths: Iterable[str]) -> PathTable:
+        """Return a table of these paths."""
+        return cls(arrays_of_paths([os.fsencode(path) for path in paths]))
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -74,7 +70,7 @@ def arrays_of_paths(paths: Sequence[bytes]) -> dict[str, np.ndarray]:
 def in_no_folder(names: np.ndarray, offsets: np.ndarray) -> dict[str, np.ndarray]:
     """Return the arrays of a ``PathTable`` whose names are whole paths, in one unnamed folder.
 
-    ``names`` and ``offsets`` (N + 1,) are those of ``PathTable.of_arrays``.
+    ``names`` and ``offsets`` (N + 1,) are those of a ``PathTable``.
     """
     return {
         "names": names,

@@ -34,7 +34,7 @@ def match_files(pattern: str) -> list[str]:
     for expanded in expand_braces(pattern):
         if MAGIC.search(expanded):
             matches.update(
-                path for path in glob.iglob(expanded, recursive=True) if is_no_folder(path)
+                path for path in glob.iglob(expanded, recursive=True) if not os.path.isdir(path)
             )
         else:
             matches.add(expanded)
@@ -82,8 +82,3 @@ def _options(inside: str, text: str) -> list[str]:
             f"there are at most {MAX_EXPANDED}"
         )
     return [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
-
-
-def is_no_folder(path: str) -> bool:
-    """Return True unless a path is an existing folder."""
-    return not os.path.isdir(path)

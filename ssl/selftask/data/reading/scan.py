@@ -113,20 +113,14 @@ def walk(
             yield level
 
 
+@dataclass(frozen=True)
 class _Looker:
     """Reader of folders, shared by several threads."""
 
-    def __init__(
-        self,
-        progress: ScanProgress,
-        root: bytes,
-        endings: tuple[bytes, ...],
-        earlier: Mapping[bytes, Folder],
-    ) -> None:
-        self._progress = progress
-        self._root = root
-        self._endings = endings
-        self._earlier = earlier
+    progress: ScanProgress
+    root: bytes
+    endings: tuple[bytes, ...]
+    earlier: Mapping[bytes, Folder]
 
     def map_images(self, paths: list[tuple[bytes, int]]) -> list[Folder]:
         """Return the content of these folders, without those that no longer exist."""
@@ -134,12 +128,12 @@ class _Looker:
         return [folder for folder in looked if folder is not None]
 
     def _look_at(self, path: bytes, kind: int) -> Folder | None:
-        where = os.path.join(self._root, path)
+        where = os.path.join(self.root, path)
         try:
             started = time.time_ns()
             status = os.stat(where)
             ident = (status.st_dev, status.st_ino)
-            earlier = self._earlier.get(path)
+            earlier = self.earlier.get(path)
             if (
                 earlier is not None
                 and earlier.kind != _ALIAS
@@ -167,13 +161,13 @@ class _Looker:
                     continue
                 if _is_folder(entry):
                     (links if entry.is_symlink() else folders).append(start + entry.name)
-                elif entry.name.lower().endswith(self._endings):
+                elif entry.name.lower().endswith(self.endings):
                     names.append(entry.name)
                     if len(names) % 10_000 == 0:
-                        self._progress.add(10_000)
+                        self.progress.add(10_000)
                 elif kind := kind_of(os.fsdecode(entry.name)):
                     passed_over[kind] += 1
-        self._progress.add(len(names) % 10_000, folders=1)
+        self.progress.add(len(names) % 10_000, folders=1)
         return replace(
             folder,
             names=join_bytes(sorted(names), b"/"),

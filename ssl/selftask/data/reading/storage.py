@@ -8,14 +8,7 @@ import stat
 from collections import OrderedDict
 from typing import BinaryIO, NamedTuple
 
-from selftask.data.reading.files import (
-    BadImage,
-    check_size,
-    is_transient,
-    may_pass_remote,
-    now_reading,
-    with_retries,
-)
+from selftask.data.reading.files import BadImage, check_size, now_reading, with_retries
 from selftask.data.reading.patterns import expand_braces, is_pattern, match_files, no_match
 from selftask.errors import UserError, nearest_path, reason_of
 from selftask.files import addresses
@@ -82,10 +75,7 @@ def read_part(path: str, offset: int, size: int, name: str) -> bytes:
             return addresses.read_range(path, offset, size)
         return os.pread(_opened(path).fileno(), size, offset)
 
-    def may_pass(error: Exception) -> bool:
-        return may_pass_remote(error) if is_remote(path) else is_transient(error)
-
-    data = with_retries(read, path, name, may_pass)
+    data = with_retries(read, path, name)
     if len(data) < size:
         raise BadImage(name, f"cut off: {len(data)} of {size} bytes are there")
     return data

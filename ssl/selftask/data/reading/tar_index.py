@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from selftask.data.reading import index as store
-from selftask.data.reading.class_numbers import NO_LABEL, name_classes, number_labels
+from selftask.data.reading.class_numbers import NO_LABEL, number_labels
 from selftask.data.reading.index import Index
 from selftask.data.reading.path_table import arrays_of_paths
 from selftask.data.reading.progress_log import say
@@ -76,7 +76,7 @@ def _build(shards: list[FileStat], wanted: Wanted) -> Index:
     counts = [len(part.members) for part in parts]
     members = [member for part in parts for member in part.members]
     texts = [label for part in parts for label in part.labels]
-    labels = number_labels(texts)
+    labels, classes = number_labels(texts)
     arrays = {
         **arrays_of_paths([os.fsencode(member.name) for member in members]),
         "shard": np.repeat(np.arange(len(parts), dtype=np.int32), counts),
@@ -90,7 +90,7 @@ def _build(shards: list[FileStat], wanted: Wanted) -> Index:
         "num_folders": 0,
         "damaged": [(n, part.damaged) for n, part in enumerate(parts) if part.damaged is not None],
         "passed_over": [(0, *item) for item in passed_over.items()],
-        "classes": name_classes(texts),
+        "classes": classes,
     }
     return Index(header, arrays)
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelled
+from selftask.data.reading.class_numbers import number_labels, refuse_misspelled
 from selftask.data.reading.guards import check_memory
 from selftask.data.reading.image import from_array
 from selftask.data.source import ExtraKind, Source
-from selftask.errors import UserError, check_known, explained, nearest
+from selftask.errors import UserError, check_known, explained
 from selftask.files.addresses import fetch
 from selftask.files.paths import is_file
 from selftask.registry import register_source
@@ -54,9 +54,7 @@ class ArrayFile(Source):
             )
         self.extras = {name: self._kind(name) for name in self._extras}
         if labels is not None:
-            self.labels = label_numbers(labels, self.file)
-            if labels.dtype.kind in "US":
-                self._classes = name_classes(_texts(labels))
+            self.labels, self._classes = label_numbers(labels, self.file)
 
     def _kind(self, name: str) -> ExtraKind:
         """Return the kind of an extra array; raises UserError if its length is wrong."""
@@ -119,16 +117,14 @@ def _load(
         for name in config.extras:
             check_known(name, loaded, f"data.extras: {path} has no array {name!r}")
         key = config.labels
-        if key not in loaded and key not in (None, _LABELS):
-            raise UserError(
-                f"data.labels: {path} has no array {key!r}; {nearest(key, loaded.files)}"
-            )
-        if key is not None and key not in loaded:
+        if key == _LABELS and key not in loaded:
             others = [n for n in loaded.files if n not in (config.images, *config.extras)]
             refuse_misspelled(key, others, "data.labels", path)
+            key = None
+        if key is not None:
+            check_known(key, loaded, f"data.labels: {path} has no array {key!r}")
         with explained(f"data: {path} is damaged, or does not hold numbers only"):
-            has_labels = key is not None and key in loaded
-            labels = _unpack(loaded, str(key), path) if has_labels else None
+            labels = None if key is None else _unpack(loaded, key, path)
             extras = {name: _unpack(loaded, name, path) for name in config.extras}
             return _unpack(loaded, config.images, path), labels, extras
 
@@ -153,20 +149,22 @@ def check_shape(shape: tuple[int, ...], channels: int, file: str) -> None:
         from_array(np.zeros(shape, dtype=np.uint8), channels)
 
 
-def label_numbers(labels: np.ndarray, file: str) -> np.ndarray:
-    """Convert labels (N,) to class numbers, int64 (N,).
+def label_numbers(labels: np.ndarray, file: str) -> tuple[np.ndarray, list[str] | None]:
+    """Convert labels (N,) to class numbers, int64 (N,), and return the class names, too.
 
-    Whole numbers are kept, as int64; strings are numbered by ``number_labels``.
+    Whole numbers are kept, as int64, without names; texts are numbered by ``number_labels``.
 
     Args:
-        labels: Whole numbers or texts, (N,).
+        labels: Whole numbers or texts (bytes are UTF-8), (N,).
         file: Path of the file, for the message.
 
     Raises:
         UserError: If the labels are neither.
     """
     if labels.dtype.kind in "US":
-        return number_labels(_texts(labels))
+        is_bytes = labels.dtype.kind == "S"
+        texts: Any = np.char.decode(labels, "utf-8", "surrogateescape") if is_bytes else labels
+        return number_labels(texts.tolist())
     with np.errstate(invalid="ignore"):  # NaN becomes a number, which differs from it
         whole = labels.astype(np.int64) if labels.dtype.kind in "biuf" else None
     if whole is None or not np.array_equal(whole, labels):
@@ -174,11 +172,4 @@ def label_numbers(labels: np.ndarray, file: str) -> np.ndarray:
             f"data.labels: those of {file} are {labels.dtype}; whole numbers or texts are expected"
             " (data.labels=null leaves them out)"
         )
-    return whole
-
-
-def _texts(labels: np.ndarray) -> list[str]:
-    """Return labels as texts; bytes are UTF-8."""
-    is_bytes = labels.dtype.kind == "S"
-    texts: Any = np.char.decode(labels, "utf-8", "surrogateescape") if is_bytes else labels
-    return texts.tolist()
+    return whole, None

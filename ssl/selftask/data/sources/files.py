@@ -119,7 +119,7 @@ class LabeledByFolder(FileSource):
     """Base class of sources whose classes are the top folders below ``root``."""
 
     def _take_names(self, names: list[str], *, labels: bool) -> None:
-        self.paths = PathTable(names)
+        self.paths = PathTable.of(names)
         self.num_folders = len({os.path.dirname(name) for name in names})
         self.labels = label_top_folders(names) if labels else None
 

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
-from selftask.data.reading.patterns import MAGIC, fixed_folder, is_no_folder, match_files
+from selftask.data.reading.patterns import MAGIC, fixed_folder, match_files
 from selftask.data.reading.skipped_files import EXTENSIONS, describe, kind_of
 from selftask.data.sources.files import LabeledByFolder
 from selftask.errors import UserError
@@ -44,5 +44,5 @@ def _images(pattern: str, matches: list[str]) -> list[str]:
     """Return the images among the matches; all files if the pattern has an extension."""
     names_extension = not MAGIC.search(os.path.splitext(pattern)[1] or "*")
     if names_extension:
-        return [path for path in matches if is_no_folder(path)]
+        return [path for path in matches if not os.path.isdir(path)]
     return [path for path in matches if path.lower().endswith(EXTENSIONS)]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelled
+from selftask.data.reading.class_numbers import number_labels, refuse_misspelled
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.guards import check_memory
 from selftask.data.reading.handles import PerProcess
@@ -57,7 +57,8 @@ class Hdf5(Source):
             self.shape = tuple(images.shape)
             self.encoded = _is_bytes(images)
             self._check_shape()
-        self.labels = self._read_labels(config)
+        if config.labels is not None:
+            self._read_labels(config.labels, config)
         self._opened = PerProcess(partial(_open_images, self.file, self.key))
 
     def _check_shape(self) -> None:
@@ -70,30 +71,26 @@ class Hdf5(Source):
         if self.channels != 3 and not self.encoded:
             check_shape(self.shape[1:], self.channels, self.file)
 
-    def _read_labels(self, config: Config) -> np.ndarray | None:
-        if config.labels is None:
-            return None
+    def _read_labels(self, key: str, config: Config) -> None:
         (file,) = find_files([str(fetch(config.labels_path or config.path))], "data.labels_path")
+        name = f"{key!r} of {file.path}"
         with explained(f"data.labels: {file.path}"), _open(file.path) as opened:
-            default = config.labels == _LABELS and config.labels_path is None
-            if default and config.labels not in opened:
+            if key == _LABELS and config.labels_path is None and key not in opened:
                 others = [name for name in opened if name != config.images]
-                refuse_misspelled(config.labels, others, "data.labels", file.path)
-                return None
-            values = _dataset(opened, config.labels, file.path, "labels")
+                refuse_misspelled(key, others, "data.labels", file.path)
+                return
+            values = _dataset(opened, key, file.path, "labels")
             if values.size != self.shape[0]:
                 raise UserError(
                     f"data.labels: {self.shape[0]} images but labels of shape {values.shape}"
                 )
             size = values.size * max(values.dtype.itemsize, 8)
-            check_memory(size, f"data.labels: {config.labels!r} of {file.path}", _LEAVE_OUT)
+            check_memory(size, f"data.labels: {name}", _LEAVE_OUT)
             texts = values.dtype.kind in "OS"
             values = values.asstr(errors="surrogateescape")[:] if texts else values[:]
-        if texts:
-            names = values.reshape(-1).tolist()
-            self._classes = name_classes(names)
-            return number_labels(names)
-        return label_numbers(values.reshape(-1), f"{config.labels!r} of {file.path}")
+        flat = values.reshape(-1)
+        numbered = number_labels(flat.tolist()) if texts else label_numbers(flat, name)
+        self.labels, self._classes = numbered
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from selftask.data.reading.class_numbers import name_classes, number_labels
+from selftask.data.reading.class_numbers import number_labels
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.handles import PerProcess
 from selftask.data.reading.image import decode, image_of, read_image
@@ -51,7 +51,7 @@ class HuggingFace(Source):
             raise UserError(f"data: no images: {self.folder} has no rows")
         labels = _labels(dataset, config.labels, self.folder)
         if labels is not None:
-            self.labels, self._classes = number_labels(labels), name_classes(labels)
+            self.labels, self._classes = number_labels(labels)
         self.caption = config.caption
         if config.caption is not None:
             _check_texts(dataset, config.caption, self.folder)

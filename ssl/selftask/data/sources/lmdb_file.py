@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.reading.class_numbers import name_classes, number_labels
+from selftask.data.reading.class_numbers import number_labels
 from selftask.data.reading.files import BadImage, now_reading
 from selftask.data.reading.image import decode, image_of
 from selftask.data.reading.path_table import PathTable
@@ -44,11 +44,11 @@ class Lmdb(Source):
         keys = list(_image_keys(_open(self._real), self.file, labels))
         if not keys:
             raise UserError(f"data: no images in {self.file}")
-        self.keys = PathTable(os.fsdecode(key) for key in keys)
+        self.keys = PathTable.of(os.fsdecode(key) for key in keys)
         if config.labels and labels:
             values = (labels.get(os.path.splitext(key)[0]) for key in keys)
             texts = [None if text is None else os.fsdecode(text).strip() for text in values]
-            self.labels, self._classes = number_labels(texts), name_classes(texts)
+            self.labels, self._classes = number_labels(texts)
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from selftask.data.reading import index as store
-from selftask.data.reading.class_numbers import name_classes, number_labels, refuse_misspelled
+from selftask.data.reading.class_numbers import number_labels, refuse_misspelled
 from selftask.data.reading.files import BadImage
 from selftask.data.reading.index import Index
 from selftask.data.reading.path_table import PathTable, arrays_of_paths
@@ -153,7 +153,7 @@ def _extra_of(index: Index, name: str) -> Any:
     prefix = f"{name}/"
     named = [(key, array) for key, array in index.arrays.items() if key.startswith(prefix)]
     parts = {key.removeprefix(prefix): array for key, array in named}
-    return parts["values"] if "values" in parts else PathTable.of_arrays(parts)
+    return parts["values"] if "values" in parts else PathTable(parts)
 
 
 def _indexed(file: Path, config: TableSource.Config, root: str) -> Index:
@@ -178,8 +178,7 @@ def _read(file: Path, config: TableSource.Config, root: str) -> Index:
     arrays = arrays_of_paths(names)
     header: dict[str, Any] = {"first": _place(file, table, 0)}
     if table.labels is not None:
-        arrays["labels"] = number_labels(table.labels)
-        header["classes"] = name_classes(table.labels)
+        arrays["labels"], header["classes"] = number_labels(table.labels)
     keys = _extra_columns(config)
     for name, values in table.extras.items():
         if _kinds(config).get(name, "array") == "array":
