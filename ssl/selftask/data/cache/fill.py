@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from typing import IO, Any
@@ -17,6 +16,7 @@ from selftask.data.cache.on_device import CacheDataset, free_bytes
 from selftask.data.device.batches import DeviceBatch
 from selftask.data.loading.bad_files import BadFiles
 from selftask.data.loading.loader import EvalBatches
+from selftask.data.loading.shared_memory import memory_file
 from selftask.data.source import Source, channels_of
 from selftask.errors import UserError, explained
 from selftask.files.cache_dir import cache_folder, locked
@@ -47,7 +47,7 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
     """
     fill = _Filling(source, data, bad_files)
     if data.cache == "ram":
-        with _memory_file() as file:
+        with memory_file("selftask-decoded") as file:
             return Decoded(source, fill.into(file, lambda: free_bytes(torch.device("cpu"))))
     folder = cache_folder() / "decoded"
     pixels = folder / f"{store_name(source, data.max_side)}.pixels"
@@ -71,13 +71,6 @@ def decode_once(source: Source, data: DataConfig, bad_files: BadFiles) -> Decode
             return Decoded(source, store)
         store.save_table(table)
         return Decoded(source, Store.open(pixels, table, channels_of(source)))
-
-
-def _memory_file() -> IO[bytes]:
-    """Open a file in memory; unlike /dev/shm (64 MB in docker), only memory limits its size."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("selftask-decoded"), "w+b")
-    return tempfile.TemporaryFile()
 
 
 class _Filling:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -176,27 +176,23 @@ class CacheDataset(EvalDataset):
         return DeviceBatch(views=[canvas], **rest, sizes=torch.from_numpy(sizes))
 
 
+@dataclass(frozen=True)
 class Planner:
     """Planner of batches: for given keys, the image indices and the parameters of the views."""
 
-    def __init__(self, cache: Cache, dataset: DeviceDataset) -> None:
-        self.cache = cache
-        self._sizes = cache.sizes
-        self._engine = dataset.engine
-        self._seed = dataset.seed
-        self._recorder = dataset.recorder
-        self._dataset = dataset
+    cache: Cache
+    dataset: DeviceDataset
 
     def plan(self, keys: _Keys) -> DeviceBatch:
         """Return a batch without its images, on the host; raises UserError."""
         epochs, indices = np.array(keys, dtype=np.int64).T
         shown = indices.copy()
-        for row in np.flatnonzero(self._sizes[0, indices, 0] == 0):
+        for row in np.flatnonzero(self.cache.sizes[0, indices, 0] == 0):
             shown[row] = self._instead(*keys[row])
-        sizes = self._sizes[:, shown].reshape(-1, 2)
-        packed = self._engine.draw_batch(self._seed, epochs, indices, sizes)
-        key, draw = torch.tensor(keys), self._dataset.draw
-        canvas_is_full = (sizes == self._sizes.max((0, 1))).all()
+        sizes = self.cache.sizes[:, shown].reshape(-1, 2)
+        packed = self.dataset.engine.draw_batch(self.dataset.seed, epochs, indices, sizes)
+        key, draw = torch.tensor(keys), self.dataset.draw
+        canvas_is_full = (sizes == self.cache.sizes.max((0, 1))).all()
         index = torch.from_numpy(shown)
         return DeviceBatch(
             views=[],
@@ -206,7 +202,7 @@ class Planner:
             epoch=epoch_of(keys[0][0]),
             bad=[],
             num_left_out=0,
-            extras=self._draws(keys, self._sizes[:, shown]),
+            extras=self._draws(keys, self.cache.sizes[:, shown]),
             sizes=None if canvas_is_full else torch.from_numpy(sizes.astype(np.float32)),
             packed=packed,
             drawn={} if draw is None else draw(key, packed.view_sizes),
@@ -214,18 +210,18 @@ class Planner:
 
     def _draws(self, keys: _Keys, sizes: np.ndarray) -> dict[str, Tensor]:
         """Return the recorder's rows for images of sizes (I, B, 2), if there is a recorder."""
-        if self._recorder is None:
+        engine, seed, recorder = self.dataset.engine, self.dataset.seed, self.dataset.recorder
+        if recorder is None:
             return {}
-        rows = []
-        for each, key in zip(sizes.swapaxes(0, 1).tolist(), keys, strict=True):
-            rows.append(self._recorder.row(each, self._engine.draw(each, self._seed, *key)))
-        return {self._recorder.name: torch.from_numpy(np.stack(rows))}
+        samples = zip(sizes.swapaxes(0, 1).tolist(), keys, strict=True)
+        rows = [recorder.row(each, engine.draw(each, seed, *key)) for each, key in samples]
+        return {recorder.name: torch.from_numpy(np.stack(rows))}
 
     def _instead(self, epoch: int, index: int) -> int:
         """Return the image that replaces an unreadable one, the same as in ``ViewDataset``."""
         for attempt in range(MAX_REPLACEMENTS):
-            shown = replacement(self._seed, epoch, index, attempt, self._sizes.shape[1])
-            if self._sizes[0, shown, 0]:
+            shown = replacement(self.dataset.seed, epoch, index, attempt, self.cache.sizes.shape[1])
+            if self.cache.sizes[0, shown, 0]:
                 return shown
         raise UserError("data: no readable image was found in place of an unreadable one")
 

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,11 +114,8 @@ def check(
     report = Report(len(source), num_workers, passed_over=source.passed_over())
     table = _Table(len(source))
 
-    def look(index: int) -> Facts:
-        return examine(source, index)
-
     bad: list[tuple[int, str]] = []
-    results = map_images(look, range(len(source)), num_workers, silence_s)
+    results = map_images(partial(examine, source), range(len(source)), num_workers, silence_s)
     for done, (index, facts) in enumerate(results, 1):
         if isinstance(facts, Lost):
             facts = Facts(problem=facts.reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,10 +122,8 @@ def measure(
     indices = choose(len(source), most, seed)
     table: np.ndarray | None = None  # int64, width, height, sums and squares of each image
 
-    def look(index: int) -> Sums | None:
-        return sums_of(source, index)
-
-    for done, (index, image) in enumerate(map_images(look, indices, num_workers), 1):
+    results = map_images(partial(sums_of, source), indices, num_workers)
+    for done, (index, image) in enumerate(results, 1):
         if isinstance(image, Sums):
             if table is None:
                 table = np.zeros((len(indices), 2 + 2 * len(image.sums)), dtype=np.int64)

@@ -85,21 +85,21 @@ class RawBatch:
             dataset: Dataset of the samples, which defines how views are converted to float.
             device: Device of the result.
         """
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
         views = iter(self.make_views(dataset, device))
-        extras = {name: x.to(device, non_blocking=True) for name, x in self.extras.items()}
-        recorder, drawn = dataset.recorder, self.drawn
-        if drawn:
-            drawn = tree_map_only(
-                torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), drawn
-            )
+        extras = {name: moved(values) for name, values in self.extras.items()}
+        recorder = dataset.recorder
         return Batch(
             views={name: list(islice(views, count)) for name, count in dataset.groups.items()},
-            labels=self.labels.to(device, non_blocking=True),
-            index=self.index.to(device, non_blocking=True),
+            labels=moved(self.labels),
+            index=moved(self.index),
             key=self.key,
             draws={} if recorder is None else recorder.unpack(extras.pop(recorder.name)),
             extras=Extras(extras),
-            drawn=drawn,
+            drawn=tree_map_only(torch.Tensor, moved, self.drawn),
             epoch=self.epoch,
         )
 

@@ -36,14 +36,15 @@ _REPLACEMENT = 0x7265706C  # "repl": separates these hashes from other uses of t
 class Dataset(ABC):
     """Base class of the loader's datasets: samples by key, and their collation."""
 
+    source: Source
     makes_views_on_device = False  # True: the loader may make the next batch's views ahead
     groups: Mapping[str, int]  # number of views of each group, in their order
     recorder: DrawRecorder | None = None  # recorder of the views' draws, if they are requested
     draw: Draw | None = None  # draws for method and dropout layers; called in a worker
 
-    @abstractmethod
     def __len__(self) -> int:
         """Return the number of images."""
+        return len(self.source)
 
     @abstractmethod
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
@@ -169,9 +170,6 @@ class ViewDataset(Dataset):
     def to_float(self) -> Sequence[Normalizer]:
         return self.views.to_float
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
         epoch, index = key
         shown, bad = index, []
@@ -243,9 +241,6 @@ class EvalDataset(Dataset):
     @property
     def to_float(self) -> Sequence[Normalizer]:
         return [self.pipeline.to_float]
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def sample(self, key: tuple[int, int], out: Sequence[np.ndarray] = ()) -> Sample:
         index = key[1]

@@ -22,7 +22,7 @@ import pickle
 import tempfile
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -40,8 +40,8 @@ class SlotPool:
 
     def __init__(self) -> None:
         self.name = next(_NAMES)
-        self._file = _file_without_name()
-        weakref.finalize(self, os.close, self._file)
+        self._file = memory_file("selftask-batches")
+        weakref.finalize(self, self._file.close)
         self._mapped: dict[int, mmap.mmap] = {}
         _MEMORIES[self.name] = self
 
@@ -60,9 +60,10 @@ class SlotPool:
 
     def _map(self, slot: int, size: int) -> mmap.mmap:
         start, size = slot * _STRIDE, max(size, mmap.PAGESIZE)
-        if os.fstat(self._file).st_size < start + size:  # ftruncate could cut off others' slots
-            os.pwrite(self._file, b"\0", start + size - 1)
-        return mmap.mmap(self._file, size, offset=start)
+        file = self._file.fileno()
+        if os.fstat(file).st_size < start + size:  # ftruncate could cut off others' slots
+            os.pwrite(file, b"\0", start + size - 1)
+        return mmap.mmap(file, size, offset=start)
 
     def lent(self, slot: int, size: int) -> torch.Tensor:
         """Return a slot's bytes, uint8 (size,); the last tensor that uses them frees the slot."""
@@ -82,11 +83,11 @@ def _clear(mapping: mmap.mmap, owner: int) -> None:
         mapping[_MARK] = 0
 
 
-def _file_without_name() -> int:
+def memory_file(name: str) -> IO[bytes]:
+    """Open a file in memory; unlike /dev/shm (64 MB in docker), only memory limits its size."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("selftask-batches")
-    with tempfile.TemporaryFile() as file:  # not Linux
-        return os.dup(file.fileno())
+        return os.fdopen(os.memfd_create(name), "w+b")
+    return tempfile.TemporaryFile()  # not Linux
 
 
 class SlotWriter:

@@ -70,18 +70,6 @@ class _Maker:
             return broken(str(error))
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Suppress torch's warning about many workers, printed twice for every loader."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")
-        yield
-
-
 @cache
 def _warn_of_many(num_workers: int) -> None:
     """Warn about more workers than cores, once and not for every loader."""
@@ -100,23 +88,21 @@ class BatchReader:
         device: torch.device,
     ) -> None:
         maker: Any = _Maker(dataset, SlotPool())
-        with _without_advice():
+        self._kills = OutOfMemoryKills()
+        _warn_of_many(num_workers)
+        with _signals_of_the_main_process(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # many workers
             loader: DataLoader[Any] = DataLoader(
                 maker,
                 batch_sampler=batches,
                 num_workers=num_workers,
-                multiprocessing_context="fork"
-                if num_workers
-                else None,  # forked workers inherit all they need
-                collate_fn=_as_it_is,
+                multiprocessing_context="fork" if num_workers else None,  # inherits all it needs
+                collate_fn=lambda batch: batch,
                 pin_memory=pins_memory(device),
                 prefetch_factor=PREFETCH if num_workers else None,
                 worker_init_fn=partial(_start_worker, os.getpid()),
                 generator=torch.Generator(),  # starting must not draw from the global generator
             )
-        self._kills = OutOfMemoryKills()
-        _warn_of_many(num_workers)
-        with _signals_of_the_main_process(), _without_advice():
             self._iterator = iter(loader)
         # not by active_children(): another thread may start workers at the same time
         self._workers: list[BaseProcess] = list(getattr(self._iterator, "_workers", ()))

@@ -122,14 +122,12 @@ class BatchSampler:
         self, epoch: int, positions: np.ndarray, indices: np.ndarray
     ) -> Iterator[list[tuple[int, int]]]:
         """Yield the keys of batches of indices (K, B / W)."""
-        if not self.sampler.repeats:
-            yield from ([(epoch, index) for index in batch] for batch in indices.tolist())
-            return
-        for batch_positions, batch in zip(positions.tolist(), indices.tolist(), strict=True):
-            yield [
-                (_repeat(epoch, at), index)
-                for at, index in zip(batch_positions, batch, strict=True)
-            ]
+        repeats = positions + 1 if self.sampler.repeats else np.zeros_like(positions)
+        epochs = (
+            epoch + repeats % _REPEATS * _EPOCHS
+        )  # so each repeat of an image has its own draws
+        for batch_epochs, batch in zip(epochs.tolist(), indices.tolist(), strict=True):
+            yield [*zip(batch_epochs, batch, strict=True)]
 
     def describe(self) -> str:
         """Describe the length of an epoch, in one line for the log."""
@@ -141,11 +139,6 @@ class BatchSampler:
             f"{'batch' if batches == 1 else 'batches'} of "
             f"{self.batch_size:,} = {shown:,} samples{rest}"
         )
-
-
-def _repeat(epoch: int, position: int) -> int:
-    """Combine the epoch with the sample's position, so that each repeat has its own draws."""
-    return epoch + (position + 1) % _REPEATS * _EPOCHS
 
 
 def epoch_of(key: int) -> int:
