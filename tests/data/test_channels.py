@@ -107,11 +107,11 @@ def test_each_channel_is_changed_as_it_would_be_alone(name: str, channels: int) 
 def test_brightness_and_contrast_of_all_channels_alike(channels: int) -> None:
     image = smooth_image(channels)
     bright = build("color_jitter", channels, brightness=0.5, contrast=0.0)
-    factor = bright.draw(draw_rng(0, 0, 1, 0), 24, 33).factors[0]
+    factor = bright.draw(draw_rng(0, 0, 1, 0), 24, 33).brightness
     expected = np.rint(np.clip(image * factor, 0, 255))
     assert np.array_equal(bright(image, draw_rng(0, 0, 1, 0)), expected)
     contrast = build("color_jitter", channels, brightness=0.0, contrast=0.5)
-    factor = contrast.draw(draw_rng(0, 0, 2, 0), 24, 33).factors[1]
+    factor = contrast.draw(draw_rng(0, 0, 2, 0), 24, 33).contrast
     expected = np.clip(image.mean() + factor * (image - image.mean()), 0, 255)
     assert np.abs(contrast(image, draw_rng(0, 0, 2, 0)) - expected).max() < 1.1  # mean is rounded
 

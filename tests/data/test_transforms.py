@@ -223,7 +223,7 @@ def test_color_jitter_applies_in_the_drawn_order(photo: np.ndarray) -> None:
         params = jitter.draw(rng(seed), 44, 60)
         expected = pillow(photo)
         for operation in params.order:
-            expected = functions[operation](expected, (*params.factors, params.turn)[operation])
+            expected = functions[operation](expected, params[operation])
         difference = np.abs(jitter(photo, rng(seed)).astype(int) - np.asarray(expected).astype(int))
         assert difference.mean() < 3, seed
 
@@ -253,7 +253,7 @@ def test_the_whole_pipeline_is_close_to_torchvisions(compiled: bool) -> None:
             theirs = F.hflip(theirs)
         params = jitter.draw(generator, 64, 64)
         for operation in () if params is None else params.order:
-            theirs = functions[operation](theirs, (*params.factors, params.turn)[operation])
+            theirs = functions[operation](theirs, params[operation])
         if gray.draw(generator, 64, 64) is not None:
             theirs = F.rgb_to_grayscale(theirs, 3)
         if solarize.draw(generator, 64, 64) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def random_box(
     height: Any,
     width: Any,
     scale: tuple[float, float],
-    log_ratio: tuple[float, float],
+    ratio: tuple[float, float],
     xp: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Return a box of random area and aspect ratio, which may be larger than the image.
@@ -48,14 +49,14 @@ def random_box(
         height: Height of the image, in pixels.
         width: Width of the image, in pixels.
         scale: Range of the box's area, as a fraction of the image's area.
-        log_ratio: Range of the logarithm of width / height.
+        ratio: Range of width / height, drawn log-uniformly.
         xp: Math functions: ``SCALARS`` for numbers, NumPy for arrays.
 
     Returns:
         Left, top, width and height.
     """
     of_area, of_ratio, of_left, of_top = uniforms
-    low, high = log_ratio
+    low, high = math.log(ratio[0]), math.log(ratio[1])
     area = height * width * (scale[0] + (scale[1] - scale[0]) * of_area)
     aspect = xp.exp(low + (high - low) * of_ratio)
     w, h = xp.rint(xp.sqrt(area * aspect)), xp.rint(xp.sqrt(area / aspect))

@@ -42,8 +42,13 @@ def for_channels(transform: Any, channels: int) -> Any:
     asks = isinstance(getattr(type(transform), "channels", None), int)
     if not asks or "channels" in vars(transform) or transform.channels == channels:
         return transform
+    return with_attribute(transform, "channels", channels)
+
+
+def with_attribute(transform: Any, name: str, value: int) -> Any:
+    """Return a copy of the transform that has the value in place of a class attribute."""
     copied = copy.copy(transform)
-    object.__setattr__(copied, "channels", channels)  # most are frozen dataclasses
+    object.__setattr__(copied, name, value)  # most are frozen dataclasses
     return copied
 
 

@@ -37,11 +37,6 @@ class Jitter(NamedTuple):
     order_number: Any  # index into ORDERS
 
     @property
-    def factors(self) -> tuple[Any, Any, Any]:
-        """Factors of brightness, contrast and saturation."""
-        return self[:3]
-
-    @property
     def order(self) -> tuple[int, ...]:
         """Operations in their order: 0 brightness, 1 contrast, 2 saturation, 3 hue."""
         return ORDERS[self.order_number]
@@ -95,7 +90,7 @@ class ColorJitter(UniformTransform):
 
     def numbers(self, params: Jitter | None) -> Sequence[float]:
         """Return the factors of brightness, contrast and saturation, and the hue shift."""
-        return (1.0, 1.0, 1.0, 0.0) if params is None else (*params.factors, params.turn)
+        return (1.0, 1.0, 1.0, 0.0) if params is None else params[:4]
 
     def apply(self, image: np.ndarray, params: Jitter) -> np.ndarray:
         strengths = (self.brightness, self.contrast, self.saturation, self.hue)

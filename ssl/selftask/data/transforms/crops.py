@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import cv2
@@ -56,13 +55,9 @@ class RandomResizedCrop(Transform):
             width: Width of the image in pixels, a number or an array (N,).
             xp: Math functions: ``SCALARS`` for numbers, NumPy for arrays.
         """
-        left, top, w, h = random_box(uniforms, height, width, self.scale, self._log_ratio, xp)
+        left, top, w, h = random_box(uniforms, height, width, self.scale, self.ratio, xp)
         fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
         return fits, (left, top, left + w, top + h)
-
-    @cached_property
-    def _log_ratio(self) -> tuple[float, float]:
-        return math.log(self.ratio[0]), math.log(self.ratio[1])
 
     def apply(self, image: np.ndarray, params: Box) -> np.ndarray:
         left, top, right, bottom = params

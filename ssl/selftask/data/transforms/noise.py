@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
@@ -95,12 +94,8 @@ class RandomErasing(_WithHoles):
         """
         of_area, of_ratio, of_left, of_top = uniforms
         turned = of_area, of_ratio, of_top, of_left  # because ``ratio`` is height / width
-        top, left, h, w = random_box(turned, width, height, self.scale, self._log_ratio, xp)
+        top, left, h, w = random_box(turned, width, height, self.scale, self.ratio, xp)
         return (h < height) & (w < width), (left, top, left + w, top + h)
-
-    @cached_property
-    def _log_ratio(self) -> tuple[float, float]:
-        return math.log(self.ratio[0]), math.log(self.ratio[1])
 
 
 @register_transform("cutout")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selftask.config.schema import Component
 from selftask.data import kernel
-from selftask.data.transforms.channels import RGB, for_channels, list_problems
+from selftask.data.transforms.channels import RGB, for_channels, list_problems, with_attribute
 from selftask.data.transforms.normalize import Normalize
 from selftask.data.transforms.transform import Drawn, Nested, Transform
 from selftask.errors import ConfigError
@@ -54,7 +54,10 @@ class Compose:
         if not any(hasattr(transform, "view_number") for transform in self.transforms):
             return self
         pipeline = copy.copy(self)
-        pipeline.transforms = [_with_view_number(each, number) for each in self.transforms]
+        pipeline.transforms = [
+            with_attribute(each, "view_number", number) if hasattr(each, "view_number") else each
+            for each in self.transforms
+        ]
         return pipeline
 
     def first(self, number: int) -> Compose:
@@ -95,14 +98,6 @@ class Compose:
             if instructions and instructions[0] == kernel.Op.CROP_RESIZE:
                 height, width = int(instructions[5]), int(instructions[6])
         return _run(program, image, height, width, out)
-
-
-def _with_view_number(transform: Any, number: int) -> Any:
-    if not hasattr(transform, "view_number"):
-        return transform
-    numbered = copy.copy(transform)
-    object.__setattr__(numbered, "view_number", number)  # most are frozen dataclasses
-    return numbered
 
 
 def _run(
