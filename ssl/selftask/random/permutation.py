@@ -48,10 +48,6 @@ class SortedOrder:
         """Return the indices (int64) at ``positions`` below n, of the same shape."""
         return self._indices[positions]
 
-    def inverse(self, indices: np.ndarray) -> np.ndarray:
-        """Return the positions (int64) of ``indices`` below n, of the same shape."""
-        return np.argsort(self._indices)[indices]
-
 
 class FeistelOrder:
     """Permutation of 0..n-1 that is computed position by position, in O(1) memory."""
@@ -62,20 +58,12 @@ class FeistelOrder:
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Return the indices (int64) at ``positions``, of the same shape; best for large arrays."""
-        return self._walk(positions, self._network.permute)
-
-    def inverse(self, indices: np.ndarray) -> np.ndarray:
-        """Return the positions (int64) of ``indices``, of the same shape; the inverse of ``at``."""
-        return self._walk(indices, self._network.restore)
-
-    def _walk(self, start: np.ndarray, step: Any) -> np.ndarray:
-        """Repeat ``step`` for each number until the result is below n."""
-        values = step(start.astype(np.uint64).ravel())
+        values = self._network.permute(positions.astype(np.uint64).ravel())
         (outside,) = np.nonzero(values >= self.n)
-        while len(outside):
-            values[outside] = again = step(values[outside])
+        while len(outside):  # cycle walking
+            values[outside] = again = self._network.permute(values[outside])
             outside = outside[again >= self.n]
-        return values.view(np.int64).reshape(start.shape)
+        return values.view(np.int64).reshape(positions.shape)
 
 
 class SetOrders:
@@ -123,11 +111,4 @@ class _Network:
         left, right = values >> self._shift, values & self._widths[1]
         for number, key in enumerate(self._keys):
             left, right = right, left ^ (mix(right + key) & self._widths[number % 2])
-        return (left << self._shift) | right
-
-    def restore(self, values: np.ndarray) -> np.ndarray:
-        """Invert ``permute``."""
-        left, right = values >> self._shift, values & self._widths[1]
-        for number, key in reversed(list(enumerate(self._keys))):
-            left, right = right ^ (mix(left + key) & self._widths[number % 2]), left
         return (left << self._shift) | right
