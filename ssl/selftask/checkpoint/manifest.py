@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 import os
 import zipfile
 import zlib
@@ -17,7 +16,7 @@ import torch
 import xxhash
 
 from selftask.checkpoint.restricted_pickle import check_file, check_nesting
-from selftask.files.received import check_regular, read_bytes
+from selftask.files.received import UnreadableFile, check_regular, read_json
 
 CHECKSUM = "xxh3_128"  # key in a manifest; five times as fast as zlib's CRC-32
 _BLOCK = 1 << 20  # bytes; stays in the cache
@@ -114,12 +113,9 @@ def map_tensors(change: Callable[[torch.Tensor, Keys], Any], value: Any, path: K
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest; raise DamagedCheckpoint if that fails."""
     try:
-        manifest = json.loads(read_bytes(path))
-    except (ValueError, RecursionError) as error:
+        return read_json(path)
+    except UnreadableFile as error:
         raise DamagedCheckpoint(f"{path.name} is not a manifest") from error
-    if not isinstance(manifest, dict):
-        raise DamagedCheckpoint(f"{path.name} is not a manifest")
-    return manifest
 
 
 def verify(path: Path, manifest: Any, *, content: bool = True) -> None:

@@ -57,8 +57,7 @@ class FsspecHandler(PathHandler):
             offset: Position of the first byte.
             size: Maximum number of bytes.
         """
-        store, inside = store_of(path)
-        return cast(bytes, store.cat_file(inside, start=offset, end=offset + size))
+        return cast(bytes, _ask(path, "cat_file", start=offset, end=offset + size))
 
     def _get_supported_prefixes(self) -> list[str]:
         return [self._prefix]
@@ -85,33 +84,26 @@ class FsspecHandler(PathHandler):
         store.put_file(local_path, inside)
 
     def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
-        store, inside = store_of(path)
-        return cast(IO[Any], store.open(inside, mode))
+        return cast(IO[Any], _ask(path, "open", mode))
 
     def _exists(self, path: str, **kwargs: Any) -> bool:
-        store, inside = store_of(path)
-        return bool(store.exists(inside))
+        return bool(_ask(path, "exists"))
 
     def _isfile(self, path: str, **kwargs: Any) -> bool:
-        store, inside = store_of(path)
-        return bool(store.isfile(inside))
+        return bool(_ask(path, "isfile"))
 
     def _isdir(self, path: str, **kwargs: Any) -> bool:
-        store, inside = store_of(path)
-        return bool(store.isdir(inside))
+        return bool(_ask(path, "isdir"))
 
     def _ls(self, path: str, **kwargs: Any) -> list[str]:
-        store, inside = store_of(path)
-        names = (name.rstrip("/").rpartition("/")[2] for name in store.ls(inside, detail=False))
-        return sorted(names)
+        listed = _ask(path, "ls", detail=False)
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in listed)
 
     def _mkdirs(self, path: str, **kwargs: Any) -> None:
-        store, inside = store_of(path)
-        store.makedirs(inside, exist_ok=True)
+        _ask(path, "makedirs", exist_ok=True)
 
     def _rm(self, path: str, **kwargs: Any) -> None:
-        store, inside = store_of(path)
-        store.rm_file(inside)
+        _ask(path, "rm_file")
 
 
 def store_of(address: str) -> tuple[Any, str]:
@@ -129,6 +121,12 @@ def store_of(address: str) -> tuple[Any, str]:
         hint = "" if scheme in available_protocols() else f"; {nearest(scheme, _COMMON)}"
         raise AddressError(f"{address}: {error}{hint}") from error
     return store, inside
+
+
+def _ask(address: str, method: str, *args: Any, **options: Any) -> Any:
+    """Call a method of the file system of an address with the path in it."""
+    store, inside = store_of(address)
+    return getattr(store, method)(inside, *args, **options)
 
 
 def _stat(info: dict[str, Any]) -> tuple[int, str]:

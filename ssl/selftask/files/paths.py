@@ -16,12 +16,9 @@ from selftask.errors import UserError, shorten
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _OF_THE_SYSTEM = frozenset(
-    getattr(errno, name)
-    for name in (
-        *("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENAMETOOLONG"),
-        *("ELOOP", "EMFILE", "ENFILE", "ENXIO", "ETXTBSY", "EFBIG", "EHOSTDOWN", "ETIMEDOUT"),
-    )
-    if hasattr(errno, name)
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
+    | {errno.ENAMETOOLONG, errno.ELOOP, errno.EMFILE, errno.ENFILE, errno.ENXIO, errno.ETXTBSY}
+    | {errno.EFBIG, errno.EHOSTDOWN, errno.ETIMEDOUT}
 )
 
 

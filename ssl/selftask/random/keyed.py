@@ -234,18 +234,13 @@ class LayerDraws:
             exchange: Function that exchanges the rows of a tensor (B, ...) in the same way, such as
                 ``shuffle_bn``. It is applied to the words.
         """
-        before = self._table, self.words
-        if self._table is not None:
-            self._exchange = exchange
-            self._table = self._exchanged(self._table)
-            self.enter((0,))
-            self.restart()
-        try:
+        with self._restored():
+            if self._table is not None:
+                self._exchange = exchange
+                self._table = self._exchanged(self._table)
+                self.enter((0,))
+                self.restart()
             yield
-        finally:
-            self._exchange = None
-            self._table, words = before
-            self._use(words)
 
     def _exchanged(self, table: Tensor) -> Tensor:
         """Apply the function of ``exchanged``, if one is active, to words (L, V, B)."""
@@ -256,23 +251,25 @@ class LayerDraws:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context manager for a network without dropout layers; it computes no words."""
-        before = self._table, self.words
-        self.stop()
-        try:
+        with self._restored():
+            self.stop()
             yield
-        finally:
-            self._table, words = before
-            self._use(words)
 
     @contextmanager
     def again(self, words: Tensor | None) -> Iterator[None]:
         """Context manager that sets ``words``, to repeat a forward pass with the same draws."""
-        before = self.words
-        self._use(words)
+        with self._restored():
+            self._use(words)
+            yield
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        before = self._table, self._exchange, self.words
         try:
             yield
         finally:
-            self._use(before)
+            self._table, self._exchange, words = before
+            self._use(words)
 
 
 LAYER_DRAWS = LayerDraws()
