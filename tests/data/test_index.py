@@ -92,7 +92,7 @@ def test_folder_is_listed_in_a_fixed_order(root: Path) -> None:
     assert paths_of(index) == names == paths_below(root)
     assert index.labels is not None
     assert index.labels.tolist() == [-1, 0, 1, 0, 2, 2]
-    assert index.num_folders == 5
+    assert index.header["num_folders"] == 5
 
 
 def test_random_trees_by_another_way(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_forked_process_frees_nothing(memory: SlotPool) -> None:
 
 def test_memory_goes_with_its_loader() -> None:
     memory = SlotPool()
-    file = memory._file
+    file = memory._file.fileno()
     outbox = SlotWriter(memory, 0, 1)
     batch = opened(outbox.send(batch_of(outbox.new, 5)))
     del memory, outbox

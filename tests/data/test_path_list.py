@@ -60,7 +60,7 @@ def test_lists_are_read_in_pieces_of_any_size(
             index = read_list(str(file))
             assert paths_of(index) == paths
             assert (None if index.labels is None else index.labels.tolist()) == labels
-            assert index.num_folders == len({os.path.dirname(path) for path in paths})
+            assert index.header["num_folders"] == len({os.path.dirname(path) for path in paths})
 
 
 @pytest.mark.parametrize("piece", [7, 1 << 24])

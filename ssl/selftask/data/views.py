@@ -36,9 +36,10 @@ class Views:
 
     def __init__(self, views: Mapping[str, ViewConfig], channels: int = RGB) -> None:
         named = dict.fromkeys(image for group in views.values() for image in group.images)
-        self.images = tuple(
-            filter(None, named)
-        )  # names of a sample's extra images that views are made from
+        # names of a sample's extra images that views are made from
+        self.images = tuple(filter(None, named))
+        numbers: dict[str | None, int] = {None: 0}
+        numbers |= {image: number for number, image in enumerate(self.images, 1)}
         self.made: list[View] = []
         for name, group in views.items():
             pipeline = build_pipeline(group.transforms, f"views.{name}.transforms", channels)
@@ -46,7 +47,7 @@ class Views:
             if group.of is not None:
                 sources = [(at, 0) for at, view in enumerate(self.made) if view.group == group.of]
             else:
-                sources = [(None, self._number_of(image)) for image in group.images]
+                sources = [(None, numbers[image]) for image in group.images]
             self.made += [
                 View(name, pipeline.for_view(number), parent, group.count > 0, image)
                 for parent, image in sources
@@ -58,9 +59,6 @@ class Views:
         self.groups = Counter(self.made[number].group for number in self.shown)
         self._draws: ViewDraws | None = None
         self._seed: int | None = None
-
-    def _number_of(self, image: str | None) -> int:
-        return 0 if image is None else 1 + self.images.index(image)
 
     def __len__(self) -> int:
         return len(self.shown)

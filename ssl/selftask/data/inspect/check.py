@@ -147,13 +147,10 @@ def examine(source: Source, index: int) -> Facts:
             num_bytes, digest = len(content), _digest(content)
             kind, mode = _header(content, path)
         pixels = np.asarray(source[index][0])
-    except BadImage as error:
-        return Facts(num_bytes=num_bytes, digest=digest, problem=error.reason)
     except Exception as error:  # noqa: BLE001 - any error of a user's data set ends a run too
-        reason = " ".join(str(error).split())
-        return Facts(
-            num_bytes=num_bytes, digest=digest, problem=f"{type(error).__name__}: {reason}"
-        )
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        problem = error.reason if isinstance(error, BadImage) else reason
+        return Facts(num_bytes=num_bytes, digest=digest, problem=problem)
     if not digest:
         digest = _digest(np.array(pixels.shape).tobytes() + pixels.tobytes())
     channels = pixels.shape[2] if pixels.ndim == 3 else 1

@@ -47,7 +47,7 @@ class Index:
     times, by which the next run finds changes.
     """
 
-    header: dict[str, Any]  # "num_folders", and keys that depend on the kind of list
+    header: dict[str, Any]  # "num_folders" (with files), and keys that depend on the kind of list
     arrays: dict[str, np.ndarray]  # arrays of PathTable, "labels" if known, and others
     file: Path | None = None  # file that the arrays are mapped from
 
@@ -70,11 +70,6 @@ class Index:
         for _, extension, number in self.header.get("passed_over", ()):
             counts[extension] += number
         return dict(counts)
-
-    @property
-    def num_folders(self) -> int:
-        """Number of folders that hold at least one of the files."""
-        return int(self.header["num_folders"])
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -212,19 +212,15 @@ def _assemble(listed: list[Folder]) -> Index:
 def _is_current(root: str, index: Index) -> bool:
     """Return whether no folder of the index has changed since the scan."""
     paths = [os.path.join(os.fsencode(root), path) for path in _folder_paths(index)]
-    parts = [
-        (paths[first::THREADS], index.arrays["mtimes"][first::THREADS]) for first in range(THREADS)
-    ]
+    mtimes = index.arrays["mtimes"].tolist()
+    parts = [slice(first, None, THREADS) for first in range(THREADS)]
     with ThreadPoolExecutor(THREADS) as pool:
-        return all(pool.map(lambda part: _all_of(*part), parts))
+        return all(pool.map(lambda part: _have_times(paths[part], mtimes[part]), parts))
 
 
-def _all_of(paths: list[bytes], mtimes: np.ndarray) -> bool:
+def _have_times(paths: list[bytes], mtimes: list[int]) -> bool:
     try:
-        return all(
-            os.stat(path).st_mtime_ns == mtime
-            for path, mtime in zip(paths, mtimes.tolist(), strict=True)
-        )
+        return all(os.stat(p).st_mtime_ns == time for p, time in zip(paths, mtimes, strict=True))
     except OSError:
         return False
 

@@ -123,9 +123,7 @@ class BatchSampler:
     ) -> Iterator[list[tuple[int, int]]]:
         """Yield the keys of batches of indices (K, B / W)."""
         repeats = positions + 1 if self.sampler.repeats else np.zeros_like(positions)
-        epochs = (
-            epoch + repeats % _REPEATS * _EPOCHS
-        )  # so each repeat of an image has its own draws
+        epochs = epoch + repeats % _REPEATS * _EPOCHS  # each repeat has its own draws
         for batch_epochs, batch in zip(epochs.tolist(), indices.tolist(), strict=True):
             yield [*zip(batch_epochs, batch, strict=True)]
 

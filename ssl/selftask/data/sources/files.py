@@ -41,7 +41,7 @@ class FileSource(Source):
     _copy_of: Callable[[str], str] | None = None  # None: there are no copies
 
     def _take_index(self, index: Index) -> None:
-        self.paths, self.num_folders = index.paths, index.num_folders
+        self.paths, self.num_folders = index.paths, index.header["num_folders"]
         self.labels, self._classes = index.labels, index.header.get("classes")
 
     def __len__(self) -> int:

@@ -57,11 +57,8 @@ class WebDataset(Source):
         return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"image {index} of {len(self)}")
-        name = self.path(index)
         data = self._bytes(self._read_from, index)
-        return decode(data, name), self.label_of(index)
+        return decode(data, self.path(index)), self.label_of(index)
 
     def stored_bytes(self, index: int) -> bytes | None:
         is_stored_here = not is_remote(self.shards[self._shard[index]])

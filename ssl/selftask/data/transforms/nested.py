@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from selftask.config.fields import setting
-from selftask.data.transforms.channels import channel_problems, for_channels
+from selftask.config.schema import Component
+from selftask.data.transforms.channels import for_channels, list_problems
 from selftask.data.transforms.pipeline import Compose
 from selftask.data.transforms.transform import Drawn, Nested
 from selftask.registry import TRANSFORMS, register_transform
@@ -35,7 +36,7 @@ class _OneList(Nested):
         yield from _misplaced(self.transforms, "transforms")
 
     def channel_problems(self, channels: int) -> Iterator[str]:
-        return _problems_within(self.transforms, "transforms", channels)
+        return list_problems(_components(self.transforms), "transforms", channels)
 
 
 @register_transform("random_apply")
@@ -59,7 +60,7 @@ class RandomApply(_OneList):
     @cached_property
     def pipeline(self) -> Compose:
         """Pipeline of ``transforms``."""
-        return Compose(map(build, self.transforms), self.channels)
+        return Compose(_build(self.transforms), self.channels)
 
 
 @register_transform("random_choice")
@@ -85,7 +86,7 @@ class RandomChoice(Nested):
 
     def channel_problems(self, channels: int) -> Iterator[str]:
         for number, choice in enumerate(self.choices):
-            yield from _problems_within(choice, f"choices.{number}", channels)
+            yield from list_problems(_components(choice), f"choices.{number}", channels)
 
     def __call__(
         self, image: np.ndarray, rng: np.random.Generator, steps: list[Drawn] | None = None
@@ -99,7 +100,7 @@ class RandomChoice(Nested):
     @cached_property
     def pipelines(self) -> list[Compose]:
         """Pipeline of each choice."""
-        return [Compose(map(build, choice), self.channels) for choice in self.choices]
+        return [Compose(_build(choice), self.channels) for choice in self.choices]
 
     @cached_property
     def shares(self) -> np.ndarray:
@@ -126,7 +127,7 @@ class RandomOrder(_OneList):
     @cached_property
     def built(self) -> list[Any]:
         """Instances of ``transforms``."""
-        return [for_channels(build(transform), self.channels) for transform in self.transforms]
+        return [for_channels(each, self.channels) for each in _build(self.transforms)]
 
 
 def _misplaced(transforms: list[Any], key: str) -> Iterator[str]:
@@ -136,14 +137,10 @@ def _misplaced(transforms: list[Any], key: str) -> Iterator[str]:
             yield f"{key}.{position}: {transform['name']} is for {_OUTERMOST[transform['name']]}"
 
 
-def _problems_within(transforms: list[Any], key: str, channels: int) -> Iterator[str]:
-    for position, transform in enumerate(transforms):
-        for problem in channel_problems(build(transform), channels):
-            yield f"{key}.{position}.{problem}"
+def _components(transforms: list[Any]) -> Iterator[Component]:
+    return map(Component.from_dict, transforms)
 
 
-def build(transform: dict[str, Any]) -> Any:
-    """Build a transform from ``{name: ..., **args}``."""
-    return TRANSFORMS[transform["name"]](
-        **{key: value for key, value in transform.items() if key != "name"}
-    )
+def _build(transforms: list[Any]) -> Iterator[Any]:
+    """Build the transforms of a list of ``{name: ..., **args}``."""
+    return (TRANSFORMS[each.name](**each.args) for each in _components(transforms))

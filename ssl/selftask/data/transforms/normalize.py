@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from selftask.config.fields import setting
+from selftask.config.schema import Component
 from selftask.data.transforms.channels import needs_number
 from selftask.registry import register_transform
 
@@ -78,8 +79,7 @@ def moments_of(
         transforms: Transforms with their arguments, as in a recipe.
         channels: Number of channels of the images.
     """
-    for transform in reversed(transforms):
-        if transform["name"] == "normalize":
-            args = {name: value for name, value in transform.items() if name != "name"}
-            return Normalize(**args).moments(channels)
+    for transform in map(Component.from_dict, reversed(transforms)):
+        if transform.name == "normalize":
+            return Normalize(**transform.args).moments(channels)
     return None
