@@ -62,7 +62,7 @@ def one_epoch(config: Config, sources: Sources | None = None) -> list[int]:
     feed = DataModule(config, sources or open_data(config.data), World(), CPU)
     batches = feed.train_batches(0)
     try:
-        shown = [next(batches).index for _ in range(feed.batches.steps_per_epoch)]
+        shown = [next(batches).index for _ in range(feed.batches.sampler.steps_per_epoch)]
     finally:
         feed.close()
     return torch.cat(shown).tolist()

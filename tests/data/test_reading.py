@@ -12,11 +12,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from selftask.data.reading import files
-from selftask.data.reading.files import BadImage, last_file, now_reading, read_bytes
+from selftask.data.reading.files import POLICY, BadImage, last_file, now_reading, read_bytes
+
+
+def read_limited(path: str, timeout_s: float, retries: int = 2) -> bytes:
+    with patch.multiple(POLICY, timeout_s=timeout_s, retries=retries):
+        return read_bytes(path)
 
 
 @pytest.fixture
@@ -49,10 +55,10 @@ def test_content_of_a_file_and_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "empty").write_bytes(b"")
     for timeout_s in (0, 5):
-        assert read_bytes(str(tmp_path / "a"), timeout_s) == content
-        assert read_bytes(str(tmp_path / "link"), timeout_s) == content
-        assert read_bytes(str(tmp_path / "empty"), timeout_s) == b""
-        assert read_bytes("/proc/self/status", timeout_s).startswith(b"Name:")  # its size is 0
+        assert read_limited(str(tmp_path / "a"), timeout_s) == content
+        assert read_limited(str(tmp_path / "link"), timeout_s) == content
+        assert read_limited(str(tmp_path / "empty"), timeout_s) == b""
+        assert read_limited("/proc/self/status", timeout_s).startswith(b"Name:")  # its size is 0
 
 
 def test_files_that_change_while_they_are_read(
@@ -63,9 +69,9 @@ def test_files_that_change_while_they_are_read(
     real = os.stat(tmp_path / "a")
     for size in (10, 4999, 5001, 90_000):  # what was said before it grew or shrank
         fields = [*real[:6], size, *real[7:10]]
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "stat", lambda p, fields=fields: os.stat_result(fields))
-            assert read_bytes(str(tmp_path / "a"), 0) == content
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "stat", lambda p, fields=fields: os.stat_result(fields))
+            assert read_limited(str(tmp_path / "a"), 0) == content
 
 
 @pytest.mark.parametrize("timeout_s", [0, 5])
@@ -90,7 +96,7 @@ def test_what_is_no_file_is_refused_at_once(timeout_s: float, tmp_path: Path) ->
     started = time.perf_counter()
     for name, reason in expected.items():
         with pytest.raises(BadImage) as caught:
-            read_bytes(str(tmp_path / name), timeout_s)
+            read_limited(str(tmp_path / name), timeout_s)
         message = caught.value.reason
         assert message == reason or (name == "null\0.jpg" and reason in message), name
         assert caught.value.path == str(tmp_path / name)
@@ -101,11 +107,11 @@ def test_what_is_no_file_is_refused_at_once(timeout_s: float, tmp_path: Path) ->
 def test_silence_has_an_end_and_the_next_file_is_read(stuck_pipe: Path) -> None:
     started = time.perf_counter()
     with pytest.raises(BadImage, match=r"no answer .* within 0.2 s \(tried 2 times\)"):
-        read_bytes(str(stuck_pipe), timeout_s=0.2, retries=1)
+        read_limited(str(stuck_pipe), timeout_s=0.2, retries=1)
     assert 0.4 < time.perf_counter() - started < 20
     good = stuck_pipe.with_name("good.jpg")
     good.write_bytes(b"good")
-    assert read_bytes(str(good), timeout_s=5) == b"good"
+    assert read_limited(str(good), timeout_s=5) == b"good"
 
 
 def test_a_dead_file_system_does_not_collect_threads(
@@ -115,10 +121,10 @@ def test_a_dead_file_system_does_not_collect_threads(
     monkeypatch.setattr(files, "_IDLE", [])
     for _ in range(2):
         with pytest.raises(BadImage, match="no answer"):
-            read_bytes(str(stuck_pipe), timeout_s=0.05, retries=0)
+            read_limited(str(stuck_pipe), timeout_s=0.05, retries=0)
     threads = threading.active_count()
     with pytest.raises(BadImage, match="2 reads of other files have not come back"):
-        read_bytes(str(stuck_pipe), timeout_s=60, retries=0)
+        read_limited(str(stuck_pipe), timeout_s=60, retries=0)
     assert threading.active_count() == threads
 
 
@@ -137,15 +143,15 @@ def test_errors_that_pass_are_tried_again(
 
     monkeypatch.setattr(files, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(os, "open", opened)
-    assert read_bytes(str(tmp_path / "a"), 5, retries=2) == b"here"
+    assert read_limited(str(tmp_path / "a"), 5) == b"here"
     failures[:] = [OSError(number, os.strerror(number))] * 3
     said = os.strerror(number).lower()
     with pytest.raises(BadImage) as caught:
-        read_bytes(str(tmp_path / "a"), 5, retries=2)
+        read_limited(str(tmp_path / "a"), 5)
     assert caught.value.reason == f"{said} (tried 3 times)"
     failures[:] = [PermissionError(errno.EACCES, "Permission denied")] * 2
     with pytest.raises(BadImage, match=r"permission denied$"):
-        read_bytes(str(tmp_path / "a"), 5, retries=2)
+        read_limited(str(tmp_path / "a"), 5)
     assert len(failures) == 1, "what does not pass is not tried again"
 
 
@@ -159,12 +165,12 @@ def test_an_interrupt_leaves_no_answer_for_the_next_file(
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
-            read_bytes(str(stuck_pipe), timeout_s=60)
+            read_limited(str(stuck_pipe), timeout_s=60)
     finally:
         signal.signal(signal.SIGALRM, before)
     good = stuck_pipe.with_name("good.jpg")
     good.write_bytes(b"good")
-    assert read_bytes(str(good), timeout_s=5) == b"good"
+    assert read_limited(str(good), timeout_s=5) == b"good"
 
 
 def test_several_threads_read_at_once(tmp_path: Path) -> None:
@@ -174,7 +180,7 @@ def test_several_threads_read_at_once(tmp_path: Path) -> None:
 
     def read(number: int) -> None:
         for _ in range(50):
-            if read_bytes(str(tmp_path / str(number)), 5) != str(number).encode() * 1000:
+            if read_limited(str(tmp_path / str(number)), 5) != str(number).encode() * 1000:
                 wrong.append(number)
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
@@ -187,12 +193,12 @@ def test_several_threads_read_at_once(tmp_path: Path) -> None:
 
 def test_the_last_file_of_a_killed_process_is_known(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a")
-    read_bytes(str(tmp_path / "a"), 5)  # so that this process has a thread that the child has not
+    read_limited(str(tmp_path / "a"), 5)  # so that this process has a thread that the child has not
     odd = str(tmp_path / "b\udcff\n.jpg")
     Path(odd).write_bytes(b"b")
     child = os.fork()
     if not child:
-        read_bytes(odd, 5)
+        read_limited(odd, 5)
         os.kill(os.getpid(), signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -203,7 +209,7 @@ def test_the_last_file_of_a_killed_process_is_known(tmp_path: Path) -> None:
 
 def test_no_idle_thread_is_there_when_a_process_is_forked(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a")
-    read_bytes(str(tmp_path / "a"), 5)
+    read_limited(str(tmp_path / "a"), 5)
     assert any(thread.name == "reader" for thread in threading.enumerate())
     child = os.fork()
     if not child:
@@ -211,7 +217,7 @@ def test_no_idle_thread_is_there_when_a_process_is_forked(tmp_path: Path) -> Non
     os.waitpid(child, 0)
     stuck = set(files._STUCK)
     assert not [t for t in threading.enumerate() if t.name == "reader" and t not in stuck]
-    assert read_bytes(str(tmp_path / "a"), 5) == b"a"
+    assert read_limited(str(tmp_path / "a"), 5) == b"a"
 
 
 def test_a_long_name_keeps_its_end() -> None:
@@ -226,5 +232,5 @@ def test_nothing_is_opened_that_is_no_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "open", lambda path, *more: opened.append(str(path)))
     assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
     with pytest.raises(BadImage):
-        read_bytes(str(tmp_path / "pipe"), 0)
+        read_limited(str(tmp_path / "pipe"), 0)
     assert opened == []

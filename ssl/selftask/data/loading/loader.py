@@ -76,10 +76,6 @@ class Batches:
         self._reader: Any = None
         self._ahead: Prefetcher | None = None  # makes the next views on the device during a step
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.sampler.steps_per_epoch
-
     def start(self, step: int) -> None:
         """Make ``step`` the next step; running workers are kept if it already is."""
         if self._reader is not None and step == self.step:

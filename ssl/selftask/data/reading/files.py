@@ -69,26 +69,18 @@ POLICY = Policy()
 
 
 def set_policy(policy: Policy) -> None:
-    """Set the process-wide read settings; arguments of a call take precedence."""
+    """Set the process-wide read settings."""
     vars(POLICY).update(vars(policy))
 
 
-def read_bytes(path: str, timeout_s: float | None = None, retries: int | None = None) -> bytes:
+def read_bytes(path: str) -> bytes:
     """Return the content of a regular file or a remote file; symbolic links are followed.
-
-    Args:
-        path: Path or address of the file.
-        timeout_s: Seconds to wait for the file system; 0: no limit; None: ``POLICY.timeout_s``.
-        retries: Number of retries after timeouts and transient errors, with growing pauses; None:
-            ``POLICY.retries``.
 
     Raises:
         BadImage: If it is not a regular file, cannot be read, or was not read in time.
     """
     now_reading(path)
-    if is_remote(path):
-        return with_retries(_read_remote, path, path, timeout_s, retries)
-    return with_retries(_read, path, path, timeout_s, retries)
+    return with_retries(_read_remote if is_remote(path) else _read, path, path)
 
 
 def read_sample(path: str) -> bytes | None:
@@ -104,33 +96,25 @@ def read_sample(path: str) -> bytes | None:
     return None if is_remote(path) else with_retries(_read_sample, path, path)
 
 
-def with_retries(
-    read: Callable[[str], T],
-    path: str,
-    name: str,
-    timeout_s: float | None = None,
-    retries: int | None = None,
-) -> T:
+def with_retries(read: Callable[[str], T], path: str, name: str) -> T:
     """Return ``read(path)``, called with a time limit and retried after temporary errors.
+
+    The limit and the number of retries, with growing pauses, are those of ``POLICY``.
 
     Args:
         read: Function to call.
         path: Its argument, a path or an address.
         name: Name of the image for BadImage.
-        timeout_s: As in ``read_bytes``.
-        retries: As in ``read_bytes``.
 
     Raises:
         BadImage: If all attempts failed. UserError and MemoryError are raised unchanged.
     """
-    timeout_s = POLICY.timeout_s if timeout_s is None else timeout_s
-    retries = POLICY.retries if retries is None else retries
     may_pass = _may_pass_remote if is_remote(path) else is_transient
-    for attempt in range(retries + 1):
+    for attempt in range(POLICY.retries + 1):
         if attempt:
             time.sleep(FIRST_PAUSE_S * 4 ** (attempt - 1))
         try:
-            return in_time(read, path, timeout_s)
+            return in_time(read, path, POLICY.timeout_s)
         except (MemoryError, UserError):
             raise
         except Exception as error:  # noqa: BLE001 - file systems have their own errors
