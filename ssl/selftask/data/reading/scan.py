@@ -213,14 +213,15 @@ def _is_current(root: str, index: Index) -> bool:
     """Return whether no folder of the index has changed since the scan."""
     paths = [os.path.join(os.fsencode(root), path) for path in _folder_paths(index)]
     mtimes = index.arrays["mtimes"].tolist()
-    parts = [slice(first, None, THREADS) for first in range(THREADS)]
+    parts = [paths[first::THREADS] for first in range(THREADS)]
+    times = [mtimes[first::THREADS] for first in range(THREADS)]
     with ThreadPoolExecutor(THREADS) as pool:
-        return all(pool.map(lambda part: _have_times(paths[part], mtimes[part]), parts))
+        return all(pool.map(_have_times, parts, times))
 
 
 def _have_times(paths: list[bytes], mtimes: list[int]) -> bool:
     try:
-        return all(os.stat(p).st_mtime_ns == time for p, time in zip(paths, mtimes, strict=True))
+        return all(os.stat(p).st_mtime_ns == mtime for p, mtime in zip(paths, mtimes, strict=True))
     except OSError:
         return False
 
