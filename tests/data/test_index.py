@@ -276,13 +276,11 @@ def test_without_a_place_the_list_stays_in_memory(
         (tmp_path / "a file").touch()
         monkeypatch.setenv("SELFTASK_CACHE", str(tmp_path / "a file"))
     else:
-        write = store._write
 
-        def full(stream: Any, index: Index) -> None:
-            write(stream, index)
+        def full(handle: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(store, "_write", full)
+        monkeypatch.setattr(os, "fsync", full)
     index = scan_folder(str(root), ENDINGS)
     assert index.file is None
     assert paths_of(index) == paths_below(root)
