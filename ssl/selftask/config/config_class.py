@@ -37,11 +37,7 @@ def config_class(registry: Registry, name: str) -> type | None:
 
     The dataclass is the nested ``Config``, or the component itself if it is a dataclass.
     """
-    return executed(registry.config(name))
-
-
-def executed(config: Any) -> type | None:
-    """Return a config class unchanged, the class that a ClassSource defines, or None for None."""
+    config = registry.config(name)
     return _read(config) if isinstance(config, ClassSource) else config
 
 

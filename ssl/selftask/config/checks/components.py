@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from selftask.config.config_class import config_object, executed
+from selftask.config.config_class import config_class, config_object
 from selftask.config.keys import Key, dotted
 from selftask.config.schema import Component, Config, OptimizerConfig
 from selftask.config.schema.component import Section
@@ -70,7 +70,7 @@ def iter_problems(
     """
     if component.name not in registry:  # of Classy Vision, or torch.optim
         return
-    config = executed(registry.config(component.name))
+    config = config_class(registry, component.name)
     made = None
     if config is not None and hasattr(config, "problems"):
         made = config_object(config, component.args)
@@ -98,7 +98,7 @@ def inner_components(
     Yields:
         A component, the registry of its name, and its key.
     """
-    config = executed(registry.config(component.name)) if component.name in registry else None
+    config = config_class(registry, component.name) if component.name in registry else None
     yield from _in_fields(config, component.args, key)
 
 

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from selftask.config.compose.provenance import show_path
-from selftask.config.config_class import executed
+from selftask.config.config_class import config_class
 from selftask.config.keys import Key, dotted
 from selftask.errors import UserError, nearest
 from selftask.registry import Registry
@@ -84,5 +84,6 @@ class Schema:
 
 def schema_of(registry: Registry, name: str) -> Schema:
     """Return the schema of a registered component."""
-    address, config = registry.address(name), registry.config(name)
-    return Schema.of(executed(config), f"{name} ({show_path(address.path)}:{address.line})")
+    address = registry.address(name)
+    owner = f"{name} ({show_path(address.path)}:{address.line})"
+    return Schema.of(config_class(registry, name), owner)
