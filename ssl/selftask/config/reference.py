@@ -19,7 +19,7 @@ from selftask.config.field_docs import field_docs
 from selftask.config.fields import default_of, has_default
 from selftask.config.schema import Component, Config
 from selftask.config.schema_reader import Shorthand
-from selftask.config.values.coerce import describe
+from selftask.config.values.coerce import LIMITS, describe
 from selftask.errors import UserError
 from selftask.registry import REGISTRIES, Address
 from selftask.registry.class_source import parse
@@ -141,16 +141,13 @@ def _entry(key: str, field: dataclasses.Field[Any], kind: Any, text: str) -> Key
     else:
         default = _show(default_of(field)) if has_default(field) else REQUIRED
     limits = [
-        f"{word} {field.metadata[name]:g}"
-        for name, word in _LIMITS.items()
+        f"{words} {field.metadata[name]:g}"
+        for name, (words, _) in LIMITS.items()
         if name in field.metadata and not field.metadata.get("duration")
     ]
     limits += ["one or more"] if field.metadata.get("nonempty") else []
     also = tuple(field.metadata.get("also", ()))
     return KeyEntry(key, _type(field, kind), default, ", ".join(limits), text, also)
-
-
-_LIMITS = {"min": "at least", "above": "above", "below": "below", "max": "at most"}
 
 
 def _type(field: dataclasses.Field[Any], kind: Any) -> str:

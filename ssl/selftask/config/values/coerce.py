@@ -7,6 +7,7 @@ implemented here.
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
@@ -24,6 +25,15 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 # Limits far from overflow: of 64 bits in products with sizes (int), and of float32 (float).
 _LARGEST: dict[type, float] = {int: 10**15, float: 1e30}
+
+
+LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "min": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+    "max": ("at most", operator.le),
+}
+"""Limits in the metadata of a field: name -> words for messages, and the comparison."""
 
 
 class Mismatch(Exception):
@@ -45,17 +55,13 @@ def convert(value: Any, annotation: Any) -> Any:
         if value is None:
             return None
         raise Mismatch("expected null")
-    origin, inner = get_origin(annotation) or annotation, get_args(annotation)
+    origin = get_origin(annotation) or annotation
     if origin in (Union, types.UnionType):
         return _first_of(value, annotation)
-    if origin is list:
-        return _list(value, inner)
-    if origin is tuple:
-        return _tuple(value, inner, annotation)
-    if origin is dict:
-        return _dict(value, inner)
+    if origin in (list, tuple, dict):
+        return _container(value, annotation)
     if origin is Literal:
-        return _choice(value, inner)
+        return _choice(value, get_args(annotation))
     raise UserError(f"a config field may not be annotated with {annotation!r}")
 
 
@@ -105,7 +111,9 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
     if value is None or isinstance(value, bool):
         return
     if isinstance(value, int | float) and not metadata.get("duration"):
-        _check_bounds(value, metadata)
+        for name, (words, holds) in LIMITS.items():
+            if name in metadata and not holds(value, metadata[name]):
+                raise ValueError(f"must be {words} {metadata[name]}")
     if metadata.get("duration"):
         length = parse_duration(value)
         too_short = length.value < metadata.get("min", 0)
@@ -113,17 +121,6 @@ def check_limits(value: Any, metadata: Mapping[str, Any]) -> None:
             raise ValueError("must be above 0")
     if metadata.get("budget") and value not in WORDS:
         parse_budget(value)
-
-
-def _check_bounds(value: float, metadata: Mapping[str, Any]) -> None:
-    if "min" in metadata and value < metadata["min"]:
-        raise ValueError(f"must be at least {metadata['min']}")
-    if "above" in metadata and value <= metadata["above"]:
-        raise ValueError(f"must be above {metadata['above']}")
-    if "below" in metadata and value >= metadata["below"]:
-        raise ValueError(f"must be below {metadata['below']}")
-    if "max" in metadata and value > metadata["max"]:
-        raise ValueError(f"must be at most {metadata['max']}")
 
 
 def _scalar(value: Any, kind: type) -> Any:
@@ -166,29 +163,15 @@ def _first_of(value: Any, annotation: Any) -> Any:
     raise Mismatch(f"expected {describe(annotation)}" + (f"; {hint}" if hint else ""))
 
 
-def _list(value: Any, inner: tuple[Any, ...]) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise Mismatch("expected a list" + (f", each {describe(inner[0])}" if inner else ""))
-    return [convert(item, inner[0]) for item in value] if inner else list(value)
-
-
-def _tuple(value: Any, inner: tuple[Any, ...], annotation: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
+def _container(value: Any, annotation: Any) -> Any:
+    """Convert a list, tuple or dict and its items."""
+    kind, inner = get_origin(annotation) or annotation, get_args(annotation)
+    is_fixed = kind is tuple and inner and inner[-1] is not Ellipsis
+    fits = isinstance(value, dict if kind is dict else list | tuple)
+    if not fits or (is_fixed and len(value) != len(inner)):
         raise Mismatch(f"expected {describe(annotation)}")
-    if len(inner) == 2 and inner[1] is Ellipsis:
-        return tuple(convert(item, inner[0]) for item in value)
-    if inner and len(value) != len(inner):
-        raise Mismatch(f"expected {describe(annotation)}")
-    return (
-        tuple(convert(item, kind) for item, kind in zip(value, inner, strict=True))
-        if inner
-        else tuple(value)
-    )
-
-
-def _dict(value: Any, inner: tuple[Any, ...]) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise Mismatch(f"expected {describe(dict)}")
-    if not inner:
-        return dict(value)
-    return {convert(key, inner[0]): convert(item, inner[1]) for key, item in value.items()}
+    if kind is dict:
+        of_key, of_item = inner or (Any, Any)
+        return {convert(key, of_key): convert(item, of_item) for key, item in value.items()}
+    kinds = inner if is_fixed else [inner[0] if inner else Any] * len(value)
+    return kind(map(convert, value, kinds))
