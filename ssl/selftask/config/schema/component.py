@@ -25,8 +25,10 @@ class Component:
         return cls(name=args.pop("name"), args=args)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return ``{name: ..., **args}``, as in the yaml."""
-        return {"name": self.name, **plain(self.args)}
+        """Return ``{name: ..., **args}``, as in the yaml, with other fields that are set."""
+        others = {item.name: getattr(self, item.name) for item in fields(self)[2:]}
+        given = {name: plain(value) for name, value in others.items() if value is not None}
+        return {"name": self.name, **plain(self.args), **given}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +37,6 @@ class HookComponent(Component):
 
     priority: int | None = None
     """Hooks run in the order of this number, lowest first; null: the hook's own priority."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return ``{name: ..., **args}``, with the priority if it is set."""
-        order = {} if self.priority is None else {"priority": self.priority}
-        return {**super().to_dict(), **order}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +67,6 @@ class BackboneComponent(Component):
     """Train low-rank adapters (LoRA) or chosen parameters in place of the whole backbone, such as
     ``{rank: 8}`` or ``{rank: 0, train: ["*.bias"]}``; null: train all of it.
     """
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return ``{name: ..., **args}``, with ``lora`` if it is set."""
-        return {**super().to_dict(), **({} if self.lora is None else {"lora": plain(self.lora)})}
 
 
 class Section:
