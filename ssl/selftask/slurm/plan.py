@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from selftask.config.checks.grid import title
 from selftask.config.checks.locations import check_not_moved
-from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
+from selftask.config.checks.sbatch import DEFAULT_MINUTES, GPUS, minutes, option, show_minutes
 from selftask.config.compose import recipes
 from selftask.config.compose.recipes import is_recipe_file
 from selftask.config.compose.sweep import Point, expand_sweep, load_points
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from submitit.slurm.slurm import SlurmJob
 
 _MAX_DERIVED_CPUS = 8  # per rank; nodes may have fewer cores than this machine
-_GPUS = ("gpus", "gpus_per_node", "gpus_per_task", "gpus_per_socket")
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def derived_options(
     elif is_auto:
         workers = int(cpus_of_rank)
         notes.append(f"data.num_workers={workers}, one for each CPU of a rank")
-    asked = any(key in chosen_options for key in _GPUS)
+    asked = any(key in chosen_options for key in GPUS)
     asked = asked or "gpu" in str(chosen_options.get("gres"))  # else local disks and the like
     wanted = config.train.device == "cuda" or (
         config.train.device == "auto" and any(partition.gpus for partition in partitions)

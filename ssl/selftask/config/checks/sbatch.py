@@ -9,14 +9,8 @@ from typing import Any
 from selftask.errors import nearest
 from selftask.files.received import TEXTS
 
-SUBMITIT = {
-    "signal_delay_s": "seconds of warning before the time limit (120)",
-    "setup": "list of shell lines before srun",
-    "teardown": "list of shell lines after srun",
-    "srun_args": "list of srun's options",
-    "array_parallelism": "how many jobs of a sweep run at a time (256)",
-    "stderr_to_stdout": "one log file a task",
-}
+_LISTS = ("setup", "teardown", "srun_args")  # shell lines before and after srun, srun's options
+SUBMITIT = (*_LISTS, "signal_delay_s", "array_parallelism", "stderr_to_stdout")
 OURS = {
     "nodes": "launch.nodes",
     "ntasks": "launch.nodes and launch.processes",
@@ -47,20 +41,17 @@ _OPTIONS = """
 """
 OPTIONS = frozenset(_OPTIONS.split())
 DEFAULT_MINUTES = 60
-_LISTS = ("setup", "teardown", "srun_args")
 _COUNTS = (
     *("cpus_per_task", "cpus_per_gpu", "mincpus", "cores_per_socket", "sockets_per_node"),
     *("threads_per_core", "ntasks_per_core", "ntasks_per_gpu", "ntasks_per_socket"),
 )
 _WHOLE = (*_COUNTS, "signal_delay_s", "array_parallelism")
-_MEMORY = ("mem", "mem_per_cpu", "mem_per_gpu", "tmp")
-_GPUS = ("gpus", "gpus_per_node", "gpus_per_socket", "gpus_per_task")
+GPUS = ("gpus", "gpus_per_node", "gpus_per_socket", "gpus_per_task")
+_SIZE = re.compile(r"\d+([KMGT]B?)?", re.I), "megabytes, or as in 64G"
+_KINDS = re.compile(r"([^:,]+:)?[1-9]\d*(,([^:,]+:)?[1-9]\d*)*"), "a number, or as in a100:4"
 _SHAPES = {
-    **dict.fromkeys(_MEMORY, (re.compile(r"\d+([KMGT]B?)?", re.I), "megabytes, or as in 64G")),
-    **dict.fromkeys(
-        _GPUS,
-        (re.compile(r"([^:,]+:)?[1-9]\d*(,([^:,]+:)?[1-9]\d*)*"), "a number, or as in a100:4"),
-    ),
+    **dict.fromkeys(("mem", "mem_per_cpu", "mem_per_gpu", "tmp"), _SIZE),
+    **dict.fromkeys(GPUS, _KINDS),
 }  # formats that sbatch accepts
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
@@ -77,7 +68,7 @@ def sbatch_problems(slurm: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if name in OURS:
             yield key, f"{shown} is set by selftask; use {OURS[name]}"
         elif name not in OPTIONS and name not in SUBMITIT:
-            hint = nearest(name, OPTIONS | set(SUBMITIT))
+            hint = nearest(name, OPTIONS.union(SUBMITIT))
             yield key, f"{shown}: sbatch has no option --{name.replace('_', '-')}; {hint}"
         elif name in _LISTS and not TEXTS.accepts(value):
             yield key, f"{shown}={value!r}: expected a list of texts"
