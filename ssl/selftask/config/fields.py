@@ -55,13 +55,12 @@ def setting(
         tiny: Value for the tiny recipes of ``selftask check`` and of tests, or a function of the
             batch size that returns it.
     """
-    limits = {"min": min, "above": above, "below": below, "max": max}
-    metadata: dict[str, Any] = {k: limit for k, limit in limits.items() if limit is not None}
+    optional = {"min": min, "above": above, "below": below, "max": max}
+    optional |= {"of": of, "missing": missing, "tiny": tiny}
+    metadata: dict[str, Any] = {k: value for k, value in optional.items() if value is not None}
     metadata |= {"duration": duration, "budget": budget, "rising": rising}
     metadata |= {"path": path, "flat": flat, "nonempty": nonempty}
     metadata |= {"also": tuple(also), "shared": tuple(shared)}
-    optional = {"of": of, "missing": missing, "tiny": tiny}
-    metadata |= {k: value for k, value in optional.items() if value is not None}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -69,9 +68,8 @@ def setting(
 
 def has_default(field: dataclasses.Field[Any]) -> bool:
     """Return whether a field may be left out."""
-    return not (
-        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    )
+    missing = dataclasses.MISSING
+    return field.default is not missing or field.default_factory is not missing
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

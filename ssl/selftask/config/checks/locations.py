@@ -23,12 +23,14 @@ def location_problems(config: Config) -> Iterator[Problem]:
     try:
         if is_remote(config.out):
             addresses.manager(config.out)
-        elif not _is_utf8(config.out):
-            raise UserError(
-                f"{config.out}: this name is no UTF-8, and torch reads no checkpoint in such a "
-                "folder; give another name (if it looks right to you, LC_ALL is no UTF-8 locale)"
-            )
+        else:
+            config.out.encode()
         newest, resumed = uses_newest(config), goes_on(config)
+    except UnicodeEncodeError:  # bytes that are no UTF-8 are kept as lone surrogates
+        text = "this name is no UTF-8, and torch reads no checkpoint in such a folder; give another"
+        hint = "(if it looks right to you, LC_ALL is no UTF-8 locale)"
+        yield ("out",), f"out={config.out}: {text} name {hint}"
+        return
     except UserError as error:
         yield ("out",), f"out={error}"
         return
@@ -78,15 +80,6 @@ def check_not_moved(recipe: str, config: Config) -> None:
             f"copied, or named in another working folder; out={path.parent} resumes the run here, "
             f"out={config.out} trains there"
         )
-
-
-def _is_utf8(path: str) -> bool:
-    """Return False if the name of a file holds bytes that are no UTF-8, kept as lone surrogates."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _broken_rules(init: InitConfig) -> Iterator[Problem]:
