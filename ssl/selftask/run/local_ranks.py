@@ -13,10 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from selftask.checkpoint.mirror import upload_files
 from selftask.config.schema import Config
@@ -54,7 +54,7 @@ def start(config: Config, command: list[str]) -> int:
         code = ranks.wait()
         after = status.read()
         state = after.get("state") if after != before else None
-        if code == 0 or ranks.asked_to_stop is not None or state in _ENDED_WELL:
+        if code == 0 or ranks.stopped_by is not None or state in _ENDED_WELL:
             return code
         # A UserError is already reported; on a restart the status still says that it begins.
         mistake = state is None and code == 2 and attempt == 1
@@ -83,11 +83,54 @@ def _saved(config: Config) -> set[tuple[Path, int]]:
 _ENDED_WELL = ("finished", "interrupted", "requeued")
 
 
-class Ranks:
+class Children:
+    """Child processes, to which stop signals are passed on."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.stopped_by: int | None = None  # the last stop signal
+        heeded = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
+        self._previous = {number: signal.signal(number, self._pass_on) for number in heeded}
+
+    def start(
+        self, command: list[str], environments: Sequence[dict[str, str] | None], **options: Any
+    ) -> None:
+        """Start a process of ``command`` in each environment; ``options`` are those of Popen."""
+        started = [
+            # preexec_fn is safe: this process has no threads
+            subprocess.Popen(command, env=environment, preexec_fn=end_with(), **options)
+            for environment in environments
+        ]
+        self.processes += started
+        if self.stopped_by is not None:  # before all were started
+            self._send(self.stopped_by, started)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.stopped_by = number
+        self._send(number, self.processes)
+
+    def _send(self, number: int, processes: list[subprocess.Popen[bytes]]) -> None:
+        if not is_from_terminal(number):  # which has sent it to the children as well
+            for process in processes:
+                process.send_signal(number)
+
+    def end(self) -> None:
+        """Kill the processes that still run, and handle signals as before."""
+        self.kill()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+class Ranks(Children):
     """The processes of a run on this machine."""
 
     def __init__(self, command: list[str], count: int) -> None:
-        self.asked_to_stop: int | None = None  # the signal that asked
+        super().__init__()
         self.first_failed: int | None = None
         self.kills = OutOfMemoryKills()
         shared = {
@@ -99,26 +142,8 @@ class Ranks:
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             # By default torch prints a C++ stack for each connection that a dying rank breaks.
         }
-        heeded = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
-        self.previous = {number: signal.signal(number, self._hand_on) for number in heeded}
-        self.processes = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                preexec_fn=end_with(),  # safe: this process has no threads
-            )
-            for rank in range(count)
-        ]
-        if self.asked_to_stop is not None:  # before all ranks were started
-            self._hand_on(self.asked_to_stop, None)
-
-    def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        self.asked_to_stop = number
-        if is_from_terminal(number):  # to the ranks as well
-            return
-        for process in getattr(self, "processes", []):
-            with suppress(ProcessLookupError):
-                process.send_signal(number)
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        self.start(command, [{**os.environ, **shared, **rank} for rank in ranks])
 
     def wait(self) -> int:
         """Wait for all ranks; kill those that are still running ``GRACE_S`` after a failure.
@@ -134,23 +159,14 @@ class Ranks:
                     self.first_failed = failed[0]
                     deadline = time.monotonic() + GRACE_S
                 if deadline is not None and time.monotonic() > deadline:
-                    self._kill()
+                    self.kill()
                 time.sleep(0.1)
         finally:
-            self._kill()
-            for number, handler in self.previous.items():
-                signal.signal(number, handler)
+            self.end()
         codes = [process.returncode for process in self.processes]
         if self.first_failed is None:
             self.first_failed = next((rank for rank, code in enumerate(codes) if code), None)
-        code = codes[self.first_failed or 0]
-        return 128 - code if code < 0 else code
-
-    def _kill(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        return shell_code(codes[self.first_failed or 0])
 
     def describe_failure(self) -> str:
         """Return how the first failed rank ended, with advice if memory ran out."""
@@ -208,6 +224,11 @@ def own_command(argv: list[str]) -> list[str]:
     if sys.argv[1:2] == ["train"]:
         started = sys.orig_argv[1 : 1 - len(sys.argv)]
     return [sys.executable, *started, "train", *argv]
+
+
+def shell_code(returncode: int) -> int:
+    """Return the exit code of a process as a shell reports it: 128 + N after signal N."""
+    return 128 - returncode if returncode < 0 else returncode
 
 
 def is_from_terminal(number: int) -> bool:

@@ -11,23 +11,21 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from selftask.config.compose.sweep import Point, load_points
 from selftask.config.load import load_config
 from selftask.config.schema import Config
 from selftask.config.values.auto_values import cores
-from selftask.distributed.world import STOP_SIGNALS, is_ignored, read_world
+from selftask.distributed.world import read_world
 from selftask.errors import UserError
 from selftask.files.addresses import is_remote
 from selftask.logs import announce
+from selftask.logs.tails import last_line
 from selftask.report.overview.run_line import read_line
 from selftask.report.overview.table import columns_of, text_table
-from selftask.run.local_ranks import end_with, is_from_terminal, own_command
+from selftask.run.local_ranks import Children, own_command, shell_code
 
 
 @dataclass
@@ -38,7 +36,6 @@ class Run:
     out: Path
     command: list[str]
     processes: int  # its ranks
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
 
 def train_sweep(recipe: str, points: Sequence[Point]) -> int:
@@ -90,7 +87,7 @@ def _own(out: Path, config: Config, at_once: int) -> list[str]:
     return words
 
 
-class Sweep:
+class Sweep(Children):
     """Runner of a sweep: starts runs in order, at most ``at_once`` at a time.
 
     If runs are trained one at a time, they print to this terminal. Otherwise their output is only
@@ -99,62 +96,47 @@ class Sweep:
     """
 
     def __init__(self, runs: Sequence[Run], at_once: int) -> None:
+        super().__init__()
         self.runs, self.at_once = runs, at_once
-        self.slots: list[Run | None] = [None] * at_once  # the active runs
-        self.stopped = False
 
     def wait(self) -> int:
         """Train all runs; return 0, or the exit code of the first run that is not finished."""
-        heeded = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not is_ignored(n)]
-        before = {number: signal.signal(number, self._pass_on) for number in heeded}
-        waiting = list(self.runs)
-        codes: dict[str, int] = {}
+        running: dict[int, int] = {}  # index of the run, and of its process, in each slot
         try:
-            while any(self.slots) or (waiting and not self.stopped):
-                for slot, run in enumerate(self.slots):
-                    if run is None and waiting and not self.stopped:
-                        self.slots[slot] = self._start(waiting.pop(0), slot)
-                    elif run is not None and _poll(run) is not None:
-                        self.slots[slot] = None
-                        codes[run.name] = _exit_code(run)
-                        self._report(run)
+            while running or self._waits():
+                for slot in range(self.at_once):
+                    if slot not in running and self._waits():
+                        running[slot] = len(self.processes)
+                        self._start_next(slot)
+                    elif slot in running and self.processes[running[slot]].poll() is not None:
+                        self._report(running.pop(slot))
                 time.sleep(0.05)
         finally:
-            for run in filter(None, self.slots):
-                assert run.process is not None
-                run.process.kill()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        failed = [codes.get(run.name, 128 + signal.SIGTERM) for run in self.runs]
-        return next((code for code in failed if code), 0)
+            self.end()
+        codes = [shell_code(process.returncode) for process in self.processes]
+        if len(codes) < len(self.runs):  # stopped
+            codes.append(128 + signal.SIGTERM)
+        return next(filter(None, codes), 0)
 
-    def _start(self, run: Run, slot: int) -> Run:
+    def _waits(self) -> bool:
+        """Return whether another run is to be started."""
+        return self.stopped_by is None and len(self.processes) < len(self.runs)
+
+    def _start_next(self, slot: int) -> None:
+        run = self.runs[len(self.processes)]
         run.out.mkdir(parents=True, exist_ok=True)
-        quiet: Any = subprocess.DEVNULL if self.at_once > 1 else None
-        gpus = _share(_visible_gpus(), slot, run.processes) if self.at_once > 1 else ()
         announce(f"sweep: {run.name} starts")
-        run.process = subprocess.Popen(
-            run.command,
-            stdout=quiet,
-            stderr=quiet,
-            stdin=subprocess.DEVNULL,
-            preexec_fn=end_with(),
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None,
-        )
-        return run
+        quiet = subprocess.DEVNULL if self.at_once > 1 else None
+        gpus = _share(_visible_gpus(), slot, run.processes) if self.at_once > 1 else ()
+        chosen = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else None
+        self.start(run.command, [chosen], stdout=quiet, stderr=quiet, stdin=subprocess.DEVNULL)
 
-    def _report(self, run: Run) -> None:
+    def _report(self, index: int) -> None:
+        """Log how a run of several has ended: the last line of its log."""
         if self.at_once > 1:
-            announce(f"sweep: {run.name}: {_last_line(run)}")
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = True
-        if is_from_terminal(number):  # to the runs as well
-            return
-        for run in self.runs:
-            if run.process is not None and run.process.poll() is None:
-                with suppress(ProcessLookupError):
-                    run.process.send_signal(number)
+            run, code = self.runs[index], shell_code(self.processes[index].returncode)
+            last = last_line(run.out / "log.txt") or f"exit code {code}, and no log"
+            announce(f"sweep: {run.name}: {last}")
 
 
 def _visible_gpus() -> list[str]:
@@ -170,21 +152,6 @@ def _share(gpus: Sequence[str], slot: int, processes: int) -> Sequence[str]:
     shares = max(1, len(gpus) // processes)
     first = slot % shares * processes
     return gpus[first : first + processes] if shares > 1 else gpus
-
-
-def _poll(run: Run) -> int | None:
-    return run.process.poll() if run.process is not None else None
-
-
-def _exit_code(run: Run) -> int:
-    code = _poll(run) or 0
-    return 128 - code if code < 0 else code
-
-
-def _last_line(run: Run) -> str:
-    log = run.out / "log.txt"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    return lines[-1] if lines else f"exit code {_exit_code(run)}, and no log"
 
 
 def _table(runs: Sequence[Run]) -> list[str]:
