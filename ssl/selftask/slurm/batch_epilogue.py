@@ -8,25 +8,26 @@ job is requeued up to ``launch.max_requeues`` times. After other failures it is 
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from submitit.core import utils as submitit_files
 
 from selftask.config.schema import LaunchConfig
 from selftask.distributed.world import slurm_attempt
-from selftask.logs import write_json
+from selftask.logs import read_json, write_json
 from selftask.logs.events import add_event
 from selftask.logs.lines import add_line
 from selftask.run.early_errors import find_early_error
 from selftask.run.run_folder import is_held
 from selftask.run.slurm_job import Job, current_job, job_name, requeue, requeues
+
+if TYPE_CHECKING:
+    from selftask.slurm.job import Submission
 
 MARK = "selftask: attempt "  # the batch script writes it to the log before each srun
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
@@ -51,7 +52,7 @@ def after(code: int, folder: Path, job: Job | None) -> int:
     name = job_name() or "unknown"
     paths = submitit_files.JobPaths(folder, job_id=name)
     delayed = submitit_files.DelayedSubmission.load(paths.submitted_pickle)
-    submission = cast(Submitted, delayed.function)
+    submission = cast("Submission", delayed.function)
     record = Record(Path(submission.out), slurm_attempt())
     if code == 0 or record.state not in _UNTOLD or is_held(record.out):
         return code  # if another run holds the folder, the ranks have reported it
@@ -113,19 +114,12 @@ def _has_user_error(paths: submitit_files.JobPaths) -> bool:
     return any(f"{USER_ERROR}: " in str(text).partition(ENDED)[2][:4] for _, text in texts)
 
 
-class Submitted(Protocol):
-    """The part of ``slurm.job.Submission`` that is used here."""
-
-    out: str
-    config: dict[str, Any]
-
-
 class Record:
     """Status, log and failure count of a run, edited from outside the run."""
 
     def __init__(self, out: Path, attempt: str) -> None:
         self.out = out
-        self.content: dict[str, Any] = _read(out / "status.json")
+        self.content: dict[str, Any] = read_json(out / "status.json")
         self.attempt = attempt
         fresh = self.content.get("attempt") == self.attempt
         self.state = self.content.get("state") if fresh else None  # None: from an earlier attempt
@@ -156,11 +150,11 @@ class Record:
 
     def failures(self, job: str) -> int:
         """Return the number of restarts of a job after failures."""
-        return int(_read(self._failures).get(job, 0))
+        return int(read_json(self._failures).get(job, 0))
 
     def count_failure(self, job: str) -> None:
         self._failures.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._failures, {**_read(self._failures), job: self.failures(job) + 1})
+        write_json(self._failures, {**read_json(self._failures), job: self.failures(job) + 1})
 
     @property
     def _failures(self) -> Path:
@@ -210,12 +204,6 @@ def _write_missing_results(paths: submitit_files.JobPaths, ranks: int, cause: st
         if not path.exists():
             with submitit_files.temporary_save_path(path) as temporary:
                 submitit_files.cloudpickle_dump(("error", f"RUN FAILED: {cause}"), temporary)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        return json.loads(path.read_text(encoding="utf-8"))
-    return {}
 
 
 if __name__ == "__main__":
