@@ -8,18 +8,16 @@ more while the number of ranks changes from 2 to 1 and back between checkpoints.
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -27,6 +25,7 @@ from selftask.config.run_length import RunLength
 from selftask.config.schema import Config
 from selftask.equivalence.compare import Record, Row, compare, compare_resume, merge
 from selftask.equivalence.durations import not_reached
+from selftask.equivalence.on_ranks import run_processes
 from selftask.equivalence.worker import Leg, work
 from selftask.errors import RunError, UserError, describe_exit
 from selftask.registry import BACKBONES
@@ -75,7 +74,7 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
     resumed = _legs_of_a_resume(steps) if steps >= 3 and 2 in sizes else []
     with tempfile.TemporaryDirectory(prefix="selftask-check-") as name:
         folder = Path(name)
-        _run_processes(max(sizes), [*legs, *resumed], config, folder)
+        _run_legs(max(sizes), [*legs, *resumed], config, folder)
         runs = {leg.name: _read(folder, leg) for leg in (*legs, *resumed)}
     one = merge(runs["ranks1"])
     rows = [row for leg in legs[1:] for row in compare(one, runs[leg.name], str(leg.size))]
@@ -112,7 +111,7 @@ def _legs_of_a_resume(steps: int) -> list[Leg]:
 # -- processes ---------------------------------------------------------------------------------
 
 
-def _run_processes(number: int, legs: list[Leg], config: Config, folder: Path) -> None:
+def _run_legs(number: int, legs: list[Leg], config: Config, folder: Path) -> None:
     """Run all legs on ``number`` processes; a leg of W ranks uses the first W of them."""
     context = multiprocessing.get_context("forkserver")
     _start_server(config)
@@ -120,14 +119,7 @@ def _run_processes(number: int, legs: list[Leg], config: Config, folder: Path) -
         context.Process(target=work, args=(rank, legs, config, folder), daemon=True)
         for rank in range(number)
     ]
-    for process in processes:
-        process.start()
-    try:
-        codes = _wait(processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    codes = run_processes(processes, grace_s=_GRACE_S)
     failed = [_failure(folder, rank, code) for rank, code in enumerate(codes) if code]
     if failed:
         _raise(sorted(failed, key=lambda failure: failure["time"]))
@@ -140,27 +132,8 @@ def _start_server(config: Config) -> None:
     """
     library = getattr(BACKBONES[config.backbone.name], "library", None)
     multiprocessing.set_forkserver_preload([*_PRELOADED, *([library] if library else [])])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    try:
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-
-
-def _wait(processes: Sequence[Any]) -> list[int | None]:
-    """Wait for all processes, at most ``_GRACE_S`` after a failure; return their exit codes."""
-    running, until = list(processes), math.inf
-    while running and time.monotonic() < until:
-        remaining = None if until == math.inf else until - time.monotonic()
-        wait([process.sentinel for process in running], remaining)
-        if any(process.exitcode for process in running):
-            until = min(until, time.monotonic() + _GRACE_S)
-        running = [process for process in running if process.exitcode is None]
-    return [process.exitcode for process in processes]
 
 
 def _failure(folder: Path, rank: int, code: int) -> dict[str, Any]:

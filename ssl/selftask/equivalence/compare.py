@@ -40,21 +40,23 @@ def merge(records: list[Record]) -> Record:
     Samples and inputs are concatenated in rank order, and terms of the loss are averaged. All other
     quantities are kept for each rank, since every rank has to agree with one rank.
     """
-    merged: Record = {"samples": [], "inputs": [], "terms": []}
-    for batches in zip(*(r["samples"] for r in records), strict=True):
-        merged["samples"].append({"index": [torch.cat(batches)]})
-    for inputs in zip(*(r["inputs"] for r in records), strict=True):
-        merged["inputs"].append({k: [torch.cat([i[k] for i in inputs])] for k in inputs[0]})
-    for terms in zip(*(r["terms"] for r in records), strict=True):
-        merged["terms"].append(
-            {k: [sum((t[k] for t in terms), start=torch.zeros(())) / len(terms)] for k in terms[0]}
-        )
-    for losses in zip(*(r["loss"] for r in records), strict=True):
-        merged.setdefault("loss", []).append({"": list(losses)})
-    for quantity in ("gradients", "method"):
-        for of_ranks in zip(*(r[quantity] for r in records), strict=True):
-            merged.setdefault(quantity, []).append(_by_name(of_ranks))
-    return merged | {part: _by_name([record[part] for record in records]) for part in _FINAL}
+
+    def by_step(quantity: str) -> list[tuple[Any, ...]]:
+        """Return the values of all ranks for each step."""
+        return list(zip(*(record[quantity] for record in records), strict=True))
+
+    def mean(name: str, terms: Sequence[dict[str, Tensor]]) -> Tensor:
+        return sum((of_rank[name] for of_rank in terms), start=torch.zeros(())) / len(terms)
+
+    inputs, terms = by_step("inputs"), by_step("terms")
+    return {
+        "samples": [{"index": [torch.cat(of_ranks)]} for of_ranks in by_step("samples")],
+        "inputs": [{k: [torch.cat([i[k] for i in step])] for k in step[0]} for step in inputs],
+        "terms": [{name: [mean(name, step)] for name in step[0]} for step in terms],
+        "loss": [{"": list(of_ranks)} for of_ranks in by_step("loss")],
+        **{name: [_by_name(step) for step in by_step(name)] for name in ("gradients", "method")},
+        **{part: _by_name([record[part] for record in records]) for part in _FINAL},
+    }
 
 
 def _by_name(of_ranks: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -73,7 +75,7 @@ def compare(one: Record, records: list[Record], ranks: str) -> Iterator[Row]:
     """
     many = merge(records)
     for quantity in _STEPWISE:
-        yield _compare_steps(quantity, one.get(quantity, []), many.get(quantity, []), ranks)
+        yield _compare_steps(quantity, one[quantity], many[quantity], ranks)
     for part in _FINAL:
         yield Row(part, ranks, *_largest(one[part], many[part]))
 

@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import multiprocessing
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -53,15 +54,7 @@ def on_ranks(
         folder = Path(name)
         work = (world_size, folder, function, args, timeout_s, backend)
         ranks = [context.Process(target=_run, args=(rank, *work)) for rank in range(world_size)]
-        for process in ranks:
-            process.start()
-        try:
-            _wait(ranks, _START_S + timeout_s)
-            codes = [process.exitcode for process in ranks]  # None: still runs
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
+        codes = run_processes(ranks, limit_s=_START_S + timeout_s)
         problems = [
             f"rank {rank} of {world_size} {problem}"
             for rank, code in enumerate(codes)
@@ -75,13 +68,31 @@ def on_ranks(
         return [torch.load(path, weights_only=False) for path in paths]  # of our own processes
 
 
-def _wait(ranks: list[Any], limit_s: float) -> None:
-    """Wait until all ranks have ended, one has failed, or ``limit_s`` seconds have passed."""
-    deadline = time.monotonic() + limit_s
-    while running := [process for process in ranks if process.is_alive()]:
-        if any(process.exitcode for process in ranks) or time.monotonic() > deadline:
-            return
-        wait([process.sentinel for process in running], timeout=1.0)
+def run_processes(
+    processes: Sequence[Any], *, limit_s: float = math.inf, grace_s: float = 0.0
+) -> list[int | None]:
+    """Start processes and wait for them; return their exit codes, None for one that still ran.
+
+    Args:
+        processes: Processes of ``multiprocessing`` that have not been started.
+        limit_s: Time after which those that still run are killed, in seconds.
+        grace_s: Time after the first failure in which others may end, in seconds.
+    """
+    for process in processes:
+        process.start()
+    until = time.monotonic() + limit_s
+    try:
+        running = list(processes)
+        while running and (remaining := until - time.monotonic()) > 0:
+            wait([p.sentinel for p in running], None if remaining == math.inf else remaining)
+            running = [process for process in running if process.exitcode is None]
+            if any(process.exitcode for process in processes):
+                until = min(until, time.monotonic() + grace_s)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _problem(written: Path, code: int | None, timeout_s: float) -> str:

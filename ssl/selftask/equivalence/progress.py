@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from selftask.config.compose.provenance import show_path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def _noting(compare: Callable[[int, Any], bool]) -> Any:
+    """Return a comparison that is noted before it is made."""
+
+    def noted(steps: WatchedSteps, other: Any) -> bool:
+        steps._note(other)
+        return compare(steps, other)
+
+    return noted
 
 
 class WatchedSteps(int):
@@ -32,24 +43,9 @@ class WatchedSteps(int):
         line = f"{show_path(path)}:{frame.f_lineno}"
         self.asked[line] = max(other, self.asked.get(line, 0))
 
-    def __lt__(self, other: Any) -> bool:
-        self._note(other)
-        return super().__lt__(other)
-
-    def __le__(self, other: Any) -> bool:
-        self._note(other)
-        return super().__le__(other)
-
-    def __gt__(self, other: Any) -> bool:
-        self._note(other)
-        return super().__gt__(other)
-
-    def __ge__(self, other: Any) -> bool:
-        self._note(other)
-        return super().__ge__(other)
-
-    def __eq__(self, other: object) -> bool:
-        self._note(other)
-        return super().__eq__(other)
-
+    __lt__ = _noting(int.__lt__)
+    __le__ = _noting(int.__le__)
+    __gt__ = _noting(int.__gt__)
+    __ge__ = _noting(int.__ge__)
+    __eq__ = _noting(int.__eq__)
     __hash__ = int.__hash__

@@ -15,6 +15,7 @@ import numpy as np
 
 from selftask.config.checks.components import component_problems
 from selftask.config.checks.requirements import required
+from selftask.config.checks.views import normalizes
 from selftask.config.config_class import config_class
 from selftask.config.schema import (
     DEFAULT_HOOKS,
@@ -27,7 +28,7 @@ from selftask.config.schema import (
 from selftask.config.schema.component import BackboneComponent
 from selftask.data.source import ExtraKind, Source
 from selftask.errors import ConfigError
-from selftask.registry import BACKBONES, METHODS, TRANSFORMS
+from selftask.registry import BACKBONES, METHODS
 
 IMAGE_SIZE = 32  # pixels
 STEPS_PER_EPOCH = 2  # a few steps then include the end of an epoch
@@ -137,9 +138,8 @@ class Images(Source):
 
 def _channels(config: Config) -> int:
     """Return the number of channels from the normalization, without opening the data."""
-    lists = [*(view.transforms for view in config.views.values()), config.eval.transforms]
-    every = [transform for transforms in lists for transform in transforms]
-    last = [t.args for t in every if TRANSFORMS.declared(t.name, "normalizes", False)]
+    every = [transform for transforms in config.pipelines.values() for transform in transforms]
+    last = [transform.args for transform in every if normalizes(transform.name)]
     return next((len(args["mean"]) for args in last if args.get("mean")), 3)
 
 

@@ -30,22 +30,16 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 @contextmanager
-def batch_norm_replaced(wanted: bool = True) -> Iterator[list[str]]:
+def batch_norm_replaced() -> Iterator[list[str]]:
     """Context in which modules are built with GroupNorm(1) instead of BatchNorm.
 
     Replacement happens during construction, since teachers copy networks and optimizers hold
     parameters.
 
-    Args:
-        wanted: If False, the context has no effect.
-
     Yields:
         A list of the names of replaced modules, which grows as modules are built.
     """
     replaced: list[str] = []
-    if not wanted:
-        yield replaced
-        return
 
     def without(parent: nn.Module, name: str, child: nn.Module | None) -> nn.Module | None:
         if type(child) not in _BATCH_NORMS:

@@ -7,7 +7,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ from selftask.config.compose.provenance import show_path
 from selftask.config.extensions import import_entry_points, import_extensions
 from selftask.config.schema import Config
 from selftask.equivalence.trace import RecordedTask, batch_norm_replaced
-from selftask.errors import UserError
+from selftask.errors import UserError, message_of
 
 TIMEOUT_S = 60.0  # for a collective
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC", "SLURM_", "MASTER")
@@ -80,9 +80,8 @@ def _describe(error: BaseException) -> dict[str, Any]:
     installed = ("site-packages", "dist-packages", str(Path(traceback.__file__).parent), "<frozen")
     user_frames = [f for f in frames if not any(part in f.filename for part in (ours, *installed))]
     last = (user_frames or list(frames))[-1]
-    message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     return {
-        "message": message,
+        "message": message_of(error),
         "is_user_error": isinstance(error, UserError),
         "frame": f"{show_path(Path(last.filename))}:{last.lineno} in {last.name}: {last.line}",
     }
@@ -125,7 +124,8 @@ def _meet(rank: int, leg: Leg, folder: Path) -> None:
 def _run(leg: Leg, config: Config, folder: Path) -> dict[str, Any]:
     """Train up to ``leg.stop`` and return the record."""
     config = replace(config, out=str(folder / leg.out))
-    with batch_norm_replaced(config.parallel.sync_batch_norm == "none") as replaced:
+    is_synced = config.parallel.sync_batch_norm != "none"
+    with nullcontext([]) if is_synced else batch_norm_replaced() as replaced:
         task = RecordedTask(config)
         task.prepare()
     try:
