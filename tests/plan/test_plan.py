@@ -60,13 +60,13 @@ def test_arithmetic_is_that_of_the_run(two_ranks: Plan) -> None:
 def test_gradients_travel_in_a_ring(two_ranks: Plan) -> None:
     """2 (n - 1) / n of the trained parameters in float32; n = 2."""
     trained = sum(part.trained for part in two_ranks.parts)
-    assert two_ranks.traffic.of["gradients (all-reduce)"] == 4 * trained
+    assert two_ranks.traffic["gradients (all-reduce)"] == 4 * trained
     # two views of 128 x 128 float32, sent to one other rank
-    gathered = two_ranks.traffic.of["loss and statistics (all-gather)"]
+    gathered = two_ranks.traffic["loss and statistics (all-gather)"]
     assert gathered == 2 * 128 * 128 * 4
     # its gradient: of the gathered 2 * 256 * 128, the other rank's half
-    assert two_ranks.traffic.of["loss and statistics (reduce-scatter)"] == 2 * 128 * 128 * 4
-    assert two_ranks.traffic.of["loss and statistics (all-reduce)"] == 4, "the logged loss alone"
+    assert two_ranks.traffic["loss and statistics (reduce-scatter)"] == 2 * 128 * 128 * 4
+    assert two_ranks.traffic["loss and statistics (all-reduce)"] == 4, "the logged loss alone"
 
 
 def test_fixed_memory_is_four_times_the_weights(two_ranks: Plan) -> None:
@@ -88,7 +88,7 @@ def test_synchronized_batch_norm_keeps_as_much_as_batch_norm(two_ranks: Plan) ->
     network = build_backbone(load_config("simclr", []).backbone)
     norms = [part for part in network.modules() if isinstance(part, nn.BatchNorm2d)]
     widths = [*(norm.num_features for norm in norms), 128, 128]  # the last two in the head
-    sent = {key: synced.traffic.of[key] - two_ranks.traffic.of[key] for key in synced.traffic.of}
+    sent = {key: synced.traffic[key] - two_ranks.traffic[key] for key in synced.traffic}
     assert sent["loss and statistics (all-gather)"] == 4 * sum(2 * c + 1 for c in widths)
     assert sent["loss and statistics (all-reduce)"] == 4 * 2 * sum(widths)
 
@@ -103,7 +103,7 @@ def test_fsdp_divides_what_is_kept() -> None:
         assert sharded.memory.of[kind] == pytest.approx(whole[kind] / 4, rel=0.02)
     assert sharded.memory.largest_gather > 0
     passes = 2  # forward and backward
-    gathered = sharded.traffic.of["parameters (all-gather)"]
+    gathered = sharded.traffic["parameters (all-gather)"]
     network = sum(p.trained + p.frozen for p in sharded.parts)
     assert gathered == pytest.approx(passes * 4 * network * 3 / 4, rel=0.02)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from selftask.config.values.budget import parse_budget
@@ -69,14 +70,6 @@ def _count(text: str) -> int:
     return round(_quantity(text, _COUNT_UNITS))
 
 
-def _seconds(text: str) -> float:
-    return _quantity(text, _TIME_UNITS)
-
-
-def _number(text: str) -> float:
-    return _quantity(text, {"": 1})
-
-
 def _quantity(text: str, units: Mapping[str, float]) -> float:
     """Return a number above 0 times its unit; raise ValueError for another text."""
     match = _NUMBER.fullmatch(text)
@@ -98,8 +91,11 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "classes": (_count, "a number of classes, such as 1000"),
     "channels": (_count, "a number of channels, such as 3"),
     "memory": (_bytes, "the memory of a device, such as 80GB or 24GiB"),
-    "mtbf": (_seconds, "a time with its unit, such as 24h, 90min or 30d"),
+    "mtbf": (
+        partial(_quantity, units=_TIME_UNITS),
+        "a time with its unit, such as 24h, 90min or 30d",
+    ),
     "write_speed": (_bytes, "bytes a second, such as 2GB or 500MB"),
     "images_per_s": (_count, "images a second of all ranks, such as 1200 or 12k"),
-    "price_per_hour": (_number, "a price above 0, such as 2.50"),
+    "price_per_hour": (partial(_quantity, units={"": 1}), "a price above 0, such as 2.50"),
 }

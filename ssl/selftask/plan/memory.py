@@ -54,7 +54,8 @@ def rank_memory(config: Config, task: FakeTask, cost: StepCost) -> RankMemory:
     if config.parallel.reduce == "fsdp" and config.launch.world_size > 1:
         return _sharded(config, task, cost)
     kinds = dict(cost.at_peak)
-    kinds[AVERAGES] = _averages(config) * _bytes(task)
+    weights = FULL * sum(p.numel() for p in task.base_model.parameters())
+    kinds[AVERAGES] = _averages(config) * weights
     if config.launch.world_size > 1 and config.parallel.grad_compression != "none":
         kinds[BUCKETS] = HALF * sum(p.numel() for p in task.trained_parameters)
     return RankMemory(_in_order(kinds))
@@ -110,10 +111,5 @@ def _averages(config: Config) -> int:
     )
 
 
-def _bytes(task: FakeTask) -> int:
-    return FULL * sum(p.numel() for p in task.base_model.parameters())
-
-
 def _in_order(sizes: dict[str, int]) -> dict[str, int]:
-    ordered = {kind: sizes[kind] for kind in _ORDER if sizes.get(kind)}
-    return ordered | {kind: size for kind, size in sizes.items() if size and kind not in ordered}
+    return {kind: sizes[kind] for kind in _ORDER if sizes.get(kind)}

@@ -18,7 +18,7 @@ from selftask.plan.measure import measure
 from selftask.plan.memory import RankMemory, rank_memory
 from selftask.plan.model import Part, parts_of
 from selftask.plan.simulation import StepCost, fake_task, simulate
-from selftask.plan.traffic import Traffic, traffic
+from selftask.plan.traffic import traffic
 from selftask.task.numerics import settle_precision
 
 
@@ -34,7 +34,7 @@ class Plan:
         parts: Number of parameters by part.
         step: Cost of the simulated step.
         memory: Memory of one rank.
-        traffic: Bytes that one rank sends in a step.
+        traffic: Bytes that one rank sends in a step, by purpose.
         checkpoints: Size and best interval of checkpoints.
     """
 
@@ -45,7 +45,7 @@ class Plan:
     parts: list[Part]
     step: StepCost
     memory: RankMemory
-    traffic: Traffic
+    traffic: dict[str, int]
     checkpoints: CheckpointPlan
 
     @property
@@ -93,7 +93,7 @@ class Plan:
             "memory_on_host": self.memory.on_host,
             "largest_all_gather": self.memory.largest_gather,
             "fits": None if self.given.memory is None else self.memory.fits(self.given.memory),
-            "sent_in_a_step": {**self.traffic.of, "total": self.traffic.total},
+            "sent_in_a_step": {**self.traffic, "total": sum(self.traffic.values())},
             "checkpoint": dataclasses.asdict(self.checkpoints),
             "seconds": self.seconds,
             "price": self.price,

@@ -118,7 +118,8 @@ def _watch(task: FakeTask, tracker: StepTracker) -> list[RemovableHandle]:
 
     weights = [*task.base_model.parameters(), *task.loss.parameters()]
     tracker.own(GRADIENTS, [gradient for gradient in kept.values() if gradient is not None])
-    tracker.own(TEACHER, [tensor for network in task.teachers for tensor in _state(network)])
+    for teacher in task.teachers:
+        tracker.own(TEACHER, [*teacher.parameters(), *teacher.buffers()])
     tracker.own(WEIGHTS, weights)
     tracker.watch_casts(weights)
     tracker.own(MEMORY, [*task.base_model.buffers(), *task.loss.buffers()])
@@ -139,8 +140,3 @@ class _Passes:
     def _count(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
             self.number += 1
-
-
-def _state(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

@@ -52,9 +52,9 @@ def lines(plan: Plan) -> list[str]:
 
 def duration(seconds: float) -> str:
     """Format a time: ``35 s``, ``12.5 min``, ``7.3 h``, ``4.1 days``."""
-    for size, unit in ((2 * 86_400, "days"), (3600, "h"), (120, "min")):
-        if seconds >= size:
-            return f"{seconds / {'days': 86_400, 'h': 3600, 'min': 60}[unit]:.1f} {unit}"
+    for least, size, unit in ((172_800, 86_400, "days"), (3600, 3600, "h"), (120, 60, "min")):
+        if seconds >= least:
+            return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.3g} s"
 
 
@@ -118,11 +118,10 @@ def _verdict(plan: Plan) -> str:
 
 
 def _traffic(plan: Plan) -> Rows:
-    sent = plan.traffic
-    for name, size in sent.of.items():
+    for name, size in plan.traffic.items():
         yield name, show_bytes(size)
-    if len(sent.of) > 1:
-        yield "together", f"{show_bytes(sent.total)} sent, as many received"
+    if len(plan.traffic) > 1:
+        yield "together", f"{show_bytes(sum(plan.traffic.values()))} sent, as many received"
 
 
 def _checkpoints(plan: Plan) -> Rows:

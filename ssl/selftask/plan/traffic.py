@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from selftask.config.schema import Config
 from selftask.plan.fake_task import FakeTask
 from selftask.plan.sharding import FULL, HALF, shard_size, units_of
 from selftask.plan.simulation import StepCost
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that a rank sends in a step, by purpose; it receives the same number.
+def traffic(config: Config, task: FakeTask, cost: StepCost) -> dict[str, int]:
+    """Return the bytes that a rank sends in a step, by purpose; it receives the same number.
 
     Ring algorithms are assumed: for N bytes on W ranks, an all-reduce sends 2 N (W - 1) / W bytes,
     an all-gather or a reduce-scatter N (W - 1) / W.
-    """
-
-    of: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.of.values())
-
-
-def traffic(config: Config, task: FakeTask, cost: StepCost) -> Traffic:
-    """Return the bytes that a rank sends in a step.
-
     Args:
         config: Config of the run, which selects the reduction; ``task.config`` is simplified.
         task: The fake task.
@@ -35,7 +20,7 @@ def traffic(config: Config, task: FakeTask, cost: StepCost) -> Traffic:
     """
     ranks = config.launch.world_size
     if ranks == 1:
-        return Traffic({})
+        return {}
     sent = _sharded(config, task, cost) if config.parallel.reduce == "fsdp" else {}
     inside = set(task.base_model.parameters()) if sent else set()
     item = FULL if config.parallel.grad_compression == "none" or sent else HALF
@@ -44,7 +29,7 @@ def traffic(config: Config, task: FakeTask, cost: StepCost) -> Traffic:
     batches = config.train.accumulate / task.config.train.accumulate
     for name, size in cost.sent.items():
         sent[f"loss and statistics ({name.replace('_', '-')})"] = round(size * batches)
-    return Traffic({name: size for name, size in sent.items() if size})
+    return {name: size for name, size in sent.items() if size}
 
 
 def _sharded(config: Config, task: FakeTask, cost: StepCost) -> dict[str, int]:
