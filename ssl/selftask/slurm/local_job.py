@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from submitit import DebugExecutor, LocalExecutor
 
@@ -83,18 +84,17 @@ def _environment_of(submission: Submission, folder: Path) -> Iterator[None]:
     module search path, and modules of the user's folder must not shadow others. (Python 3.10 has no
     option against it.) The submission itself returns to the user's folder.
     """
-    before, cwd = dict(os.environ), os.getcwd()
-    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    paths = [*python_path(), *(paths if os.environ.get("PYTHONPATH") else [])]
-    os.environ |= {"SUBMITIT_PREEMPT_SIGNAL": WARNING, OUT: submission.out}
-    os.environ |= {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+    cwd = os.getcwd()
+    given = os.environ.get("PYTHONPATH")
+    paths = [*python_path(), *map(os.path.abspath, given.split(os.pathsep) if given else ())]
+    environment = {"SUBMITIT_PREEMPT_SIGNAL": WARNING, OUT: submission.out}
+    environment |= {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
     os.chdir(folder)
     try:
-        yield
+        with patch.dict(os.environ, environment):
+            yield
     finally:
         os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _gpus(config: Config, asked: Any) -> list[str]:
