@@ -202,7 +202,7 @@ def read_recipe(path: Path, address: str | None = None) -> RecipeFile:
     if path.suffix == ".json":
         text = text.replace("\t", " ")  # JSON has tabs between tokens only; yaml allows none there
     values, node = _parse(text, shown)
-    values = {} if values is None else _take_path_texts(values, node)
+    values = {} if values is None else _as_written(values, node)
     if not isinstance(values, dict):
         raise ConfigError([f"{shown}:1: a recipe is `key: value` lines; this is not"])
     if message := _foreign_message(values):
@@ -213,7 +213,7 @@ def read_recipe(path: Path, address: str | None = None) -> RecipeFile:
         raise ConfigError([f"{line}: unknown key 'hydra': recipes have no settings of Hydra"])
     place = f"{marks.get(('defaults',), shown)}: defaults"
     defaults = _check_defaults(values.pop("defaults", []), place)
-    return RecipeFile(defaults, place, Layer(_texts(values), marks, shown))
+    return RecipeFile(defaults, place, Layer(values, marks, shown))
 
 
 def _parse(text: str, shown: str) -> tuple[Any, yaml.Node | None]:
@@ -235,30 +235,34 @@ def _read_marks(node: yaml.Node | None, shown: str) -> dict[Key, str]:
     marks: dict[Key, str] = {}
 
     def visit(node: yaml.Node, key: Key) -> None:
+        items: list[tuple[str, yaml.Node, yaml.Node]] = []  # name, node with the line, value
         if isinstance(node, yaml.MappingNode):
-            for name, value in node.value:
-                inner = (*key, str(name.value))
-                marks[inner] = f"{shown}:{name.start_mark.line + 1}"
-                visit(value, inner)
+            items = [(str(name.value), name, value) for name, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                inner = (*key, str(index))
-                marks[inner] = f"{shown}:{value.start_mark.line + 1}"
-                visit(value, inner)
+            items = [(str(index), value, value) for index, value in enumerate(node.value)]
+        for name, marked, value in items:
+            marks[(*key, name)] = f"{shown}:{marked.start_mark.line + 1}"
+            visit(value, (*key, name))
 
     if node is not None:
         visit(node, ())
     return marks
 
 
-def _take_path_texts(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
-    """Return the values, with paths as the text in the file: the folder ``1e3`` is not 1000."""
-    if isinstance(values, dict) and isinstance(node, yaml.MappingNode):
-        inner = {str(name.value): value for name, value in node.value}
+def _as_written(values: Any, node: yaml.Node | None, key: Key = ()) -> Any:
+    """Return the values with keys and paths as the text in the file.
+
+    yaml reads the key ``5:`` and the folder ``1e3`` as numbers; the command line does not.
+    """
+    if isinstance(values, dict):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        nodes = {str(name.value): value for name, value in pairs}
         return {
-            name: _take_path_texts(value, inner.get(str(name)), (*key, str(name)))
+            str(name): _as_written(value, nodes.get(str(name)), (*key, str(name)))
             for name, value in values.items()
         }
+    if isinstance(values, list):
+        return [_as_written(item, None) for item in values]
     if isinstance(values, int | float) and isinstance(node, yaml.ScalarNode) and is_path(key):
         return node.value
     return values
@@ -277,13 +281,6 @@ def _check_defaults(entries: Any, place: str) -> list[str]:
 def _is_recipe_name(entry: Any) -> bool:
     """Return whether an entry is a plain name without Hydra's group and package syntax."""
     return isinstance(entry, str) and not re.search(r"[@\s$]", entry)
-
-
-def _texts(value: Any) -> Any:
-    """Convert keys to strings, as on the command line; yaml reads ``5:`` as a number."""
-    if isinstance(value, dict):
-        return {str(key): _texts(item) for key, item in value.items()}
-    return [_texts(item) for item in value] if isinstance(value, list) else value
 
 
 def _explain_yaml(error: yaml.YAMLError, shown: str) -> str:
