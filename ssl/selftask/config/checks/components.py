@@ -9,7 +9,7 @@ from typing import Any
 from selftask.config.config_class import config_class, config_object
 from selftask.config.keys import Key, dotted
 from selftask.config.schema import Component, Config, OptimizerConfig
-from selftask.config.schema.component import Section
+from selftask.config.schema.component import Section, named_in
 from selftask.registry import HOOKS, OPTIMIZERS, REGISTRIES, SCHEDULES, Registry
 
 
@@ -111,17 +111,3 @@ def _in_fields(
             inner = key if field.metadata["flat"] else (*key, field.name)
             for nested, place in named_in(values.get(field.name), inner):
                 yield nested, REGISTRIES[field.metadata["of"]], place
-
-
-def named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
-    """Yield the components in nested lists, tuples and mappings, with their keys."""
-    if isinstance(value, Component):
-        yield value, key
-    elif isinstance(value, dict) and "name" not in value:
-        for name, item in value.items():
-            yield from named_in(item, (*key, name))
-    elif isinstance(value, dict):
-        yield Component.from_dict(value), key
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from named_in(item, (*key, str(index)))

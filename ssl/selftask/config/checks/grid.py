@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from selftask.config.checks.components import named_in
 from selftask.config.compose.provenance import Layers
 from selftask.config.keys import Key, Problem, dotted
 from selftask.config.schema import Component, Config, DataConfig, ViewConfig
+from selftask.config.schema.component import named_in
 from selftask.registry import BACKBONES, SOURCES, TRANSFORMS
 
 KEY: Key = ("image_size",)
@@ -89,17 +89,17 @@ def with_image_size(config: Config, size: int, layers: Layers) -> tuple[Config, 
 
 def _with_drawn_size(data: DataConfig, size: int, setter: _Setter) -> DataConfig:
     """Return the data with ``size`` set for sources that draw images in that size (digits)."""
-    if not _has_size(data.source) or not setter.may_set([("data", "size")]):
-        return data
 
     def resized(source: Component, key: Key) -> Component:
         if not (_has_size(source) and setter.may_set([(*key, "size")])):
             return source
         return replace(source, args={**source.args, "size": size})
 
+    source = resized(data.source, ("data",))
+    if source is data.source:
+        return data
     sets = {k: resized(c, ("data", "val_sets", k)) for k, c in data.val_sets.items()}
-    val = None if data.val is None else resized(data.val, ("data", "val"))
-    source = replace(data.source, args={**data.source.args, "size": size})
+    val = data.val and resized(data.val, ("data", "val"))
     return replace(data, source=source, val=val, val_sets=sets)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from selftask.config.fields import setting
+from selftask.config.keys import Key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,18 @@ class BackboneComponent(Component):
     """Train low-rank adapters (LoRA) or chosen parameters in place of the whole backbone, such as
     ``{rank: 8}`` or ``{rank: 0, train: ["*.bias"]}``; null: train all of it.
     """
+
+
+def named_in(value: Any, key: Key) -> Iterator[tuple[Component, Key]]:
+    """Yield the components in nested lists, tuples and mappings, with their keys."""
+    if isinstance(value, Component):
+        yield value, key
+    elif isinstance(value, dict) and "name" in value:
+        yield Component.from_dict(value), key
+    elif isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, item in items:
+            yield from named_in(item, (*key, str(name)))
 
 
 class Section:
