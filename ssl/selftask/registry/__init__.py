@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +45,7 @@ class Address:
         return f"{self.path}:{self.line}"
 
 
+@dataclass(eq=False)
 class Registry:
     """Registry of one kind of class or function.
 
@@ -57,21 +58,12 @@ class Registry:
             messages. Empty: no such method is required.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        package: str,
-        *,
-        declares: tuple[str, Mapping[str, str]] | None = None,
-        build: str = "",
-    ) -> None:
-        self.kind = kind
-        self.package = package
-        self.declares = declares
-        self.build = build
-        self.decorator = f"register_{kind}"
-        self._registered: dict[str, Any] = {}
-        self._addresses: dict[str, Address] = {}
+    kind: str
+    package: str
+    declares: tuple[str, Mapping[str, str]] | None = None
+    build: str = ""
+    _registered: dict[str, Any] = field(default_factory=dict, init=False)
+    _addresses: dict[str, Address] = field(default_factory=dict, init=False)
 
     def register(self, name: str) -> Callable[[T], T]:
         """Return a decorator that registers a class or function as ``name``.
@@ -206,7 +198,7 @@ class Registry:
         if name in self._registered:
             return self._registered[name]
         address = self.address(name)
-        return class_source(address.module, address.path, f"{self.decorator}({name!r})")
+        return class_source(address.module, address.path, f"register_{self.kind}({name!r})")
 
     def is_shipped(self, name: str) -> bool:
         """Return whether selftask itself registers ``name``, not a user or another package."""
@@ -230,13 +222,13 @@ class Registry:
         Raises:
             UserError: If its file has no definition decorated with this name.
         """
-        return definition(self.address(name).path, f"{self.decorator}({name!r})")
+        return definition(self.address(name).path, f"register_{self.kind}({name!r})")
 
     @cache  # noqa: B019 - registries live as long as the process
     def _index(self) -> dict[str, Address]:
         """Return name -> address for every ``@register_<kind>("name")`` in the package's files."""
         spec = importlib.util.find_spec(self.package)
-        pattern = re.compile(rf'^@{self.decorator}\(\s*"([\w.]+)"', re.MULTILINE)
+        pattern = re.compile(rf'^@register_{self.kind}\(\s*"([\w.]+)"', re.MULTILINE)
         index: dict[str, Address] = {}
         for folder in spec.submodule_search_locations or [] if spec else []:
             for path in sorted(Path(folder).rglob("*.py")):
