@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from selftask.config.schema import LaunchConfig
@@ -99,7 +99,8 @@ def depart(by: str, launch: LaunchConfig, out: Path, *, first: bool) -> ExitDeci
         out: The run folder, where requeues are counted.
         first: True on rank 0, which requeues the job unless it is already requeued or cancelled.
     """
-    code = _exit_code(by)
+    number = getattr(signal, by, None)
+    code = TRY_AGAIN if number is None else 128 + int(number)
     alone = ExitDecision("interrupted", by, "the same command resumes it", code)
     if in_local_job():  # perhaps inside a SLURM job, which is not that of the run
         return _local_requeue(by, launch, alone) if by == "SIGUSR2" else alone
@@ -115,8 +116,8 @@ def depart(by: str, launch: LaunchConfig, out: Path, *, first: bool) -> ExitDeci
     if job.requeued:
         return ExitDecision("requeued", by, f"SLURM has put job {job.id} back into the queue", 0)
     if job.cancelled:
-        outlook = f"job {job.id} was cancelled: the same command resumes it"
-        return ExitDecision("interrupted", "scancel", outlook, code)
+        outlook = f"job {job.id} was cancelled: {alone.outlook}"
+        return replace(alone, by="scancel", outlook=outlook)
     return _requeued(job, by, launch, out, alone)
 
 
@@ -128,8 +129,7 @@ def _local_requeue(by: str, launch: LaunchConfig, alone: ExitDecision) -> ExitDe
         outlook = f"the local job starts it again; {remaining - 1} of {most} requeues left"
         return ExitDecision("requeued", by, outlook, 0)
     limit = f"launch.max_requeues={most}" if most < _MOST_LOCAL else f"the limit of {most} requeues"
-    outlook = f"{limit} is used up: the same command resumes it"
-    return ExitDecision("interrupted", by, outlook, alone.code)
+    return replace(alone, outlook=f"{limit} is used up: {alone.outlook}")
 
 
 def _requeued(
@@ -137,14 +137,11 @@ def _requeued(
 ) -> ExitDecision:
     remaining = launch.max_requeues - requeues(job, out)
     if remaining <= 0:
-        outlook = (
-            f"launch.max_requeues={launch.max_requeues} is used up: the same command resumes it"
-        )
-        return ExitDecision("interrupted", by, outlook, alone.code)
-    problem = requeue(job, out)
-    if problem:
-        outlook = f"job {job.id} could not be requeued ({problem}): the same command resumes it"
-        return ExitDecision("interrupted", by, outlook, alone.code)
+        limit = f"launch.max_requeues={launch.max_requeues}"
+        return replace(alone, outlook=f"{limit} is used up: {alone.outlook}")
+    if problem := requeue(job, out):
+        failure = f"job {job.id} could not be requeued ({problem})"
+        return replace(alone, outlook=f"{failure}: {alone.outlook}")
     outlook = (
         f"job {job.id} is back in the queue; {remaining - 1} of {launch.max_requeues} requeues left"
     )
@@ -167,11 +164,6 @@ def requeues(job: Job, out: Path) -> int:
     """Return how often selftask has requeued the job of a run; those by SLURM do not count."""
     count = read_json(out / REQUEUES).get(job.id, 0)
     return count if isinstance(count, int) else 0
-
-
-def _exit_code(by: str) -> int:
-    number = getattr(signal, by, None)
-    return 128 + int(number) if number is not None else TRY_AGAIN
 
 
 def command(*words: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
