@@ -199,9 +199,6 @@ class _InDouble:
     def iterate_all(self) -> Iterator[Batch]:
         return map(_in_double, self._feed.iterate_all())
 
-    def labeled_samples(self) -> Iterator[Batch]:
-        return map(_in_double, self._feed.labeled_samples())
-
 
 def _in_double(batch: Batch) -> Batch:
     return replace(batch, views=tree_map(_double, batch.views))

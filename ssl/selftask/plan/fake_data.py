@@ -98,18 +98,14 @@ class FakeData:
     def _extras(self, size: int, device: torch.device) -> Extras:
         """Return the captions or numbers that the method requires."""
         method, extras = self.config.method, Extras()
-        if "captions" in required(method.name):
-            extras["caption"] = self._captions(size).to(device)
+        if "captions" in required(method.name):  # (B, L) token ids, of half the maximum length
+            tokens = torch.zeros(size, self.tokenizer.length, dtype=torch.int64, device=device)
+            tokens[:, : self.tokenizer.length // 2] = 1
+            extras["caption"] = tokens
         if "numbers" in required(method.name):
             numbers = torch.ones(size, device=device)
             extras.update(dict.fromkeys(method.args["targets"], numbers))
         return extras
-
-    def _captions(self, size: int) -> Tensor:
-        """Return token ids (B, L) of captions that have half the maximum length."""
-        tokens = torch.zeros(size, self.tokenizer.length, dtype=torch.int64)
-        tokens[:, : self.tokenizer.length // 2] = 1
-        return tokens
 
 
 def _draws(size: int, device: torch.device) -> Draws:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from selftask.config.checks.sbatch import DEFAULT_MINUTES, minutes, option, show_minutes
@@ -39,21 +39,16 @@ def _named(slurm: dict[str, Any]) -> list[Partition]:
     for line in lines("sinfo", "--noheader", "--format=%P|%l|%G"):
         name, limit, resources = (cell.strip() for cell in line.split("|", 2))
         partition = Partition(name.rstrip("*"), minutes(limit), "gpu" in resources)
-        if partition.name in partitions:  # one line per node type
-            partition = Partition(
-                partition.name, partition.limit, partition.gpus or partitions[partition.name].gpus
-            )
+        before = partitions.get(partition.name, partition)  # one line per node type
+        partition = replace(partition, gpus=partition.gpus or before.gpus)
         partitions[partition.name] = partition
         default = [partition] if name.endswith("*") else default
     if not partitions or "partition" not in slurm:
         return default
     names = str(slurm["partition"]).split(",")
     for name in names:
-        check_known(
-            name,
-            partitions,
-            f"launch.slurm.partition={slurm['partition']}: no partition {name!r} on this cluster",
-        )
+        key = f"launch.slurm.partition={slurm['partition']}"
+        check_known(name, partitions, f"{key}: no partition {name!r} on this cluster")
     return [partitions[name] for name in names]
 
 
