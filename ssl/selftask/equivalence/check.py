@@ -49,10 +49,6 @@ class Report:
         return not self.silent and all(row.ok for row in self.rows)
 
 
-class RankFailed(RunError):
-    """Raised if a rank failed with an exception or was killed."""
-
-
 def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
     """Train the tiny ``config`` on each number of ranks, and compare with one rank.
 
@@ -67,7 +63,7 @@ def check(config: Config, *, ranks: Sequence[int], steps: int) -> Report:
 
     Raises:
         UserError: If a rank failed with an error that the user must fix.
-        RankFailed: If a rank failed otherwise.
+        RunError: If a rank failed with another exception or was killed.
     """
     sizes = sorted({1, *ranks})
     legs = [Leg(f"ranks{size}", size, f"ranks{size}", steps) for size in sizes]
@@ -145,7 +141,7 @@ def _failure(folder: Path, rank: int, code: int) -> dict[str, Any]:
 
 
 def _raise(failures: list[dict[str, Any]]) -> None:
-    """Raise UserError if the first failure is one, otherwise RankFailed with all messages."""
+    """Raise UserError if the first failure is one, otherwise RunError with all messages."""
     first = failures[0]
     if first.get("is_user_error"):
         raise UserError(first["message"])
@@ -155,7 +151,7 @@ def _raise(failures: list[dict[str, Any]]) -> None:
         lines.append(f"rank {failure['rank']}{of}: {failure['message']}")
         if failure["frame"]:
             lines.append(f"  {failure['frame']}")
-    raise RankFailed("\n".join(lines))
+    raise RunError("\n".join(lines))
 
 
 def _read(folder: Path, leg: Leg) -> list[Record]:

@@ -7,12 +7,8 @@ from selftask.logs import LOGGER
 from selftask.task import Task
 
 
-class Missed(RunError):
-    """Raised if a finished run does not reach the results that its config expects."""
-
-
 def check_expected(task: Task) -> None:
-    """Raise Missed if the last value of an expected metric is missing or outside its range.
+    """Raise RunError if the last value of an expected metric is missing or outside its range.
 
     All ranks have equal values, so all of them raise or none does.
     """
@@ -29,4 +25,4 @@ def check_expected(task: Task) -> None:
         else:
             problems.append(f"{text} ({task.config.place(f'expected.{name}')})")
     if problems:
-        raise Missed("; ".join(problems))
+        raise RunError("; ".join(problems))
