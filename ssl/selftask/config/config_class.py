@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -37,8 +38,12 @@ def config_class(registry: Registry, name: str) -> type | None:
 
     The dataclass is the nested ``Config``, or the component itself if it is a dataclass.
     """
-    config = registry.config(name)
-    return _read(config) if isinstance(config, ClassSource) else config
+    entry = registry.entry(name)
+    if isinstance(entry, ClassSource):
+        source = entry.config()
+        return None if source is None else _read(source)
+    config = getattr(entry, "Config", None)
+    return entry if config is None and dataclasses.is_dataclass(entry) else config
 
 
 def config_object(config: type, args: dict[str, Any]) -> Any:

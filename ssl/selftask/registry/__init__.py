@@ -8,7 +8,6 @@ source, so listing names and checking a config import nothing.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -203,18 +202,6 @@ class Registry:
     def is_shipped(self, name: str) -> bool:
         """Return whether selftask itself registers ``name``, not a user or another package."""
         return name in self and self.address(name).module.startswith(f"{self.package}.")
-
-    def config(self, name: str) -> Any:
-        """Return the config dataclass of ``name``, or None if it has none.
-
-        It is the nested ``Config``, or the class itself if it is a dataclass. If the module is not
-        imported, the result is its ClassSource.
-        """
-        entry = self.entry(name)
-        if isinstance(entry, ClassSource):
-            return entry.config()
-        config = getattr(entry, "Config", None)
-        return entry if config is None and dataclasses.is_dataclass(entry) else config
 
     def definition(self, name: str) -> ast.ClassDef | ast.FunctionDef:
         """Return the syntax tree of a class or function, without importing it.
