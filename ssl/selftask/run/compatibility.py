@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from selftask.checkpoint.rotation import checkpoints
 from selftask.config.checks.locations import uses_newest
 from selftask.config.schema import Config
 from selftask.errors import UserError, shorten
 from selftask.files.paths import exists
+from selftask.files.received import UnreadableFile
+from selftask.files.yaml_file import read_yaml
 
 _SECTIONS = ("method", "data", "backbone", "optimizer", "init", "views")  # in the order of messages
 _TRAIN = ("batch_size", "accumulate", "seed", "precision", "step")
@@ -37,7 +37,14 @@ def check_same_run(config: Config, out: Path) -> None:
     """
     if not resumes(config, out):
         return
-    before, now = _fixed(_read(out / "config.yaml")), _fixed(config.to_dict())
+    saved = out / "config.yaml"
+    try:
+        before, now = _fixed(read_yaml(saved)), _fixed(config.to_dict())
+    except UnreadableFile as error:
+        raise UserError(
+            f"{saved}: is damaged, so nothing says whether this is the same run; if it is, remove "
+            "that file and start the same command again"
+        ) from error
     if config.train.precision == "auto":  # the task settles it, and is checked once more
         del before["train"]["precision"], now["train"]["precision"]
     differences = list(changes(before, now, ""))
@@ -47,19 +54,6 @@ def check_same_run(config: Config, out: Path) -> None:
             f"out={out} holds another run than the one asked for; use another out=, resume=never "
             f"to start anew there, or resume=CHECKPOINT to go on from it all the same\n{listed}"
         )
-
-
-def _read(saved: Path) -> dict[str, Any]:
-    try:
-        before = yaml.safe_load(saved.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        before = None
-    if not isinstance(before, dict):
-        raise UserError(
-            f"{saved}: is damaged, so nothing says whether this is the same run; if it is, remove "
-            "that file and start the same command again"
-        )
-    return before
 
 
 def _fixed(config: dict[str, Any]) -> dict[str, Any]:
