@@ -165,16 +165,16 @@ class Reader:
 
     def _groups(self, value: Any, kind: type, key: Key) -> Any:
         """Read a mapping of sections; null removes a section that an earlier layer sets."""
-        groups = {str(name): section for name, section in self.mapping(value, key).items()}
         below = [layer.value(key) for layer in self.layers]
         sections = [section for section in below if isinstance(section, dict)]
         names = {str(name) for section in sections for name, v in section.items() if v is not None}
-        for name in [name for name, section in groups.items() if section is None]:
-            if name not in names:
-                inner = (*key, name)
-                self.problem(inner, f"unknown key {dotted(inner)!r}; {nearest(name, names)}")
-            del groups[name]
-        made = {name: self.section(kind, v, (*key, name)) for name, v in groups.items()}
+        made = {}
+        for name, section in self.mapping(value, key).items():
+            inner = (*key, str(name))
+            if section is not None:
+                made[str(name)] = self.section(kind, section, inner)
+            elif str(name) not in names:
+                self.problem(inner, f"unknown key {dotted(inner)!r}; {nearest(str(name), names)}")
         return _WRONG if None in made.values() else made
 
     def _sections(self, value: Any, kind: type, key: Key) -> Any:

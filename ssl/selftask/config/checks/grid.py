@@ -257,7 +257,8 @@ def other_sizes(
         size: Field at ``key`` that sets the image size.
         dynamic: Whether the backbone has an option ``dynamic_img_size``.
     """
-    sides = _view_sides(config)
+    shown_views = {name: group for name, group in config.views.items() if group.count}
+    sides = {name: output_side(group.transforms) for name, group in shown_views.items()}
     fixed_sides = {side for side in sides.values() if side is not None}
     taken = max(fixed_sides, default=None) if built is None else built
     name = title(config.backbone)
@@ -368,11 +369,6 @@ def keeps_size(transform: Component) -> bool:
     """Return whether a transform and all transforms nested in it keep an image's size."""
     nested = (inner for inner, _ in named_in(transform.args, ()))
     return not resizes(transform) and all(map(keeps_size, nested))
-
-
-def _view_sides(config: Config) -> Mapping[str, int | None]:
-    shown = {name: group for name, group in config.views.items() if group.count}
-    return {name: output_side(group.transforms) for name, group in shown.items()}
 
 
 def _evaluates(config: Config) -> bool:
