@@ -23,6 +23,7 @@ from typing import Any
 
 from selftask.distributed.heartbeat import HEARTBEAT
 from selftask.distributed.out_of_memory import ADVICE, OutOfMemoryKills
+from selftask.errors import aligned
 from selftask.logs import LOGGER
 from selftask.logs.lines import flush_lines
 from selftask.run.board import Board, BoardLost
@@ -297,13 +298,11 @@ class Watch:
     def _table(self, signs: dict[int, Sign]) -> str:
         """Return a table of all ranks, followed by their stacks."""
         stacks = self._stacks()
-        lines = [f"{'rank':<6}{'host':<20}{'pid':<9}{'step':>8}{'collectives':>13}  doing"]
-        for rank, sign in sorted(signs.items()):
-            lines.append(
-                f"{rank:<6}{sign['host']:<20}{sign['pid']:<9}{sign['step']:>8}"
-                f"{sign['collectives']:>13}  {sign['doing']}"
-            )
-        for rank in sorted(signs):
+        columns = ("host", "pid", "step", "collectives", "doing")
+        ordered = sorted(signs.items())
+        rows = [[str(rank), *(str(sign[name]) for name in columns)] for rank, sign in ordered]
+        lines = aligned([["rank", *columns], *rows], right=(3, 4))
+        for rank, _ in ordered:
             lines += [f"stack of rank {rank}:", stacks.get(rank, "  (no answer)")]
         return "\n".join(lines)
 
