@@ -102,11 +102,10 @@ def _import(name: str, place: str, looked: str = _LOOKED) -> str | None:
         return f"{place}: {name!r} is not the name of a module; did you mean {meant!r}?"
     try:
         importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            return f"{place}: no module named {name!r} (looked in {looked})"
-        return f"{place}: {name!r} {explain_failure(error)}"
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{name}.".startswith(f"{missing}."):
+            return f"{place}: no module named {name!r} (looked in {looked})"
         return f"{place}: {name!r} {explain_failure(error)}"
     return None
 

@@ -55,9 +55,9 @@ def setting(
         tiny: Value for the tiny recipes of ``selftask check`` and of tests, or a function of the
             batch size that returns it.
     """
-    optional = {"min": min, "above": above, "below": below, "max": max}
+    optional: dict[str, Any] = {"min": min, "above": above, "below": below, "max": max}
     optional |= {"of": of, "missing": missing, "tiny": tiny}
-    metadata: dict[str, Any] = {k: value for k, value in optional.items() if value is not None}
+    metadata = {k: value for k, value in optional.items() if value is not None}
     metadata |= {"duration": duration, "budget": budget, "rising": rising}
     metadata |= {"path": path, "flat": flat, "nonempty": nonempty}
     metadata |= {"also": tuple(also), "shared": tuple(shared)}

@@ -169,25 +169,21 @@ def _time(plan: Plan) -> Rows:
     yield "throughput", f"{rate:,.0f} images a second on all ranks{_origin(plan)}"
     yield "a step", duration(_step_seconds(plan))
     yield "the run", duration(plan.seconds)
-    of_rank = sum(plan.step.flops.values()) * (rate or 0) / _ranks(plan)
+    of_rank = sum(plan.step.flops.values()) * (rate or 0) / plan.config.launch.world_size
     yield "work of a rank", f"{show_count(of_rank)}FLOP/s, to compare with what the device can do"
     if plan.price is not None:
-        hours = plan.seconds / 3600 * _ranks(plan)
+        hours = plan.seconds / 3600 * plan.config.launch.world_size
         yield "price", f"{plan.price:,.2f} for {hours:,.1f} hours of a rank"
 
 
 def _origin(plan: Plan) -> str:
     if plan.given.measured_on is None:
         return " (images_per_s=)"
-    one = (plan.given.images_per_s or 0) / _ranks(plan)
+    one = (plan.given.images_per_s or 0) / plan.config.launch.world_size
     return (
         f": {one:,.1f} measured on one {plan.given.measured_on} of this machine, without loading "
         "and communication, times the ranks"
     )
-
-
-def _ranks(plan: Plan) -> int:
-    return plan.config.launch.world_size
 
 
 def remedy_lines(fitting: list[Remedy]) -> list[str]:
