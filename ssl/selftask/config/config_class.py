@@ -43,7 +43,8 @@ def config_class(registry: Registry, name: str) -> type | None:
         source = entry.config()
         return None if source is None else _read(source)
     config = getattr(entry, "Config", None)
-    return entry if config is None and dataclasses.is_dataclass(entry) else config
+    is_its_own = config is None and dataclasses.is_dataclass(entry)
+    return entry if is_its_own else config
 
 
 def config_object(config: type, args: dict[str, Any]) -> Any:
