@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -119,7 +120,7 @@ class Record:
 
     def __init__(self, out: Path, attempt: str) -> None:
         self.out = out
-        self.content: dict[str, Any] = read_json(out / "status.json")
+        self.content: dict[str, Any] = _read(out / "status.json")
         self.attempt = attempt
         fresh = self.content.get("attempt") == self.attempt
         self.state = self.content.get("state") if fresh else None  # None: from an earlier attempt
@@ -150,11 +151,11 @@ class Record:
 
     def failures(self, job: str) -> int:
         """Return the number of restarts of a job after failures."""
-        return int(read_json(self._failures).get(job, 0))
+        return int(_read(self._failures).get(job, 0))
 
     def count_failure(self, job: str) -> None:
         self._failures.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._failures, {**read_json(self._failures), job: self.failures(job) + 1})
+        write_json(self._failures, {**_read(self._failures), job: self.failures(job) + 1})
 
     @property
     def _failures(self) -> Path:
@@ -204,6 +205,12 @@ def _write_missing_results(paths: submitit_files.JobPaths, ranks: int, cause: st
         if not path.exists():
             with submitit_files.temporary_save_path(path) as temporary:
                 submitit_files.cloudpickle_dump(("error", f"RUN FAILED: {cause}"), temporary)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with suppress(OSError):  # a job that could be requeued does not end here
+        return read_json(path)
+    return {}
 
 
 if __name__ == "__main__":
