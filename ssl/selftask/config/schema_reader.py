@@ -168,7 +168,7 @@ class Reader:
         below = [layer.value(key) for layer in self.layers]
         sections = [section for section in below if isinstance(section, dict)]
         names = {str(name) for section in sections for name, v in section.items() if v is not None}
-        made = {}
+        made: dict[str, Any] = {}
         for name, section in self.mapping(value, key).items():
             inner = (*key, str(name))
             if section is not None:

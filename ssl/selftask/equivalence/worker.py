@@ -7,7 +7,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -125,7 +125,10 @@ def _run(leg: Leg, config: Config, folder: Path) -> dict[str, Any]:
     """Train up to ``leg.stop`` and return the record."""
     config = replace(config, out=str(folder / leg.out))
     is_synced = config.parallel.sync_batch_norm != "none"
-    with nullcontext([]) if is_synced else batch_norm_replaced() as replaced:
+    norms: AbstractContextManager[list[str]] = (
+        nullcontext([]) if is_synced else batch_norm_replaced()
+    )
+    with norms as replaced:
         task = RecordedTask(config)
         task.prepare()
     try:

@@ -238,4 +238,4 @@ class Bases:
 def _installed(name: str) -> Path | None:
     """Return the file of an installed package's recipe, or None."""
     recipe = available().get(name)
-    return recipe and recipe.path
+    return None if recipe is None else recipe.path
