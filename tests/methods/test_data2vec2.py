@@ -237,7 +237,7 @@ def test_impossible_configs_are_refused() -> None:
         "decoder_dim: 10 must be divisible by decoder_groups=16",
         "decoder_kernel: 2 must be odd",
     ]
-    with pytest.raises(UserError, match=r"mask_ratio=0.99 shows 0 of the 16 patches"):
+    with pytest.raises(UserError, match=r"mask_ratio=0.99 hides 16 of the 16 patches"):
         _task(mask_ratio=0.99)
     with pytest.raises(UserError, match=r"decoder_groups=8: the 12 features"):
         _task(decoder_groups=8)

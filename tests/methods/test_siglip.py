@@ -70,7 +70,7 @@ def test_loss_is_that_of_the_paper() -> None:
 
 def test_agreement_reaches_zero_and_equal_logits_the_loss_at_chance() -> None:
     method = SigLIP(SigLIP.Config())
-    method.num_pairs = 8
+    method.batch_size = 8
     images = torch.eye(8).double()
     sharp = torch.tensor(math.log(200.0)).double(), torch.tensor(-100.0).double()
     assert judge_pairs(images, images, *sharp).item() < 1e-12

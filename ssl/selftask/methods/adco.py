@@ -82,10 +82,6 @@ class AdCo(MomentumKeys, EMATeacher):
         self.register_buffer("negatives", F.normalize(torch.randn(shape), dim=1))
         self.register_buffer("velocity", torch.zeros(shape))
 
-    def setup(self, task: Task) -> None:
-        super().setup(task)
-        self.batch_size = task.length.batch_size
-
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Use view v as query v; its key is the other view."""
         batch.input = batch.all_views[: self.num_queries]

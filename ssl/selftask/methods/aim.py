@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.methods.families.masked_patches import (
-    MaskedPatches,
-    initialize_as_mae,
-    initialize_unless_loaded,
-)
+from selftask.methods.families.masked_patches import MaskedPatches, initialize_network
 from selftask.methods.mae import normalize, patchify
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -75,8 +71,7 @@ class AIM(MaskedPatches):
             depth=config.decoder_depth,
             num_out=task.data_module.channels * self.patch_size**2,
         )
-        initialize_as_mae(head)
-        initialize_unless_loaded(backbone, task, initialize_as_mae)
+        initialize_network(backbone, head, task)
         return CausalNetwork(backbone, head)
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:

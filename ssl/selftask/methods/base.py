@@ -130,6 +130,7 @@ class Method(nn.Module, Hook):
 
         Examples are a teacher and a memory.
         """
+        self.batch_size = task.length.batch_size  # of all ranks
 
     def group_rules(self) -> list[GroupRule]:
         """Return rules for parameter groups that belong to the method; none by default.

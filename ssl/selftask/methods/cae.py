@@ -18,12 +18,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
-from selftask.methods.families.masked_patches import (
-    Kept,
-    KeptPatches,
-    initialize_as_mae,
-    initialize_unless_loaded,
-)
+from selftask.methods.families.masked_patches import Kept, KeptPatches, initialize_network
 from selftask.methods.families.tokenizer import open_tokenizer, trained_tokenizer
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -102,20 +97,14 @@ class CAE(KeptPatches):
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the tokenizer, and build the network with MAE's initial weights unless loaded."""
-        config, grid = self.config, adapter_of(backbone).built_grid
+        grid = adapter_of(backbone).built_grid
         self.num_kept(grid)
         self.tokenizer = open_tokenizer(self, task)
         self.num_tokens: int = self.tokenizer.num_tokens
         head = RegressorDecoder(
-            embed_dim(backbone),
-            grid,
-            dim=config.decoder_dim,
-            depth=config.decoder_depth,
-            num_heads=config.decoder_heads,
-            num_tokens=self.num_tokens,
+            embed_dim(backbone), grid, num_tokens=self.num_tokens, **self.config.decoder_sizes
         )
-        initialize_as_mae(head)
-        initialize_unless_loaded(backbone, task, initialize_as_mae)
+        initialize_network(backbone, head, task)
         return ContextNetwork(backbone, head)
 
     @torch.no_grad()

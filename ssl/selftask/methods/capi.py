@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema.optimizer import GroupRule
-from selftask.errors import UserError
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
-from selftask.methods.families.masked_patches import Kept, MaskedPatches
+from selftask.methods.families.masked_patches import Kept, MaskedPatches, check_num_hidden
 from selftask.models.backbones.rope import CapiRope
 from selftask.models.build import embed_dim
 from selftask.models.clustering import sinkhorn_knopp
@@ -123,12 +122,7 @@ class CAPI(MaskedPatches, EMATeacher):
 
     def check_grid(self, grid: Grid) -> None:
         """Raise UserError if no patch is hidden, or none is visible."""
-        num_patches = grid[0] * grid[1]
-        if not 0 < self.num_hidden(grid) < num_patches:
-            raise UserError(
-                f"method.mask_ratio={self.config.mask_ratio} hides {self.num_hidden(grid)} of the "
-                f"{num_patches} patches of an image; at least one must be hidden, and one visible"
-            )
+        check_num_hidden(self.num_hidden(grid), grid[0] * grid[1], self.config.mask_ratio)
 
     def num_hidden(self, grid: Grid) -> int:
         return int(self.config.mask_ratio * grid[0] * grid[1])

@@ -112,9 +112,6 @@ class CLIP(Method):
             load_part(part, checkpoint, f"model.{name}")
         return head, nn.Sequential(text, projection)
 
-    def setup(self, task: Task) -> None:
-        self.num_pairs = task.length.batch_size  # B * W
-
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         batch.input = (batch.all_views, batch.extras["caption"])
 
@@ -135,7 +132,7 @@ class CLIP(Method):
     @property
     def chance_loss(self) -> float:
         """Loss of equal similarities: ln(batch)."""
-        return math.log(self.num_pairs)
+        return math.log(self.batch_size)
 
 
 class TwoTowers(Network):

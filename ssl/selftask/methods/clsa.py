@@ -73,7 +73,6 @@ class CLSA(MomentumContrast, EMATeacher):
     def setup(self, task: Task) -> None:
         super().setup(task)
         self.num_strong = sum(num_views(task.config.views).values()) - NUM_WEAK  # S
-        self.batch_size = task.length.batch_size
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Pass the first weak view and the strong ones to the network."""

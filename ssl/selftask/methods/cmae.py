@@ -91,19 +91,13 @@ class CMAE(MAE, EMATeacher):
         decoder = FeatureDecoder(
             width,
             adapter_of(backbone).built_grid,
-            dim=config.decoder_dim,
-            depth=config.feature_depth,
-            num_heads=config.decoder_heads,
             num_out=width,
+            **{**config.decoder_sizes, "depth": config.feature_depth},
         )
         initialize_as_mae(decoder)
         hidden, out = config.hidden_dim, config.out_dim
         head = ProjectorPredictor(mlp(width, hidden, out), mlp(out, hidden, out))
         return ContrastNetwork(network.backbone, network.head, decoder, head)
-
-    def setup(self, task: Task) -> None:
-        super().setup(task)
-        self.num_pairs = task.length.batch_size
 
     def averaged(self, network: Any) -> nn.Module:
         """Return backbone and projector."""
@@ -143,7 +137,7 @@ class CMAE(MAE, EMATeacher):
         pixels, config = super().chance_loss, self.config
         if pixels is None:
             return None
-        return pixels + config.contrast_weight * 2 * config.temperature * math.log(self.num_pairs)
+        return pixels + config.contrast_weight * 2 * config.temperature * math.log(self.batch_size)
 
 
 class ContrastNetwork(KeptNetwork):

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.methods.families.masked_patches import (
-    Kept,
-    initialize_as_mae,
-    initialize_unless_loaded,
-)
+from selftask.methods.families.masked_patches import Kept, initialize_network
 from selftask.methods.mae import MAE
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -61,21 +57,17 @@ class CrossMAE(MAE):
 
         A loaded backbone keeps its own.
         """
-        config, adapter = self.config, adapter_of(backbone)
-        grid = adapter.built_grid
-        self.num_predicted(grid)
+        adapter = adapter_of(backbone)
+        self.num_predicted(adapter.built_grid)
         self.patch_size = adapter.patch_size[0]
         decoder = MemoryPredictor(
             embed_dim(backbone),
-            grid,
+            adapter.built_grid,
             adapter.num_layers,
-            dim=config.decoder_dim,
-            depth=config.decoder_depth,
-            num_heads=config.decoder_heads,
             num_out=task.data_module.channels * self.patch_size**2,
+            **self.config.decoder_sizes,
         )
-        initialize_as_mae(decoder)
-        initialize_unless_loaded(backbone, task, initialize_as_mae)
+        initialize_network(backbone, decoder, task)
         return CrossNetwork(backbone, decoder)
 
     def num_predicted(self, grid: Grid) -> int:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.errors import UserError
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
-from selftask.methods.families.masked_patches import MaskedPatches
+from selftask.methods.families.masked_patches import BlockMasks
 from selftask.models.block_mask import BlockMask
-from selftask.models.features.extract import FeatureExtractor, adapter_of
+from selftask.models.features.extract import FeatureExtractor
 from selftask.models.features.tokens import Grid
 from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @register_method("data2vec")
-class Data2Vec(MaskedPatches, EMATeacher):
+class Data2Vec(BlockMasks, EMATeacher):
     """data2vec (arXiv:2202.03555): predicts an EMA teacher's features of masked patches.
 
     Loss: ``smooth L1(p, mean of the teacher's upper layers)`` of hidden patches (eq. 4).
@@ -54,7 +53,7 @@ class Data2Vec(MaskedPatches, EMATeacher):
     requires = ("tokens", "hidden")
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EMATeacher.Config):
+    class Config(BlockMasks.Config, EMATeacher.Config):
         mask_ratio: float = setting(0.6, above=0, below=1)
         """Maximum share of masked patches."""
         min_block: int = setting(16, min=1, tiny=4)
@@ -73,40 +72,15 @@ class Data2Vec(MaskedPatches, EMATeacher):
             if isinstance(depth, int) and self.top_blocks > depth:
                 yield f"top_blocks: {self.top_blocks}; the backbone has {depth} blocks"
 
-    @staticmethod
-    def check_backbone(backbone: nn.Module) -> None:
-        """Raise UserError unless the top blocks have a token for each patch that can be masked."""
-        adapter = adapter_of(backbone)
-        if adapter.stride != adapter.patch_size[0]:
-            raise UserError(
-                "backbone: data2vec takes the mean of hidden layers, which have to be of one size; "
-                f"take a vision transformer, not a {type(backbone).__name__}"
-            )
-
-    def check_grid(self, grid: Grid) -> None:
-        """Raise UserError if ``min_block`` is too large."""
-        if self.num_masked(grid) < self.config.min_block:
-            raise UserError(
-                f"method.min_block={self.config.min_block} is more than the "
-                f"{self.num_masked(grid)} patches that method.mask_ratio={self.config.mask_ratio} "
-                f"masks of {grid[0]}x{grid[1]}"
-            )
-
-    def num_masked(self, grid: Grid) -> int:
-        return int(self.config.mask_ratio * grid[0] * grid[1])
-
     def build_head(self, embed_dim: int) -> nn.Module:
         return nn.Linear(embed_dim, embed_dim)
 
     def averaged(self, network: Any) -> nn.Module:
         return FeatureExtractor(network.backbone)
 
-    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:
-        """Return BEiT's block masks, (B, N)."""
-        self.check_grid(grid)
+    def block_mask(self, grid: Grid) -> BlockMask:
         least, size = self.config.min_block, grid[0] * grid[1]
-        sampler = BlockMask(grid, min_patches=least, max_patches=size, max_tries=min(size, 64))
-        return sampler.draw(seed, key, torch.full_like(key[:, 0], self.num_masked(grid)))
+        return BlockMask(grid, min_patches=least, max_patches=size, max_tries=min(size, 64))
 
     def on_forward(self, task: Task) -> None:
         """Compute ``batch["targets"]`` (B, N, E), the mean of the teacher's top layers.

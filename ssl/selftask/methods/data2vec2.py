@@ -18,7 +18,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
-from selftask.methods.families.masked_patches import MaskedPatches
+from selftask.methods.families.masked_patches import MaskedPatches, check_num_hidden
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.mlp_outputs import MLPOutputs
@@ -135,11 +135,8 @@ class Data2Vec2(MaskedPatches, EMATeacher):
     def check_grid(self, grid: Grid) -> None:
         """Raise UserError if all patches are hidden, or none is."""
         num_patches = grid[0] * grid[1]
-        if not 0 < self.num_visible(grid) < num_patches:
-            raise UserError(
-                f"method.mask_ratio={self.config.mask_ratio} shows {self.num_visible(grid)} of the "
-                f"{num_patches} patches of an image; at least one must be hidden, and one visible"
-            )
+        num_hidden = num_patches - self.num_visible(grid)
+        check_num_hidden(num_hidden, num_patches, self.config.mask_ratio)
 
     def num_visible(self, grid: Grid) -> int:
         return int((1 - self.config.mask_ratio) * grid[0] * grid[1])

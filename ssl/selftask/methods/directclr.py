@@ -21,7 +21,7 @@ from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
 if TYPE_CHECKING:
-    from selftask.task import Task
+    pass
 
 
 @register_method("directclr")
@@ -63,9 +63,6 @@ class DirectCLR(Method):
             )
         return nn.Identity()
 
-    def setup(self, task: Task) -> None:
-        self.num_pairs = task.length.batch_size
-
     def forward(self, output: Tensor, batch: Batch) -> Tensor:
         """Return InfoNCE of each view against the other, averaged; ``output`` (2, B, E)."""
         return direct_loss(
@@ -75,7 +72,7 @@ class DirectCLR(Method):
     @property
     def chance_loss(self) -> float:
         """Loss of equal similarities: ln(batch)."""
-        return math.log(self.num_pairs)
+        return math.log(self.batch_size)
 
 
 @in_full_precision

@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.schema import FrozenModule
 from selftask.methods.families.distillation import trained_teacher
-from selftask.methods.families.masked_patches import (
-    Kept,
-    KeptPatches,
-    initialize_as_mae,
-    initialize_unless_loaded,
-)
+from selftask.methods.families.masked_patches import Kept, KeptPatches, initialize_network
 from selftask.models.build import embed_dim
 from selftask.models.distillation.attention_teacher import AttentionTeacher
 from selftask.models.features.extract import adapter_of
@@ -71,20 +66,14 @@ class MILAN(KeptPatches):
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the teacher, and build the network with MAE's initial weights unless loaded."""
-        config, grid = self.config, adapter_of(backbone).built_grid
+        grid = adapter_of(backbone).built_grid
         self.num_kept(grid)
         trained = self.open_trained("teacher", task)
         self.teacher = AttentionTeacher(trained.network.backbone, "method.teacher")
         decoder = PromptingDecoder(
-            embed_dim(backbone),
-            grid,
-            dim=config.decoder_dim,
-            depth=config.decoder_depth,
-            num_heads=config.decoder_heads,
-            num_out=trained.width,
+            embed_dim(backbone), grid, num_out=trained.width, **self.config.decoder_sizes
         )
-        initialize_as_mae(decoder)
-        initialize_unless_loaded(backbone, task, initialize_as_mae)
+        initialize_network(backbone, decoder, task)
         return PromptingNetwork(backbone, decoder)
 
     def draw(self, seed: int, key: Tensor, sizes: list[tuple[int, int]]) -> Tensor:

@@ -17,11 +17,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
-from selftask.methods.families.masked_patches import (
-    Kept,
-    KeptPatches,
-    initialize_as_mae,
-)
+from selftask.methods.families.masked_patches import Kept, KeptPatches, initialize_as_mae
 from selftask.methods.mae import normalize, patchify
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -87,17 +83,15 @@ class MixMIM(KeptPatches):
                 f"train.batch_size={task.length.batch_size}: mixmim mixes pairs of images; take an "
                 "even number of images per rank"
             )
-        config, adapter = self.config, adapter_of(backbone)
+        adapter = adapter_of(backbone)
         self.side, self.patches_per_side = adapter.stride, adapter.stride // adapter.patch_size[0]
         grid = self.squares(adapter.built_grid)
         self.num_kept(grid)
         decoder = PatchPredictor(
             embed_dim(backbone),
             grid,
-            dim=config.decoder_dim,
-            depth=config.decoder_depth,
-            num_heads=config.decoder_heads,
             num_out=task.data_module.channels * self.side**2,
+            **self.config.decoder_sizes,
         )
         initialize_as_mae(decoder)
         if task.config.init.backbone is None:

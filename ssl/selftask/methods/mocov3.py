@@ -88,10 +88,6 @@ class MoCoV3(ProjectorTeacher):
         rule = GroupRule(match="network.backbone.patch_embed", freeze=True)
         return [*super().group_rules(), *([rule] if self.config.freeze_patches else [])]
 
-    def setup(self, task: Task) -> None:
-        super().setup(task)
-        self.num_pairs = task.length.batch_size
-
     def on_forward(self, task: Task) -> None:
         task.last_batch["keys"] = self.teacher(task.last_batch.input)  # (2, B, D)
 
@@ -103,7 +99,7 @@ class MoCoV3(ProjectorTeacher):
     @property
     def chance_loss(self) -> float:
         """Loss of equal similarities: 4 * ``temperature`` * ln(batch)."""
-        return 4 * self.config.temperature * math.log(self.num_pairs)
+        return 4 * self.config.temperature * math.log(self.batch_size)
 
 
 def _mlp(*sizes: int, last_norm: bool) -> nn.Sequential:

@@ -67,9 +67,6 @@ class NNCLR(NeighborTargets):
             mlp(out_dim, config.predictor_dim, out_dim),
         )
 
-    def setup(self, task: Task) -> None:
-        self.num_pairs = task.length.batch_size
-
     def on_forward(self, task: Task) -> None:
         """Set ``batch["neighbors"]``, (2, B, D)."""
         batch = task.last_batch
@@ -83,7 +80,7 @@ class NNCLR(NeighborTargets):
     @property
     def chance_loss(self) -> float:
         """Loss of equal similarities: ln(batch)."""
-        return math.log(self.num_pairs)
+        return math.log(self.batch_size)
 
 
 @in_full_precision

@@ -79,8 +79,8 @@ class SigLIP(CLIP):
 
         Each pair then matches with probability 1 / batch.
         """
-        others = self.num_pairs - 1
-        return math.log(self.num_pairs) + others * math.log(self.num_pairs / others)
+        others = self.batch_size - 1
+        return math.log(self.batch_size) + others * math.log(self.batch_size / others)
 
 
 @in_full_precision

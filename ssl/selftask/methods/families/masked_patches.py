@@ -102,11 +102,18 @@ class MaskedNetwork(Network):
         return PatchOutput(self.head(shown), features, mask)
 
 
-class BlockMaskedPatches(MaskedPatches):
-    """Method that hides blocks of patches, as BEiT does; its loss is that of these patches only.
+def check_num_hidden(num_hidden: int, num_patches: int, ratio: float) -> None:
+    """Raise UserError if ``method.mask_ratio`` hides none of the patches of an image, or all."""
+    if not 0 < num_hidden < num_patches:
+        raise UserError(
+            f"method.mask_ratio={ratio} hides {num_hidden} of the {num_patches} patches of an "
+            "image; at least one must be hidden, and one visible: change it, or take larger images "
+            "or smaller patches"
+        )
 
-    The network gets ``(images, mask, indices)``, and its head the hidden patches (B, H, E).
-    """
+
+class BlockMasks(MaskedPatches):
+    """Method that hides blocks of patches, as BEiT does."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -114,12 +121,6 @@ class BlockMaskedPatches(MaskedPatches):
         """Maximum share of masked patches."""
         min_block: int = setting(16, min=1, tiny=2)
         """Size of the smallest masked block, in patches."""
-
-    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
-        """Return a network that applies the head to the hidden patches."""
-        self.check_backbone(backbone)
-        self.check_grid(adapter_of(backbone).built_grid)
-        return HiddenPatchNetwork(backbone, self.build_head(embed_dim(backbone)))
 
     @staticmethod
     def check_backbone(backbone: nn.Module) -> None:
@@ -144,6 +145,29 @@ class BlockMaskedPatches(MaskedPatches):
         """Return the maximum number of hidden patches, H."""
         return int(self.config.mask_ratio * grid[0] * grid[1])
 
+    def block_mask(self, grid: Grid) -> BlockMask:
+        """Return the sampler of masks."""
+        return BlockMask(grid, min_patches=self.config.min_block, max_patches=grid[0] * grid[1])
+
+    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:
+        """Return BEiT's block masks, (B, N)."""
+        self.check_grid(grid)
+        counts = torch.full_like(key[:, 0], self.num_hidden(grid))
+        return self.block_mask(grid).draw(seed, key, counts)
+
+
+class BlockMaskedPatches(BlockMasks):
+    """Method whose loss is that of hidden blocks only.
+
+    The network gets ``(images, mask, indices)``, and its head the hidden patches (B, H, E).
+    """
+
+    def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
+        """Return a network that applies the head to the hidden patches."""
+        self.check_backbone(backbone)
+        self.check_grid(adapter_of(backbone).built_grid)
+        return HiddenPatchNetwork(backbone, self.build_head(embed_dim(backbone)))
+
     def prepare_batch(self, batch: Batch, task: Task) -> None:
         """Draw masks and set the input.
 
@@ -152,16 +176,9 @@ class BlockMaskedPatches(MaskedPatches):
         """
         super().prepare_batch(batch, task)
         images, mask = batch.input
-        batch["grid"] = adapter_of(task.base_model.backbone).grid(*images.shape[-2:])
+        batch["grid"] = self.grid_of(*images.shape[-2:])
         batch["hidden"] = padded_indices(mask, self.num_hidden(batch["grid"]))
         batch.input = (images, mask, batch["hidden"][0])
-
-    def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Tensor:
-        """Return BEiT's block masks, (B, N)."""
-        self.check_grid(grid)
-        least, size = self.config.min_block, grid[0] * grid[1]
-        sampler = BlockMask(grid, min_patches=least, max_patches=size)
-        return sampler.draw(seed, key, torch.full_like(key[:, 0], self.num_hidden(grid)))
 
 
 class HiddenPatchNetwork(MaskedNetwork):
@@ -213,6 +230,12 @@ class KeptPatches(MaskedPatches):
         decoder_heads: int = setting(16, min=1, tiny=2)
         """Attention heads of the decoder."""
 
+        @property
+        def decoder_sizes(self) -> dict[str, int]:
+            """Width, blocks and heads of the decoder, as arguments of a predictor."""
+            names = {"dim": "decoder_dim", "depth": "decoder_depth", "num_heads": "decoder_heads"}
+            return {argument: getattr(self, name) for argument, name in names.items()}
+
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if self.decoder_dim % 4 or self.decoder_dim % self.decoder_heads:
                 yield (
@@ -222,32 +245,14 @@ class KeptPatches(MaskedPatches):
 
     def build_kept(self, backbone: nn.Module, task: Task, num_out: int) -> KeptNetwork:
         """Return encoder and decoder with MAE's initial weights; ``num_out`` outputs per patch."""
-        config = self.config
         self.num_kept(adapter_of(backbone).built_grid)
-        return build_kept_network(
-            backbone,
-            task,
-            initialize_as_mae,
-            num_out=num_out,
-            dim=config.decoder_dim,
-            depth=config.decoder_depth,
-            num_heads=config.decoder_heads,
-        )
+        return build_kept_network(backbone, task, num_out=num_out, **self.config.decoder_sizes)
 
     def num_kept(self, grid: Grid) -> int:
         """Return the number of encoded patches. Raise UserError if it is none or all."""
         ratio, num_patches = self.config.mask_ratio, grid[0] * grid[1]
         kept = int(num_patches * (1 - ratio))
-        if kept == num_patches:
-            raise UserError(
-                f"method.mask_ratio={ratio} hides none of the {num_patches} patches of an image; "
-                "raise it"
-            )
-        if kept == 0:
-            raise UserError(
-                f"method.mask_ratio={ratio} hides all {num_patches} patches of an image; lower it, "
-                "or take a smaller backbone.patch_size"
-            )
+        check_num_hidden(num_patches - kept, num_patches, ratio)
         return kept
 
     def draw_mask(self, seed: int, key: Tensor, grid: Grid) -> Kept:
@@ -282,10 +287,44 @@ class KeptNetwork(Network):
         return PatchOutput(predicted, features, mask)
 
 
+@torch.no_grad()
+def initialize_as_mae(module: nn.Module) -> None:
+    """Initialize linear layers and the patch embedding with Xavier's uniform weights, in place.
+
+    MAE (arXiv:2111.06377), appendix A.1. Biases of linear layers are set to zero, and the class
+    token to normal values of standard deviation 0.02. The bias of the patch embedding keeps its
+    value, as in the published code.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(part.weight.view(len(part.weight), -1))
+            if isinstance(part, nn.Linear) and part.bias is not None:
+                nn.init.zeros_(part.bias)
+    token = getattr(module, "cls_token", None)
+    if token is not None:
+        nn.init.normal_(token, std=0.02)
+
+
+def initialize_network(
+    backbone: nn.Module,
+    head: nn.Module,
+    task: Task,
+    initialize: Callable[[nn.Module], None] = initialize_as_mae,
+) -> None:
+    """Give a head, and a backbone unless ``init`` loads its weights, their initial weights.
+
+    The backbone also gets fixed sine-cosine positions.
+    """
+    initialize(head)
+    if task.config.init.backbone is None:
+        fix_sincos_positions(backbone)
+        initialize(backbone)
+
+
 def build_kept_network(
     backbone: nn.Module,
     task: Task,
-    initialize: Callable[[nn.Module], None],
+    initialize: Callable[[nn.Module], None] = initialize_as_mae,
     *,
     num_out: int,
     dim: int,
@@ -307,33 +346,5 @@ def build_kept_network(
     predictor = PatchPredictor(
         width, grid, dim=dim, depth=depth, num_heads=num_heads, num_out=num_out
     )
-    initialize(predictor)
-    initialize_unless_loaded(backbone, task, initialize)
+    initialize_network(backbone, predictor, task, initialize)
     return KeptNetwork(backbone, predictor)
-
-
-def initialize_unless_loaded(
-    backbone: nn.Module, task: Task, initialize: Callable[[nn.Module], None]
-) -> None:
-    """Give a backbone fixed positions and initial weights, unless ``init`` loads its weights."""
-    if task.config.init.backbone is None:
-        fix_sincos_positions(backbone)
-        initialize(backbone)
-
-
-@torch.no_grad()
-def initialize_as_mae(module: nn.Module) -> None:
-    """Initialize linear layers and the patch embedding with Xavier's uniform weights, in place.
-
-    MAE (arXiv:2111.06377), appendix A.1. Biases of linear layers are set to zero, and the class
-    token to normal values of standard deviation 0.02. The bias of the patch embedding keeps its
-    value, as in the published code.
-    """
-    for part in module.modules():
-        if isinstance(part, nn.Linear | nn.Conv2d):
-            nn.init.xavier_uniform_(part.weight.view(len(part.weight), -1))
-            if isinstance(part, nn.Linear) and part.bias is not None:
-                nn.init.zeros_(part.bias)
-    token = getattr(module, "cls_token", None)
-    if token is not None:
-        nn.init.normal_(token, std=0.02)
