@@ -6,17 +6,16 @@ B: images per rank, D: width of projector and predictor.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.methods.families.ema_teacher import EMATeacher
+from selftask.methods.families.ema_teacher import ProjectorTeacher
 from selftask.methods.families.neighbor_targets import NeighborTargets
 from selftask.models.heads import ProjectorPredictor, mlp
-from selftask.models.network import Network
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @register_method("byol")
-class BYOL(EMATeacher, NeighborTargets):
+class BYOL(ProjectorTeacher, NeighborTargets):
     """BYOL (arXiv:2006.07733): predicts an EMA teacher's output for another view.
 
     With ``queue_size`` it is NNBYOL (NNCLR's paper, arXiv:2104.14548): the target is the nearest
@@ -49,11 +48,10 @@ class BYOL(EMATeacher, NeighborTargets):
     )
     loss_reduction = "samples"
     views = 2
-    per_view = True
     min_batch_size = 2  # BatchNorm in the head
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EMATeacher.Config, NeighborTargets.Config):
+    class Config(ProjectorTeacher.Config, NeighborTargets.Config):
         hidden_dim: int = setting(4096, min=1, tiny=32)
         """Width of the hidden layers of projector and predictor."""
 
@@ -64,10 +62,6 @@ class BYOL(EMATeacher, NeighborTargets):
             mlp(embed_dim, hidden_dim, dim, last_bias=False),
             mlp(dim, hidden_dim, dim, last_bias=False),
         )
-
-    def averaged(self, network: Any) -> nn.Module:
-        """Return backbone and projector; the teacher (eq. 1) has no predictor."""
-        return Network(network.backbone, network.head.projector, per_view=True)
 
     def on_forward(self, task: Task) -> None:
         batch = task.last_batch

@@ -6,7 +6,7 @@ B: images per rank, W: ranks, N: images of all ranks, D: width of projector and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_cat_with_grad
-from selftask.methods.families.ema_teacher import EMATeacher, Schedule
+from selftask.methods.families.ema_teacher import ProjectorTeacher, Schedule
 from selftask.models.heads import ProjectorPredictor, mlp
-from selftask.models.network import Network
 from selftask.models.precision import in_full_precision
 from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @register_method("mec")
-class MEC(EMATeacher):
+class MEC(ProjectorTeacher):
     """MEC (arXiv:2210.11464): maximizes the coding length that two views of the images share.
 
     Loss: ``-tr(C - C^2/2 + C^3/3 - C^4/4) / (lambda N)`` with ``C = lambda P Z'``, the series of
@@ -45,11 +44,10 @@ class MEC(EMATeacher):
     paper = "Liu et al., Self-Supervised Learning via Maximum Entropy Coding, NeurIPS 2022"
     loss_reduction = "gathered"  # the coding length is of the images of all ranks
     views = 2
-    per_view = True
     min_batch_size = 2
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EMATeacher.Config):
+    class Config(ProjectorTeacher.Config):
         out_dim: int = setting(2048, min=1, tiny=16)
         """Width of projector and predictor, D."""
         hidden_dim: int = setting(2048, min=1, tiny=32)
@@ -75,10 +73,6 @@ class MEC(EMATeacher):
             embed_dim, hidden, hidden, dim, bias=False, last_norm=True, last_affine=False
         )
         return ProjectorPredictor(projector, mlp(dim, config.predictor_dim, dim, bias=False))
-
-    def averaged(self, network: Any) -> nn.Module:
-        """Return backbone and projector; the teacher has no predictor."""
-        return Network(network.backbone, network.head.projector, per_view=True)
 
     def setup(self, task: Task) -> None:
         super().setup(task)

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_sum, sum_with_grad, world_size
-from selftask.methods.base import Method
+from selftask.methods.vicreg import VICReg
 from selftask.models.heads import mlp
 from selftask.models.losses.variance_covariance import EPS, variance_covariance
-from selftask.models.precision import in_full_precision, to_float32
+from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
 ITER_NORM_EPS = 1e-5  # added to variances
@@ -27,7 +25,7 @@ ITER_NORM_MOMENTUM = 0.1  # share of a batch in the running averages, as in Batc
 
 
 @register_method("vibcreg")
-class VIbCReg(Method):
+class VIbCReg(VICReg):
     """VIbCReg (arXiv:2109.00783): VICReg of features that are whitened, by their correlations.
 
     Loss: ``25 |z1 - z2|^2 + 25 hinge(std) + 200 R^2`` of the correlations R, by default.
@@ -43,28 +41,15 @@ class VIbCReg(Method):
         "Lee and Aune, VIbCReg: Variance-Invariance-better-Covariance Regularization for "
         "Self-Supervised Learning on Time Series, 2021"
     )
-    columns = {
-        "invariance": "Term of the loss: two views have the same embedding.",
-        "variance": "Term of the loss: components vary over images.",
-        "covariance": "Term of the loss: components are uncorrelated.",
-    }
-    loss_reduction = "statistics"  # variances and correlations
-    views = 2
-    per_view = True
-    min_batch_size = 2
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(VICReg.Config):
         out_dim: int = setting(2048, min=1, tiny=16)
         """Width of the head's output, D."""
         hidden_dim: int = setting(2048, min=1, tiny=32)
         """Width of the projector's two hidden layers."""
         group_width: int = setting(64, min=1, tiny=4)
         """Number of features that IterNorm decorrelates together; a divisor of ``out_dim``."""
-        invariance_weight: float = setting(25.0, min=0)
-        """Weight of the invariance term, lambda."""
-        variance_weight: float = setting(25.0, min=0)
-        """Weight of the variance term, mu."""
         covariance_weight: float = setting(200.0, min=0)
         """Weight of the covariance term, nu."""
 
@@ -81,16 +66,8 @@ class VIbCReg(Method):
         projector = mlp(embed_dim, hidden, hidden, dim)
         return projector.append(IterNorm(dim, self.config.group_width))
 
-    def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the three terms for ``output`` (2, B, D)."""
-        config = self.config
-        views = to_float32(output)
-        variance, covariance = variance_correlation(views)
-        return {
-            "invariance": config.invariance_weight * F.mse_loss(views[0], views[1]),
-            "variance": config.variance_weight * variance,
-            "covariance": config.covariance_weight * covariance,
-        }
+    def spread(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        return variance_correlation(views)
 
 
 @in_full_precision

@@ -68,11 +68,15 @@ class VICReg(Method):
 
         The variance term is a mean over views, as in the authors' code.
         """
-        config = self.config
-        views = to_float32(output)
-        variance, covariance = variance_covariance(views)
+        config, views = self.config, to_float32(output)
+        variance, covariance = self.spread(views)
         return {
             "invariance": config.invariance_weight * F.mse_loss(views[0], views[1]),
             "variance": config.variance_weight * variance,
-            "covariance": config.covariance_weight * 2 * covariance,
+            "covariance": config.covariance_weight * covariance,
         }
+
+    def spread(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the terms of variances and of covariances for views (2, B, D), unweighted."""
+        variance, covariance = variance_covariance(views)
+        return variance, 2 * covariance

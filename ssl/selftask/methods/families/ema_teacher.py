@@ -43,8 +43,7 @@ class EMATeacher(Method):
 
     def averaged(self, network: Any) -> nn.Module:
         """Return the part of the network that the teacher averages: all of it by default."""
-        part: nn.Module = network
-        return part
+        return network
 
     def setup(self, task: Task) -> None:
         super().setup(task)
@@ -72,5 +71,5 @@ class ProjectorTeacher(EMATeacher):
     per_view = True
 
     def averaged(self, network: Any) -> nn.Module:
-        """Return backbone and projector."""
+        """Return backbone and projector; the teacher has no predictor."""
         return Network(network.backbone, network.head.projector, per_view=self.per_view)
