@@ -23,12 +23,7 @@ from selftask.errors import UserError
 from selftask.evaluate.features import Features, collect
 from selftask.evaluate.label_counts import LabelCounts, check_label_counts, count_shared_images
 from selftask.evaluate.on_ranks import connected, iterate_in_order
-from selftask.evaluate.online import (
-    evaluate_features,
-    evaluated_model,
-    of_set,
-    run_on_backbone,
-)
+from selftask.evaluate.online import evaluate_features, evaluated_model, of_set, run_on_backbone
 from selftask.logs import get_logger
 from selftask.logs.stages import stage
 

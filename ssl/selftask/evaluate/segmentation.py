@@ -31,11 +31,7 @@ from selftask.evaluate.dense.masks import (
     images_in,
     read_table,
 )
-from selftask.evaluate.dense.patches import (
-    PatchFeatures,
-    limited,
-    square_batches,
-)
+from selftask.evaluate.dense.patches import PatchFeatures, limited, square_batches
 from selftask.evaluate.on_ranks import in_order
 from selftask.logs import get_logger
 from selftask.models.eval_mode import in_eval_mode

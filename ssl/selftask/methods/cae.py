@@ -124,10 +124,7 @@ class CAE(KeptPatches):
         features, scores, targets = output.prediction
         tokens = F.cross_entropy(scores.flatten(0, 1), batch["tokens"].flatten())
         difference = F.mse_loss(features, targets)
-        return {
-            "masked_tokens": tokens,
-            "masked_features": self.config.feature_weight * difference,
-        }
+        return {"masked_tokens": tokens, "masked_features": self.config.feature_weight * difference}
 
     @property
     def chance_loss(self) -> float:
@@ -165,14 +162,7 @@ class RegressorDecoder(nn.Module):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        grid: Grid,
-        *,
-        dim: int,
-        depth: int,
-        num_heads: int,
-        num_tokens: int,
+        self, embed_dim: int, grid: Grid, *, dim: int, depth: int, num_heads: int, num_tokens: int
     ) -> None:
         super().__init__()
         self.regressor = MemoryPredictor(

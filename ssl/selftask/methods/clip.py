@@ -51,9 +51,7 @@ class CLIP(Method):
         "Radford et al., Learning Transferable Visual Models From Natural Language Supervision, "
         "ICML 2021"
     )
-    columns = {
-        "temperature": "Learned temperature.",
-    }
+    columns = {"temperature": "Learned temperature."}
     loss_reduction = "gathered"  # captions are negatives to the images of all ranks
     views = 1
     min_batch_size = 2

@@ -62,7 +62,7 @@ class CMAE(MAE, EMATeacher):
 
     paper = "Huang et al., Contrastive Masked Autoencoders Are Stronger Vision Learners, TPAMI 2024"
     columns = {
-        "image_contrast": "Term of the loss: contrast with the teacher's outputs of all images.",
+        "image_contrast": "Term of the loss: contrast with the teacher's outputs of all images."
     }
     loss_reduction = "gathered"  # negatives are the teacher's outputs on all ranks
     sample_dim = None

@@ -56,9 +56,7 @@ class DeepCluster(ClusteredImages):
         "Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster "
         "Assignments, NeurIPS 2020"
     )
-    columns = {
-        "largest_cluster": "Share of images in the largest cluster, 0 to 1; 1 is collapse.",
-    }
+    columns = {"largest_cluster": "Share of images in the largest cluster, 0 to 1; 1 is collapse."}
     loss_reduction = "samples"
     views = (2, None)
     num_remembered = 2

@@ -52,9 +52,7 @@ class DINO(PrototypeHeads, EMATeacher):
     """
 
     paper = "Caron et al., Emerging Properties in Self-Supervised Vision Transformers, ICCV 2021"
-    columns = {
-        "kl": "Term of the loss: divergence of the student from its targets.",
-    }
+    columns = {"kl": "Term of the loss: divergence of the student from its targets."}
     loss_reduction = "samples"
     views = (2, None)
     exports_teacher = True  # better throughout training (section 5.2)

@@ -60,7 +60,7 @@ class DINOv3(DINOv2):
 
     paper = "Siméoni et al., DINOv3, 2025"
     columns = {
-        "gram": "Term of the loss: similarities between patches are those of an earlier teacher.",
+        "gram": "Term of the loss: similarities between patches are those of an earlier teacher."
     }
 
     @dataclass(frozen=True, kw_only=True)

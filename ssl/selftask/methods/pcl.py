@@ -170,10 +170,7 @@ class PCL(MomentumContrast, EMATeacher):
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return both terms of eq. 11 for ``output`` (1, B, D)."""
         instance = info_nce(
-            output,
-            batch["keys"][None],
-            self.queue.rows[None],
-            temperature=self.config.temperature,
+            output, batch["keys"][None], self.queue.rows[None], temperature=self.config.temperature
         )
         sizes = self.config.num_prototypes
         terms = [

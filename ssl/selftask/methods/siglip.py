@@ -41,9 +41,7 @@ class SigLIP(CLIP):
     """
 
     paper = "Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023"
-    columns = {
-        "bias": "Learned bias of the logits.",
-    }
+    columns = {"bias": "Learned bias of the logits."}
 
     @dataclass(frozen=True, kw_only=True)
     class Config(CLIP.Config):

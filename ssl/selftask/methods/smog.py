@@ -129,10 +129,7 @@ class SMoG(ProjectorTeacher):
         """Return the loss in both directions, averaged; ``output`` (2, B, 2, D)."""
         projection, prediction = output.unbind(2)  # (2, B, D)
         return grouping_loss(
-            prediction,
-            self.moved(projection),
-            batch["group"],
-            temperature=self.config.temperature,
+            prediction, self.moved(projection), batch["group"], temperature=self.config.temperature
         )
 
     def moved(self, projection: Tensor) -> Tensor:

@@ -58,9 +58,7 @@ class SwAV(PrototypeLayer):
         "Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster "
         "Assignments, NeurIPS 2020"
     )
-    columns = {
-        "kl": "Term of the loss: divergence of the student from its targets.",
-    }
+    columns = {"kl": "Term of the loss: divergence of the student from its targets."}
     loss_reduction = "statistics"  # sizes of the clusters
     views = (2, None)
 

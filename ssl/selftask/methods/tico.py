@@ -95,10 +95,7 @@ class TiCo(EMATeacher):
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return both terms of eq. 6 for ``output`` (1, B, D)."""
         invariance, contrast = tico_terms(output[0], batch["teacher"], batch["covariance"])
-        return {
-            "invariance": invariance,
-            "contrast": self.config.covariance_weight * contrast,
-        }
+        return {"invariance": invariance, "contrast": self.config.covariance_weight * contrast}
 
     def on_update(self, task: Any) -> None:
         super().on_update(task)

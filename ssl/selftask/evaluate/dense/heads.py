@@ -107,11 +107,7 @@ def hits(scores: Tensor, shares: Tensor) -> Tensor:
 
 
 def fit_heads(
-    options: HeadOptions,
-    features: Tensor,
-    shares: Tensor,
-    images: Tensor,
-    quality: Quality = hits,
+    options: HeadOptions, features: Tensor, shares: Tensor, images: Tensor, quality: Quality = hits
 ) -> tuple[dict[str, Scores], dict[str, float]]:
     """Fit the heads; return them by name, and the chosen learning rate as ``linear_lr``.
 

@@ -115,12 +115,7 @@ class PrototypeHeads(Method):
         return F.log_softmax(to_float32(scores) / self.config.temperature, dim=-1)
 
     def teacher_scores(
-        self,
-        embed_dim: int,
-        checkpoint: Mapping[str, Any],
-        center: Tensor,
-        *,
-        head: str = "head",
+        self, embed_dim: int, checkpoint: Mapping[str, Any], center: Tensor, *, head: str = "head"
     ) -> Scores:
         """Load a trained head of the teacher, with its last temperature; used by ``load_scores``.
 

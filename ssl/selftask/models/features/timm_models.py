@@ -10,13 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from selftask.models.features.adapter import Adapter
-from selftask.models.features.tokens import (
-    Features,
-    Request,
-    Tokens,
-    from_map,
-    from_sequence,
-)
+from selftask.models.features.tokens import Features, Request, Tokens, from_map, from_sequence
 
 
 class TimmModel(Adapter):

@@ -9,11 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selftask.distributed.collectives import (
-    gather_cat_with_grad,
-    sum_with_equal_grad,
-    world_size,
-)
+from selftask.distributed.collectives import gather_cat_with_grad, sum_with_equal_grad, world_size
 from selftask.models.precision import in_full_precision
 
 

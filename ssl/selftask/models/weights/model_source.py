@@ -26,12 +26,7 @@ from selftask.models.weights.address import NONE, PRETRAINED, check_model
 from selftask.models.weights.layouts import State
 from selftask.models.weights.load import is_on_meta, load_weights, renamed, with_prefix
 from selftask.models.weights.places import Exported, Saved, find_weights
-from selftask.models.weights.read import (
-    backbone_state,
-    of_networks,
-    read_state,
-    weights_at,
-)
+from selftask.models.weights.read import backbone_state, of_networks, read_state, weights_at
 
 log = get_logger(__name__)
 
@@ -90,11 +85,7 @@ def open_model(
 
 
 def describe_model(
-    address: str,
-    *,
-    weights: str = PRETRAINED,
-    trust: bool = False,
-    image_size: int | None = None,
+    address: str, *, weights: str = PRETRAINED, trust: bool = False, image_size: int | None = None
 ) -> dict[str, Any]:
     """Return the metadata of ``open_model`` except embed_dim, without building or loading.
 

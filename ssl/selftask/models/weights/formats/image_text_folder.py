@@ -66,11 +66,7 @@ def open_image_text(folder: Path) -> tuple[ImageTextModel, dict[str, Any]]:
             "interpolation": _NAMES.get(int(processor.resample), "bicubic"),
         },
         {"name": "center_crop", "size": size},
-        {
-            "name": "normalize",
-            "mean": list(processor.image_mean),
-            "std": list(processor.image_std),
-        },
+        {"name": "normalize", "mean": list(processor.image_mean), "std": list(processor.image_std)},
     ]
     facts = {"channels": 3, "transforms": transforms, "method": model.config.model_type}
     return ImageTextModel(images, nn.Identity(), texts, tokenize), facts
