@@ -71,27 +71,6 @@ class Features:
         sizes = torch.unique(self.targets, return_counts=True)[1].tolist()
         return self[torch.cat([rows[: count(len(rows))] for rows in order.split(sizes)])]
 
-    def few_label_draws(
-        self,
-        few_labels: Sequence[int],
-        few_shares: Sequence[float],
-        repeats: int,
-        generator: torch.Generator,
-    ) -> Iterator[tuple[str, list[Features]]]:
-        """Yield a part of a metric's name, such as ``10_labels``, and the draws for it.
-
-        Args:
-            few_labels: Numbers of images of each class.
-            few_shares: Shares of the images of each class; 0.01 is named ``1_percent``.
-            repeats: Number of draws of each kind.
-            generator: Generator of the draws.
-        """
-        for count in few_labels:
-            yield f"{count}_labels", [self.draw(count, generator) for _ in range(repeats)]
-        for share in few_shares:
-            draws = [self.draw_share(share, generator) for _ in range(repeats)]
-            yield f"{100 * share:g}_percent", draws
-
     def split(self, widths: Sequence[int]) -> list[Features]:
         """Split the features into blocks of columns; targets and indices are unchanged."""
         blocks = self.features.split(list(widths), dim=1)

@@ -90,11 +90,9 @@ def measure_geolocation(
     table = read_coordinates(Path(options.coordinates).expanduser())
     model = evaluated_model(backbone, config.eval).to(device)
     is_alone = sources.val is None
-    keys = (
-        {"data": sources.train}
-        if sources.val is None
-        else {"data": sources.train, "data.val": sources.val}
-    )
+    keys = {"data": sources.train}
+    if sources.val is not None:
+        keys["data.val"] = sources.val
     places = {key: _places(source, table, key) for key, source in keys.items()}
 
     def features(key: str) -> Features:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Generator, Tensor
 
 from selftask.config.fields import setting
 from selftask.config.schema import Component
@@ -167,6 +167,18 @@ class FewLabels:
         train.check_labels(f"{name}, training set")
         test.check_labels(f"{name}, test set")
         require_labels(self, LabelCounts.of_targets(train.targets.cpu(), test.targets.cpu()))
+
+    def draws(self, train: Features, generator: Generator) -> Iterator[tuple[str, list[Features]]]:
+        """Yield a part of a metric's name, such as ``_10_labels``, and the draws for it.
+
+        First come all images, under an empty name. A share of 0.01 is named ``_1_percent``.
+        """
+        yield "", [train]
+        for count in self.few_labels:
+            yield f"_{count}_labels", [train.draw(count, generator) for _ in range(self.repeats)]
+        for share in self.few_shares:
+            draws = [train.draw_share(share, generator) for _ in range(self.repeats)]
+            yield f"_{100 * share:g}_percent", draws
 
 
 def require_labels(evaluation: Any, counts: LabelCounts) -> None:

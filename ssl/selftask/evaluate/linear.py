@@ -47,11 +47,10 @@ class Linear(FewLabels):
         self.check(train, test, "linear probe")
         train, test = _standardized(train, test)
         generator = torch.Generator().manual_seed(self.seed)
-        result: dict[str, float] = {"linear_top1": self._accuracy([train], test, generator)}
-        few = self.few_labels, self.few_shares, self.repeats, generator
-        for name, draws in train.few_label_draws(*few):
-            result[f"linear_{name}_top1"] = self._accuracy(draws, test, generator)
-        return result
+        return {
+            f"linear{name}_top1": self._accuracy(draws, test, generator)
+            for name, draws in self.draws(train, generator)
+        }
 
     def _accuracy(
         self, draws: list[Features], test: Features, generator: torch.Generator

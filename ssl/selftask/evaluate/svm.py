@@ -52,10 +52,9 @@ class SVM(FewLabels):
         """Return the accuracy and mean average precision of test images, by metric name."""
         self.check(train, test, "SVM")
         generator = torch.Generator().manual_seed(self.seed)
-        row = self._mean([train], test, "svm")
-        few = self.few_labels, self.few_shares, self.repeats, generator
-        for name, draws in train.few_label_draws(*few):
-            row |= self._mean(draws, test, f"svm_{name}")
+        row: dict[str, float] = {}
+        for name, draws in self.draws(train, generator):
+            row |= self._mean(draws, test, f"svm{name}")
         return row
 
     def _mean(self, draws: list[Features], test: Features, name: str) -> dict[str, float]:
