@@ -21,7 +21,7 @@ from ranks import run_ranks
 from selftask.config.load import load_config
 from selftask.config.schema import CompileConfig
 from selftask.errors import ConfigError, UserError
-from selftask.parallel.compiled import compile_blocks, compile_whole
+from selftask.parallel.compiled import compile_blocks, compile_function
 from selftask.task.compile_report import CompileReport
 from selftask.train_steps import compiled as compiled_step
 
@@ -67,7 +67,7 @@ class Pair(nn.Module):
 
 def report_of(network: nn.Module) -> None:
     report = CompileReport()
-    compiled = compile_whole(network, CompileConfig(backend="eager"))
+    compiled = compile_function(network, CompileConfig(backend="eager"))
     for _ in range(3):
         compiled(torch.ones(2, 3))
         report.on_step(None)  # type: ignore[arg-type]  # does not look at the task
@@ -139,7 +139,7 @@ def test_modes_that_cannot_work_are_refused(options: list[str], text: str, way: 
 
 def test_an_unknown_backend_is_refused_when_the_network_is_built() -> None:
     with pytest.raises(UserError, match=r"backend='aot_eagr': .* did you mean 'aot_eager'"):
-        compile_whole(nn.Linear(3, 3), CompileConfig(backend="aot_eagr"))
+        compile_function(nn.Linear(3, 3), CompileConfig(backend="aot_eagr"))
 
 
 def test_blocks_of_other_layers_and_of_teachers_have_graphs_of_their_own() -> None:

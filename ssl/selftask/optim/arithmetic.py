@@ -102,8 +102,7 @@ def _rate(schedule: Any, step: int, length: RunLength) -> float:
     if schedule.update_interval == UpdateInterval.EPOCH:
         rest = 0
     batches = epochs * length.batches_per_epoch + rest * length.accumulate
-    rate: float = schedule(batches / length.total_batches)
-    return rate
+    return schedule(batches / length.total_batches)
 
 
 def _step(length: RunLength) -> int:

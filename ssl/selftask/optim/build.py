@@ -15,9 +15,8 @@ from selftask.classy import ClassyOptimizer, UpdateInterval
 from selftask.config.run_length import RunLength
 from selftask.config.schema import OptimizerConfig
 from selftask.config.schema.optimizer import GroupRule
-from selftask.config.torch_names import is_torch_name
+from selftask.config.torch_names import is_torch_name, torch_optimizer
 from selftask.optim.curves import Curve, Scaled, Schedule
-from selftask.optim.optimizers.torch_class import TorchOptimizer
 from selftask.optim.param_groups import Settings, assign_settings, merge_alike
 from selftask.optim.schedules import build_schedule
 from selftask.registry import OPTIMIZERS
@@ -26,13 +25,17 @@ from selftask.registry import OPTIMIZERS
 class ScheduledOptimizer(ClassyOptimizer):  # type: ignore[misc]  # classy-vision ships no types
     """A torch optimizer with Classy's interface: ``step(where=...)`` first evaluates schedules."""
 
-    def __init__(self, config: Any, settings: Sequence[Settings]) -> None:
+    def __init__(
+        self,
+        build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        settings: Sequence[Settings],
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.build = build
         self.settings = settings
 
     def prepare(self, param_groups: list[dict[str, Any]]) -> None:
-        self.optimizer: torch.optim.Optimizer = self.config.build(param_groups)
+        self.optimizer = self.build(param_groups)
         self._list_moving()
 
     def _list_moving(self) -> None:
@@ -153,14 +156,14 @@ def build_optimizer(
         options = kind(
             **{**config.args, **{key: schedule(0.0) for key, schedule in moving.items()}}
         )
-        optimizer: Any = ScheduledOptimizer(options, settings)
+        optimizer: Any = ScheduledOptimizer(options.build, settings)
         layerwise = getattr(options, "layerwise", False)
         # torch's key; configs say sgd_momentum, since methods also have a momentum
         ours = {key.removeprefix("sgd_"): schedule for key, schedule in moving.items()}
         groups = [{**group, **ours} for group in groups]
     elif is_torch_name("optimizer", config.name):
-        of_torch = TorchOptimizer(name=config.name, args=config.args)
-        optimizer = ScheduledOptimizer(of_torch, settings)
+        build = partial(torch_optimizer, config.name, config.args)
+        optimizer = ScheduledOptimizer(build, settings)
     else:
         optimizer = classy.build("optimizer", config.name, {"num_epochs": 1, **config.args})
         optimizer.settings = settings

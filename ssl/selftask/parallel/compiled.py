@@ -39,11 +39,6 @@ def compile_blocks(network: nn.Module, options: CompileConfig) -> bool:
     return bool(blocks)
 
 
-def compile_whole(network: nn.Module, options: CompileConfig) -> nn.Module:
-    """Return a module that compiles the network as a whole and shares its parameters."""
-    return compile_function(network, options)
-
-
 def compile_calls(network: nn.Module, options: CompileConfig) -> None:
     """Compile a network in place with ``nn.Module.compile``; submodules and state do not change."""
     _check_backend(options.backend)

@@ -34,7 +34,7 @@ from selftask.optim.loss_scaler import LossScaler, NoScaler
 from selftask.optim.param_groups import divide, freeze_for_good
 from selftask.parallel.blocks import find_blocks
 from selftask.parallel.build import build_reduction, synchronize
-from selftask.parallel.compiled import compile_blocks, compile_calls, compile_whole
+from selftask.parallel.compiled import compile_blocks, compile_calls, compile_function
 from selftask.parallel.initial_weights import InitialWeights
 from selftask.parallel.reduction import Reduction
 from selftask.registry import HOOKS, METERS, METHODS, TRAIN_STEPS, Registry
@@ -143,7 +143,7 @@ def called_network(task: Task) -> Any:
     config = task.config
     called: Any = task.base_model
     if config.train.compile and task.compiled_whole:
-        called = compile_whole(task.base_model, config.train.compile_options)
+        called = compile_function(task.base_model, config.train.compile_options)
     return task.reduction.wrap(called)
 
 
