@@ -56,8 +56,7 @@ def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> 
     world: Any = dist.group.WORLD
     options = getattr(world._get_backend(collective_device()), "options", None)
     timeout = getattr(options, "_timeout", None)
-    group: Any = dist.new_group(ranks, timeout=timeout, backend=backend)
-    return group  # type: ignore[no-any-return]
+    return dist.new_group(ranks, timeout=timeout, backend=backend)  # type: ignore[return-value]
 
 
 def host_group() -> dist.ProcessGroup | None:
@@ -66,7 +65,7 @@ def host_group() -> dist.ProcessGroup | None:
     Every rank must call this function. It returns None if the default group uses gloo.
     """
     group: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-    return group  # type: ignore[no-any-return]
+    return group
 
 
 def barrier() -> None:

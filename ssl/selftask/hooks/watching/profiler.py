@@ -65,18 +65,15 @@ class Profiler(Hook):
             return
         self.profile.step()
         if self.steps == self.next + self.warmup + self.active:
-            self._close()
+            self.release()
             self.remaining -= 1
             self.next = self.steps + self.wait
 
     def on_end(self, task: Task) -> None:
-        self._close()
+        self.release()
 
     def on_exception(self, task: Task) -> None:
-        self._close()
-
-    def release(self) -> None:
-        self._close()
+        self.release()
 
     def _open(self, task: Task) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -105,7 +102,7 @@ class Profiler(Hook):
         )
         self.profile.start()
 
-    def _close(self) -> None:
+    def release(self) -> None:
         """Stop recording; write an unfinished window as it is."""
         profile, self.profile = getattr(self, "profile", None), None
         if profile is not None:

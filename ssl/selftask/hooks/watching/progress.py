@@ -46,15 +46,12 @@ class ProgressBar(Hook):
         stage.update(task.steps_done, text)
 
     def on_end(self, task: Task) -> None:
-        self._close()
+        self.release()
 
     def on_exception(self, task: Task) -> None:
-        self._close()
+        self.release()
 
     def release(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
         if self.stage is not None:
             self.stage.close()
             self.stage = None

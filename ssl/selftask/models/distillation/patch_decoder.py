@@ -8,10 +8,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from selftask.models.features.tokens import Grid
-from selftask.models.predictors.patch_predictor import sincos_positions, transformer_blocks
+from selftask.models.predictors.patch_predictor import GridPositions, transformer_blocks
 
 
-class PatchDecoder(nn.Module):
+class PatchDecoder(GridPositions):
     """Transformer with fixed sine-cosine positions: patches (B, N, C) -> (B, N, outputs).
 
     Args:
@@ -23,22 +23,15 @@ class PatchDecoder(nn.Module):
         num_heads: Attention heads of a block.
     """
 
-    positions: Tensor  # (N, D)
-
     def __init__(
         self, num_in: int, num_out: int, grid: Grid, *, dim: int, depth: int, num_heads: int
     ) -> None:
-        super().__init__()
-        self.grid = grid
+        super().__init__(dim, grid)
         self.embed = nn.Linear(num_in, dim)
-        self.register_buffer("positions", sincos_positions(dim, grid), persistent=False)
         self.blocks = transformer_blocks(dim, depth, num_heads)
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.project = nn.Sequential(nn.Linear(dim, dim), nn.Tanh(), nn.Linear(dim, num_out))
 
     def forward(self, patches: Tensor, grid: Grid) -> Tensor:
-        positions = self.positions
-        if grid != self.grid:
-            positions = sincos_positions(positions.shape[1], grid).to(positions)
-        x = self.embed(patches) + positions
+        x = self.embed(patches) + self.positions_on(grid)
         return self.project(self.norm(self.blocks(x)))

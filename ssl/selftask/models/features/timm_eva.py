@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,22 +14,11 @@ from selftask.models.features.tokens import Grid, Request
 class TimmEva(TimmViT):
     """Adapter that rotates the kept patches of each image by their own positions."""
 
-    @staticmethod
-    def fits(backbone: Any) -> bool:
-        """Return True if a model is an Eva with that class's own forward pass."""
-        if "timm" not in sys.modules:
-            return False
-        from timm.layers import PatchEmbed
-        from timm.models import Eva
+    library_class = "Eva"
 
-        kind = type(backbone)
-        return (
-            isinstance(backbone, Eva)
-            and kind.forward_features is Eva.forward_features
-            and kind._pos_embed is Eva._pos_embed
-            and isinstance(backbone.patch_embed, PatchEmbed)
-            and backbone.patch_drop is None
-        )
+    @classmethod
+    def fits(cls, backbone: Any) -> bool:
+        return super().fits(backbone) and backbone.patch_drop is None
 
     def _block_options(self, grid: Grid, request: Request) -> Iterator[dict[str, Any]]:
         options = super()._block_options(grid, request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ class TimmViT(Adapter):
 
     offers = frozenset({"dense", "hidden", "tokens", "subset", "attention", "groups"})
     interpolates = True
+    library_class: ClassVar[str] = "VisionTransformer"
 
     def __init__(self, vit: VisionTransformer) -> None:
         self.vit = vit
@@ -46,19 +47,19 @@ class TimmViT(Adapter):
         self.mask_dim = vit.embed_dim
         self.num_prefix = vit.num_prefix_tokens
 
-    @staticmethod
-    def fits(backbone: Any) -> bool:
-        """Return True if a model is a VisionTransformer with that class's own forward pass."""
+    @classmethod
+    def fits(cls, backbone: Any) -> bool:
+        """Return True if a model is of timm's class, with that class's own forward pass."""
         if "timm" not in sys.modules:  # slow import; without it no object is timm's
             return False
+        from timm import models
         from timm.layers import PatchEmbed
-        from timm.models import VisionTransformer
 
-        kind = type(backbone)
+        kind, of_timm = type(backbone), getattr(models, cls.library_class)
         return (
-            isinstance(backbone, VisionTransformer)
-            and kind.forward_features is VisionTransformer.forward_features
-            and kind._pos_embed is VisionTransformer._pos_embed
+            isinstance(backbone, of_timm)
+            and kind.forward_features is of_timm.forward_features
+            and kind._pos_embed is of_timm._pos_embed
             and isinstance(backbone.patch_embed, PatchEmbed)
         )
 

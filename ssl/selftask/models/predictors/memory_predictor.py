@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from selftask.models.features.tokens import Grid
 from selftask.models.precision.bfloat16 import attention
-from selftask.models.predictors.patch_predictor import sincos_positions
+from selftask.models.predictors.patch_predictor import GridPositions
 
 _norm: Any = partial(nn.LayerNorm, eps=1e-6)
 
 
-class MemoryPredictor(nn.Module):
+class MemoryPredictor(GridPositions):
     """Decoder of CrossMAE (arXiv:2401.14391): each block reads a mixture of the encoder's layers.
 
     Args:
@@ -33,8 +33,6 @@ class MemoryPredictor(nn.Module):
         num_out: Number of outputs per patch.
     """
 
-    positions: Tensor  # (N, D)
-
     def __init__(
         self,
         embed_dim: int,
@@ -46,10 +44,8 @@ class MemoryPredictor(nn.Module):
         num_heads: int,
         num_out: int,
     ) -> None:
-        super().__init__()
-        self.grid = grid
+        super().__init__(dim, grid)
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
-        self.register_buffer("positions", sincos_positions(dim, grid), persistent=False)
         self.mixture: nn.Parameter | None = None
         if num_layers is not None:
             self.mixture = nn.Parameter(torch.randn(depth, num_layers) * num_layers**-0.5)
@@ -76,12 +72,6 @@ class MemoryPredictor(nn.Module):
             x = block(x, memory)
         return self.project(self.norm(x))
 
-    def positions_on(self, grid: Grid) -> Tensor:
-        """Return the positions of the patches of a grid, (N, D)."""
-        if grid == self.grid:
-            return self.positions
-        return sincos_positions(self.positions.shape[1], grid).to(self.positions)
-
 
 class MemoryBlock(nn.Module):
     """Cross-attention and an MLP, both residual: queries (B, Q, D), memory (B, M, E) -> (B, Q, D).
@@ -95,11 +85,8 @@ class MemoryBlock(nn.Module):
     def __init__(self, dim: int, memory_dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.norm_queries, self.norm_memory, self.norm_mlp = (
-            _norm(dim),
-            _norm(memory_dim),
-            _norm(dim),
-        )
+        self.norm_queries, self.norm_memory = _norm(dim), _norm(memory_dim)
+        self.norm_mlp = _norm(dim)
         self.query = nn.Linear(dim, dim)
         self.key_value = nn.Linear(memory_dim, 2 * dim)
         self.project = nn.Linear(dim, dim)

@@ -16,7 +16,29 @@ from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid, attention_mask
 
 
-class PatchPredictor(nn.Module):
+class GridPositions(nn.Module):
+    """Fixed sine-cosine positions of patches, for images of any size.
+
+    Args:
+        dim: Width D of the positions; divisible by 4.
+        grid: Rows and columns of the patches of an image of the usual size.
+    """
+
+    positions: Tensor  # (N, D)
+
+    def __init__(self, dim: int, grid: Grid) -> None:
+        super().__init__()
+        self.grid = grid
+        self.register_buffer("positions", sincos_positions(dim, grid), persistent=False)
+
+    def positions_on(self, grid: Grid) -> Tensor:
+        """Return the positions of the patches of a grid, (N, D)."""
+        if grid == self.grid:
+            return self.positions
+        return sincos_positions(self.positions.shape[1], grid).to(self.positions)
+
+
+class PatchPredictor(GridPositions):
     """Transformer that predicts outputs for some patches from other, encoded patches of the image.
 
     It is the decoder of MAE and the predictor of I-JEPA. Its input is the encoded patches and a
@@ -32,16 +54,12 @@ class PatchPredictor(nn.Module):
         num_out: Number of outputs per patch.
     """
 
-    positions: Tensor  # (N, D)
-
     def __init__(
         self, embed_dim: int, grid: Grid, *, dim: int, depth: int, num_heads: int, num_out: int
     ) -> None:
-        super().__init__()
-        self.grid = grid
+        super().__init__(dim, grid)
         self.embed = nn.Linear(embed_dim, dim)
         self.mask_token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))
-        self.register_buffer("positions", sincos_positions(dim, grid), persistent=False)
         self.blocks = transformer_blocks(dim, depth, num_heads)
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.project = nn.Linear(dim, num_out)
@@ -70,9 +88,7 @@ class PatchPredictor(nn.Module):
         Returns:
             (B, M, Q, num_out).
         """
-        positions = self.positions
-        if grid not in (None, self.grid):
-            positions = sincos_positions(positions.shape[1], grid).to(positions)
+        positions = self.positions if grid is None else self.positions_on(grid)
         num_groups = asked.shape[1]
         context = self.embed(encoded)  # (B, P + K, D)
         num_prefix = context.shape[1] - keep.shape[1]
