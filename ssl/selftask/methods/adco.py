@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +16,12 @@ from torch import Tensor
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_gather_cat, all_reduce_mean
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.momentum_contrast import MomentumKeys
 from selftask.models.losses.contrast import recognition_loss
 from selftask.models.precision import to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("adco")

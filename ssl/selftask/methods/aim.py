@@ -6,13 +6,13 @@ B: images per rank, N: patches of an image, E: width of the backbone, P: numbers
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.methods.base import Task
 from selftask.methods.families.masked_patches import MaskedPatches, initialize_network
 from selftask.methods.mae import normalize, patchify
 from selftask.models.build import embed_dim
@@ -24,9 +24,6 @@ from selftask.models.precision import in_full_precision
 from selftask.models.predictors.residual_mlp import ResidualMLP
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("aim")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,13 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed.collectives import sum_with_grad
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import ProjectorTeacher, Schedule, teacher_momentum
 from selftask.methods.nnclr import neighbor_loss
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 EPS = 1e-12  # added under square roots, whose gradient at 0 is infinite
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
@@ -18,8 +18,7 @@ from selftask.distributed.collectives import (
     sum_with_grad,
     world_size,
 )
-from selftask.methods.base import Method
-from selftask.models.heads import mlp
+from selftask.methods.families.projected import Projected
 from selftask.models.losses.image_products import (
     has_few_images,
     rows_of_all_ranks,
@@ -30,7 +29,7 @@ from selftask.registry import register_method
 
 
 @register_method("barlow")
-class BarlowTwins(Method):
+class BarlowTwins(Projected):
     """Barlow Twins (arXiv:2103.03230): two views agree, and their features are uncorrelated.
 
     Loss: ``sum_i (1 - C_ii)^2 + lambda sum_(i != j) C_ij^2`` of the correlations C of two views
@@ -59,6 +58,7 @@ class BarlowTwins(Method):
     views = 2
     per_view = True
     min_batch_size = 2
+    head_options = {"bias": False, "last_bias": False}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -70,11 +70,6 @@ class BarlowTwins(Method):
         """Weight of the off-diagonal terms, lambda in eq. 1."""
         scale: float = setting(1.0, min=0)
         """Factor of the whole loss; 0.1 in solo-learn."""
-
-    def build_head(self, embed_dim: int) -> nn.Module:
-        """Build the projector: three layers; the last has no BatchNorm or activation."""
-        hidden = self.config.hidden_dim
-        return mlp(embed_dim, hidden, hidden, self.config.out_dim, bias=False, last_bias=False)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the two terms of eq. 1 for ``output`` (2, B, D), equal on all ranks."""

@@ -21,6 +21,7 @@ from selftask.config.schema import Component
 from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed import accelerator
 from selftask.hooks.base import Hook
+from selftask.hooks.base import Task as Task
 from selftask.methods.frozen import open_frozen, open_trained
 from selftask.models.build import embed_dim
 from selftask.models.network import Network
@@ -29,7 +30,6 @@ from selftask.models.weights.frozen import Frozen
 if TYPE_CHECKING:
     from selftask.data.tokenizers.base import Tokenizer
     from selftask.models.weights.trained import Scores, TrainedNetwork
-    from selftask.task import Task
 
 NumViews: TypeAlias = int | tuple[int, int | None]
 
@@ -223,8 +223,7 @@ class Method(nn.Module, Hook):
             output: Output of the network.
             head: Name of the head, from ``meters.NAME.head``, for methods with several heads.
         """
-        scores: Tensor = output
-        return scores
+        return output
 
     def meter_input(
         self, output: Any, batch: Batch, head: str | None = None
@@ -278,8 +277,7 @@ class Method(nn.Module, Hook):
 
     def export_backbone(self, network: nn.Module) -> nn.Module:
         """Return the backbone to export: the network's, or in some methods the teacher's."""
-        backbone: nn.Module = network.backbone  # type: ignore[assignment]
-        return backbone
+        return network.backbone  # type: ignore[return-value]
 
     def further_backbones(self) -> dict[str, Component]:
         """Return the architectures of additional trained backbones, by name; none by default.

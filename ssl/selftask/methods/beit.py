@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,13 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
 from selftask.errors import UserError
+from selftask.methods.base import Task
+from selftask.methods.families.distillation import open_tokenizer, trained_teacher
 from selftask.methods.families.masked_patches import (
     BlockMaskedPatches,
     HiddenPatchNetwork,
     mean_of_hidden,
 )
-from selftask.methods.families.tokenizer import open_tokenizer, trained_tokenizer
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import gather_tokens
@@ -35,9 +36,6 @@ from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
 from selftask.models.predictors.patch_predictor import transformer_blocks
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("beit")
@@ -66,7 +64,7 @@ class BEiT(BlockMaskedPatches):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockMaskedPatches.Config):
-        tokenizer: FrozenModule = trained_tokenizer()
+        tokenizer: FrozenModule = trained_teacher("give a run of vqkd or package.module:Class")
         """Tokenizer: a run of ``vqkd``, ``RUN@STEP`` or a checkpoint; a run with prototypes of
         patches (``ibot``, ``dinov2``) or images, the nearest of which is the token; ``timm:NAME``,
         whose classes then serve as tokens; or your own ``package.module:Class``, which returns

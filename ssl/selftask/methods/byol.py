@@ -6,21 +6,18 @@ B: images per rank, D: width of projector and predictor.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import ProjectorTeacher
 from selftask.methods.families.neighbor_targets import NeighborTargets
 from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("byol")

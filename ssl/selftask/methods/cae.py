@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
+from selftask.methods.base import Task
+from selftask.methods.families.distillation import open_tokenizer, trained_teacher
 from selftask.methods.families.masked_patches import Kept, KeptPatches, initialize_network
-from selftask.methods.families.tokenizer import open_tokenizer, trained_tokenizer
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid
@@ -28,9 +29,6 @@ from selftask.models.precision import in_full_precision
 from selftask.models.predictors.memory_predictor import MemoryPredictor
 from selftask.models.predictors.patch_predictor import transformer_blocks
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class MaskedPredictions(NamedTuple):
@@ -76,7 +74,7 @@ class CAE(KeptPatches):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(KeptPatches.Config):
-        tokenizer: FrozenModule = trained_tokenizer()
+        tokenizer: FrozenModule = trained_teacher("give a run of vqkd or package.module:Class")
         """Tokenizer, as that of ``beit``: a run of ``vqkd`` or with prototypes, ``timm:NAME``, or
         ``package.module:Class``.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema.optimizer import GroupRule
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.masked_patches import Kept, MaskedPatches, check_num_hidden
 from selftask.models.backbones.rope import CapiRope
@@ -31,9 +32,6 @@ from selftask.models.precision import in_full_precision
 from selftask.models.predictors.cross_predictor import CrossPredictor
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("capi")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.build import embed_dim
 from selftask.models.losses.contrast import gathered_cross_entropy
 from selftask.models.network import Network
@@ -28,7 +28,6 @@ from selftask.registry import register_method
 
 if TYPE_CHECKING:
     from selftask.data.tokenizers.base import Tokenizer
-    from selftask.task import Task
 
 MAX_SCALE = 100.0  # maximum scale of the logits: section 2.5
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,15 +16,13 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import num_views
 from selftask.distributed.collectives import all_gather_cat
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.momentum_contrast import MomentumContrast
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.losses.contrast import recognition_loss
 from selftask.models.losses.relations import relation_cross_entropy
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 NUM_WEAK = 2  # a query and its key
 

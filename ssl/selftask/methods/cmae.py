@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.masked_patches import Kept, KeptNetwork, initialize_as_mae
 from selftask.methods.mae import MAE
@@ -27,9 +28,6 @@ from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision
 from selftask.models.predictors.patch_predictor import PatchPredictor
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class Predictions(NamedTuple):
@@ -169,16 +167,14 @@ class FeatureDecoder(PatchPredictor):
 
     def read(self, tokens: Tensor, keep: Tensor, asked: Tensor) -> Tensor:
         patches = tokens[:, -(keep.shape[1] + asked.shape[2]) :]  # without prefix tokens
-        output: Tensor = self.project(self.norm(patches).mean(dim=1))
-        return output
+        return self.project(self.norm(patches).mean(dim=1))
 
 
 class WholeImageNetwork(Network):
     """Backbone, then the head of the mean patch: images (B, C, H, W) -> (B, D)."""
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
-        output: Tensor = self.head(self.extract(images).patches.mean(dim=1))
-        return output
+        return self.head(self.extract(images).patches.mean(dim=1))
 
 
 def of_pixels(output: PatchOutput) -> PatchOutput:

@@ -6,7 +6,7 @@ B: images per rank, K: negatives of an image, D: width of the heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.memory_contrast import MemoryContrast
 from selftask.models.backbones.channel_towers import ChannelTowers
 from selftask.models.network import Network
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("cmc")

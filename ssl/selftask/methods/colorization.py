@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -20,6 +20,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.view_pixels import ViewPixels, require_stride
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -27,9 +28,6 @@ from selftask.models.heads import transposed_decoder
 from selftask.models.network import MapNetwork, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 STRIDE = 4  # pixels of an image between predicted colors
 NUM_NEAREST = 5  # bins of a target, K
@@ -102,12 +100,9 @@ class Colorization(ViewPixels):
                 "views: colorization predicts colors in Lab; end the transforms by lab, normalize"
             )
         self.read_moments(task)
-        width, dim, stride = (
-            embed_dim(backbone),
-            self.config.decoder_dim,
-            adapter_of(backbone).stride,
-        )
-        decoder = transposed_decoder(width, dim, len(self.bins), stride=stride, out_stride=STRIDE)
+        sizes = embed_dim(backbone), self.config.decoder_dim, len(self.bins)
+        stride = adapter_of(backbone).stride
+        decoder = transposed_decoder(*sizes, stride=stride, out_stride=STRIDE)
         return MapNetwork(backbone, decoder)
 
     def prepare_batch(self, batch: Batch, task: Task) -> None:

@@ -6,22 +6,19 @@ B: images per rank; E: features of the student; D: features of the teacher; K: l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.methods.base import Task
 from selftask.methods.families.distillation import QueueDistillation
 from selftask.models.build import embed_dim
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.losses.distillation import softened_distance
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("compress")

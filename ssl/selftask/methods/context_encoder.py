@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.methods.families.view_pixels import require_stride
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -25,9 +25,6 @@ from selftask.models.heads import transposed_decoder
 from selftask.models.network import MapNetwork, PatchOutput
 from selftask.models.precision import to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("context_encoder")

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import sum_with_equal_grad, sum_with_grad, world_size
-from selftask.methods.base import Method
-from selftask.models.heads import mlp
+from selftask.methods.base import Task
+from selftask.methods.families.projected import Projected
 from selftask.models.losses.coding_rate import log_determinant
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
 
-if TYPE_CHECKING:
-    from selftask.task import Task
-
 
 @register_method("corinfomax")
-class CorInfoMax(Method):
+class CorInfoMax(Projected):
     """CorInfoMax (arXiv:2209.07999): views agree; the determinants of their covariances are large.
 
     Loss: ``-(ln det(R1 + eps I) + ln det(R2 + eps I)) / D + alpha |z1 - z2|^2`` with running
@@ -84,11 +81,6 @@ class CorInfoMax(Method):
         dim = config.out_dim
         self.register_buffer("mean", torch.zeros(2, 1, dim))
         self.register_buffer("covariance", torch.eye(dim).repeat(2, 1, 1))
-
-    def build_head(self, embed_dim: int) -> nn.Module:
-        """Build the projector: three layers; the last has no BatchNorm or activation."""
-        hidden = self.config.hidden_dim
-        return mlp(embed_dim, hidden, hidden, self.config.out_dim)
 
     def on_forward(self, task: Task) -> None:
         if task.train:

@@ -7,12 +7,12 @@ T: its prefix tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.masked_patches import Kept, initialize_network
 from selftask.methods.mae import MAE
 from selftask.models.build import embed_dim
@@ -21,9 +21,6 @@ from selftask.models.features.tokens import Grid
 from selftask.models.network import Network, PatchOutput
 from selftask.models.predictors.memory_predictor import MemoryPredictor
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("crossmae")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
+from selftask.methods.base import Task
 from selftask.methods.families.distillation import trained_teacher
 from selftask.methods.families.masked_patches import KeptPatches
 from selftask.models.distillation.patch_targets import PatchTeacher
@@ -23,9 +24,6 @@ from selftask.models.features.tokens import gather_tokens
 from selftask.models.network import PatchOutput
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("dbot")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +20,13 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.methods.base import Task
 from selftask.methods.families.clustered_images import NO_CLUSTER, ClusteredImages
 from selftask.models.clustering import spherical_kmeans
 from selftask.models.heads import mlp
 from selftask.models.precision import to_float32
 from selftask.random.splitmix import hash_words
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 _CLUSTERING = 0x6B6D6E73  # "kmns": separates these draws from others of the same seed
 

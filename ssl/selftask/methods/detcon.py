@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from selftask.batch import Batch, Draws
 from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_cat_with_grad, rank
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher
 from selftask.models.build import embed_dim
 from selftask.models.heads import ProjectorPredictor, mlp
@@ -25,9 +26,6 @@ from selftask.models.network import Network
 from selftask.models.precision import in_full_precision
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 RESOLUTION = 56  # points of a view at which its segments are looked up, in each direction
 MAX_SEGMENTS = 256  # of an image

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,13 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.distributed.collectives import all_reduce_mean
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher
 from selftask.methods.families.prototypes import PrototypeHeads, target_entropy
 from selftask.models.clustering import swapped_cross_entropy
 from selftask.models.precision import to_float32
 from selftask.models.weights.trained import Scores
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 NUM_GLOBAL = 2  # views that the teacher sees
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_sum
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.prototypes import PrototypeHeads, log_target_entropy
 from selftask.models.block_mask import BlockMask, MaskSampler
@@ -32,9 +33,6 @@ from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.weights.trained import Scores
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 NUM_GLOBAL = 2  # views that the teacher sees
 SINKHORN_ITERATIONS = 3
@@ -249,13 +247,11 @@ class DINOv2(PrototypeHeads, EMATeacher):
 
     def teacher_output(self, batch: Batch) -> PatchOutput:
         """Return the teacher's scores and features of the unmasked global views."""
-        output: PatchOutput = self.teacher(self.teacher_input(batch))
-        return output
+        return self.teacher(self.teacher_input(batch))
 
     def teacher_input(self, batch: Batch) -> Inputs:
         """Return the argument of the teacher, which scores the patches of ``masks.indices``."""
-        whole: Inputs = batch.input.whole()
-        return whole
+        return batch.input.whole()
 
     def masked_scores(self, scores: Tensor, masks: Masks) -> Tensor:
         """Select the scores (M, K) of masked patches from the teacher's; by default all."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
 from selftask.config.values.duration import steps_in
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.dinov2 import NUM_GLOBAL, DINOv2, Masks
 from selftask.methods.families.ema_teacher import Schedule
 from selftask.models.features.extract import FeatureExtractor
@@ -30,9 +31,6 @@ from selftask.models.weights.load import is_on_meta
 from selftask.models.weights.lora import adapted_state
 from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 Negatives = Literal["keep", "drop"]
 

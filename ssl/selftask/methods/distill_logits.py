@@ -6,7 +6,7 @@ V: views; B: images per rank; C: classes of the teacher.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,14 +15,12 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.distillation import Distillation, trained_teacher
 from selftask.models.losses.distillation import label_cross_entropy, softened_distance
 from selftask.models.precision import to_float32
 from selftask.models.weights.trained import TrainedNetwork
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("distill_logits")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule, total_views
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.distillation import Distillation, trained_teacher
 from selftask.models.build import embed_dim
 from selftask.models.clustering import swapped_cross_entropy
@@ -36,9 +37,6 @@ from selftask.models.precision import to_float32
 from selftask.models.weights.frozen import Frozen
 from selftask.models.weights.trained import Scores, TrainedNetwork
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 NUM_GLOBAL = 2  # views that the teacher sees with ``pairs: different``
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.methods.base import Method
-from selftask.models.heads import mlp
+from selftask.methods.families.projected import Projected
 from selftask.models.losses.coding_rate import coding_rate
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
 
 
 @register_method("empssl")
-class EMPSSL(Method):
+class EMPSSL(Projected):
     """EMP-SSL (arXiv:2304.03977): many crops agree with their mean, at a large coding rate.
 
     An epoch of V views costs as much as V / 2 epochs of a method with two views.
@@ -45,6 +44,7 @@ class EMPSSL(Method):
     loss_reduction = "statistics"  # coding rates
     views = (2, None)
     min_batch_size = 2
+    head_options = {"bias": False}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -56,11 +56,6 @@ class EMPSSL(Method):
         """Weight of the agreement of views with their mean, lambda."""
         epsilon: float = setting(0.2, above=0)
         """Squared distortion of the coding rate."""
-
-    def build_head(self, embed_dim: int) -> nn.Module:
-        """Build the projector: three layers; the last has no BatchNorm or activation."""
-        hidden = self.config.hidden_dim
-        return mlp(embed_dim, hidden, hidden, self.config.out_dim, bias=False)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return minus eq. 4, whose terms are maximized; ``output`` (V, B, D)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +17,13 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.methods.base import Task
 from selftask.methods.dino import DINO, NUM_GLOBAL
 from selftask.methods.families.prototypes import log_target_entropy
 from selftask.models.build import embed_dim
-from selftask.models.heads import DINOHead
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class Predictions(NamedTuple):
@@ -80,13 +77,9 @@ class EsViT(DINO):
         super().__init__(config)
         self.register_buffer("region_center", torch.zeros(config.out_dim))  # (K,)
 
-    def build_region_head(self, embed_dim: int) -> DINOHead:
-        """Build the head of regions: (N, E) -> (N, K)."""
-        return self.prototype_head(embed_dim, norm=self.config.norm)
-
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         width = embed_dim(backbone)
-        return RegionNetwork(backbone, self.build_head(width), self.build_region_head(width))
+        return RegionNetwork(backbone, self.build_head(width), self.build_head(width))
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:

@@ -98,8 +98,7 @@ class BlockDecoder(nn.Module):
         x = self.embed(maps[0])  # (B, D, h, w)
         with VISIBLE.only(visible, (hidden.shape[1], hidden.shape[2])):
             x = fill_hidden(x, self.mask_token)
-        image: Tensor = self.to_image(self.predict(self.blocks(x)))
-        return image
+        return self.to_image(self.predict(self.blocks(x)))
 
 
 def _initialize(part: nn.Module) -> None:

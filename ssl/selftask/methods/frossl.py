@@ -11,19 +11,18 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import sum_with_equal_grad, sum_with_grad, world_size
-from selftask.methods.base import Method
-from selftask.models.heads import mlp
+from selftask.methods.families.projected import Projected
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
 
 
 @register_method("frossl")
-class FroSSL(Method):
+class FroSSL(Projected):
     """FroSSL (arXiv:2310.02903): views agree, and the spectrum of features is flat.
 
     With ``spectrum: von_neumann`` it is I-VNE+ (Kim et al., VNE, CVPR 2023, arXiv:2304.01434).
@@ -52,6 +51,7 @@ class FroSSL(Method):
     views = (2, None)
     per_view = True
     min_batch_size = 2
+    head_options = {"bias": False}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -67,11 +67,6 @@ class FroSSL(Method):
         """
         spectrum_weight: float = setting(1.0, min=0)
         """Weight of the term of the spectrum."""
-
-    def build_head(self, embed_dim: int) -> nn.Module:
-        """Build the projector: three layers; the last has no BatchNorm or activation."""
-        hidden = self.config.hidden_dim
-        return mlp(embed_dim, hidden, hidden, self.config.out_dim, bias=False)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return both terms for ``output`` (V, B, D)."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
 from selftask.config.schema import FrozenModule
 from selftask.data.transforms.normalize import moments_of
 from selftask.errors import UserError
+from selftask.hooks.base import Task
 from selftask.logs import get_logger
 from selftask.models.weights.frozen import Frozen
 from selftask.models.weights.trained import TrainedNetwork, build_own, open_features, open_scores
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

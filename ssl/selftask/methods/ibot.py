@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.run_length import RunLength
+from selftask.methods.base import Task
 from selftask.methods.dinov2 import DINOv2, Inputs, Masks
 from selftask.methods.families.ema_teacher import Schedule, teacher_momentum
 from selftask.models.block_mask import BlockMask, MaskSampler
@@ -29,9 +30,6 @@ from selftask.models.network import PatchOutput
 from selftask.models.weights.trained import Scores
 from selftask.optim.schedules import build_schedule, last_value
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("ibot")
@@ -102,9 +100,7 @@ class IBOT(DINOv2):
             batch.input = batch.input._replace(masks=batch["masks"])
 
     def teacher_output(self, batch: Batch) -> PatchOutput:
-        output: PatchOutput
-        output = batch["teacher"] if self.config.attention_masks else super().teacher_output(batch)
-        return output
+        return batch["teacher"] if self.config.attention_masks else super().teacher_output(batch)
 
     def mask_sampler(self, grid: tuple[int, int]) -> MaskSampler:
         """Return the sampler of masks; blocks have at least (min(grid) // 3) ** 2 patches."""

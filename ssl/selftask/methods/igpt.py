@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +17,12 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.view_pixels import ViewPixels
 from selftask.models.build import embed_dim
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("igpt")

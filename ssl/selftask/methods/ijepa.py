@@ -8,11 +8,12 @@ B: images per rank, N: patches of an image, E: width of the backbone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selftask.methods.base import Task
 from selftask.methods.families.block_prediction import BlockPrediction
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.masked_patches import Kept, MaskedPatches, build_kept_network
@@ -20,9 +21,6 @@ from selftask.models.build import embed_dim
 from selftask.models.features.extract import FeatureExtractor
 from selftask.models.features.tokens import Grid
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("ijepa")
@@ -75,5 +73,4 @@ class IJEPA(BlockPrediction, MaskedPatches, EMATeacher):
         return Kept(*self.draw_blocks(seed, key, grid))
 
     def teacher_patches(self, images: Tensor) -> Tensor:
-        patches: Tensor = self.teacher(images).tokens.patches
-        return patches  # (B, N, E)
+        return self.teacher(images).tokens.patches  # (B, N, E)

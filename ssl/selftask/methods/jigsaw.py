@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,10 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import num_views, total_views
 from selftask.data.transforms.pretext import permutations
+from selftask.methods.base import Task
 from selftask.methods.families.pretext import TilesPretext
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("jigsaw")

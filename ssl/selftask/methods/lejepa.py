@@ -7,29 +7,26 @@ slices, random directions; T: points of an integral.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import sum_with_grad, world_size
-from selftask.methods.base import Method
-from selftask.models.heads import mlp
+from selftask.methods.base import Task
+from selftask.methods.families.projected import Projected
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.random.keyed import batch_normal
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 NUM_GLOBAL = 2  # views whose mean is the center
 
 
 @register_method("lejepa")
-class LeJEPA(Method):
+class LeJEPA(Projected):
     """LeJEPA (arXiv:2511.08544): views predict their mean; embeddings are spread like a Gaussian.
 
     Loss: ``(1 - lambda) mean |center - z_v|^2 + lambda SIGReg``, the distance of random projections
@@ -73,10 +70,6 @@ class LeJEPA(Method):
         """The integral is from minus this number to this number."""
         center: Literal["global", "all"] = "global"
         """Views whose mean is predicted: the two global ones, as in the paper, or all."""
-
-    def build_head(self, embed_dim: int) -> nn.Module:
-        hidden = self.config.hidden_dim
-        return mlp(embed_dim, hidden, hidden, self.config.out_dim)
 
     def on_forward(self, task: Task) -> None:
         """Draw ``batch["slices"]``, (D, M) unit vectors, the same on all ranks."""

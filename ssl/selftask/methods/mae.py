@@ -7,7 +7,6 @@ pixels times the channels), E: width of the backbone, T: its prefix tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_cat_with_grad
+from selftask.methods.base import Task
 from selftask.methods.families.masked_patches import KeptPatches
 from selftask.methods.families.view_pixels import ViewPixels
 from selftask.models.features.extract import adapter_of
@@ -24,9 +24,6 @@ from selftask.models.frequencies import low_frequencies, without
 from selftask.models.network import PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("mae")

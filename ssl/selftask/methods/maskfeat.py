@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +16,13 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.masked_patches import BlockMaskedPatches, mean_of_hidden
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import gather_tokens
 from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("maskfeat")

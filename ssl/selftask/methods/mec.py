@@ -6,7 +6,6 @@ B: images per rank, W: ranks, N: images of all ranks, D: width of projector and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +14,12 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_cat_with_grad
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import ProjectorTeacher, Schedule
 from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.precision import in_full_precision
 from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("mec")

@@ -6,7 +6,6 @@ B: images per rank, C: channels, H, W: size of the images in pixels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.view_pixels import ViewPixels, require_stride
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -24,9 +24,6 @@ from selftask.models.network import MapNetwork, PatchOutput
 from selftask.models.precision import to_float32
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("mfm")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.schema import FrozenModule
+from selftask.methods.base import Task
 from selftask.methods.families.distillation import trained_teacher
 from selftask.methods.families.masked_patches import Kept, KeptPatches, initialize_network
 from selftask.models.build import embed_dim
@@ -27,9 +28,6 @@ from selftask.models.precision import in_full_precision
 from selftask.models.predictors.memory_predictor import MemoryBlock, MemoryPredictor
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("milan")
@@ -172,8 +170,7 @@ class PromptingDecoder(MemoryPredictor):
         x = self.mask_token + positions[asked]  # (B, Q, C)
         for block in self.blocks:
             x = block(x, prompts)
-        output: Tensor = self.project(self.norm(torch.cat([prompts, x], dim=1)))
-        return output
+        return self.project(self.norm(torch.cat([prompts, x], dim=1)))
 
 
 class PromptedBlock(MemoryBlock):

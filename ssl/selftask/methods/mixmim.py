@@ -7,7 +7,6 @@ partner fills, P: numbers in a square (its pixels times the channels), E: width 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import world_size
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.masked_patches import Kept, KeptPatches, initialize_as_mae
 from selftask.methods.mae import normalize, patchify
 from selftask.models.build import embed_dim
@@ -27,9 +27,6 @@ from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import to_float32
 from selftask.models.predictors.patch_predictor import PatchPredictor, fix_sincos_positions
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("mixmim")

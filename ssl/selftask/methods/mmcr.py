@@ -6,29 +6,25 @@ V: views, B: images per rank, W: ranks, N: images of all ranks, D: width of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_gather_cat, rank, sum_with_equal_grad
-from selftask.methods.base import Method
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import Schedule
-from selftask.models.heads import mlp
+from selftask.methods.families.projected import Projected
 from selftask.models.losses.polar import nuclear_norm, polar_factor
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
 from selftask.registry import register_method
 
-if TYPE_CHECKING:
-    from selftask.task import Task
-
 
 @register_method("mmcr")
-class MMCR(Method):
+class MMCR(Projected):
     """MMCR (arXiv:2303.03307): maximizes the nuclear norm of the mean embeddings of images.
 
     Means over views are long if views agree, and their matrix has a large nuclear norm if images
@@ -56,6 +52,7 @@ class MMCR(Method):
     loss_reduction = "statistics"  # the means of all images, and their nuclear norm
     views = (2, None)
     min_batch_size = 2
+    head_options = {"bias": False}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -69,11 +66,6 @@ class MMCR(Method):
         """Momentum of a teacher, whose means are averaged with the network's; null: no teacher.
         0.99 in the paper's variant with a teacher.
         """
-
-    def build_head(self, embed_dim: int) -> nn.Module:
-        """Build the projector: three layers; the last has no BatchNorm or activation."""
-        hidden = self.config.hidden_dim
-        return mlp(embed_dim, hidden, hidden, self.config.out_dim, bias=False)
 
     def setup(self, task: Task) -> None:
         super().setup(task)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from selftask.batch import Batch, Loss
 from selftask.config.values.duration import steps_in
+from selftask.methods.base import Task
 from selftask.methods.families.consistency import ConsistencyConfig
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.hard_mixing import HardMixingConfig
@@ -29,9 +30,6 @@ from selftask.models.losses.contrast import info_nce
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("moco")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,15 +14,13 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema.optimizer import GroupRule
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import ProjectorTeacher, Schedule, teacher_momentum
 from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.losses.contrast import gathered_cross_entropy
 from selftask.models.precision import in_full_precision
 from selftask.models.predictors.patch_predictor import fix_sincos_positions
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("mocov3")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from selftask.config.fields import setting
 from selftask.config.schema import total_views
 from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed.collectives import sum_with_equal_grad, world_size
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.prototypes import PrototypeLayer, log_target_entropy
 from selftask.models.build import embed_dim
@@ -34,10 +35,6 @@ from selftask.models.network import Network, PatchOutput
 from selftask.models.weights.trained import Scores, Targets
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
-
 
 Inputs: TypeAlias = tuple[list[Tensor], Tensor | None, list[Tensor]]
 """Argument of the network.

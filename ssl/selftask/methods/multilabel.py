@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,10 @@ from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.methods.base import Task
 from selftask.methods.families.classification import Classification
 from selftask.models.precision import to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("multilabel")

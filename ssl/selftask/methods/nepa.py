@@ -6,21 +6,17 @@ B: images per rank, N: patches of an image, E: width of the backbone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.features.extract import adapter_of
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("nepa")

@@ -7,7 +7,7 @@ each level, C: channels, K: words.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.models.build import embed_dim
 from selftask.models.feature_queue import FeatureQueue
@@ -26,9 +27,6 @@ from selftask.models.heads import UnitLength, mlp
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 _DISTANCE_MOMENTUM = 0.99
 

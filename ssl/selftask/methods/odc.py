@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +16,13 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_gather_cat, all_reduce_mean
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.clustered_images import NO_CLUSTER, ClusteredImages
 from selftask.models.clustering import spherical_kmeans
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
 from selftask.random.splitmix import hash_words
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 _ITERATIONS = 20  # of k-means
 _CLUSTERING = 0x6F6463  # "odc": separates these draws from others of the same seed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.methods.families.momentum_contrast import MomentumContrast
 from selftask.models.clustering import spherical_kmeans
@@ -27,9 +28,6 @@ from selftask.models.memory_bank import MemoryBank
 from selftask.models.precision import in_full_precision
 from selftask.random.splitmix import hash_words
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 NO_CLUSTER = -100  # of images that were not read in the last epochs; cross_entropy ignores it
 SMOOTHING = 10  # alpha of eq. 12: small clusters are not taken for dense ones

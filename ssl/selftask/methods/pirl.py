@@ -7,7 +7,7 @@ heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import num_views
-from selftask.methods.base import NumViews
+from selftask.methods.base import NumViews, Task
 from selftask.methods.families.memory_contrast import MemoryContrast
 from selftask.models.build import embed_dim
 from selftask.models.network import Network
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("pirl")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +15,13 @@ from torch import Tensor, nn
 
 from selftask.batch import Batch, Draws
 from selftask.config.fields import setting
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher, Schedule, teacher_momentum
 from selftask.models.build import embed_dim
 from selftask.models.heads import mlp
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("pixpro")

@@ -6,18 +6,15 @@ B: images per rank, T: tiles of an image, E: width of the backbone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
+from selftask.methods.base import Task
 from selftask.methods.families.pretext import TilesPretext
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 CENTER = 4  # of 3 x 3 tiles, row by row
 

@@ -6,19 +6,16 @@ B: images per rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.pretext import Pretext
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("rotation")

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.config.schema import FrozenModule
+from selftask.methods.base import Task
 from selftask.methods.families.block_prediction import BlockPrediction
 from selftask.methods.families.distillation import trained_teacher
 from selftask.methods.families.masked_patches import Kept, MaskedPatches, build_kept_network
 from selftask.models.distillation.patch_targets import PatchTeacher
 from selftask.models.features.tokens import Grid
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("salt")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +17,10 @@ from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.errors import UserError
 from selftask.logs import get_logger
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.clustering import logsumexp_over_ranks
 from selftask.models.precision import to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

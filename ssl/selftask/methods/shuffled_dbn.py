@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +17,12 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import sum_with_grad, world_size
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.heads import mlp
 from selftask.models.losses.polar import inverse_root
 from selftask.models.precision import in_full_precision
 from selftask.random.keyed import batch_uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("shuffled_dbn")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.masked_patches import MaskedNetwork, MaskedPatches
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -24,9 +24,6 @@ from selftask.models.masks import hide_patches, random_mask
 from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("simmim")

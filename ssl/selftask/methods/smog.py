@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import sum_with_grad
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import ProjectorTeacher, Schedule, teacher_momentum
 from selftask.models.clustering import spherical_kmeans
 from selftask.models.feature_queue import FeatureQueue
@@ -25,9 +26,6 @@ from selftask.models.heads import ProjectorPredictor, mlp
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.random.splitmix import hash_words
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 _GROUPS = 0x736D6F67  # "smog": separates these draws from others of the same seed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
+from selftask.methods.base import Task
 from selftask.methods.families.masked_patches import MaskedPatches
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.levels import levels_of
@@ -28,9 +29,6 @@ from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import to_float32
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("spark")

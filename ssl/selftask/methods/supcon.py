@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,13 +16,11 @@ from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import num_views
 from selftask.distributed.collectives import all_gather_cat
+from selftask.methods.base import Task
 from selftask.methods.families.batch_contrast import BatchContrast
 from selftask.models.losses.contrast import view_cosines
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 BASE_TEMPERATURE = 0.07  # the loss is multiplied by temperature / 0.07, as in the authors' code
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,12 +15,10 @@ from selftask import classy
 from selftask.config.fields import setting
 from selftask.data.data_module import val_key
 from selftask.errors import UserError, nearest
+from selftask.methods.base import Task
 from selftask.methods.families.classification import Classification
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("supervised")
@@ -66,8 +64,7 @@ class Supervised(Classification):
 
     @in_full_precision
     def score_loss(self, scores: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = self.loss.forward(scores, labels)
-        return loss
+        return self.loss.forward(scores, labels)
 
     @property
     def chance_loss(self) -> float | None:
@@ -90,8 +87,7 @@ def _check_labels(key: str, source: Any, num_classes: int) -> None:
 def _build_loss(name: str, args: dict[str, Any]) -> nn.Module:
     names = [loss for loss in nn.modules.loss.__all__ if loss.endswith("Loss")]
     if name.startswith("classy:") or (name not in names and classy.has("loss", name)):
-        loss: nn.Module = classy.build("loss", name, args)
-        return loss
+        return classy.build("loss", name, args)
     if name not in names:
         raise UserError(
             f"method.loss={name!r} is not a loss of torch.nn; {nearest(name, names)}; Classy "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from selftask.config.fields import setting
 from selftask.config.schema.optimizer import GroupRule
 from selftask.config.values.duration import steps_in
 from selftask.distributed.collectives import rank, world_size
+from selftask.methods.base import Task
 from selftask.methods.families.prototypes import PrototypeLayer, target_entropy
 from selftask.models.clustering import swapped_cross_entropy
 from selftask.models.feature_queue import FeatureQueue
@@ -29,9 +30,6 @@ from selftask.models.heads import Prototypes, mlp
 from selftask.models.precision import to_float32
 from selftask.models.weights.trained import Scores
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 NUM_ASSIGNED = 2  # number of views whose assignments the others predict
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +18,10 @@ from selftask.config.fields import setting
 from selftask.config.schema import num_views
 from selftask.distributed.collectives import gather_cat_with_grad, rank
 from selftask.errors import UserError
-from selftask.methods.base import Method, NumViews
+from selftask.methods.base import Method, NumViews, Task
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("tcn")

@@ -6,7 +6,7 @@ B: images per rank, W: ranks, D: width of the projector.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_mean
+from selftask.methods.base import Task
 from selftask.methods.families.ema_teacher import EMATeacher
 from selftask.models.heads import mlp
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 @register_method("tico")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from selftask.config.fields import setting
 from selftask.config.schema import Component, FrozenModule
 from selftask.distributed.collectives import all_reduce_mean
 from selftask.errors import UserError
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.methods.frozen import open_trained
 from selftask.models.build import build_backbone, embed_dim
 from selftask.models.distillation.patch_targets import PatchTeacher, PooledTeacher
@@ -37,9 +37,6 @@ from selftask.models.precision import in_full_precision
 from selftask.optim.schedules import build_schedule
 from selftask.random.keyed import uniform
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 _TEST_VIT = FrozenModule(model="timm:test_vit", weights="none")
 

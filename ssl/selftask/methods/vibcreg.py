@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_reduce_sum, sum_with_grad, world_size
 from selftask.methods.vicreg import VICReg
-from selftask.models.heads import mlp
 from selftask.models.losses.variance_covariance import EPS, variance_covariance
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
@@ -41,6 +40,7 @@ class VIbCReg(VICReg):
         "Lee and Aune, VIbCReg: Variance-Invariance-better-Covariance Regularization for "
         "Self-Supervised Learning on Time Series, 2021"
     )
+    head_options = {}
 
     @dataclass(frozen=True, kw_only=True)
     class Config(VICReg.Config):
@@ -62,9 +62,8 @@ class VIbCReg(VICReg):
 
     def build_head(self, embed_dim: int) -> nn.Module:
         """Build the projector: three layers, and IterNorm."""
-        hidden, dim = self.config.hidden_dim, self.config.out_dim
-        projector = mlp(embed_dim, hidden, hidden, dim)
-        return projector.append(IterNorm(dim, self.config.group_width))
+        projector: Any = super().build_head(embed_dim)
+        return projector.append(IterNorm(self.config.out_dim, self.config.group_width))
 
     def spread(self, views: Tensor) -> tuple[Tensor, Tensor]:
         return variance_correlation(views)

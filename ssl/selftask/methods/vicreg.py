@@ -8,19 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.methods.base import Method
-from selftask.models.heads import mlp
+from selftask.methods.families.projected import Projected
 from selftask.models.losses.variance_covariance import variance_covariance
 from selftask.models.precision import to_float32
 from selftask.registry import register_method
 
 
 @register_method("vicreg")
-class VICReg(Method):
+class VICReg(Projected):
     """VICReg (arXiv:2105.04906): two views agree, and features vary and are uncorrelated.
 
     Loss: ``lambda |z1 - z2|^2 / D + mu mean max(0, 1 - std) + nu sum_(i != j) cov_ij^2 / D``
@@ -44,6 +43,7 @@ class VICReg(Method):
     views = 2
     per_view = True
     min_batch_size = 2
+    head_options = {"last_bias": False}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -57,11 +57,6 @@ class VICReg(Method):
         """Weight of the variance term, mu."""
         covariance_weight: float = setting(1.0, min=0)
         """Weight of the covariance term, nu."""
-
-    def build_head(self, embed_dim: int) -> nn.Module:
-        """Build the expander: three layers; the last has no BatchNorm or activation."""
-        hidden = self.config.hidden_dim
-        return mlp(embed_dim, hidden, hidden, self.config.out_dim, last_bias=False)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the terms of eq. 6 for ``output`` (2, B, D).

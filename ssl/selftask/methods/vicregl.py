@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import all_gather_cat, world_size
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.build import embed_dim
 from selftask.models.heads import mlp
 from selftask.models.losses.image_products import has_few_images
@@ -28,9 +28,6 @@ from selftask.models.losses.variance_covariance import variance_covariance, vari
 from selftask.models.network import Network, PatchOutput
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 NUM_LARGE = 2  # views, each compared with all others
 

@@ -7,30 +7,26 @@ D: width of the embeddings; M: slices, random directions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_cat_with_grad, rank, world_size
-from selftask.methods.base import Method
-from selftask.models.heads import mlp
+from selftask.methods.base import Task
+from selftask.methods.families.projected import Projected
 from selftask.models.precision import in_full_precision, to_float32
 from selftask.random.keyed import batch_normal
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 NUM_GLOBAL = 2  # views whose mean is the center
 EPS = 1e-4  # added to standard deviations
 
 
 @register_method("visreg")
-class VISReg(Method):
+class VISReg(Projected):
     """VISReg (arXiv:2606.02572): views predict their center; embeddings are spread like a Gaussian.
 
     Loss: ``w_i |center - z_v|^2`` and distances of scale, center and sorted projections from a
@@ -66,10 +62,6 @@ class VISReg(Method):
         """Weight of scale, shape and center, lambda; the prediction has the weight 1 - lambda."""
         num_slices: int = setting(4096, min=1, tiny=8)
         """Number of random directions on which the shape is compared, M; new in each step."""
-
-    def build_head(self, embed_dim: int) -> nn.Module:
-        hidden = self.config.hidden_dim
-        return mlp(embed_dim, hidden, hidden, self.config.out_dim)
 
     def on_forward(self, task: Task) -> None:
         """Draw ``batch["slices"]``, (D, M) unit vectors, the same on all ranks."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
 from selftask.distributed.collectives import all_gather_cat, all_reduce_sum
 from selftask.errors import UserError
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.methods.families.distillation import trained_teacher
 from selftask.models.build import embed_dim
 from selftask.models.clustering import spherical_kmeans
@@ -35,9 +35,6 @@ from selftask.models.weights.load import load_part
 from selftask.models.weights.trained import Scores
 from selftask.random.splitmix import hash_words
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 _CODES = 0x636F6465  # "code": separates the draws of k-means from others of the same seed
 

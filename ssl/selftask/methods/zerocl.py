@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.distributed.collectives import gather_cat_with_grad
-from selftask.methods.base import Method
-from selftask.models.heads import mlp
+from selftask.methods.families.projected import Projected
 from selftask.models.losses.polar import inverse_root
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
@@ -23,7 +22,7 @@ EPS = 1e-5  # added to variances, as by BatchNorm
 
 
 @register_method("zerocl")
-class ZeroCL(Method):
+class ZeroCL(Projected):
     """Zero-CL (OpenReview:RAW9tCdVxLj): views agree after whitening features, and whitening images.
 
     Loss: ``sum (1 - c)^2`` of correlations after whitening of features, and of images.
@@ -48,6 +47,7 @@ class ZeroCL(Method):
     views = 2
     per_view = True
     min_batch_size = 2
+    head_options = {"bias": False, "last_bias": False}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -59,11 +59,6 @@ class ZeroCL(Method):
         """Weight of the agreement of images; that of features has the weight 1."""
         shrinkage: float = setting(0.1, above=0, max=1)
         """Share of the identity matrix in both matrices, which may be singular."""
-
-    def build_head(self, embed_dim: int) -> nn.Module:
-        """Build the projector: three layers; the last has no BatchNorm or activation."""
-        hidden = self.config.hidden_dim
-        return mlp(embed_dim, hidden, hidden, self.config.out_dim, bias=False, last_bias=False)
 
     def forward(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return both terms for ``output`` (2, B, D), computed by every rank for all images."""

@@ -6,17 +6,14 @@ B: images per rank, W: ranks, E: features of the backbone, D: width of the head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from selftask.config.fields import setting
 from selftask.config.schema import num_views
-from selftask.methods.base import Method, NumViews
+from selftask.methods.base import Method, NumViews, Task
 from selftask.models.heads import mlp
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class BatchContrast(Method):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,12 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.features.extract import adapter_of
 from selftask.models.features.tokens import Grid, gather_tokens
 from selftask.models.masks import MultiBlockMask, hide_patches, mask_of
 from selftask.models.network import PatchOutput
 from selftask.models.precision import to_float32
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class BlockPrediction(Method):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,16 +17,13 @@ from selftask.config.schema import total_views
 from selftask.config.schema.optimizer import GroupRule
 from selftask.errors import UserError, plural
 from selftask.meters.accuracy import Accuracy
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.build import embed_dim
 from selftask.models.classifier.classifier import Classifier, Heads, build_chain, takes_tokens
 from selftask.models.features.extract import offers
 from selftask.models.weights.load import load_part
 from selftask.models.weights.read import weights_at
 from selftask.models.weights.trained import Scores
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class Classification(Method):

@@ -5,7 +5,7 @@ N: images of the data set, V: views that are remembered, B: images per rank, D: 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,9 @@ import torch.nn.functional as F
 from selftask.distributed.collectives import all_reduce_sum
 from selftask.errors import UserError
 from selftask.logs import get_logger
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.memory_bank import MemoryBank
 from selftask.models.precision import to_float32
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 log = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Methods whose student learns what a frozen teacher computes for the same views.
+"""Frozen teachers and tokenizers, and methods whose student learns what a teacher computes.
 
 V: views; B: images per rank; D: width of the teacher's output; K: length of a queue.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,23 +15,37 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.config.schema import FrozenModule
-from selftask.methods.base import Method, NumViews
+from selftask.methods.base import Method, NumViews, Task
 from selftask.models.build import embed_dim
+from selftask.models.distillation.patch_targets import PatchTokenizer, TokenTargets
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.network import Network
 from selftask.models.precision import to_float32
 from selftask.models.weights.frozen import Frozen
 from selftask.models.weights.trained import TrainedNetwork
 
-if TYPE_CHECKING:
-    from selftask.task import Task
-
 
 def trained_teacher(
     missing: str = "give a run, an exported backbone.pt, timm:NAME or package.module:Class",
 ) -> Any:
-    """Return a required config field for the teacher, with a hint for users who omit it."""
+    """Return a required config field for a frozen module, with a hint for users who omit it."""
     return setting(missing=missing, tiny=FrozenModule(model="timm:test_vit", weights="none"))
+
+
+def open_tokenizer(method: Method, task: Task) -> TokenTargets:
+    """Return ``method.tokenizer``: the user's own class, or the scores of a trained network.
+
+    Raises:
+        UserError: If the tokenizer does not exist, or gives no tokens.
+    """
+    if FrozenModule.of(method.config.tokenizer).is_code:
+        return TokenTargets(method.open_frozen("tokenizer", task).network, "method.tokenizer")
+    trained = method.open_trained("tokenizer", task, scores=True)
+    assert trained.scores is not None
+    backbone = trained.network.backbone
+    scores = trained.scores.patches or trained.scores
+    tokenizer = PatchTokenizer(backbone, scores.head, scores.width(backbone))
+    return TokenTargets(tokenizer, "method.tokenizer")
 
 
 class Distillation(Method):

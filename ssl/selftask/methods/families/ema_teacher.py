@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from torch import nn
 
 from selftask.config.fields import setting
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.network import Network
 from selftask.models.teacher import Teacher
 from selftask.optim.schedules import build_schedule
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 Schedule: TypeAlias = float | dict[str, Any]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from selftask.batch import Batch
 from selftask.config.fields import setting
 from selftask.errors import UserError
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.block_mask import BlockMask
 from selftask.models.build import embed_dim
 from selftask.models.features.extract import adapter_of
@@ -28,9 +28,6 @@ from selftask.models.masks import hide_patches, padded_indices
 from selftask.models.network import Network, PatchOutput
 from selftask.models.predictors.patch_predictor import PatchPredictor, fix_sincos_positions
 from selftask.random.keyed import uniform
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class MaskedPatches(Method):

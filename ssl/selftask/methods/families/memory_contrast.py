@@ -9,19 +9,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from selftask.batch import Batch
 from selftask.config.fields import setting
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.losses import noise_contrast
 from selftask.models.memory_bank import MemoryBank
 from selftask.random.keyed import uniform
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class MemoryContrast(Method):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +16,13 @@ from torch import Tensor, nn
 
 from selftask.config.fields import setting
 from selftask.distributed.collectives import world_size
-from selftask.methods.base import Method, NumViews
+from selftask.methods.base import Method, NumViews, Task
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.heads import mlp
 from selftask.models.losses.contrast import shuffle_bn, unshuffle_bn
 from selftask.models.precision import to_float32
 from selftask.models.teacher import Teacher
 from selftask.random.keyed import LAYER_DRAWS
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class MomentumKeys(Method):

@@ -8,18 +8,14 @@ V: views, B: images per rank, D: width of the projector, K: length of the queue.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from selftask.config.fields import setting
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.feature_queue import FeatureQueue
 from selftask.models.precision import to_float32
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class NeighborTargets(Method):

@@ -6,20 +6,16 @@ V views, B images per rank, C classes.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.batch import Batch
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.build import embed_dim
 from selftask.models.network import Network
 from selftask.models.precision import to_float32
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class Pretext(Method):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +18,13 @@ from selftask.config.fields import setting
 from selftask.config.run_length import RunLength
 from selftask.config.schema.optimizer import GroupRule
 from selftask.distributed.collectives import all_reduce_mean
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.clustering import sinkhorn_knopp
 from selftask.models.heads import DINOHead, UnitLength
 from selftask.models.precision import to_float32
 from selftask.models.weights.load import load_part
 from selftask.models.weights.trained import Scores, Targets
 from selftask.optim.schedules import build_schedule, last_value
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 def target_entropy(targets: Tensor) -> Tensor:

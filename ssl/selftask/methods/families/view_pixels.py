@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from selftask.data.transforms.normalize import moments_of
 from selftask.errors import UserError
-from selftask.methods.base import Method
+from selftask.methods.base import Method, Task
 from selftask.models.features.extract import adapter_of
-
-if TYPE_CHECKING:
-    from selftask.task import Task
 
 
 class ViewPixels(Method):
