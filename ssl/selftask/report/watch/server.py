@@ -148,19 +148,14 @@ class Handler(BaseHTTPRequestHandler):
             self._try_to_answer(query)
 
     def _try_to_answer(self, query: dict[str, list[str]]) -> None:
-        parts = path_parts(self.path)
         try:
-            if parts is None:
-                raise NotThere
-            self._answer(parts, query)
-        except NotThere:
-            self._plain(404, "not found")
+            self._answer(query)
         except UserError as error:
-            self._plain(404, str(error))
+            self._plain(404, str(error) or "not found")
 
-    def _answer(self, parts: list[str], query: dict[str, list[str]]) -> None:
+    def _answer(self, query: dict[str, list[str]]) -> None:
         site = self.server.site
-        match parts:
+        match path_parts(self.path):
             case []:
                 self._page(pages.overview_page(str(site.root), site.lines()))
             case ["compare"]:

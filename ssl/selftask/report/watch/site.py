@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from selftask.errors import UserError
 from selftask.report.overview.run_line import RunLine
 from selftask.report.record import FILES, RunRecord
 
@@ -19,7 +20,7 @@ REST = 10  # a result is reused for at least this many times the time it took to
 T = TypeVar("T")
 
 
-class NotThere(Exception):
+class NotThere(UserError):
     """Raised if there is no such page or file; the response is 404."""
 
 
