@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from selftask.errors import plural
 from selftask.report.page import Section, render
-from selftask.report.record import RunRecord
+from selftask.report.record import RunRecord, time_of
 from selftask.report.verdict import Kind
 
 FOLDED = ("checkpoint", "evaluation")
@@ -52,11 +51,6 @@ def _row(event: Mapping[str, Any]) -> tuple[str, ...]:
     """Return time, step, kind, color and text of an event."""
     kind, step = str(event.get("event", "")), event.get("step")
     shown = f"{step:,}" if isinstance(step, int) else ""
-    return _time(event), shown, kind, KINDS.get(kind, "plain"), str(event.get("text", ""))
-
-
-def _time(event: Mapping[str, Any]) -> str:
-    try:
-        return f"{datetime.fromisoformat(str(event['time'])):%Y-%m-%d %H:%M:%S}"
-    except (KeyError, ValueError):
-        return ""
+    time = time_of(event)
+    when = f"{time:%Y-%m-%d %H:%M:%S}" if time else ""
+    return when, shown, kind, KINDS.get(kind, "plain"), str(event.get("text", ""))

@@ -152,14 +152,14 @@ class RunRecord:
     @property
     def started(self) -> datetime | None:
         """Time of the first event, the start of the first attempt, or None."""
-        return _time_of(self.events[0]) if self.events else None
+        return time_of(self.events[0]) if self.events else None
 
     @property
     def ended(self) -> datetime | None:
         """Time of reading if the run is active, else of its last status or event, or None."""
         if self.state == "running":
             return datetime.fromtimestamp(self.read_at).astimezone()
-        times = [_time_of(event) for event in self.events[-1:]]
+        times = [time_of(event) for event in self.events[-1:]]
         if self.status.get("updated"):  # of a killed run, its start
             times.append(datetime.fromtimestamp(float(self.status["updated"])).astimezone())
         return max(filter(None, times), default=None)
@@ -295,7 +295,8 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.yaml", "status.json", "log.txt"))
 
 
-def _time_of(event: dict[str, Any]) -> datetime | None:
+def time_of(event: Mapping[str, Any]) -> datetime | None:
+    """Return the time of an event in the time zone of this machine, or None if it has none."""
     try:
         return datetime.fromisoformat(event["time"]).astimezone()
     except (KeyError, ValueError, OverflowError):
