@@ -146,15 +146,8 @@ def _chart(chart: Chart, most: int) -> dict[str, Any]:
     curves = []
     for curve in chart.curves:
         steps, values = thinned(curve.steps, curve.values, most)
-        content: dict[str, Any] = {
-            "label": curve.label,
-            "x": steps,
-            "y": values,
-            "clock": curve.clock,
-        }
-        if curve.color is not None:
-            content["color"] = curve.color
-        curves.append({**content, "thin": True} if curve.thin else content)
+        style = {"color": curve.color, "thin": curve.thin, "clock": curve.clock}
+        curves.append({"label": curve.label, "x": steps, "y": values, **style})
     return {
         "title": chart.title,
         "format": chart.format,

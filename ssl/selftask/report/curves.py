@@ -127,7 +127,7 @@ def _others(record: RunRecord) -> Iterator[Chart]:
     for title, members in groups.items():
         yield from _by_scale(record, title, members)
     sections = {name: name.removeprefix("ms_") for name in names if name.startswith("ms_")}
-    curves = _scaled(record, sections, 1e-3)
+    curves = _curves(record, sections, 1e-3)
     yield Chart("Time in each part of a step", curves, format="seconds", from_zero=True)
 
 
@@ -139,11 +139,11 @@ def _memory(record: RunRecord) -> Chart:
         "device_memory_now_mb": "device, at the row",
         "device_reserved_now_mb": "device, reserved, at the row",
     }
-    curves = _scaled(record, names, MIB)
+    curves = _curves(record, names, MIB)
     return Chart("Memory", curves, format="bytes", smooth=False, from_zero=True)
 
 
-def _scaled(record: RunRecord, labels: Mapping[str, str], factor: float) -> list[Curve]:
+def _curves(record: RunRecord, labels: Mapping[str, str], factor: float = 1) -> list[Curve]:
     """Return the curves of some columns, with their labels and their values times a factor."""
     return [
         Curve(label, column.steps, [value * factor for value in column.values])
@@ -154,11 +154,7 @@ def _scaled(record: RunRecord, labels: Mapping[str, str], factor: float) -> list
 
 def _filled(chart: Chart, record: RunRecord, names: Sequence[str]) -> Chart:
     """Return a chart with the curves of these columns."""
-    curves = [
-        Curve(name, column.steps, column.values)
-        for name in names[:MAX_CURVES]
-        if (column := record.columns.get(name))
-    ]
+    curves = _curves(record, {name: name for name in names[:MAX_CURVES]})
     note = chart.note
     if len(names) > MAX_CURVES:
         note = f"{note} the first {MAX_CURVES} of {len(names)}".strip()

@@ -176,7 +176,7 @@
 
     series(chart, weight) {
       const series = [], tables = [];
-      const own = chart.curves.some((curve) => "color" in curve);
+      const own = chart.curves.some((curve) => curve.color !== null);
       chart.curves.forEach((curve, number) => {
         const color = own ? curve.color || 0 : number;
         const xs = curve.x.map((step) => this.place(step, curve.clock));
