@@ -76,17 +76,11 @@ class Result:
     def cells(self) -> list[Cell]:
         options = self.row.get("options")
         seed = options.get("seed") if isinstance(options, dict) else None
-        texts = {
-            "settings": " ".join(settings_of(self.row)),
-            "seed": "" if seed is None else str(seed),
-            "images": self.images,
-            "weights": str(self.row.get("model_digest") or "")[:_DIGITS],
-        }
-        return [
-            *(_text(text) for text in (self.metric, self.run)),
-            Cell(f"{self.value:.4g}", self.value),
-            *(_text(text) for text in (self.interval, *texts.values())),
-        ]
+        shown_seed = "" if seed is None else str(seed)
+        weights = str(self.row.get("model_digest") or "")[:_DIGITS]
+        facts = (self.interval, " ".join(settings_of(self.row)), shown_seed, self.images, weights)
+        value = Cell(f"{self.value:.4g}", self.value)
+        return [_text(self.metric), _text(self.run), value, *map(_text, facts)]
 
 
 def _text(text: str) -> Cell:
