@@ -24,7 +24,8 @@ def direction(key: str, mode: Mode, metric: str) -> Literal["max", "min"]:
     if mode != "auto":
         return mode
     chosen: Literal["max", "min"] = "min" if small_is_good(metric) else "max"
-    log.info("%s=auto: %s, %s values of %s are good", key, chosen, _WORDS[chosen], metric)
+    size = "small" if chosen == "min" else "large"
+    log.info("%s=auto: %s, %s values of %s are good", key, chosen, size, metric)
     return chosen
 
 
@@ -35,6 +36,3 @@ def small_is_good(metric: str) -> bool:
     """
     name = metric.rpartition("/")[2].lower()
     return any(part in name for part in _SMALL)
-
-
-_WORDS = {"max": "large", "min": "small"}

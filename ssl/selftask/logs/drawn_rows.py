@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,7 +54,8 @@ def read_drawn_rows(path: Path) -> Lines:
         kept: dict[int, bytes] = {}
         newest, count, offset = deque[tuple[int, bytes]](maxlen=NEWEST), 0, 0
         part, end = _Part(), size / PARTS
-        for line in _bounded_lines(file):
+        # Pieces of lines longer than LINE_BYTES are not valid JSON.
+        for line in iter(partial(file.readline, LINE_BYTES), b""):
             if offset >= end:
                 kept |= part.chosen()
                 part, end = _Part(), offset + size / PARTS
@@ -87,15 +88,6 @@ def _checked_size(file: BinaryIO, path: Path) -> int:
     if size > LARGEST:
         raise UnreadableFile(path, f"is larger than {LARGEST >> 30} GiB")
     return size
-
-
-def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file.
-
-    Lines longer than ``LINE_BYTES`` are yielded in pieces, which are not valid JSON.
-    """
-    while line := file.readline(LINE_BYTES):
-        yield line
 
 
 @dataclass
