@@ -341,8 +341,8 @@ def test_a_loader_of_ones_own_resumes_bit_for_bit(
     assert ("the first 2 of epoch 1 are read again" in log) is (kind != "blocks")
     if kind == "workers":
         assert [(tmp_path / name).exists() for name in "012"] == [True, True, False]
-    else:  # besides those that shape and number of views are taken from
-        assert len(READ) == 16 + 8 * (3 if kind == "blocks" else 5)
+    else:  # besides the batch that shape and number of views are taken from
+        assert len(READ) == 8 + 8 * (3 if kind == "blocks" else 5)
     losses = {row["loss"] for row in tiny.rows(tmp_path / "whole") if "loss" in row}
     assert len(losses) == 10 or kind == "blocks"
 

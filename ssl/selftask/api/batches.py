@@ -28,14 +28,15 @@ log = get_logger(__name__)
 _END = object()
 
 
-def describe(batches: Any) -> dict[str, Any]:
-    """Return settings derived from the first batch: batch size and number of views.
-
-    Raises UserError if the batches have no length or are empty.
-    """
+def first_batch(batches: Any) -> Batch:
+    """Return the first batch; raise UserError if the batches have no length or are empty."""
     if not hasattr(batches, "__len__") or len(batches) == 0:
         raise UserError("batches: expected an iterable with a length, the batches of an epoch")
-    first = as_batch(next(iter(batches)), 0, 1)
+    return as_batch(next(iter(batches)), 0, 1)
+
+
+def settings_of(first: Batch) -> dict[str, Any]:
+    """Return settings derived from the first batch: batch size and number of views."""
     groups = {
         name: {"count": len(views), "transforms": ["normalize"]}
         for name, views in first.views.items()
@@ -100,9 +101,11 @@ class TaskOfBatches(Task):
     With several ranks, the batches of each rank are its part of the global batches.
     """
 
-    def __init__(self, config: Config, batches: Any, backbone: nn.Module | None = None) -> None:
+    def __init__(
+        self, config: Config, batches: Any, channels: int, backbone: nn.Module | None = None
+    ) -> None:
         self.given = batches
-        count = _Count(len(batches) * config.train.batch_size, _channels(batches))
+        count = _Count(len(batches) * config.train.batch_size, channels)
         super().__init__(config, sources=Sources(count, None), backbone=backbone)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -206,11 +209,6 @@ class _Generators:
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
         return before
-
-
-def _channels(batches: Any) -> int:
-    """Return the number of channels of the first view."""
-    return int(as_batch(next(iter(batches)), 0, 1).all_views[0].shape[1])
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

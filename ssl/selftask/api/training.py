@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from selftask.api.batches import TaskOfBatches, describe
+from selftask.api.batches import TaskOfBatches, first_batch, settings_of
 from selftask.api.model import Model, load
 from selftask.api.objects import overrides
 from selftask.api.trainer import Trainer
@@ -123,9 +123,10 @@ def create_task(
         check_not_moved(str(recipe), config)
         task = TASKS[config.task](config, sources=open_data(config.data), backbone=backbone)
     else:
-        config = load_config(str(recipe), overrides({**describe(batches), **settings}))
+        first = first_batch(batches)
+        config = load_config(str(recipe), overrides({**settings_of(first), **settings}))
         config.notes.clear()  # on the views, which come with the batches
-        task = TaskOfBatches(config, batches, backbone)
+        task = TaskOfBatches(config, batches, first.all_views[0].shape[1], backbone)
     if starts_ranks(config):
         raise UserError(
             f"launch: {config.launch.world_size} processes cannot be started from Python; start "
