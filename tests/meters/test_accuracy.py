@@ -105,7 +105,7 @@ def test_state_is_plain_and_goes_on_where_it_was() -> None:
 
 
 def test_it_is_a_classy_meter() -> None:
-    meter = Accuracy.from_config({"name": "accuracy", "topk": [1, 2]})
+    meter = Accuracy(topk=[1, 2])
     assert isinstance(meter, ClassyMeter)
     assert meter.name == "accuracy"
     assert repr(meter) == "accuracy_meter(top_1=0.000000,top_2=0.000000)"

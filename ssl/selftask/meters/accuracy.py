@@ -50,12 +50,6 @@ class Accuracy(ClassyMeter):  # type: ignore[misc]  # classy-vision ships no typ
         self.classes: Tensor | None = None  # (n,) classes that can be predicted; None: all
         self.reset()
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Accuracy:
-        """Build a meter from its config, as Classy does."""
-        only = config.get("only_test_classes", False)
-        return cls(topk=list(config["topk"]), only_test_classes=only)
-
     @property
     def name(self) -> str:
         return "accuracy"

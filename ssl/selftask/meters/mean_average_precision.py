@@ -32,11 +32,6 @@ class MeanAveragePrecision(ClassyMeter):  # type: ignore[misc]  # classy-vision 
         super().__init__()
         self.reset()
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> MeanAveragePrecision:
-        """Build a meter from its config, as Classy does."""
-        return cls()
-
     @property
     def name(self) -> str:
         return "mean_average_precision"
