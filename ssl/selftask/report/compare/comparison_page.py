@@ -17,7 +17,7 @@ from selftask.report.compare.tables import (
     Link,
     differences_table,
     group_table,
-    reports_from,
+    report_link,
     run_table,
 )
 from selftask.report.curves import CHARTS, chance_lines
@@ -50,7 +50,7 @@ def write_comparison(folders: Sequence[Path], path: Path, sort: str = "") -> Com
     """
     comparison = read_comparison(folders, sort)
     title = f"{len(folders)} runs: selftask"
-    sections = comparison_sections(comparison, reports_from(path.parent))
+    sections = comparison_sections(comparison, partial(report_link, path.parent))
     write_page(path, title, sections, top=comparison_head(comparison))
     return comparison
 

@@ -34,10 +34,6 @@ class Member:
     def seed(self) -> str:
         return self.settings.get(SEED, "")
 
-    def final(self, column: str) -> float | None:
-        """Return the last value of a column, or None."""
-        return self.record.last(column)
-
     def best(self, column: str) -> float | None:
         """Return the best value of a column, smallest or largest depending on its name, or None."""
         series = self.record.columns.get(column)
@@ -78,7 +74,7 @@ class Group:
         return [m for m in self.members if m.is_complete] or self.members
 
     def final(self, column: str) -> Interval | None:
-        return self._over([member.final(column) for member in self.counted])
+        return self._over([member.record.last(column) for member in self.counted])
 
     def best(self, column: str) -> Interval | None:
         return self._over([member.best(column) for member in self.counted])
@@ -123,7 +119,7 @@ class Comparison:
             return value is None, sign * (value or 0.0)
 
         for group in self.groups:
-            group.members.sort(key=lambda member: order(member.final(column)))
+            group.members.sort(key=lambda member: order(member.record.last(column)))
         self.groups.sort(key=lambda g: order(final.mean if (final := g.final(column)) else None))
         for number, group in enumerate(self.groups):
             group.number = number

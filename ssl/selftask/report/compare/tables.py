@@ -124,18 +124,12 @@ def differences_table(comparison: Comparison) -> str:
     return render("compare.differences", groups, rows, len(comparison.groups) - len(groups))
 
 
-def reports_from(folder: Path) -> Link:
-    """Return a function from a run to the address of its report relative to ``folder``, or ""."""
-
-    def link(member: Member) -> str:
-        report = member.record.folder / "report.html"
-        return (
-            quote(os.fsencode(os.path.relpath(report.resolve(), folder.resolve())))
-            if report.is_file()
-            else ""
-        )
-
-    return link
+def report_link(folder: Path, member: Member) -> str:
+    """Return the address of a run's report relative to ``folder``, empty if there is none."""
+    report = member.record.folder / "report.html"
+    if not report.is_file():
+        return ""
+    return quote(os.fsencode(os.path.relpath(report.resolve(), folder.resolve())))
 
 
 def _mean(
