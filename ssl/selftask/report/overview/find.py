@@ -24,7 +24,7 @@ class Found:
     submissions: list[Path] = field(default_factory=list)  # folders with a slurm/jobs.json
 
 
-def find_runs(folder: Path, depth: int = DEPTH) -> Found:
+def find_runs(folder: Path) -> Found:
     """Return the run folders and submissions in ``folder`` and below it.
 
     Folders that cannot be listed, hidden folders and links to folders are skipped.
@@ -32,27 +32,18 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Found:
     Raises:
         OSError: If ``folder`` itself cannot be listed.
     """
-    result = Found()
-    _search(folder, depth, result)
-    return result
-
-
-def _search(folder: Path, depth: int, result: Found) -> None:
-    with os.scandir(folder) as listed:
-        entries = sorted(listed, key=lambda entry: natural(entry.name))
-    names = {entry.name for entry in entries}
-    if names & _SIGNS:
-        result.runs.append(folder)
-    if "slurm" in names and (folder / _JOBS).is_file():
-        result.submissions.append(folder)
-    for entry in entries:
-        if entry.name in _INSIDE or entry.name.startswith(".") or depth <= 0:
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            try:
-                _search(Path(entry.path), depth - 1, result)
-            except OSError:  # closed, or removed in the meantime
-                continue
+    os.scandir(folder).close()  # os.walk ignores errors
+    found = Found()
+    for name, folders, files in os.walk(folder):
+        path = Path(name)
+        if not _SIGNS.isdisjoint(files):
+            found.runs.append(path)
+        if "slurm" in folders and (path / _JOBS).is_file():
+            found.submissions.append(path)
+        inner = [n for n in folders if n not in _INSIDE and not n.startswith(".")]
+        is_deep = len(path.parts) - len(folder.parts) >= DEPTH
+        folders[:] = [] if is_deep else sorted(inner, key=natural)  # those that are walked next
+    return found
 
 
 def natural(name: str) -> list[tuple[int, float, str]]:
