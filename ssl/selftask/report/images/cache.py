@@ -14,7 +14,7 @@ from selftask import __version__
 from selftask.files.cache_dir import cache_path
 from selftask.files.received import read_json
 from selftask.files.replace import replacing
-from selftask.report.images.image_section import image_section
+from selftask.report.images.sprite import image_section
 from selftask.report.page import Section
 
 MAX_BYTES = 256 << 20

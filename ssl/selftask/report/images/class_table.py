@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from selftask.evaluate.nearest import Bank
 from selftask.models.feature_queue import class_votes
 from selftask.report.images.gather import Gathered
-from selftask.report.images.image_section import image_section
+from selftask.report.images.sprite import image_section
 from selftask.report.page import Section, render
 
 _K, _TEMPERATURE = 20, 0.07  # as in evaluate.knn.KNN

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from selftask.data.source import Source
-from selftask.report.images.image_section import image_section
-from selftask.report.images.sprite import Sprite, short_names
+from selftask.report.images.sprite import Sprite, image_section, short_names
 from selftask.report.page import Section, render, write_page
 
 NUM_IMAGES = 100  # images of which groups are shown

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from selftask.report.images.gather import Gathered
-from selftask.report.images.image_section import image_section
-from selftask.report.images.sprite import Sprite
+from selftask.report.images.sprite import Sprite, image_section
 from selftask.report.page import Section, json_data, render
 
 ID = "map-of-embeddings"

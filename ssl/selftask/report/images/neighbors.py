@@ -11,8 +11,7 @@ from torch import Tensor
 
 from selftask.evaluate.nearest import Bank
 from selftask.report.images.gather import Gathered
-from selftask.report.images.image_section import image_section
-from selftask.report.images.sprite import Sprite
+from selftask.report.images.sprite import Sprite, image_section
 from selftask.report.page import Section, render
 
 BUDGET = 500_000  # largest size of the images, in characters

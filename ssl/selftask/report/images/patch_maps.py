@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from selftask.models.eval_mode import in_eval_mode
 from selftask.models.features.extract import extract, offers
-from selftask.report.images.image_section import image_section
 from selftask.report.images.projections import pca
-from selftask.report.images.sprite import Sprite
+from selftask.report.images.sprite import Sprite, image_section
 from selftask.report.page import Section, render
 
 BUDGET = 250_000  # largest size of the images, in characters

@@ -16,8 +16,7 @@ from selftask.data.loading.open_data import Sources
 from selftask.methods.base import Method
 from selftask.models.eval_mode import in_eval_mode
 from selftask.registry import METHODS
-from selftask.report.images.image_section import image_section
-from selftask.report.images.sprite import Sprite, short_names
+from selftask.report.images.sprite import Sprite, image_section, short_names
 from selftask.report.page import Section, render
 from selftask.task import Task
 from selftask.task.loaded import config_to_load

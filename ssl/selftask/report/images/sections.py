@@ -22,15 +22,16 @@ from selftask.distributed.world import World
 from selftask.errors import UserError
 from selftask.files.received import read_bytes
 from selftask.files.yaml_file import read_yaml
+from selftask.models.weights.model_source import open_model
 from selftask.report.images.cache import SectionCache, digest
 from selftask.report.images.class_table import class_section
 from selftask.report.images.embedding_map import MOST_POINTS, Projection, map_section
 from selftask.report.images.gather import Gathered, Pass, gather
-from selftask.report.images.image_section import image_section
 from selftask.report.images.neighbors import neighbors_section
 from selftask.report.images.patch_maps import has_patches, patch_section, patch_tokens
 from selftask.report.images.projections import pca, tsne
 from selftask.report.images.reconstructions import reconstructions_of, visualizes
+from selftask.report.images.sprite import image_section
 from selftask.report.images.views import views_of
 from selftask.report.images.weights import Weights, find_weights, trained_on
 from selftask.report.page import Section, render
@@ -132,7 +133,7 @@ class ImageSections:
         if sources.val is not None:
             source, what = (sources.val, "validation images")
         self.tell(f"features of {min(self.images, len(source)):,} {what}, by {weights.path}")
-        backbone = weights.load(config, trust=self.trust)
+        backbone, _ = open_model(weights.address, trust=self.trust)
         gathered = gather(
             backbone,
             config,

@@ -1,4 +1,4 @@
-"""Sprite sheet: thumbnails of many images in one embedded file of limited size."""
+"""Sections with a sprite sheet: thumbnails of many images in one embedded file of limited size."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, features
+from PIL import Image, ImageOps, features
 
 from selftask.data.inspect.contact_sheet import as_seen, printable
+from selftask.report.page import Section, static_text
 
 GUTTER = 2  # pixels around a tile that repeat its edge, so that adjacent tiles do not bleed into it
 _COLUMNS = 32  # tiles in a row
@@ -99,12 +100,8 @@ def thumbnail(image: np.ndarray, side: int) -> np.ndarray:
     shown in gray.
     """
     seen = Image.fromarray(np.ascontiguousarray(as_seen(image))).convert("RGB")
-    longest = max(seen.size)
-    if longest > side:
-        ratio = side / longest
-        size = (max(1, round(seen.width * ratio)), max(1, round(seen.height * ratio)))
-        return np.asarray(seen.resize(size, Image.Resampling.LANCZOS))
-    times = max(1, side // longest)
+    seen.thumbnail((side, side), Image.Resampling.LANCZOS, reducing_gap=None)
+    times = max(1, side // max(seen.size))
     return np.asarray(seen).repeat(times, axis=0).repeat(times, axis=1)
 
 
@@ -122,17 +119,11 @@ def encode(pixels: np.ndarray, budget: int) -> str:
     attempts = [(1.0, quality) for quality in _QUALITIES]
     attempts += [(scale, _QUALITIES[-1]) for scale in _SCALES]
     for scale, quality in attempts:
-        uri = _data_uri(_scaled(image, scale), quality)
+        scaled = ImageOps.scale(image, scale, Image.Resampling.LANCZOS)
+        uri = _data_uri(scaled, quality)
         if len(uri) <= budget:
             return uri
     raise ValueError(f"an image of {image.size} pixels does not fit into {budget} characters")
-
-
-def _scaled(image: Image.Image, scale: float) -> Image.Image:
-    if scale == 1.0:
-        return image
-    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    return image.resize(size, Image.Resampling.LANCZOS)
 
 
 def _data_uri(image: Image.Image, quality: int) -> str:
@@ -140,6 +131,20 @@ def _data_uri(image: Image.Image, quality: int) -> str:
     file = io.BytesIO()
     image.save(file, kind, quality=quality)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def image_section(title: str, html: str, id: str, sprite: Sprite | None = None) -> Section:
+    """Return a section with the style sheet of images, its script and its sprite sheet.
+
+    Args:
+        title: Heading.
+        html: Content.
+        id: Anchor in the page, which also selects the script.
+        sprite: Images that ``html`` shows, if any.
+    """
+    sheet = f"<style>{sprite.css()}</style>" if sprite is not None and len(sprite) else ""
+    script = static_text("map.js") if id == "map-of-embeddings" else ""
+    return Section(title, f"{sheet}{html}", id, script=script, style=static_text("images.css"))
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

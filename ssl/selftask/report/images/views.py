@@ -8,8 +8,7 @@ from selftask.config.schema import Config
 from selftask.data.inspect.contact_sheet import Row, printable, rows_of, view_names
 from selftask.data.loading.open_data import Sources
 from selftask.data.source import Source, channels_of, extras_of
-from selftask.report.images.image_section import image_section
-from selftask.report.images.sprite import Sprite, short_names
+from selftask.report.images.sprite import Sprite, image_section, short_names
 from selftask.report.page import Section, render
 
 BUDGET = 600_000  # largest size of the images, in characters

@@ -6,16 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from selftask.checkpoint.manifest import CHECKSUM, DamagedCheckpoint, checksum, read_file
 from selftask.checkpoint.rotation import MANIFEST, checkpoints, step_of
-from selftask.config.schema import Config
 from selftask.logs import read_json
-from selftask.models.build import build_backbone
 from selftask.models.weights.export import META, WEIGHTS
-from selftask.models.weights.model_source import open_model
-from selftask.models.weights.read import backbone_state, read_backbone
 
 
 @dataclass(frozen=True)
@@ -23,30 +17,8 @@ class Weights:
     """A file with weights that has not been read yet."""
 
     path: Path  # path of an export or a checkpoint
-    step: int
-    exported: bool
-
-    @property
-    def digest(self) -> str:
-        """Identifier of these weights: step and checksum of the file."""
-        if self.exported:
-            return f"{self.step}-{checksum(self.path)}"
-        manifest = self.path / MANIFEST if self.path.is_dir() else self.path.with_suffix(".json")
-        facts = read_json(manifest)
-        return f"{self.step}-{facts.get(CHECKSUM, self.path.stat().st_mtime_ns)}"
-
-    def load(self, config: Config, *, trust: bool) -> nn.Module:
-        """Return the backbone on the CPU.
-
-        Raises:
-            UserError: If the file is damaged, or names code and ``trust`` is False.
-        """
-        if self.exported:
-            return open_model(str(self.path), trust=trust)[0]
-        state = read_backbone(self.path)
-        backbone = build_backbone(config.backbone, state.get("channels", 3))
-        backbone.load_state_dict(backbone_state(state))
-        return backbone.eval()
+    address: str  # for ``open_model``
+    digest: str  # step and checksum of the file
 
 
 def trained_on(run: Path) -> dict[str, Any] | None:
@@ -73,8 +45,12 @@ def find_weights(run: Path) -> Weights | None:
     exported = run / "export" / WEIGHTS
     step = _exported_step(run) if exported.is_file() else None
     if step is not None and (newest is None or step_of(newest) == step):
-        return Weights(exported, step, exported=True)
-    return None if newest is None else Weights(newest, step_of(newest), exported=False)
+        return Weights(exported, str(exported), f"{step}-{checksum(exported)}")
+    if newest is None:
+        return None
+    manifest = newest / MANIFEST if newest.is_dir() else newest.with_suffix(".json")
+    known = read_json(manifest).get(CHECKSUM, newest.stat().st_mtime_ns)
+    return Weights(newest, f"{run}@{step_of(newest)}", f"{step_of(newest)}-{known}")
 
 
 def _exported_step(run: Path) -> int | None:
