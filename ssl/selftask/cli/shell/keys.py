@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, is_dataclass, replace
+from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import Any
 
 from selftask.cli.shell.paths import path_candidates
@@ -18,6 +18,7 @@ from selftask.registry import REGISTRIES, Registry
 
 _BESIDE = ("import",)  # keys that are not fields of Config
 _GIVEN = ("recipe",)  # a field that is not a key
+_NO_FIELDS = Schema.of(None)
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,27 @@ class Place:
     """Possible values and inner keys of a key.
 
     Args:
-        schema: Fields of a section; None for a plain value.
+        schema: Fields of a section; empty for a plain value.
         names: Registry whose names are valid values.
         entries: Registry whose names are valid inner keys, as for ``hooks``.
         kind: Type of a plain value.
         is_entry: Whether the key is an entry of a mapping, which ``{}`` adds and ``null`` removes.
     """
 
-    schema: Schema | None = None
+    schema: Schema = _NO_FIELDS
     names: Registry | None = None
     entries: Registry | None = None
     kind: Any = None
     is_entry: bool = False
+
+    @property
+    def keys(self) -> list[str]:
+        """Inner keys."""
+        if self.entries is not None:
+            return self.entries.names()
+        if self.schema is SCHEMA:
+            return [*(name for name in self.schema.fields if name not in _GIVEN), *_BESIDE]
+        return list(self.schema.fields)
 
 
 def override_candidates(word: str, before: list[str]) -> list[str]:
@@ -50,17 +60,14 @@ def override_candidates(word: str, before: list[str]) -> list[str]:
     key, equals, value = word.partition("=")
     named = _names_in(before)
     if equals:
-        return [f"{key}={text}" for text in _values(key, named) if text.startswith(value)] + [
-            f"{key}={path}" for path in _paths(key, value)
-        ]
+        values = [text for text in _values(place_of(key, named)) if text.startswith(value)]
+        if is_path(tuple(key.split("."))):
+            values += path_candidates(value, endings=("",))
+        return [f"{key}={text}" for text in values]
     parent, dot, start = key.rpartition(".")
-    place = place_of(tuple(parent.split(".")) if parent else (), named)
-    names = [name for name in _keys(place) if name.startswith(start)]
-    keys = []
-    for name in names if place is not None else ():
-        whole = f"{parent}{dot}{name}"
-        keys += [f"{whole}{end}" for end in _ends(place_of(tuple(whole.split(".")), named))]
-    return keys
+    names = [name for name in place_of(parent, named).keys if name.startswith(start)]
+    keys = [f"{parent}{dot}{name}" for name in names]
+    return [f"{key}{end}" for key in keys for end in _ends(place_of(key, named))]
 
 
 def _names_in(words: list[str]) -> dict[str, str]:
@@ -70,20 +77,23 @@ def _names_in(words: list[str]) -> dict[str, str]:
     return {**method, **{key.removesuffix(".name"): value for key, value in pairs}}
 
 
-def place_of(key: tuple[str, ...], named: dict[str, str]) -> Place | None:
-    """Return the possible values and inner keys of a key, or None for an unknown key."""
-    place: Place | None = Place(schema=SCHEMA)
-    for number, name in enumerate(key):
-        if place is None:
-            return None
+def place_of(key: str, named: dict[str, str]) -> Place:
+    """Return the possible values and inner keys of a dotted key; of an unknown key there are none.
+
+    Args:
+        key: The key; empty for the whole config.
+        named: Names of the components on the command line, by key.
+    """
+    place = Place(schema=SCHEMA)
+    names = key.split(".") if key else []
+    for number, name in enumerate(names, 1):
         if place.entries is not None:
-            place = replace(_component(place.entries, name), is_entry=True)
-        elif place.schema is not None and name in place.schema.fields:
-            dotted = ".".join(key[: number + 1])
-            kind = place.schema.types[name]
-            place = _of_field(place.schema.fields[name], kind, named.get(dotted, ""))
+            place = Place(schema=_component(place.entries, name), is_entry=True)
+        elif name in place.schema.fields:
+            chosen = named.get(".".join(names[:number]), "")
+            place = _of_field(place.schema.fields[name], place.schema.types[name], chosen)
         else:
-            place = Place(kind=list) if number == 0 and name in _BESIDE else None
+            place = Place()
     return place
 
 
@@ -97,31 +107,25 @@ def _of_field(field: Field[Any], kind: Any, name: str) -> Place:
     if not name and isinstance(field.default, Component):
         name = field.default.name
     component = next((o for o in options if isinstance(o, type) and issubclass(o, Component)), None)
-    section = next((o for o in options if is_dataclass(o) and o is not component), None)
+    section: Any = next((o for o in options if is_dataclass(o) and o is not component), None)
     if section is not None:
-        schema = Schema.of(typing.cast(type, section))
-        flat = next((f for f in schema.fields.values() if f.metadata.get("flat")), None)
+        flat = next((f for f in fields(section) if f.metadata.get("flat")), None)
         if flat is None:
-            return Place(schema=schema, kind=kind)
+            return Place(schema=Schema.of(section), kind=kind)
         kinds = REGISTRIES[flat.metadata["of"]]
-        schema = Schema.of(typing.cast(type, section), without=[flat.name, "args"])
-        return Place(schema=_joined(schema, _component(kinds, name)), names=kinds, kind=kind)
+        schema = Schema.of(section, without=[flat.name, "args"])
+        return Place(schema=schema | _component(kinds, name), names=kinds, kind=kind)
     if registry is not None and typing.get_origin(options[0]) is dict and len(options) == 1:
         return Place(entries=registry)
     if registry is not None and component is not None:
         shared = Schema.of(component, without=["name", "args"])
-        return Place(schema=_joined(shared, _component(registry, name)), names=registry)
+        return Place(schema=shared | _component(registry, name), names=registry)
     return Place(names=registry, kind=kind)
 
 
-def _component(registry: Registry, name: str) -> Place:
+def _component(registry: Registry, name: str) -> Schema:
     """Return the fields of a component, or no fields for an unknown name."""
-    config = config_class(registry, name) if name in registry else None
-    return Place(schema=Schema.of(config))
-
-
-def _joined(schema: Schema | None, other: Place) -> Schema:
-    return (schema or Schema({}, {}, "")) | (other.schema or Schema({}, {}, ""))
+    return Schema.of(config_class(registry, name) if name in registry else None)
 
 
 def _options(kind: Any) -> list[Any]:
@@ -131,33 +135,17 @@ def _options(kind: Any) -> list[Any]:
     return [kind]
 
 
-def _keys(place: Place | None) -> list[str]:
-    if place is None:
-        return []
-    if place.entries is not None:
-        return place.entries.names()
-    if place.schema is None:
-        return []
-    is_top = place.schema is SCHEMA
-    names = [name for name in place.schema.fields if not (is_top and name in _GIVEN)]
-    return [*names, *(_BESIDE if is_top else ())]
-
-
-def _ends(place: Place | None) -> Iterator[str]:
+def _ends(place: Place) -> Iterator[str]:
     """Yield ``=`` if a key takes a value, and ``.`` if it has inner keys."""
-    below = bool(_keys(place))
-    plain = place is not None and any(not is_dataclass(o) for o in _options(place.kind) if o)
-    if place is None or not below or plain or place.names is not None or place.is_entry:
+    plain = any(not is_dataclass(option) for option in _options(place.kind) if option)
+    if not place.keys or plain or place.names is not None or place.is_entry:
         yield "="
-    if below:
+    if place.keys:
         yield "."
 
 
-def _values(key: str, named: dict[str, str]) -> list[str]:
+def _values(place: Place) -> list[str]:
     """Return the values of a key that can be listed: names, choices, true, false, null and {}."""
-    place = place_of(tuple(key.split(".")), named)
-    if place is None:
-        return []
     values = place.names.names() if place.names is not None else []
     values += ["{}", "null"] if place.is_entry else []
     for option in _options(place.kind):
@@ -166,10 +154,6 @@ def _values(key: str, named: dict[str, str]) -> list[str]:
         elif option is bool:
             values += ["true", "false"]
     return values
-
-
-def _paths(key: str, value: str) -> list[str]:
-    return path_candidates(value, endings=("",)) if is_path(tuple(key.split("."))) else []
 
 
 def _text(value: Any) -> str:
