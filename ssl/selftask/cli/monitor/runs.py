@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from selftask.cli.options import take_keys, take_options
@@ -43,36 +44,31 @@ hung: no sign of life from the process, or no row for much longer than usual.
 lost: the process or its job ended without reporting why."""
 
 REFRESH_S = 2.0
-_KEYS = ("sort", "state", "columns")
 _CLEAR = "\x1b[H\x1b[J"
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    folders: list[Path]
-    sort: str
-    states: list[str]
-    columns: list[str]
 
 
 def main(argv: list[str]) -> int:
     """Print the table, once or until Ctrl-C."""
     words, options = take_options(argv, {"--json": bool, "--watch": bool})
-    wanted = _read(words)
-    if options.get("--json"):
-        print(json.dumps([as_json(line) for line in _lines(wanted)], indent=1))
-        return 0
-    if options.get("--watch"):
-        return _watch(wanted)
-    print("\n".join(_text(wanted)))
-    return 0
-
-
-def _read(words: list[str]) -> _Wanted:
-    names, given = take_keys(words, dict.fromkeys(_KEYS, ""))
-    chosen = {key: [part for part in given[key].split(",") if part] for key in _KEYS}
+    names, given = take_keys(words, {"sort": "", "state": "", "columns": ""})
     folders = [folder_of(name) for name in names or ["runs"]]
-    return _Wanted(folders, given["sort"], chosen["state"], chosen["columns"])
+    states, columns = (list(filter(None, given[k].split(","))) for k in ("state", "columns"))
+
+    def lines() -> list[RunLine]:
+        chosen = with_states(lines_of(folders), states)
+        return sort_by(chosen, given["sort"]) if given["sort"] else chosen
+
+    def text() -> list[str]:
+        where = ", ".join(map(str, folders)) + (" in this state" if states else "")
+        return _text(listed, columns) if (listed := lines()) else [f"no runs in {where}"]
+
+    if options.get("--json"):
+        print(json.dumps([as_json(line) for line in lines()], indent=1))
+    elif options.get("--watch"):
+        _watch(text)
+    else:
+        print("\n".join(text()))
+    return 0
 
 
 def folder_of(word: str, command: str = "runs") -> Path:
@@ -103,34 +99,19 @@ def lines_of(folders: list[Path]) -> list[RunLine]:
     ]
 
 
-def _lines(wanted: _Wanted) -> list[RunLine]:
-    lines = with_states(lines_of(wanted.folders), wanted.states)
-    return sort_by(lines, wanted.sort) if wanted.sort else lines
-
-
-def _text(wanted: _Wanted) -> list[str]:
-    lines = _lines(wanted)
-    if not lines:
-        where = ", ".join(map(str, wanted.folders))
-        return [f"no runs in {where}" + (" in this state" if wanted.states else "")]
+def _text(lines: list[RunLine], columns: list[str]) -> list[str]:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    table = text_table(lines, columns_of(lines, wanted.columns), width)
-    return [
-        *table,
-        printable_line(f"{len(lines)} {plural('run', len(lines))}: {count_states(lines)}"),
-    ]
+    counts = f"{len(lines)} {plural('run', len(lines))}: {count_states(lines)}"
+    return [*text_table(lines, columns_of(lines, columns), width), printable_line(counts)]
 
 
-def _watch(wanted: _Wanted) -> int:
+def _watch(text: Callable[[], list[str]]) -> None:
     """Redraw the table until Ctrl-C; raise UserError without a terminal."""
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         raise UserError("--watch needs a terminal; without it the table is printed once")
-    try:
+    with suppress(KeyboardInterrupt):
         while True:
-            text = _text(wanted)
+            shown = text()[: shutil.get_terminal_size().lines - 2]
             clock = time.strftime("%H:%M:%S")
-            height = shutil.get_terminal_size().lines
-            print(_CLEAR + "\n".join([*text[: height - 2], f"{clock}  Ctrl-C ends"]), flush=True)
+            print(_CLEAR + "\n".join([*shown, f"{clock}  Ctrl-C ends"]), flush=True)
             time.sleep(REFRESH_S)
-    except KeyboardInterrupt:
-        return 0
