@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import NamedTuple
 
 from selftask.config.schema import DataConfig
@@ -87,11 +86,6 @@ class CountDone:
             f"\r{text}\033[K" if self.in_place else f"{text}\n", end="", file=sys.stderr, flush=True
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.in_place:
             print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -67,24 +67,19 @@ def lines_of(statistics: Statistics, num_images: int) -> Iterator[str]:
     for name, values in statistics.quantiles().items():
         digits = 2 if "/" in name else 0
         yield f"{name:<13}" + "".join(f"{value:>8.{digits}f}" for value in values)
-    yield f"{'mean':<13}{_numbers(statistics.by_image.mean)}"
-    yield f"{'std':<13}{_numbers(statistics.by_image.std)}"
+    mean, std = _numbers(statistics.by_image.mean), _numbers(statistics.by_image.std)
+    yield f"{'mean':<13}{mean}"
+    yield f"{'std':<13}{std}"
     by_image, by_pixel = (
         [*moments.mean, *moments.std] for moments in (statistics.by_image, statistics.by_pixel)
     )
     if any(abs(a - b) > _SAME for a, b in zip(by_image, by_pixel, strict=True)):
-        mean, std = _numbers(statistics.by_pixel.mean), _numbers(statistics.by_pixel.std)
-        yield f"{'by pixel':<13}mean {mean}, std {std} (large images weigh more)"
+        means, stds = _numbers(statistics.by_pixel.mean), _numbers(statistics.by_pixel.std)
+        yield f"{'by pixel':<13}mean {means}, std {stds} (large images weigh more)"
     if min(statistics.by_image.std) < _SAME:
         yield "(a channel is constant: std has to be above 0; put your own number there)"
     yield "put this last under views.*.transforms and eval.transforms:"
-    yield normalize_line(statistics)
-
-
-def normalize_line(statistics: Statistics) -> str:
-    """Return the ``normalize`` transform as a line of YAML, with mean and std by image."""
-    mean, std = _numbers(statistics.by_image.mean), _numbers(statistics.by_image.std)
-    return f"- {{name: normalize, mean: {mean}, std: {std}}}"
+    yield f"- {{name: normalize, mean: {mean}, std: {std}}}"
 
 
 def _numbers(values: list[float]) -> str:
