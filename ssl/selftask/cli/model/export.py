@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,24 +88,28 @@ def main(argv: list[str]) -> int:
     average = Average(options.get("--weights"), options.get("--average"))
     if out is not None and not is_remote(out):
         _check_no_other_run(expand_user(out), run)
+    write_to: Callable[[Path], Path]
     try:
         if exists(run / "config.yaml") and weights is None:
             if prefix is not None:
                 raise UserError(f"prefix={prefix}: {words[0]} is a run, and has one backbone")
             out = out or f"{words[0]}/export"
-            with output_folder(out) as folder:
-                path = export_run(
-                    run, folder, to=to, trust=trust, average=average, checkpoint=checkpoint
-                )
-                path = path if name is None else rename_by_hash(path, name)
-            print(f"{out}/{path.name}" if is_remote(out) else path)
+            kwargs: Any = {"trust": trust, "average": average, "checkpoint": checkpoint}
+            write_to = partial(export_run, run, to=to, **kwargs)
         elif average != Average():
             raise UserError(f"export: --weights and --average: {words[0]} is no run, and has none")
+        elif to == "checkpoint":
+            raise UserError(f"export: --to checkpoint: {words[0]} is no run, and has none")
         else:
-            kwargs: Any = {"weights": weights, "to": to, "trust": trust, "prefix": prefix}
-            print(export_model(words[0], out, name=name, **kwargs))
+            backbone, facts = _open(words[0], weights, out, trust=trust, prefix=prefix)
+            write_to = partial(write, backbone, facts=facts, to=to)
+        assert out is not None, "_open has refused None"
+        with output_folder(out) as folder:
+            path = write_to(folder)
+            path = path if name is None else rename_by_hash(path, name)
     except OSError as error:
         raise UserError(f"export: {error}; --out DIR writes to another folder") from error
+    print(f"{out}/{path.name}" if is_remote(out) else path)
     return 0
 
 
@@ -117,30 +121,12 @@ def _check_no_other_run(out: Path, model: Path) -> None:
             raise UserError(f"export: --out {out}: {run} is another run; name another folder")
 
 
-def export_model(
-    address: str,
-    out: str | None,
-    *,
-    weights: str | None,
-    to: str,
-    trust: bool = False,
-    prefix: str | None = None,
-    name: str | None = None,
-) -> str:
-    """Write the backbone of a file or library; return the path of the written file.
+def _open(
+    address: str, weights: str | None, out: str | None, *, trust: bool, prefix: str | None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the backbone of a file or library, and its metadata; see ``open_model``.
 
-    Args:
-        address: A file, or a model of timm or torchvision.
-        out: Folder to write to; may be remote.
-        weights: For a library's model: ``pretrained``, ``none`` (random), or a file. None:
-            ``pretrained``.
-        to: A format of ``FORMATS``.
-        trust: Allow an architecture in the user's own code.
-        prefix: Prefix of the tensors to take from a file with several networks.
-        name: Name of the files, see ``rename_by_hash``; None: ``backbone``.
-
-    Raises:
-        UserError: As ``export_run``, or if ``out`` is None or ``to`` is ``checkpoint``.
+    Raises UserError if ``out`` is None, since only a run has a folder for its export.
     """
     from selftask.logs.lines import info_on_stderr
     from selftask.models.weights.address import PRETRAINED, check_model
@@ -148,19 +134,12 @@ def export_model(
     check_model(address, weights)  # before torch is imported
     from selftask.models.weights.model_source import describe_model, open_model
 
-    if to == "checkpoint":
-        raise UserError(f"export: --to checkpoint: {address} is no run, and has none")
+    weights = weights or PRETRAINED
     if out is None:
-        describe_model(address, weights=weights or PRETRAINED, trust=trust)  # is it a model at all?
+        describe_model(address, weights=weights, trust=trust)  # is it a model at all?
         raise UserError("export: of a model that no run made, --out DIR says where to")
     with info_on_stderr():
-        backbone, facts = open_model(
-            address, weights=weights or PRETRAINED, trust=trust, prefix=prefix
-        )
-    with output_folder(out) as folder:
-        path = write(backbone, folder, facts, to)
-        path = path if name is None else rename_by_hash(path, name)
-    return f"{out}/{path.name}" if is_remote(out) else str(path)
+        return open_model(address, weights=weights, trust=trust, prefix=prefix)
 
 
 @dataclass(frozen=True)
