@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selftask.cli.model.checkpoint_model import open_named
-from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen
+from selftask.cli.model.load_model import FROZEN, WEIGHTS, Frozen
 from selftask.cli.options import needs_first, take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.distributed.world import World, read_world
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 USAGE = f"""\
 usage: selftask features RUN_OR_MODEL out=DIR|FILE.parquet [data=DIR] [key=value ...]
 
-{MODEL},
-              or RUN@STEP or RUN@best: a checkpoint of a run (weights=ema: its average)
+{FROZEN}
 out=DIR       a folder for features.npy (images, features), float32; images.csv, whose rows are
               path and label of the same rows; features.json, what they were made with and the
               names of the classes (label 0 first), if the images have them
@@ -96,10 +95,9 @@ def main(argv: list[str]) -> int:
 
 def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
     """Return ``out``, the number of clusters (0: no clustering), and the config overrides."""
-    asked = [text.partition("=")[2] for text in overrides if text.startswith("out=")]
-    if not asked or not asked[-1]:
+    out, overrides = take("out", overrides)
+    if not out:
         raise UserError("features needs out=DIR, the folder to write to")
-    out = asked[-1]
     folder = [f"{out}/features.npy", f"{out}/features.json"]
     for path in [out] if out.endswith(_TABLE) else folder:
         if addresses.exists(path) if is_remote(out) else exists(expand_user(path)):

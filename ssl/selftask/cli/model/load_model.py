@@ -26,6 +26,9 @@ SHIPPED = "base/evaluate.yaml"  # recipe for models that are not from a run
 MODEL = """\
 RUN_OR_MODEL  a run's folder (its export, or without one its newest checkpoint), the folder of a
               sharded checkpoint, an exported backbone.pt, timm:NAME or torchvision:NAME"""
+FROZEN = f"""\
+{MODEL},
+              or RUN@STEP or RUN@best: a checkpoint of a run (weights=ema: its average)"""
 WEIGHTS = f"""\
 weights=FILE  for timm: and torchvision: the weights instead of the pretrained ones, or `none`
 prefix=NAME.  the tensors under this prefix, of a file with several networks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selftask.cli.model.evaluations.measured import print_measured
-from selftask.cli.model.load_model import MODEL, WEIGHTS
+from selftask.cli.model.load_model import FROZEN, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
 
 USAGE = f"""\
@@ -12,8 +12,7 @@ usage: selftask eval correspondence RUN_OR_MODEL data=DIR [key=value ...]
 Shows each image twice, whole and after a random crop, rotation and flip, matches each patch of the
 second view to the most similar one of the first, and prints the share of matches within a distance
 (PCK), as one JSON line last. Needs no labels.
-{MODEL},
-              or RUN@STEP or RUN@best: a checkpoint of a run
+{FROZEN}
 data=DIR      any images; default: the validation images of the run, or its training images
 size=448      height and width to which images are resized
 layer=-1      a hidden layer instead of the output

@@ -7,7 +7,7 @@ from selftask.cli.model.evaluate_words import take_model, take_options
 from selftask.cli.model.evaluations.folders import take_folders
 from selftask.cli.model.evaluations.measured import is_first_rank, on_all_ranks
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS
+from selftask.cli.model.load_model import FROZEN, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.logs import json_row
 
@@ -16,8 +16,7 @@ usage: selftask eval depth RUN_OR_MODEL data=DIR data.val=DIR [key=value ...]
 
 Predicts the depth of the images of data.val from the patches of data, and prints root mean square
 error, mean relative error and the share within a factor of 1.25, as one JSON line last.
-{MODEL},
-              or RUN@STEP or RUN@best: a checkpoint of a run
+{FROZEN}
 data=DIR      training images and depth maps: DIR/images/NAME.jpg with DIR/depths/NAME.npy (depths)
               or NAME.png (16 bits); depths that are 0 or not finite are unknown
 data.val=DIR  test images and depth maps, likewise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selftask.cli.model.evaluate_words import take_options
 from selftask.cli.options import refuse_ranks, take
@@ -61,10 +61,10 @@ def evaluate_files(name: str, address: str, words: list[str]) -> dict[str, float
         check_label_counts({name: Component(name=name, args=vars(evaluation))}, counts)
         announce(counts.describe())
         facts = counts.facts()
-    if EVALUATIONS.declared(name, "takes_files", False):
-        return over_seeds(evaluation, (train, test), name) | facts
-    loaded = train.loaded()
-    pair = loaded, loaded if val is None else test.loaded()
+    pair: tuple[Any, Any] = train, test
+    if not EVALUATIONS.declared(name, "takes_files", False):
+        loaded = train.loaded()
+        pair = loaded, loaded if val is None else test.loaded()
     return over_seeds(evaluation, pair, name) | facts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selftask.cli.model.evaluations.measured import print_measured
-from selftask.cli.model.load_model import MODEL, WEIGHTS
+from selftask.cli.model.load_model import FROZEN, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
 
 USAGE = f"""\
@@ -11,8 +11,7 @@ usage: selftask eval geolocation RUN_OR_MODEL coordinates=FILE.csv [data=DIR] [d
 
 Places each test image where its nearest training image is, and prints the share of images within
 each distance of their true place, and the median distance, as one JSON line last. Needs no labels.
-{MODEL},
-              or RUN@STEP or RUN@best: a checkpoint of a run
+{FROZEN}
 coordinates=FILE.csv  columns path,latitude,longitude (degrees) of all images; paths are relative
               to the folder of the table
 data=DIR      images with known places; default: those of the run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import take_model, take_options
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, SHIPPED, WEIGHTS
+from selftask.cli.model.load_model import FROZEN, SHIPPED, WEIGHTS
 from selftask.cli.options import take
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.data.source import Source
@@ -17,8 +17,7 @@ usage: selftask eval retrieval RUN_OR_MODEL data=DIR [truth=FILE] [key=value ...
 
 Describes each image, ranks the others by cosine, and prints mean average precision and precision
 at K, as one JSON line last.
-{MODEL},
-              or RUN@STEP or RUN@best: a checkpoint of a run (weights=ema: its average)
+{FROZEN}
 data=DIR      images of queries and database, with the relevant images of each query by
   (no truth)            class folders: each image is looked for among the others of all classes
   truth=gnd_x.pkl       Oxford or Paris; of the revisited sets easy, medium and hard

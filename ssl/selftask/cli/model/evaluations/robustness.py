@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selftask.cli.model.evaluations.measured import print_measured
-from selftask.cli.model.load_model import MODEL, WEIGHTS
+from selftask.cli.model.load_model import FROZEN, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
 
 USAGE = f"""\
@@ -11,8 +11,7 @@ usage: selftask eval robustness RUN_OR_MODEL [data=DIR] [data.val=DIR] [key=valu
 
 Classifies corrupted test images by k-NN on the features of clean training images, and prints the
 error of each corruption at five strengths, and their means as one JSON line last.
-{MODEL},
-              or RUN@STEP or RUN@best: a checkpoint of a run
+{FROZEN}
 data=DIR      the labeled images to learn from; default: those of the run
 data.val=DIR  those to test on
 corruptions=[gaussian_noise,shot_noise,impulse_noise,gaussian_blur,defocus_blur,motion_blur,

@@ -9,7 +9,7 @@ from selftask.cli.model.evaluate_words import take_model, take_options
 from selftask.cli.model.evaluations.folders import take_folders
 from selftask.cli.model.evaluations.measured import is_first_rank, on_all_ranks
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS
+from selftask.cli.model.load_model import FROZEN, WEIGHTS
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.errors import aligned
 from selftask.logs import announce, json_row
@@ -22,8 +22,7 @@ usage: selftask eval segmentation RUN_OR_MODEL data=DIR data.val=DIR [key=value 
 
 Segments the images of data.val by the labeled patches of data, and prints mean IoU and accuracy of
 pixels, as one JSON line last.
-{MODEL},
-              or RUN@STEP or RUN@best: a checkpoint of a run
+{FROZEN}
 data=DIR      training images and masks: DIR/images/NAME.jpg with DIR/masks/NAME.png, the index of
               the class of each pixel; DIR/classes.csv (index,name) may name the classes
 data.val=DIR  test images and masks, likewise
