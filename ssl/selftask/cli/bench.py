@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from selftask.cli.options import needs_first, take_options
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known
 
 USAGE = """\
 usage: selftask bench data RECIPE [--seconds 3] [--json] [key=value ...]
@@ -25,9 +25,8 @@ BENCHMARKS = ("data",)
 def main(argv: list[str]) -> int:
     """Measure, print the results and return the exit code."""
     words, options = take_options(argv, OPTIONS)
-    if not words or words[0] not in BENCHMARKS:
-        wrong = words[0] if words else ""
-        raise UserError(f"there is no benchmark {wrong!r}; {nearest(wrong, BENCHMARKS)}")
+    named = words[0] if words else ""
+    check_known(named, BENCHMARKS, f"there is no benchmark {named!r}")
     needs_first(words[1:], "bench data needs a RECIPE", USAGE)
     seconds = options.get("--seconds", 3)
     if seconds == 0:

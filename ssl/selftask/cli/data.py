@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-
-from selftask.cli.options import HELP, asks_for_help
-from selftask.errors import UserError, nearest
+from selftask.cli.options import HELP, run_subcommand
+from selftask.errors import check_known
 
 COMMANDS = {
     "check": (
@@ -30,11 +28,5 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in HELP:
         print(USAGE)
         return 0
-    if argv[0] not in COMMANDS:
-        hint = nearest(argv[0], COMMANDS)
-        raise UserError(f"there is no command `data {argv[0]}`; {hint}\n{USAGE}")
-    command = importlib.import_module(COMMANDS[argv[0]][0])
-    if asks_for_help(argv):
-        print(command.USAGE)
-        return 0
-    return int(command.main(argv[1:]))
+    check_known(argv[0], COMMANDS, f"there is no command `data {argv[0]}`")
+    return run_subcommand(COMMANDS, argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,20 @@ HELP = ("-h", "--help")
 def asks_for_help(argv: list[str]) -> bool:
     """Return whether one of the words is a help option."""
     return any(word in HELP for word in argv)
+
+
+def run_subcommand(commands: Mapping[str, tuple[str, str]], argv: list[str]) -> int:
+    """Run the command that the first word names, or print its usage if one word asks for help.
+
+    Args:
+        commands: Module with ``USAGE`` and ``main``, and description, by name.
+        argv: The name of the command, and its words.
+    """
+    command = importlib.import_module(commands[argv[0]][0])
+    if asks_for_help(argv):
+        print(command.USAGE)
+        return 0
+    return int(command.main(argv[1:]))
 
 
 def needs_first(words: list[str], what: str, usage: str) -> None:

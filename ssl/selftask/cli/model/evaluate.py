@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -12,12 +11,12 @@ from selftask.cli.model.checkpoint_model import open_named
 from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.evaluations.files import evaluate_files, is_features
 from selftask.cli.model.kept_results import keep
-from selftask.cli.model.load_model import MODEL, WEIGHTS, Frozen
-from selftask.cli.options import asks_for_help, refuse_ranks
+from selftask.cli.model.load_model import FROZEN, WEIGHTS, Frozen
+from selftask.cli.options import asks_for_help, refuse_ranks, run_subcommand
 from selftask.cli.verbosity import USAGE as VERBOSITY
 from selftask.config.config_class import config_class
 from selftask.distributed.world import read_world
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known
 from selftask.logs import announce, json_row
 from selftask.logs.lines import info_on_stderr
 from selftask.registry import EVALUATIONS
@@ -53,8 +52,7 @@ usage: selftask eval knn|linear|svm|clusters|spectrum|clid RUN_OR_MODEL ... [key
        selftask eval suite RUN [EVALUATION ...] [key=value ...]
        selftask eval predictions FILE [FILE ...]
 
-{MODEL},
-              or RUN@STEP or RUN@best: a checkpoint of a run (weights=ema: its average)
+{FROZEN}
 FEATURES      a folder of `selftask features`, or one of its .npy files; knn and spectrum read them
               block by block
 data=DIR      the labeled images to learn from; default: those of the run
@@ -71,20 +69,16 @@ and clid repeat with seeds=3. Ranks of torchrun share the images. Prints one JSO
 def main(argv: list[str]) -> int:
     """Evaluate, print the metrics, and append them to the run's ``evaluations.jsonl``."""
     if argv and argv[0] in COMMANDS:
-        command = importlib.import_module(COMMANDS[argv[0]][0])
-        if asks_for_help(argv):
-            print(command.USAGE)
-            return 0
-        if argv[0] in ALONE:
+        if argv[0] in ALONE and not asks_for_help(argv):
             refuse_ranks(f"eval {argv[0]}")
-        return int(command.main(argv[1:]))
+        return run_subcommand(COMMANDS, argv)
     if not argv or asks_for_help(argv):
         print(USAGE)
         return 0
     name, models = by_protocol(*argv), list(takewhile(lambda word: "=" not in word, argv[1:]))
     if not models:
         raise UserError(f"eval needs an evaluation and a run or model\n{USAGE}")
-    _check_name(name)
+    check_known(name, [*EVALUATIONS.names(), *COMMANDS], f"no evaluation named {name!r}")
     for address in models:
         row = _row(name, address, argv[1 + len(models) :])
         if row:  # rank 0 has the results
@@ -175,12 +169,6 @@ def by_protocol(name: str, *words: str) -> str:
     """Return the name of the evaluation: ``linear`` with a ``protocol`` is ``probe``."""
     is_probe = name == "linear" and any(word.startswith("protocol=") for word in words)
     return "probe" if is_probe else name
-
-
-def _check_name(name: str) -> None:
-    if name not in EVALUATIONS:
-        names = [*EVALUATIONS.names(), *COMMANDS]
-        raise UserError(f"no evaluation named {name!r}; {nearest(name, names)}")
 
 
 def _with_prefix(name: str, overrides: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from selftask.cli.model.evaluate_words import take_fields
 from selftask.config.fields import setting
-from selftask.errors import UserError, nearest
+from selftask.errors import UserError, check_known
 from selftask.logs import json_row
 
 USAGE = """\
@@ -40,11 +40,10 @@ def main(argv: list[str]) -> int:
     options, words = take_fields(argv, Options)
     if not words:
         raise UserError(f"eval predictions needs a FILE\n{USAGE}")
-    for word in words:
-        if "=" in word:
-            key = word.partition("=")[0]
-            hint = nearest(key, Options.__dataclass_fields__)
-            raise UserError(f"eval predictions: there is no {key!r}; {hint}")
+    for key, equals, _ in (word.partition("=") for word in words):
+        if equals:
+            known = Options.__dataclass_fields__
+            check_known(key, known, f"eval predictions: there is no {key!r}")
     if len(words) > 1 and (options.classes or options.confusion):
         raise UserError("eval predictions: classes= and confusion= are of one FILE")
     from selftask.evaluate.prediction_metrics import class_table, confusion, metrics
@@ -68,8 +67,6 @@ def main(argv: list[str]) -> int:
 def _write(path: str, head: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
     try:
         with Path(path).expanduser().open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(head)
-            writer.writerows(rows)
+            csv.writer(file).writerows([head, *rows])
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
