@@ -43,7 +43,8 @@ def explanations(word: str, width: int = 100) -> Iterator[str]:
     things, keys = _things_and_keys()
     exact = [key for key in keys if key.key == word]
     inside = [key for key in keys if key.key.startswith(f"{word}.")] if exact else []
-    for entry, owners in _distinct(exact or [key for key in keys if _is_called(key, word)]):
+    alike = [key for key in keys if key.key.endswith(f".{word}") or word in key.also]
+    for entry, owners in _distinct(exact or alike):
         yield _key(entry, width, owners)
     if inside:
         yield "\n".join(_key(entry, width, owners) for entry, owners in _distinct(inside))
@@ -79,11 +80,6 @@ def _records() -> Iterator[tuple[str, str, str]]:
         yield column.name, f"column of metrics.jsonl{unit}; {column.written_by}", column.text
     yield from ((name, "event in events.jsonl", text) for name, text in EVENTS.items())
     yield from ((name, "in the run folder", text) for name, text in RUN_FILES.items())
-
-
-def _is_called(key: KeyEntry, word: str) -> bool:
-    """Return whether a word is the last part of a key or its name in another framework."""
-    return key.key.endswith(f".{word}") or word in key.also
 
 
 def _distinct(keys: list[KeyEntry]) -> list[tuple[KeyEntry, list[str]]]:

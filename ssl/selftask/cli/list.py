@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import os
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from selftask.config.compose.provenance import show_path
 from selftask.errors import check_known
 from selftask.registry import REGISTRIES, Registry
 from selftask.registry.class_source import parse
@@ -68,7 +68,7 @@ def name_rows(registry: Registry) -> Mapping[str, list[Row]]:
         inside = address.module.removeprefix(f"{registry.package}.")
         in_sub_package = inside != address.module and "." in inside
         title = _title(address.path.parent) if in_sub_package else ""
-        place = f"{_shorter(str(address.path))}:{address.line}"
+        place = f"{show_path(address.path)}:{address.line}"
         groups.setdefault(title, []).append((name, registry.summary(name), place))
     return groups
 
@@ -81,7 +81,7 @@ def recipe_rows() -> Mapping[str, list[Row]]:
     for name, recipe in available().items():
         header = recipe.header
         lines = next((n for n in range(2, len(header) + 1) if header[n - 1].endswith(".")), 2)
-        rows.append((name, " ".join(header[:lines]), _shorter(str(recipe.path))))
+        rows.append((name, " ".join(header[:lines]), show_path(recipe.path)))
     return {"": rows}
 
 
@@ -98,8 +98,3 @@ def _print_rows(groups: Mapping[str, Iterable[Row]]) -> None:
             print(f"\n  {title}")
         for name, summary, place in rows:
             print(f"  {name:<{width}}  {summary}  [{place}]")
-
-
-def _shorter(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

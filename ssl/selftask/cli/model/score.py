@@ -16,7 +16,7 @@ from selftask.files.paths import exists
 from selftask.registry import METHODS
 
 if TYPE_CHECKING:
-    from selftask.task import Task
+    from selftask.data.source import Source
 
 USAGE = f"""\
 usage: selftask test RUN [data=DIR] [key=value ...]
@@ -73,7 +73,7 @@ def _beside(config: Config, checkpoint: Path, folder: Path, average: str | None)
     return config_to_load(config, checkpoint, folder, hooks)
 
 
-def _check_labeled(task: Task) -> None:
+def _check_labeled(config: Config, source: Source) -> None:
     """Raise UserError if the method needs labels and the images have none.
 
     Training allows such images in ``data.val`` and leaves them out.
@@ -81,9 +81,7 @@ def _check_labeled(task: Task) -> None:
     from selftask.config.checks.requirements import of_labels
     from selftask.data.labels import count_unlabeled
 
-    source = task.data_module.val_source
-    assert source is not None, "main has refused a run without data.val"
-    for problem in of_labels(task.config, count_unlabeled(source), len(source), "data.val"):
+    for problem in of_labels(config, count_unlabeled(source), len(source), "data.val"):
         raise UserError(problem)
 
 
@@ -105,7 +103,9 @@ def _scores(config: Config, predictions: str | None) -> dict[str, float]:
         raise UserError(f"predictions: {config.method.name} gives no class scores to predict by")
     try:
         task.prepare()
-        _check_labeled(task)
+        source = task.data_module.val_source
+        assert source is not None, "main has refused a run without data.val"
+        _check_labeled(config, source)
         for hook in task.named_hooks.values():
             hook.on_start(task)
         average = next(iter(task.averages.values()), None)
@@ -119,8 +119,6 @@ def _scores(config: Config, predictions: str | None) -> dict[str, float]:
             elif predictions is None:
                 row = task.score()
             else:
-                source = task.data_module.val_source
-                assert source is not None, "main has refused a run without data.val"
                 with prediction_file(Path(predictions).expanduser(), source) as append:
                     row = task.score(append)
     finally:
