@@ -9,8 +9,8 @@ from selftask.files.received import open_regular
 _BYTES = 1 << 16  # number of bytes read from the end of a file
 
 
-def last_lines(path: Path, size: int = _BYTES) -> list[str]:
-    """Return the lines in the last ``size`` bytes of a file, or none for a missing file.
+def last_lines(path: Path) -> list[str]:
+    """Return the lines in the last 64 kB of a file, or none for a missing file.
 
     An incomplete first line is left out; the last line may be incomplete. Blank lines at both ends
     are removed.
@@ -20,7 +20,7 @@ def last_lines(path: Path, size: int = _BYTES) -> list[str]:
     """
     try:
         with open_regular(path) as file:
-            start = max(0, file.seek(0, 2) - size)
+            start = max(0, file.seek(0, 2) - _BYTES)
             file.seek(max(0, start - 1))
             data = file.read()
     except FileNotFoundError:

@@ -50,15 +50,13 @@ class RunLine:
         return self.step / self.total_steps if self.step is not None and self.total_steps else None
 
 
-def read_line(folder: Path, now: float | None = None) -> RunLine:
-    """Return the summary of a run folder; if a file cannot be read, ``note`` names it.
+def read_line(folder: Path) -> RunLine:
+    """Return the summary of a run folder, which may be incomplete or missing.
 
-    Args:
-        folder: The run folder, which may be incomplete or missing.
-        now: Reference for ages, in seconds since 1970; None for the current time.
+    If a file cannot be read, ``note`` names it.
     """
     try:
-        return _read(folder, time.time() if now is None else now)
+        return _read(folder, time.time())
     except OSError as error:
         return unreadable(folder, error)
 
