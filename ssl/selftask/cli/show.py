@@ -21,15 +21,26 @@ The output is itself a recipe: selftask config simclr > mine.yaml; selftask trai
 
 def main(argv: list[str]) -> int:
     """Print the config of a recipe with overrides, or its difference from another recipe."""
-    words, options = take_options(argv, {"--against": str})
+    words, other = _take_other(argv)
     needs_first(words, "config needs a RECIPE", USAGE)
     from selftask.config.difference import difference
     from selftask.config.explain import explain
 
-    config, other = _load(words[0], words[1:]), options.get("--against")
+    config = _load(words[0], words[1:])
     text = explain(config) if other is None else difference(config, _load(other, []), other)
     print(masked(text))
     return 0
+
+
+def _take_other(argv: list[str]) -> tuple[list[str], str | None]:
+    """Return the words without ``--against OTHER``, and the other recipe if there is one."""
+    for index, word in enumerate(argv):
+        name, equals, _ = word.partition("=")
+        if name == "--against":
+            end = index + (1 if equals else 2)
+            _, options = take_options(argv[index:end], {name: str})
+            return [*argv[:index], *argv[end:]], options[name]
+    return argv, None
 
 
 def _load(recipe: str, overrides: list[str]) -> Config:
