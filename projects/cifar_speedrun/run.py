@@ -22,12 +22,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
 from selftask.config.load import load_config
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.device import pick_device
 from selftask.distributed.world import World
 from selftask.evaluate.offline import evaluate_backbone
 from selftask.logs import read_metrics
+from selftask.models.backbones.small_resnet import SmallResNet
 from selftask.models.build import build_backbone
 from selftask.models.weights.model_source import open_model
 from selftask.random.process_state import seed_all
@@ -130,6 +134,20 @@ def _seconds_per_step(run: Path) -> float:
     return config.train.batch_size / float(rows[-1]["images_per_s"])
 
 
+class LastMaps(nn.Module):
+    """Features of the last two blocks at all positions, where the network itself has their mean."""
+
+    def __init__(self, network: SmallResNet) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return features (B, D) of images (B, C, H, W)."""
+        last = self.network.num_layers - 1
+        hidden = self.network.extract(images, layers=(last - 1, last)).hidden
+        return torch.cat([tokens.patches.flatten(1) for tokens in hidden.values()], dim=1)
+
+
 def evaluate(name: str, run: Path | None, words: list[str], config_file: Path) -> Result:
     """Return k-NN and linear accuracy on the test images; without a run, of random weights."""
     config = load_config(str(config_file), words)
@@ -138,6 +156,8 @@ def evaluate(name: str, run: Path | None, words: list[str], config_file: Path) -
     backbone = (
         build_backbone(config.backbone) if run is None else open_model(str(run), trust=True)[0]
     )
+    if isinstance(backbone, SmallResNet):
+        backbone = LastMaps(backbone)
     device = pick_device(config.train.device, World())
     started = time.monotonic()
     row = evaluate_backbone(backbone, config, open_data(config.data), device=device)

@@ -185,7 +185,7 @@ def test_the_predictors_learning_rate_of_simsiam_is_constant_on_cifar10() -> Non
 def test_data2vec_masks_120_patches() -> None:
     config = load_config("data2vec/vit_base_imagenet", [])
     method = METHODS["data2vec"](METHODS["data2vec"].Config(**config.method.args))
-    assert method.num_masked((14, 14)) == 120 and method.config.norm_target
+    assert method.num_hidden((14, 14)) == 120 and method.config.norm_target
     assert config.backbone.args["args"]["attn_drop_rate"] == 0.05
 
 

@@ -1,4 +1,4 @@
-"""Frozen teachers and tokenizers, and methods whose student learns what a teacher computes.
+"""Methods whose student learns what a frozen teacher computes; frozen teachers, tokenizers.
 
 V: views; B: images per rank; D: width of the teacher's output; K: length of a queue.
 """

@@ -1,4 +1,4 @@
-"""Methods whose head is a projector of three layers, as in Barlow Twins and VICReg."""
+"""Methods that spread or decorrelate features after a projector of three layers, as VICReg does."""
 
 from __future__ import annotations
 
