@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     target = path or record.folder / NAME
     with _written(str(target)):  # fail before features are computed for minutes
         TemporaryFile(dir=target.absolute().parent).close()
-    more = _image_sections(record.folder, _number(asked), trust=trust)
+    more = _image_sections(record.folder, asked or "true", trust=trust)
     with _written(str(target)):
         made = write_run_report(record, path, more=more)
     print(printable_line(f"{record.name}: {verdict_of(record).headline}"))
@@ -119,25 +119,16 @@ def _compare(folders: list[Path], out: Path | None, sort: str) -> int:
     return 0
 
 
-def _number(asked: str | None) -> int | None:
-    """Return the value of ``images=``, 0 for ``false``, or None for the default."""
-    if asked is None or asked == "true":
-        return None
+def _image_sections(run: Path, asked: str, *, trust: bool) -> list[Section]:
+    """Return the sections with images, none for ``images=false``; print progress to stderr."""
     if asked == "false":
-        return 0
-    if not asked.isdecimal():
-        raise UserError(f"images={asked}: expected a number of images, such as 1000, or false")
-    return int(asked)
-
-
-def _image_sections(run: Path, images: int | None, *, trust: bool) -> list[Section]:
-    """Return the sections with images, none if ``images`` is 0; print progress to stderr."""
-    if images == 0:
         return []
+    if asked != "true" and not asked.isdecimal():
+        raise UserError(f"images={asked}: expected a number of images, such as 1000, or false")
     from selftask.report.images.sections import DEFAULT_IMAGES, ImageSections
 
     def tell(text: str) -> None:
         print(printable_line(f"report: {text}"), file=sys.stderr, flush=True)
 
-    made = ImageSections(run=run, images=images or DEFAULT_IMAGES, trust=trust, tell=tell)
-    return made.make()
+    images = DEFAULT_IMAGES if asked == "true" else int(asked)
+    return ImageSections(run=run, images=images, trust=trust, tell=tell).make()

@@ -108,8 +108,7 @@ def gather(
     # Unreadable images must not fail a report.
     data = replace(config.data, on_error="skip", max_unreadable=1.0)
     batches = eval_batches(replace(config, data=data), chosen, device)
-    kept = _Watched(config, batches, tell, what)
-    kept.wanted = set(order[:_SHOWN].tolist())
+    kept = _Watched(config, batches, tell, what, set(order[:_SHOWN].tolist()))
     extracted = extract_features(backbone.to(device), kept, device=device)
     rows = extracted.indices.tolist()
     images = Gathered(
@@ -136,7 +135,7 @@ class _Watched:
     batches: EvalBatches
     tell: Callable[[str], None]
     what: str
-    wanted: set[int] = field(default_factory=set)  # indices of images whose input is kept
+    wanted: set[int]  # indices of images whose input is kept
     thumbnails: list[np.ndarray] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
     pixels: list[np.ndarray] = field(default_factory=list)
