@@ -123,6 +123,7 @@ class Children:
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.wait()
 
 
