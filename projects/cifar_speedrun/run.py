@@ -135,7 +135,7 @@ def _seconds_per_step(run: Path) -> float:
 
 
 class LastMaps(nn.Module):
-    """Features of the last two blocks at all positions, where the network itself has their mean."""
+    """The maps of the last two blocks as features; the network returns the mean of the last one."""
 
     def __init__(self, network: SmallResNet) -> None:
         super().__init__()

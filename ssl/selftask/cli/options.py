@@ -20,7 +20,7 @@ def asks_for_help(argv: list[str]) -> bool:
 
 
 def run_subcommand(commands: Mapping[str, tuple[str, str]], argv: list[str]) -> int:
-    """Run the command that the first word names, or print its usage if one word asks for help.
+    """Run the command that the first word names, or print its usage if the words ask for help.
 
     Args:
         commands: Module with ``USAGE`` and ``main``, and description, by name.

@@ -60,7 +60,7 @@ def new_group(ranks: list[int] | None = None, *, backend: str | None = None) -> 
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return a group that exchanges tensors of the CPU, so that the host waits for no device.
+    """Return a gloo group for CPU tensors; its collectives do not wait for the device.
 
     Every rank must call this function. It returns None if the default group uses gloo.
     """

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -128,8 +127,13 @@ def _start_server(config: Config) -> None:
     """
     library = getattr(BACKBONES[config.backbone.name], "library", None)
     multiprocessing.set_forkserver_preload([*_PRELOADED, *([library] if library else [])])
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+    before = dict(os.environ)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
         forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _failure(folder: Path, rank: int, code: int) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class EvaluateBackbone(Hook):
             task.run_hooks("after_evaluation")
 
     def _compare_to_warning_time(self, seconds: float, slurm: dict[str, Any]) -> None:
-        """Warn once if SLURM may end the job in an evaluation, which ends before a run saves."""
+        """Warn once if an evaluation takes longer than SLURM waits between signal and kill."""
         warning_s = slurm.get("signal_delay_s", 120)
         if seconds > warning_s and "SLURM_JOB_ID" in os.environ and not self.warned:
             self.warned = True

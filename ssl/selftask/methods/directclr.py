@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,9 +18,6 @@ from selftask.methods.base import Method
 from selftask.models.losses.contrast import gathered_cross_entropy
 from selftask.models.precision import in_full_precision
 from selftask.registry import register_method
-
-if TYPE_CHECKING:
-    pass
 
 
 @register_method("directclr")

@@ -31,7 +31,7 @@ from selftask.registry import register_method
 
 @register_method("mixmim")
 class MixMIM(KeptPatches):
-    """MixMIM (arXiv:2205.13137): reconstructs both images of which an image is mixed; for Swin.
+    """MixMIM (arXiv:2205.13137): reconstructs the two images that are mixed in its input; for Swin.
 
     Squares of one image are filled by those of another one instead of mask tokens, so that the
     whole backbone, also a hierarchical one, works on patches of images only. The patches of each

@@ -112,4 +112,4 @@ def _averages(config: Config) -> int:
 
 
 def _in_order(sizes: dict[str, int]) -> dict[str, int]:
-    return {kind: sizes[kind] for kind in _ORDER if sizes.get(kind)}
+    return {kind: sizes[kind] for kind in sorted(sizes, key=_ORDER.index) if sizes[kind]}

@@ -13,6 +13,7 @@ def traffic(config: Config, task: FakeTask, cost: StepCost) -> dict[str, int]:
 
     Ring algorithms are assumed: for N bytes on W ranks, an all-reduce sends 2 N (W - 1) / W bytes,
     an all-gather or a reduce-scatter N (W - 1) / W.
+
     Args:
         config: Config of the run, which selects the reduction; ``task.config`` is simplified.
         task: The fake task.

@@ -208,7 +208,7 @@ def _write_missing_results(paths: submitit_files.JobPaths, ranks: int, cause: st
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with suppress(OSError):  # a job that could be requeued does not end here
+    with suppress(OSError):  # an unreadable file must not prevent a requeue
         return read_json(path)
     return {}
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from submitit import DebugExecutor, LocalExecutor
 
@@ -89,12 +88,15 @@ def _environment_of(submission: Submission, folder: Path) -> Iterator[None]:
     paths = [*python_path(), *map(os.path.abspath, given.split(os.pathsep) if given else ())]
     environment = {"SUBMITIT_PREEMPT_SIGNAL": WARNING, OUT: submission.out}
     environment |= {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+    before = dict(os.environ)
+    os.environ |= environment
     os.chdir(folder)
     try:
-        with patch.dict(os.environ, environment):
-            yield
+        yield
     finally:
         os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _gpus(config: Config, asked: Any) -> list[str]:

@@ -102,10 +102,11 @@ class MaskedNetwork(Network):
 def check_num_hidden(num_hidden: int, num_patches: int, ratio: float) -> None:
     """Raise UserError if ``method.mask_ratio`` hides none of the patches of an image, or all."""
     if not 0 < num_hidden < num_patches:
+        change = "raise" if num_hidden <= 0 else "lower"
         raise UserError(
             f"method.mask_ratio={ratio} hides {num_hidden} of the {num_patches} patches of an "
-            "image; at least one must be hidden, and one visible: change it, or take larger images "
-            "or smaller patches"
+            f"image; at least one must be hidden, and one visible: {change} it, or take larger "
+            "images or smaller patches"
         )
 
 
