@@ -1,13 +1,14 @@
 """Train on CIFAR-10 for a wall-clock budget, then measure k-NN and linear accuracy, for each seed.
 
     python run.py DATA [--recipe patches] [--minutes 15] [--seeds 3] [--out runs/speedrun]
-                       [key=value ...]
+                       [--evaluate] [key=value ...]
 
 DATA/train and DATA/test hold one folder of images for each class. Recipes: patches (k-means on
-whitened patches; it needs less than the budget), network (SimCLR, low resolution first) and gpu.
-Pretraining reads no labels. The speed of each stage is measured in a few steps, which are part of
-the budget, and determines its number of steps. Evaluations run after the budget and are timed
-separately.
+whitened patches; it needs less than the budget), network (SimCLR, low resolution first), both
+(patches, the network in the rest of the budget, and their features together) and gpu. Pretraining
+reads no labels. The speed of each stage is measured in a few steps, which are part of the budget,
+and determines its number of steps. Evaluations run after the budget and are timed separately;
+``--evaluate`` repeats them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftask.config.load import load_config
+from selftask.config.schema import Config
 from selftask.data.loading.open_data import open_data
 from selftask.distributed.device import pick_device
 from selftask.distributed.world import World
@@ -54,6 +57,7 @@ STAGES = {
     "network": [Stage(0.25, 16), Stage(0.35, 24), Stage(0.4, 32)],
     "gpu": [Stage(0.25, 16), Stage(0.35, 24), Stage(0.4, 32)],
 }
+PARTS = {name: (name,) for name in STAGES} | {"both": ("patches", "network")}
 
 
 @dataclass(frozen=True)
@@ -71,55 +75,64 @@ def main(argv: Sequence[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path)
-    parser.add_argument("--recipe", choices=[*STAGES], default="patches")
+    parser.add_argument("--recipe", choices=[*PARTS], default="patches")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/speedrun"))
+    parser.add_argument("--evaluate", action="store_true", help="evaluate the runs in --out again")
     options, overrides = parser.parse_known_args(argv)
     images = [f"data.path={options.data / 'train'}", f"data.val.path={options.data / 'test'}"]
     sys.path.insert(0, str(HERE))  # for patches.py
     results: list[Result] = []
     for seed in range(1, options.seeds + 1):
         out = options.out / f"{options.recipe}_seed_{seed}"
-        shutil.rmtree(out, ignore_errors=True)  # a wall-clock budget cannot resume
         words = [*images, *overrides, f"train.seed={seed}"]
         started = time.monotonic()
-        run = pretrain(options.recipe, words, out, options.minutes * 60)
+        if not options.evaluate:
+            shutil.rmtree(out, ignore_errors=True)  # a wall-clock budget cannot resume
+            pretrain(options.recipe, words, out, started + options.minutes * 60)
         seconds = time.monotonic() - started
-        recipe = HERE / f"{options.recipe}.yaml"
+        config = load_config(str(HERE / f"{options.recipe}.yaml"), words)
         if not results:
-            results.append(evaluate("untrained", None, words, recipe))
-        results.append(replace(evaluate(options.recipe, run, words, recipe), train_s=seconds))
+            results.append(evaluate("untrained", untrained(options.recipe, words), config))
+        result = evaluate(options.recipe, trained(options.recipe, out), config)
+        results.append(replace(result, train_s=seconds))
         print_table(results)
 
 
-def pretrain(recipe: str, words: list[str], out: Path, budget: float) -> Path:
-    """Train all stages within ``budget`` seconds; return the folder of the last one."""
-    deadline = time.monotonic() + budget
-    stages = STAGES[recipe]
-    previous: Path | None = None
-    for place, stage in enumerate(stages):
-        overrides = list(words)
-        if stage.size is not None:
-            overrides.append(f"views.main.transforms.0.size={stage.size}")
-        if previous is not None:
-            overrides.append(f"init.backbone={previous}")
-        if stage.share is not None:
-            probe = out / f"probe_{place}"
-            began = time.monotonic()
-            _train(recipe, [*overrides, f"train.max_steps={PROBE_STEPS}", f"out={probe}"])
-            took = time.monotonic() - began
-            step_s = _seconds_per_step(probe)
-            start_up = max(0.0, took - PROBE_STEPS * step_s)  # imports, reading the images
-            remaining = sum(s.share or 0.0 for s in stages[place:])
-            seconds = (deadline - time.monotonic()) * stage.share / remaining - start_up
-            steps = max(1, int(seconds / step_s))
-            print(f"stage {place}: {step_s:.3f} s a step, {steps} steps", flush=True)
-            overrides += [f"train.max_steps={steps}", "train.epochs=null"]
-        previous = out / f"stage_{place}"
-        _train(recipe, [*overrides, f"out={previous}"])
-    assert previous is not None
-    return previous
+def pretrain(recipe: str, words: list[str], out: Path, deadline: float) -> None:
+    """Train all parts of a recipe, one after the other; the last one ends at ``deadline``."""
+    for part in PARTS[recipe]:
+        previous: Path | None = None
+        for place, stage in enumerate(STAGES[part]):
+            overrides = list(words)
+            if stage.size is not None:
+                overrides.append(f"views.main.transforms.0.size={stage.size}")
+            if previous is not None:
+                overrides.append(f"init.backbone={previous}")
+            if stage.share is not None:
+                remaining = sum(s.share or 0.0 for s in STAGES[part][place:])
+                ends = time.monotonic() + (deadline - time.monotonic()) * stage.share / remaining
+                steps = _steps_until(ends, part, overrides, out / part / f"probe_{place}")
+                overrides += [f"train.max_steps={steps}", "train.epochs=null"]
+            previous = _folder(out, part, place)
+            _train(part, [*overrides, f"out={previous}"])
+
+
+def _folder(out: Path, part: str, place: int) -> Path:
+    return out / part / f"stage_{place}"
+
+
+def _steps_until(ends: float, part: str, words: list[str], out: Path) -> int:
+    """Return the number of steps that end at a time, by the speed of a few."""
+    began = time.monotonic()
+    _train(part, [*words, f"train.max_steps={PROBE_STEPS}", f"out={out}"])
+    took = time.monotonic() - began
+    step_s = _seconds_per_step(out)
+    start_up = max(0.0, took - PROBE_STEPS * step_s)  # imports, reading the images
+    steps = max(1, int((ends - time.monotonic() - start_up) / step_s))
+    print(f"{out}: {step_s:.3f} s a step, {steps} steps", flush=True)
+    return steps
 
 
 def _train(recipe: str, words: list[str]) -> None:
@@ -148,21 +161,41 @@ class LastMaps(nn.Module):
         return torch.cat([tokens.patches.flatten(1) for tokens in hidden.values()], dim=1)
 
 
-def evaluate(name: str, run: Path | None, words: list[str], config_file: Path) -> Result:
-    """Return k-NN and linear accuracy on the test images; without a run, of random weights."""
-    config = load_config(str(config_file), words)
-    seed = config.train.seed
-    seed_all(seed, 0)
-    backbone = (
-        build_backbone(config.backbone) if run is None else open_model(str(run), trust=True)[0]
-    )
-    if isinstance(backbone, SmallResNet):
-        backbone = LastMaps(backbone)
+class Together(nn.Module):
+    """The features of several backbones, each part with length 1."""
+
+    def __init__(self, backbones: list[nn.Module]) -> None:
+        super().__init__()
+        self.backbones = nn.ModuleList(backbones)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return features (B, D) of images (B, C, H, W)."""
+        parts = [F.normalize(backbone(images), dim=1) for backbone in self.backbones]
+        return torch.cat(parts, dim=1)
+
+
+def untrained(recipe: str, words: list[str]) -> list[nn.Module]:
+    """Return the backbones of a recipe with random weights."""
+    configs = [load_config(str(HERE / f"{part}.yaml"), words) for part in PARTS[recipe]]
+    seed_all(configs[0].train.seed, 0)
+    return [build_backbone(config.backbone) for config in configs]
+
+
+def trained(recipe: str, out: Path) -> list[nn.Module]:
+    """Return the backbones at the end of the last stage of each part of a recipe."""
+    runs = [_folder(out, part, len(STAGES[part]) - 1) for part in PARTS[recipe]]
+    return [open_model(str(run), trust=True)[0] for run in runs]
+
+
+def evaluate(name: str, backbones: list[nn.Module], config: Config) -> Result:
+    """Return k-NN and linear accuracy on the test images."""
+    parts = [LastMaps(part) if isinstance(part, SmallResNet) else part for part in backbones]
+    backbone = parts[0] if len(parts) == 1 else Together(parts)
     device = pick_device(config.train.device, World())
     started = time.monotonic()
     row = evaluate_backbone(backbone, config, open_data(config.data), device=device)
     seconds = time.monotonic() - started
-    return Result(name, seed, 0.0, seconds, row["knn_top1"], row["linear_top1"])
+    return Result(name, config.train.seed, 0.0, seconds, row["knn_top1"], row["linear_top1"])
 
 
 def print_table(results: list[Result]) -> None:
