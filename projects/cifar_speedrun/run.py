@@ -1,14 +1,15 @@
 """Train on CIFAR-10 for a wall-clock budget, then measure k-NN and linear accuracy, for each seed.
 
     python run.py DATA [--recipe patches] [--minutes 15] [--seeds 3] [--out runs/speedrun]
-                       [--evaluate] [key=value ...]
+                       [--evaluate] [key=value ...] [patches:key=value ...]
 
 DATA/train and DATA/test hold one folder of images for each class. Recipes: patches (k-means on
 whitened patches; it needs less than the budget), network (SimCLR, low resolution first), both
 (patches, the network in the rest of the budget, and their features together) and gpu. Pretraining
 reads no labels. The speed of each stage is measured in a few steps, which are part of the budget,
 and determines its number of steps. Evaluations run after the budget and are timed separately;
-``--evaluate`` repeats them.
+``--evaluate`` repeats them. A value with the name of a recipe before it is for that part of
+``both``.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def main(argv: Sequence[str]) -> None:
             shutil.rmtree(out, ignore_errors=True)  # a wall-clock budget cannot resume
             pretrain(options.recipe, words, out, started + options.minutes * 60)
         seconds = time.monotonic() - started
-        config = load_config(str(HERE / f"{options.recipe}.yaml"), words)
+        recipe = HERE / f"{options.recipe}.yaml"
+        config = load_config(str(recipe), _for_part(options.recipe, words))
         if not results:
             results.append(evaluate("untrained", untrained(options.recipe, words), config))
         result = evaluate(options.recipe, trained(options.recipe, out), config)
@@ -105,7 +107,7 @@ def pretrain(recipe: str, words: list[str], out: Path, deadline: float) -> None:
     for part in PARTS[recipe]:
         previous: Path | None = None
         for place, stage in enumerate(STAGES[part]):
-            overrides = list(words)
+            overrides = _for_part(part, words)
             if stage.size is not None:
                 overrides.append(f"views.main.transforms.0.size={stage.size}")
             if previous is not None:
@@ -117,6 +119,18 @@ def pretrain(recipe: str, words: list[str], out: Path, deadline: float) -> None:
                 overrides += [f"train.max_steps={steps}", "train.epochs=null"]
             previous = _folder(out, part, place)
             _train(part, [*overrides, f"out={previous}"])
+
+
+def _for_part(part: str, words: list[str]) -> list[str]:
+    """Return the settings for all parts, and those for this one."""
+    kept = []
+    for word in words:
+        name, _, setting = word.partition(":")
+        if name not in PARTS:
+            kept.append(word)
+        elif name == part:
+            kept.append(setting)
+    return kept
 
 
 def _folder(out: Path, part: str, place: int) -> Path:
@@ -176,7 +190,9 @@ class Together(nn.Module):
 
 def untrained(recipe: str, words: list[str]) -> list[nn.Module]:
     """Return the backbones of a recipe with random weights."""
-    configs = [load_config(str(HERE / f"{part}.yaml"), words) for part in PARTS[recipe]]
+    configs = [
+        load_config(str(HERE / f"{part}.yaml"), _for_part(part, words)) for part in PARTS[recipe]
+    ]
     seed_all(configs[0].train.seed, 0)
     return [build_backbone(config.backbone) for config in configs]
 

@@ -89,13 +89,11 @@ def colors(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["patches", "network"])
+@pytest.mark.parametrize("recipe", ["patches", "network", "both"])
 def test_speedrun_script_trains_and_prints_its_table(recipe: str, tmp_path: Path) -> None:
     data = colors(tmp_path / "data")
-    own = {
-        "patches": ["backbone.filters=20", "train.epochs=1"],
-        "network": ["backbone.width=8", "method.hidden_dim=16"],
-    }[recipe]
+    own = ["patches:backbone.filters=20", "patches:train.epochs=1"]
+    own += ["network:backbone.width=8", "network:method.hidden_dim=16"]
     words = [sys.executable, str(PROJECT / "run.py"), str(data), "--recipe", recipe, "--seeds", "1"]
     words += ["--minutes", "0.01", "train.batch_size=40", "train.threads=1", "data.num_workers=0"]
     done = tiny.run([*words, *own], tmp_path)
@@ -103,8 +101,11 @@ def test_speedrun_script_trains_and_prints_its_table(recipe: str, tmp_path: Path
     table = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
     assert [line[1].strip() for line in table[2:]] == ["untrained", recipe]
     assert float(table[-1][6]) > 0.8  # colors are easy
-    last = tmp_path / f"runs/speedrun/{recipe}_seed_1/stage_{0 if recipe == 'patches' else 2}"
-    assert tiny.status(last)["state"] == "finished"
+    for part in ("patches", "network") if recipe == "both" else (recipe,):
+        last = f"runs/speedrun/{recipe}_seed_1/{part}/stage_{0 if part == 'patches' else 2}"
+        assert tiny.status(tmp_path / last)["state"] == "finished"
+    again = tiny.run([*words, *own, "--evaluate"], tmp_path)
+    assert again.stdout.splitlines()[-1].split("|")[5:] == table[-1][5:]
 
 
 @pytest.mark.slow
