@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 from published_updates import BATCH, CODE, NOT_REPLAYED, STEPS, WARMUP
+from torch import nn
 
 from selftask.cli.check import load
 from selftask.equivalence.tiny_recipe import make_tiny
 from selftask.equivalence.trace import RecordedTask
+from selftask.optim.param_groups import named_parameters
+from selftask.parallel.sync_batch_norm import Ranks, synchronize_batch_norm
 
 
 class Watched(RecordedTask):
@@ -92,6 +95,14 @@ def test_batch_norm_is_that_of_the_published_run(recipe: str, sync: str, zero_in
     config = load(recipe, [])
     assert config.parallel.sync_batch_norm == sync
     assert config.backbone.args["zero_init_residual"] == zero_init
+
+
+@pytest.mark.parametrize("recipe", ["supcon/resnet50_imagenet"])
+def test_rules_for_batch_norm_match_synchronized_layers(recipe: str) -> None:
+    layer = nn.Sequential(nn.BatchNorm2d(2))
+    synchronize_batch_norm(layer, Ranks(None))
+    rule = load(recipe, []).optimizer.groups[0]
+    assert all(p.matches(rule) for p in named_parameters([("network.backbone", layer)]))
 
 
 def test_every_imagenet_recipe_is_here() -> None:
