@@ -50,6 +50,7 @@ TEACHERS = {  # numbers of prototypes or tokens
     "distill_prototypes/images": {"out_dim": 4096, "patch_dim": 4096},  # dinov2/images
     "igpt/digits": {"num_colors": 512},
     "igpt/images": {"num_colors": 512},
+    "igpt/causal_vit_imagenet": {"num_colors": 512},
 }
 
 

@@ -32,7 +32,7 @@ def larc(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> 
     return sgd(w, g, state, lr, 0.0)
 
 
-def lars(classic: bool, separate: bool = False) -> Rule:
+def lars(classic: bool, separate: bool = False, trust: float = 0.001) -> Rule:
     """SimCLR's lars_optimizer.py (classic), BYOL's optimizers.py and Barlow's main.py (not).
 
     TWIST's lars.py adds the norms of gradient and decay (separate).
@@ -43,7 +43,7 @@ def lars(classic: bool, separate: bool = False) -> Rule:
             norm_w, alone = np.sqrt((w * w).sum()), np.sqrt((g * g).sum())
             g = g + decay * w
             norm_g = alone + decay * norm_w if separate else np.sqrt((g * g).sum())
-            g = g * (0.001 * norm_w / norm_g if norm_w and norm_g else 1.0)
+            g = g * (trust * norm_w / norm_g if norm_w and norm_g else 1.0)
         v = 0.9 * state.get("v", 0.0) + (lr if classic else 1.0) * g
         return w - (1.0 if classic else lr) * v, {"v": v}
 
@@ -53,6 +53,11 @@ def lars(classic: bool, separate: bool = False) -> Rule:
 def lars_of_supcon(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> tuple:
     """With the loss of utils.py, 0.07 times as large: it moves what is not adapted less."""
     return lars(True)(w, g, state, lr if w.ndim > 1 else 0.07 * lr, decay)
+
+
+def lars_of_zerocl(w: np.ndarray, g: np.ndarray, state: dict, lr: float, decay: float) -> tuple:
+    """Its main.py: eta 0.02, and 0.0048 instead of 0.3 for biases and norms."""
+    return lars(False, trust=0.02)(w, g, state, lr if w.ndim > 1 else 0.016 * lr, decay)
 
 
 def adamw(beta: float) -> Rule:
@@ -325,13 +330,25 @@ CODE = {
         settings=("method.ladder=[0]",),
     ),
     "nepa/vit_base_imagenet": Published(adamw(0.95), weights, 3e-4 * SHARE, decay=0.05),
+    "aim/vit_600m_imagenet": Published(  # paper, lightly; its small version has a token
+        adamw(0.95), weights_but_tokens, 1e-3, decay=0.05
+    ),
+    "igpt/causal_vit_imagenet": Published(adamw(0.95), everything, 3e-3),  # the paper: no decay
+    "zerocl/resnet50_imagenet": Published(
+        lars_of_zerocl,
+        weights,
+        0.3 * SHARE,
+        0.0003 * SHARE,
+        decay=1e-6,
+        settings=("optimizer.groups=[{type: _BatchNorm, lr: 0.016}]",),
+    ),
     "supcon/resnet50_imagenet": Published(
         lars_of_supcon,
         weights,
         0.4 * SHARE,
         decay=0.0143,
         settings=(
-            'optimizer.groups=[{type: BatchNorm2d, lr: 0.07},{match: "head.*.bias", lr: 0.07}]',
+            'optimizer.groups=[{type: _BatchNorm, lr: 0.07},{match: "head.*.bias", lr: 0.07}]',
         ),
     ),
     "corinfomax/resnet50_imagenet": Published(
@@ -358,6 +375,7 @@ NOT_REPLAYED = {  # docs/parity.md says so
     "crossmae/vit_base_imagenet",
     "data2vec2/vit_base_imagenet",
     "dbot/vit_base_imagenet",  # extends mae/vit_base_imagenet
+    "dcl/resnet50_imagenet",  # lightly's warm-up is a step ahead
     "detcon/resnet50_imagenet",  # extends byol/resnet50_imagenet
     "dinov2/vitg14_imagenet",  # the rules of vit_large_imagenet with other numbers
     "distill_features/vit_small_imagenet",

@@ -89,6 +89,8 @@ def test_updates_are_those_of_the_published_code(recipe: str, tmp_path: Path) ->
         ("mmcr/resnet50_imagenet", "all", True),  # mmcr/imagenet/train.py, models.py
         ("spark/resnet50_imagenet", "all", False),  # --sbn, by default
         ("pixpro/resnet50_imagenet", "all", True),  # contrast/models/PixPro.py, resnet.py
+        ("zerocl/resnet50_imagenet", "all", True),  # main.py
+        ("dcl/resnet50_imagenet", "all", False),  # lightly's main.py
     ],
 )
 def test_batch_norm_is_that_of_the_published_run(recipe: str, sync: str, zero_init: bool) -> None:
@@ -97,7 +99,7 @@ def test_batch_norm_is_that_of_the_published_run(recipe: str, sync: str, zero_in
     assert config.backbone.args["zero_init_residual"] == zero_init
 
 
-@pytest.mark.parametrize("recipe", ["supcon/resnet50_imagenet"])
+@pytest.mark.parametrize("recipe", ["supcon/resnet50_imagenet", "zerocl/resnet50_imagenet"])
 def test_rules_for_batch_norm_match_synchronized_layers(recipe: str) -> None:
     layer = nn.Sequential(nn.BatchNorm2d(2))
     synchronize_batch_norm(layer, Ranks(None))
