@@ -273,14 +273,14 @@ def test_bad_arguments_of_bench_data_are_refused(
 
 def test_waiting_is_told_once_and_only_when_it_lasts() -> None:
     watch = WaitWatch()
-    assert watch.saw(50, 0.9) is None, "the workers start in the first row"
-    assert watch.saw(40, 0.9) is None
-    assert watch.saw(40, 0.2) is None, "20 % is not too much, and begins anew"
-    assert watch.saw(49, 0.3) is None
-    assert watch.saw(1, 0.8) == pytest.approx((49 * 0.3 + 0.8) / 50)
-    assert watch.saw(500, 0.9) is None, "told already"
+    assert watch.add_row(50, 0.9) is None, "the workers start in the first row"
+    assert watch.add_row(40, 0.9) is None
+    assert watch.add_row(40, 0.2) is None, "20 % is not too much, and begins anew"
+    assert watch.add_row(49, 0.3) is None
+    assert watch.add_row(1, 0.8) == pytest.approx((49 * 0.3 + 0.8) / 50)
+    assert watch.add_row(500, 0.9) is None, "told already"
     long_rows = WaitWatch()
-    assert [long_rows.saw(200, 0.5) for _ in range(3)] == [None, 0.5, None]
+    assert [long_rows.add_row(200, 0.5) for _ in range(3)] == [None, 0.5, None]
 
 
 def test_advice_on_workers() -> None:

@@ -277,7 +277,7 @@ def test_measure_times_the_steps_of_one_rank(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(measure, "_SECONDS", 0.8)
     monkeypatch.setattr(measure, "FakeTask", Sleeping)
     config = load_config("simclr/digits", ["launch.processes=2", "train.batch_size=64"])
-    rate = make_plan(config, Assumptions(), measured=True).given.images_per_s
+    rate = make_plan(config, Assumptions(), measured=True).assumptions.images_per_s
     assert rate is not None
     assert 0.5 * 64 / 0.05 < rate <= 64 / 0.05, "both ranks, with 32 images a step each"
 

@@ -51,7 +51,8 @@ def check_speed(setting: Setting) -> Iterator[Result]:
         reset_memory_peaks(device)
         before = memory_bytes(device).get("allocated", 0)
         plan = measured(setting, recipe)
-        yield Result("speed", f"{recipe}, synthetic", f"{plan.given.images_per_s:,.1f} images/s")
+        rate = plan.assumptions.images_per_s
+        yield Result("speed", f"{recipe}, synthetic", f"{rate:,.1f} images/s")
         peak = memory_bytes(device).get("allocated_peak")
         if not peak:
             yield Result("speed", f"{recipe}, memory", "not counted on this device")
@@ -66,7 +67,7 @@ def check_loader(setting: Setting) -> Iterator[Result]:
     """Images a second with the loader and its workers, and with images kept on the device."""
     ways = {"loader": (), "cached": ("data.cache=device", "data.augment_on=device")}
     for recipe in setting.sizes.recipes:
-        synthetic = measured(setting, recipe).given.images_per_s or 0.0
+        synthetic = measured(setting, recipe).assumptions.images_per_s or 0.0
         for way, words in ways.items():
             rate = _trained_rate(setting, recipe, way, *words)
             ratio = rate / synthetic
@@ -138,7 +139,7 @@ def check_precision(setting: Setting) -> Iterator[Result]:
     """The ladder of precisions: each step down must not be slower than float32."""
     base = 0.0
     for name, words in PRECISIONS.items():
-        rate = measured(setting, setting.sizes.recipes[0], *words).given.images_per_s or 0.0
+        rate = measured(setting, setting.sizes.recipes[0], *words).assumptions.images_per_s or 0.0
         base = base or rate
         figure = f"{rate:,.1f} images/s, {rate / base:.2f} of float32"
         yield Result("precision", name, figure, "at least 1 of float32", rate >= base)
@@ -162,7 +163,7 @@ def check_compiled_speed(setting: Setting) -> Iterator[Result]:
     options = f"train.compile_options={{backend: {setting.sizes.compiler}}}"
     for recipe in setting.sizes.recipes:
         eager, compiled = (
-            measured(setting, recipe, *words).given.images_per_s or 0.0
+            measured(setting, recipe, *words).assumptions.images_per_s or 0.0
             for words in ((), ("train.compile=model", options))
         )
         figure = f"{compiled:,.1f} images/s, {compiled / eager:.2f} of eager"

@@ -109,7 +109,7 @@ class Metrics(Hook):
         self.steps.clear()
         self.samples = 0
         task.write_row(row)
-        waiting = self.wait_watch.saw(steps, row["data_wait"])
+        waiting = self.wait_watch.add_row(steps, row["data_wait"])
         if waiting is not None:
             log.warning("step %d: %s", task.steps_done, wait_advice(waiting, advice(task)))
 

@@ -15,25 +15,26 @@ from selftask.plan.fake_data import FakeData
 _CLASSES = 1000  # default without data, as in ImageNet
 
 
-def plan_data(config: Config, given: Assumptions) -> FakeData:
+def plan_data(config: Config, assumptions: Assumptions) -> FakeData:
     """Return fake data with the sizes of the real data, or with the assumed number of samples.
 
     Args:
         config: Config of the run.
-        given: Assumptions of the plan; the data is not opened if they contain ``samples``.
+        assumptions: Assumptions of the plan; the data is not opened if they contain ``samples``.
 
     Raises:
         UserError: If the data cannot be opened and no number of samples is given, or if the size
             of a view is unknown.
     """
-    if given.samples is not None:
-        steps_per_epoch(given.samples, config.train.batch_size)  # raises if there is none
-        side = given.side or _missing_side(config, None)
-        classes = given.classes or _CLASSES
+    if assumptions.samples is not None:
+        steps_per_epoch(assumptions.samples, config.train.batch_size)  # raises if there is none
+        side = assumptions.side or _missing_side(config, None)
+        classes = assumptions.classes or _CLASSES
         needs = " and classes" if "labels" in required(config.method.name) else ""
         origin = f"as given by samples={needs}" if needs else "as given"
-        channels = given.channels or 3
-        return FakeData(config, given.samples, given.samples, channels, classes, side, origin)
+        channels = assumptions.channels or 3
+        count = assumptions.samples
+        return FakeData(config, count, count, channels, classes, side, origin)
     try:
         source = open_data(config.data).train
         sampler = check_data(config, source)
@@ -44,8 +45,8 @@ def plan_data(config: Config, given: Assumptions) -> FakeData:
         sampler.num_samples,
         len(source),
         channels_of(source),
-        given.classes or source.num_classes,
-        given.side or _missing_side(config, source),
+        assumptions.classes or source.num_classes,
+        assumptions.side or _missing_side(config, source),
         source.describe(),
     )
 

@@ -28,7 +28,7 @@ class Plan:
 
     Args:
         config: Config of the run.
-        given: Assumptions that are not in the config.
+        assumptions: Assumptions that are not in the config.
         data: Fake data with the numbers of the real or assumed data.
         length: Number of steps and epochs.
         parts: Number of parameters by part.
@@ -39,7 +39,7 @@ class Plan:
     """
 
     config: Config
-    given: Assumptions
+    assumptions: Assumptions
     data: FakeData
     length: RunLength
     parts: list[Part]
@@ -61,21 +61,21 @@ class Plan:
     @property
     def seconds(self) -> float | None:
         """Time of all steps at ``images_per_s``, in seconds; None if the throughput is unknown."""
-        if self.given.images_per_s is None:
+        if self.assumptions.images_per_s is None:
             return None
-        return self.length.total_batches * self.length.batch_size / self.given.images_per_s
+        return self.length.total_batches * self.length.batch_size / self.assumptions.images_per_s
 
     @property
     def price(self) -> float | None:
         """Price of all ranks for the whole run; None if time or hourly price is unknown."""
-        if self.seconds is None or self.given.price_per_hour is None:
+        if self.seconds is None or self.assumptions.price_per_hour is None:
             return None
         ranks = self.config.launch.world_size
-        return self.seconds / 3600 * ranks * self.given.price_per_hour
+        return self.seconds / 3600 * ranks * self.assumptions.price_per_hour
 
     def to_dict(self) -> dict[str, Any]:
         """Return all results as plain values, in bytes and seconds."""
-        launch, length = self.config.launch, self.length
+        launch, length, memory = self.config.launch, self.length, self.assumptions.memory
         return {
             "recipe": self.config.recipe,
             "ranks": launch.world_size,
@@ -92,7 +92,7 @@ class Plan:
             "memory": {**self.memory.of, "total": self.memory.total},
             "memory_on_host": self.memory.on_host,
             "largest_all_gather": self.memory.largest_gather,
-            "fits": None if self.given.memory is None else self.memory.fits(self.given.memory),
+            "fits": None if memory is None else self.memory.fits(memory),
             "sent_in_a_step": {**self.traffic, "total": sum(self.traffic.values())},
             "checkpoint": dataclasses.asdict(self.checkpoints),
             "seconds": self.seconds,
@@ -100,12 +100,12 @@ class Plan:
         }
 
 
-def make_plan(config: Config, given: Assumptions, *, measured: bool = False) -> Plan:
+def make_plan(config: Config, assumptions: Assumptions, *, measured: bool = False) -> Plan:
     """Plan a run. Tensors are fake, and no process group is needed.
 
     Args:
         config: Config of the run.
-        given: Assumptions that are not in the config.
+        assumptions: Assumptions that are not in the config.
         measured: Whether to measure the throughput with some real steps on this machine.
 
     Raises:
@@ -114,7 +114,7 @@ def make_plan(config: Config, given: Assumptions, *, measured: bool = False) -> 
     """
     is_auto = config.train.device == "auto"  # another machine's accelerator is not seen here
     config = settle_precision(config, pick_device("auto" if is_auto else "cpu", World()))
-    data = plan_data(config, given)
+    data = plan_data(config, assumptions)
     per_rank = config.train.batch_size // config.launch.world_size
     with fake_task(config, data) as task:
         parts = parts_of(task)
@@ -124,15 +124,15 @@ def make_plan(config: Config, given: Assumptions, *, measured: bool = False) -> 
     if measured:
         of_rank, device = measure(config, data)
         rate = of_rank * config.launch.world_size
-        given = replace(given, images_per_s=rate, measured_on=str(device))
+        assumptions = replace(assumptions, images_per_s=rate, measured_on=str(device))
     return Plan(
         config,
-        given,
+        assumptions,
         data,
         RunLength.of(config.train, data.num_samples),
         parts,
         step,
         memory,
         sent,
-        plan_checkpoints(size, config, mtbf_s=given.mtbf, speed=given.write_speed),
+        plan_checkpoints(size, config, mtbf_s=assumptions.mtbf, speed=assumptions.write_speed),
     )

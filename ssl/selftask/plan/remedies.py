@@ -34,7 +34,7 @@ def remedies(plan: Plan) -> list[Remedy]:
 
     The list is empty if the run fits already, no change helps or the memory of a device is unknown.
     """
-    memory = plan.given.memory
+    memory = plan.assumptions.memory
     if memory is None or plan.memory.fits(memory):
         return []
     fitting: list[Remedy] = []

@@ -108,7 +108,7 @@ def _memory(plan: Plan) -> Rows:
 
 
 def _verdict(plan: Plan) -> str:
-    memory = plan.given.memory
+    memory = plan.assumptions.memory
     if memory is None:
         return ""
     share = f"{plan.memory.total / memory:.0%} of {show_bytes(memory)}"
@@ -131,10 +131,11 @@ def _checkpoints(plan: Plan) -> Rows:
         "size",
         f"{show_bytes(checkpoints.size)}, {kept} kept: {show_bytes(checkpoints.size * kept)}",
     )
-    speed = show_bytes(plan.given.write_speed)
+    speed = show_bytes(plan.assumptions.write_speed)
     yield "time to write", f"{duration(checkpoints.write_s)} at {speed} a second (write_speed=)"
     nodes = config.launch.nodes
-    rate = f"{nodes:,} {plural('node', nodes)}, each fails once in {duration(plan.given.mtbf)}"
+    mtbf = duration(plan.assumptions.mtbf)
+    rate = f"{nodes:,} {plural('node', nodes)}, each fails once in {mtbf}"
     yield "failures", f"one in {duration(checkpoints.mtbf_s)} ({rate}: mtbf=)"
     steps = ""
     if plan.seconds:
@@ -165,7 +166,7 @@ def _time(plan: Plan) -> Rows:
     if plan.seconds is None:
         yield "unknown", "give images_per_s= of all ranks, or --measure it on this machine"
         return
-    rate = plan.given.images_per_s
+    rate = plan.assumptions.images_per_s
     yield "throughput", f"{rate:,.0f} images a second on all ranks{_origin(plan)}"
     yield "a step", duration(_step_seconds(plan))
     yield "the run", duration(plan.seconds)
@@ -177,11 +178,12 @@ def _time(plan: Plan) -> Rows:
 
 
 def _origin(plan: Plan) -> str:
-    if plan.given.measured_on is None:
+    device = plan.assumptions.measured_on
+    if device is None:
         return " (images_per_s=)"
-    one = (plan.given.images_per_s or 0) / plan.config.launch.world_size
+    one = (plan.assumptions.images_per_s or 0) / plan.config.launch.world_size
     return (
-        f": {one:,.1f} measured on one {plan.given.measured_on} of this machine, without loading "
+        f": {one:,.1f} measured on one {device} of this machine, without loading "
         "and communication, times the ranks"
     )
 

@@ -224,7 +224,7 @@ def _afterwards(folder: Path) -> list[str]:
     ]
 
 
-def submit(submissions: Sequence[Callable[[], Any]], made: Executor) -> list[SlurmJob[Any]]:
+def submit(submissions: Sequence[Callable[[], Any]], executor: Executor) -> list[SlurmJob[Any]]:
     """Submit runs to SLURM; several become one job array.
 
     Raises:
@@ -237,10 +237,10 @@ def submit(submissions: Sequence[Callable[[], Any]], made: Executor) -> list[Slu
             f"there is no {' and no '.join(missing)} on this machine: submit from the cluster's "
             "login node, or train here with `selftask train`"
         )
-    made.folder.mkdir(parents=True, exist_ok=True)
+    executor.folder.mkdir(parents=True, exist_ok=True)
     try:
         with _outside_of_jobs():
-            return made.submit_array(list(submissions))  # type: ignore[return-value]
+            return executor.submit_array(list(submissions))  # type: ignore[return-value]
     except Exception as error:
         if type(error).__name__ not in ("FailedJobError", "FailedSubmissionError"):
             raise

@@ -29,15 +29,15 @@ SUITE_JOBS = Path("evaluations", "slurm", "suite_jobs.json")  # in the folder of
 CONTROLLER_ERRORS = "controller.err"  # error output of the processes that start a local job's ranks
 
 
-def note(out: Path, made: dict[Path, str]) -> None:
+def note(out: Path, job_ids: dict[Path, str]) -> None:
     """Record the job of each run in ``out/slurm/jobs.json``; a new job replaces the old one.
 
     Args:
         out: Folder of the run or sweep.
-        made: Run folder -> job id.
+        job_ids: Run folder -> job id.
     """
     path = out / JOBS
-    runs = {**read_json(path), **{str(run): job for run, job in made.items()}}
+    runs = {**read_json(path), **{str(run): job for run, job in job_ids.items()}}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, runs)
 

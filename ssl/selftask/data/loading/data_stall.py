@@ -35,7 +35,7 @@ class WaitWatch:
     waited: float = 0.0  # these steps, weighted by the share of waiting
     reported: bool = False
 
-    def saw(self, steps: int, data_wait: float) -> float | None:
+    def add_row(self, steps: int, data_wait: float) -> float | None:
         """Record a log row; return the mean share of waiting if it is to be reported, else None.
 
         Args:
