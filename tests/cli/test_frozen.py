@@ -132,7 +132,7 @@ def test_features_are_those_of_the_rows_beside_them(
     named = [facts["classes"][int(row["label"])] for row in rows]
     assert named == [Path(row["path"]).parent.name for row in rows]
     assert main(["features", str(exported), *words]) == 2
-    assert "features.npy is there already" in capsys.readouterr().err
+    assert "features.npy exists already" in capsys.readouterr().err
 
 
 def test_a_parquet_file_has_the_rows_of_the_folder(
@@ -160,7 +160,7 @@ def test_a_parquet_file_has_the_rows_of_the_folder(
         expected = np.load(tmp_path / "folder" / f"{name.replace('feature', 'features')}.npy")
         assert np.array_equal(np.array(table[name].to_pylist()), expected)
     assert main(["features", str(exported), f"out={tmp_path / 'deep/rows.parquet'}"]) == 2
-    assert "rows.parquet is there already" in capsys.readouterr().err
+    assert "rows.parquet exists already" in capsys.readouterr().err
     facts = json.loads((tmp_path / "folder" / "features.json").read_text())
     assert json.loads(table.schema.metadata[b"selftask"]) == facts and facts["classes"] == [
         "a",
@@ -203,7 +203,7 @@ def test_parts_of_the_images_make_the_whole(exported: Path, images: Path, tmp_pa
     [
         (["out=x"], "needs a run or model before any key=value"),
         (["MODEL"], "needs out=DIR"),
-        (["MODEL", "out=x", "data.val=y"], "data.val: features takes those of data= alone"),
+        (["MODEL", "out=x", "data.val=y"], "data.val: features reads data= only"),
         (["MODEL", "out=x", "dat=y"], "unknown key 'dat'; did you mean 'data'?"),
         (["nowhere", "out=x"], "nowhere: there is no such file or run"),
     ],

@@ -128,5 +128,5 @@ def test_stats_of_nothing_readable(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 def test_stats_of_images_with_different_channels() -> None:
     images = [np.zeros((2, 2, channels), dtype=np.uint8) for channels in (3, 5)]
-    with pytest.raises(UserError, match="different numbers of channels: 3 and 5"):
+    with pytest.raises(UserError, match="has 5 channels, and images before it have 3"):
         measure(ListOfArrays(images), 1)

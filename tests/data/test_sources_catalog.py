@@ -87,7 +87,7 @@ def test_which_file_counts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("a/b: /x", r"catalog\.yaml: 'a/b' is not a valid name"),
         ("x: 3", r"catalog\.yaml: x is 3; a path or a section"),
         ("x: {labels: true}", "the catalog's x: `name` or `path` is missing"),
-        ("{x: y, y: z, z: x}", "entries that stand for each other"),
+        ("{x: y, y: z, z: x}", "its entry refers to itself"),
         ("xyzw: /x", "neither a folder nor in the catalog; did you mean 'xyzw'"),
     ],
 )

@@ -190,7 +190,7 @@ def test_figures_are_those_of_test(tmp_path: Path, capsys: pytest.CaptureFixture
         (["all.npz", "topk=[0]"], "different numbers from 1 on are expected"),
         (["all.npz", "bins=0"], "bins=0: must be at least 1"),
         (["all.npz", "confuson=x.csv"], "there is no 'confuson'; did you mean 'confusion'?"),
-        (["all.npz", "best.csv", "classes=x.csv"], "classes= and confusion= are of one FILE"),
+        (["all.npz", "best.csv", "classes=x.csv"], "classes= and confusion= take one FILE"),
         (["empty.npz"], "empty.npz: the file is empty"),
         (["unknown.npz"], "no image has a label"),
     ],

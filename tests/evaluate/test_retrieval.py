@@ -322,7 +322,7 @@ def test_unreadable_images_are_left_out(
             "none.csv:2: no image of data is called 'z.png'",
         ),
         (["MODEL", "data=PAIRS/class_0"], "a sub-folder for each class, or truth=FILE"),
-        (["MODEL", "data=PAIRS", "data.val=PAIRS"], "looks for images of data= in data= alone"),
+        (["MODEL", "data=PAIRS", "data.val=PAIRS"], "finds images of data= in data="),
         (
             ["timm:swin_tiny_patch4_window7_224", "weights=none", "data=PAIRS"],
             "takes images of 224x224 pixels only",

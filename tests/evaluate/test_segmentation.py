@@ -284,7 +284,7 @@ def test_damaged_masks_and_bad_arguments_of_eval_segmentation_are_refused(
         (["timm:vit_tiny_patch16_224", "weights=none", "size=90"], "use 80 or 96"),
         (
             ["timm:swin_tiny_patch4_window7_224", "weights=none", "size=96"],
-            "takes images of 224x224 pixels only; image_size=96 makes it for others",
+            "takes images of 224x224 pixels only; image_size=96 builds it for that size",
         ),
     ],
 )

@@ -290,7 +290,7 @@ def test_results_are_in_the_report(run: Path) -> None:
         (["RUN", "checkpoints=best"], "has no best checkpoint"),
         (["RUN", "every=often"], "every=often: expected a number of steps"),
         (["RUN", "weights=swa"], "swa"),
-        (["RUN", "--slurm-each", "--follow"], "--slurm-each goes without --slurm and --follow"),
+        (["RUN", "--slurm-each", "--follow"], "--slurm-each excludes --slurm and --follow"),
         (["RUN", "--folow"], "there is no option --folow; did you mean '--follow'?"),
     ],
 )

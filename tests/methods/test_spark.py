@@ -195,7 +195,7 @@ def test_the_block_decoder_is_that_of_the_paper() -> None:
 
 
 def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(UserError, match=r"decoder_dim=10: must be divisible by the .*, 4, a power"):
+    with pytest.raises(UserError, match=r"decoder_dim=10: must be divisible by the .*, 4, which"):
         _task("spark", decoder_dim=10)
     with pytest.raises(UserError, match=r"mask_ratio=0\.05 hides 0 of the 4 patches"):
         _task("spark", mask_ratio=0.05).forward(torch.arange(4))

@@ -115,7 +115,7 @@ def test_a_run_at_an_address_is_a_model(
         *("features.npy", "features.json", "images.csv")
     }
     assert main(["features", OUT, data, "out=mem://bucket/features", *trusted]) == 2
-    assert "features.npy is there already" in capsys.readouterr().err
+    assert "features.npy exists already" in capsys.readouterr().err
     for out, start in (("a", f"init.backbone={OUT}"), ("b", f"resume={step_of_run(2)}")):
         assert main(["train", *words(tmp_path, out, "train.max_steps=3", start)]) == 0
     assert "resumed from" in capsys.readouterr().out

@@ -85,7 +85,7 @@ def test_wrong_objects_and_settings_are_named(tmp_path: Path) -> None:
         selftask.create_task("simclr", batches=[torch.zeros(4, 3, 8, 8, dtype=torch.uint8)])
     with pytest.raises(UserError, match="MoCo has no option 'queue'; did you mean 'queue_size'"):
         selftask.Learner("moco", torch.nn.Flatten(), steps=1, batch_size=4, queue=8)
-    with pytest.raises(UserError, match="DeepCluster looks at the whole data set"):
+    with pytest.raises(UserError, match="DeepCluster acts before each epoch"):
         selftask.Learner("deepcluster", torch.nn.Flatten(), steps=1, batch_size=4)
 
 

@@ -67,8 +67,8 @@ class Learner(nn.Module):
         loss = _build(method, options)
         if defines(loss, "on_phase_start"):
             raise UserError(
-                f"{type(loss).__name__} looks at the whole data set before each epoch; "
-                "train it with selftask.train"
+                f"{type(loss).__name__} acts before each epoch (on_phase_start), and a "
+                "Learner has no epochs; train it with selftask.train"
             )
         samples = num_images or steps * batch_size
         length = RunLength(num_samples=samples, batch_size=batch_size, max_steps=steps)

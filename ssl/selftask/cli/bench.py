@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     needs_first(words[1:], "bench data needs a RECIPE", USAGE)
     seconds = options.get("--seconds", 3)
     if seconds == 0:
-        raise UserError("--seconds 0: nothing can be measured in no time")
+        raise UserError("--seconds 0: must be at least 1")
 
     from selftask.config.load import load_config
     from selftask.data.loading.open_data import copy_data, open_data

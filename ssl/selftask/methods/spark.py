@@ -92,8 +92,8 @@ class SparK(MaskedPatches):
         if stride & (stride - 1) or width % stride:
             raise UserError(
                 f"method.decoder_dim={width}: must be divisible by the total stride of the "
-                f"backbone, {stride}, a power of 2: the decoder doubles the resolution and halves "
-                "its width up to the pixels"
+                f"backbone, {stride}, which must be a power of 2: the decoder doubles the "
+                "resolution and halves its width up to the pixels"
             )
         levels = [level for level in levels_of(backbone, channels) if level.stride > 1]
         levels = levels[: self.config.levels]

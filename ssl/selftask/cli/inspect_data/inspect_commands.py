@@ -40,7 +40,7 @@ def open_for_survey(command: str, words: list[str], num_workers: int | None, usa
     if not words or not is_source(words[0]):
         raise UserError(f"data {command} needs a SOURCE before any key=value\n{usage}")
     if num_workers == 0:
-        raise UserError("--workers 0: at least one process has to look at the images")
+        raise UserError("--workers 0: must be at least 1")
 
     from selftask.config.compose import recipes
     from selftask.config.load import load_config

@@ -27,9 +27,9 @@ def main(argv: list[str]) -> int:
     out = expand_user(options.get("--out", named or "views.png"))
     needs_first(words, "data show needs a RECIPE", USAGE)
     if number == 0:
-        raise UserError("--images 0: at least one image has to be shown")
+        raise UserError("--images 0: must be at least 1")
     if out.suffix.lower() != ".png":
-        raise UserError(f"--out {out}: the sheet is a PNG; its name has to end with .png")
+        raise UserError(f"--out {out}: the sheet is a PNG; its name must end with .png")
     if not is_folder(out.absolute().parent):
         raise UserError(f"--out {out}: there is no folder {out.absolute().parent}")
 

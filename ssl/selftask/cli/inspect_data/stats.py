@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     words, options = take_options(argv, OPTIONS)
     most = options.get("--max")
     if most == 0:
-        raise UserError("--max 0: at least one image has to be read")
+        raise UserError("--max 0: must be at least 1")
     survey = open_for_survey("stats", words, options.get("--workers"), USAGE)
 
     from selftask.data.inspect.pixel_statistics import measure

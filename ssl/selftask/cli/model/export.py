@@ -67,7 +67,7 @@ FORMATS = (*LIBRARIES, *FOREIGN, "safetensors", "huggingface", "onnx", "torch_ex
 
 
 def main(argv: list[str]) -> int:
-    """Export the model and print the folder."""
+    """Export the model and print the path of the written file or folder."""
     words, options = take_options(argv, OPTIONS)
     words, trust = take_trust(words)
     weights, words = take("weights", words)
@@ -80,7 +80,9 @@ def main(argv: list[str]) -> int:
     import_plugins([f"import={imports}"] if imports else [])
     name = options.get("--name")
     if name is not None and (to not in ("safetensors", *LIBRARIES) or "/" in name):
-        raise UserError(f"export: --name {name}: is for backbone.pt, and a name without folders")
+        raise UserError(
+            f"export: --name {name}: renames backbone.pt only, and must not contain a folder"
+        )
     checkpoint, out = named_checkpoint(words[0]), options.get("--out")
     if checkpoint is not None:
         words = [str(checkpoint.parent.parent)]
@@ -97,9 +99,9 @@ def main(argv: list[str]) -> int:
             kwargs: Any = {"trust": trust, "average": average, "checkpoint": checkpoint}
             write_to = partial(export_run, run, to=to, **kwargs)
         elif average != Average():
-            raise UserError(f"export: --weights and --average: {words[0]} is no run, and has none")
+            raise UserError(f"export: --weights and --average need a run, and {words[0]} is none")
         elif to == "checkpoint":
-            raise UserError(f"export: --to checkpoint: {words[0]} is no run, and has none")
+            raise UserError(f"export: --to checkpoint needs a run, and {words[0]} is none")
         else:
             backbone, facts = _open(words[0], weights, out, trust=trust, prefix=prefix)
             write_to = partial(write, backbone, facts=facts, to=to)
@@ -137,7 +139,7 @@ def _open(
     weights = weights or PRETRAINED
     if out is None:
         describe_model(address, weights=weights, trust=trust)  # is it a model at all?
-        raise UserError("export: of a model that no run made, --out DIR says where to")
+        raise UserError("export: --out DIR is missing; only a run has a folder for its export")
     with info_on_stderr():
         return open_model(address, weights=weights, trust=trust, prefix=prefix)
 
@@ -154,9 +156,9 @@ class Average:
 
     def __post_init__(self) -> None:
         if self.kept is not None and self.checkpoints is not None:
-            raise UserError("export: --weights and --average: only one can be meant")
+            raise UserError("export: --weights and --average: give one of them")
         if self.checkpoints == 0:
-            raise UserError("export: --average 0: expected 1 or more")
+            raise UserError("export: --average 0: must be at least 1")
 
 
 def export_run(

@@ -51,7 +51,7 @@ _TABLE = ".parquet"
 
 
 def main(argv: list[str]) -> int:
-    """Compute and write the features, and print the folder."""
+    """Write the features; print the path and the numbers of images and features."""
     needs_first(argv, "features needs a run or model", USAGE)
     address, overrides = argv[0], argv[1:]
     ranks, overrides = take("rank", overrides)
@@ -101,9 +101,9 @@ def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
     folder = [f"{out}/features.npy", f"{out}/features.json"]
     for path in [out] if out.endswith(_TABLE) else folder:
         if addresses.exists(path) if is_remote(out) else exists(expand_user(path)):
-            raise UserError(f"out: {path} is there already; choose another")
+            raise UserError(f"out: {path} exists already; choose another")
     if any(text.partition("=")[0].startswith("data.val") for text in overrides):
-        raise UserError("data.val: features takes those of data= alone; call it once more for them")
+        raise UserError("data.val: features reads data= only; for these images use another command")
     clusters, overrides = take("clusters", overrides)
     if clusters is not None and not (clusters.isdecimal() and int(clusters) > 0):
         raise UserError(f"clusters={clusters}: expected the number of clusters, such as 1000")

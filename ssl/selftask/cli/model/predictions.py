@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
             known = Options.__dataclass_fields__
             check_known(key, known, f"eval predictions: there is no {key!r}")
     if len(words) > 1 and (options.classes or options.confusion):
-        raise UserError("eval predictions: classes= and confusion= are of one FILE")
+        raise UserError("eval predictions: classes= and confusion= take one FILE, not several")
     from selftask.evaluate.prediction_metrics import class_table, confusion, metrics
     from selftask.evaluate.predictions import read_predictions
 

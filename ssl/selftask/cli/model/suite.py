@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     """Evaluate and print the table, or submit a job that evaluates."""
     words, options = take_options(argv, OPTIONS)
     if "--slurm-each" in options and len(options) > 1:
-        raise UserError("eval suite: --slurm-each goes without --slurm and --follow")
+        raise UserError("eval suite: --slurm-each excludes --slurm and --follow; give one of them")
     needs_first(words, "eval suite needs a RUN", USAGE)
     request, config = read_request(words)
     follow, each = "--follow" in options, "--slurm-each" in options

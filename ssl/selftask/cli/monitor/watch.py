@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     names, given = take_keys(words, {"host": "127.0.0.1", "port": str(PORT)})
     folders = [folder_of(name, "watch") for name in names or ["runs"]]
     if len(folders) > 1:
-        raise UserError("watch takes one DIR: that above all runs")
+        raise UserError("watch takes one DIR, the folder that holds all runs")
     if not given["port"].isdecimal() or int(given["port"]) > 65535:
         raise UserError(f"port={given['port']}: expected a number from 0 to 65535, such as {PORT}")
     folder, host, wanted = folders[0], given["host"], int(given["port"])

@@ -135,7 +135,7 @@ def _expand_entry(
 def _expand_from(name: str, text: str, seen: tuple[str, ...]) -> dict[str, Any]:
     """Expand a short form in the entry ``name``; it may be the name of another entry."""
     if text in (*seen, name):
-        raise UserError(f"the catalog's {name}: entries that stand for each other")
+        raise UserError(f"the catalog's {name}: its entry refers to itself, through {text!r}")
     inner = None if text in SOURCES else look_up(text)
     return expand_source(text) if inner is None else _expand_entry(text, inner, (*seen, name))
 

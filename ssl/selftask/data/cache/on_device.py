@@ -263,5 +263,7 @@ def free_bytes(device: torch.device) -> int:
         accelerator.free_bytes(device) if accelerator.is_accelerator(device) else available_bytes()
     )
     if available is None:
-        raise UserError("data.cache: this machine does not say how much memory is available")
+        raise UserError(
+            "data.cache: the available memory of this machine is unknown; use data.cache=none"
+        )
     return available

@@ -130,8 +130,8 @@ def measure(
             row = [image.width, image.height, *image.sums, *image.squares]
             if len(row) != table.shape[1]:
                 raise UserError(
-                    f"images have different numbers of channels: {table.shape[1] // 2 - 1} and "
-                    f"{len(image.sums)}"
+                    f"{source.path(index)}: has {len(image.sums)} channels, and images before it "
+                    f"have {table.shape[1] // 2 - 1}; all images need the same number"
                 )
             table[np.searchsorted(indices, index)] = row
         progress(done)

@@ -75,12 +75,12 @@ def _read(path: str, num_images: int) -> np.ndarray:
     except (EOFError, TypeError, ValueError) as error:
         raise UserError(f"{what}: expected .npy, or one number a line: {error}") from error
     if weights.shape != (num_images,):
-        raise UserError(f"{what}: shape {weights.shape} for {num_images} images; one each is right")
+        raise UserError(f"{what}: shape {weights.shape}; expected ({num_images},), one per image")
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
         raise UserError(
-            f"{what}: weight {weights[wrong[0]]} of image {wrong[0]} is not possible; "
-            "weights are finite and not negative"
+            f"{what}: weight {weights[wrong[0]]} of image {wrong[0]}; weights must be "
+            "finite and at least 0"
         )
     if not weights.any():
         raise UserError(f"{what}: all weights are 0, so nothing could be drawn")

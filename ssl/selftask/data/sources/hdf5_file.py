@@ -172,7 +172,7 @@ def _check_files(dataset: Any, path: Path, name: str) -> None:
     for file in sorted(linked):
         inside = (folder / file).resolve()
         if not inside.is_relative_to(folder) or not inside.is_file():
-            raise UserError(f"{name} is a part of {file}, which does not lie in its folder")
+            raise UserError(f"{name} uses {file}, which is not a file in its folder")
 
 
 def _keys(file: Any) -> Iterator[str]:

@@ -87,7 +87,7 @@ class PatchFeatures:
         elif only is not None and only != (size, size):
             raise UserError(
                 f"size: {size}; a {name} takes images of {only[0]}x{only[1]} pixels only; "
-                f"image_size={size} makes it for others"
+                f"image_size={size} builds it for that size"
             )
         self.backbone = backbone
         self._run = InChunks(self._maps, "images")

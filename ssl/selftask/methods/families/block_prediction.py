@@ -73,7 +73,10 @@ class BlockPrediction(Method):
             if not 0 < low <= high:
                 yield f"target_ratio: [{low}, {high}]; 0 < least <= largest is expected"
             elif self.target_scale[1] * max(high, 1 / low) > 1:
-                yield f"target_ratio: [{low}, {high}] makes blocks longer than the image; less is"
+                yield (
+                    f"target_ratio: [{low}, {high}] makes blocks longer than the image; take "
+                    "values closer to 1, or a smaller target_scale"
+                )
             if self.predictor_dim % 4 or self.predictor_dim % self.predictor_heads:
                 yield (
                     f"predictor_dim: {self.predictor_dim} must be divisible by 4 (its positions) "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from selftask.cli.model.evaluate_words import take_options
 from selftask.cli.options import refuse_ranks, take
 from selftask.config.schema import Component
-from selftask.errors import UserError
+from selftask.errors import UserError, check_known
 from selftask.files.paths import exists, expand_user
 from selftask.logs import announce
 from selftask.registry import EVALUATIONS
@@ -72,8 +72,8 @@ def _renumbered(test: FileFeatures, names: list[str], classes: list[str]) -> Fil
     """Give test images the class numbers of the training set, by the names of the classes."""
     if not names or not classes or names == classes:
         return test
-    if unknown := [name for name in names if name not in classes]:
-        raise UserError(f"data.val: the training features have no class {unknown[0]!r}")
+    for name in names:
+        check_known(name, classes, f"data.val: the training features have no class {name!r}")
     import torch
 
     numbers = torch.tensor([*map(classes.index, names), -1])  # the last one: images without label

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     if whiten is None and options.whiten_dim is not None:
         raise UserError("whiten_dim: without whiten=DIR nothing is whitened")
     if any(word.partition("=")[0].startswith("data.val") for word in words):
-        raise UserError("data.val: eval retrieval looks for images of data= in data= alone")
+        raise UserError("data.val: eval retrieval finds images of data= in data=; leave it out")
     learn = None if whiten is None else _open_images(whiten)
     frozen, address = open_named(address, ["data.val=null", "data.val_sets=null", *words])
     source = frozen.sources.train

@@ -63,7 +63,7 @@ def _open(address: str, words: list[str]) -> tuple[Frozen, str]:
 
     if is_image_text_folder(folder := expand_user(address)):
         if take("image_size", words)[0] is not None:
-            raise UserError(f"image_size: {address} takes images of one size")
+            raise UserError(f"image_size: {address} takes images of one size; leave it out")
         with info_on_stderr():
             loaded = open_image_text(folder)
         return open_frozen(address, words, loaded=loaded), str(folder / "config.json")  # no run
