@@ -92,13 +92,13 @@ class Batch:
     """(B, 2) int64 on the CPU, random key of each sample; see ``random.keyed``."""
     extras: Extras = field(default_factory=Extras)
     """Additional data of the source, by name: numbers and arrays (B, ...), and texts as token ids
-    (B, L) int64 that end in 0."""
+    (B, L) int64, padded with 0."""
     draws: dict[str, list[Draws]] = field(default_factory=dict)
     """Group name -> draws of its views, in training only. Set for groups with
     ``views.NAME.draws``, or for all groups if the method requires ``"boxes"``."""
     drawn: dict[str, Any] = field(default_factory=dict)
-    """Draws that the loader made ahead, on the device: ``method``, see ``Method.draw``, and
-    ``layers``, the words of dropout layers; what is missing is drawn when it is needed."""
+    """Random draws made ahead by the loader, on the device: ``method`` (see ``Method.draw``) and
+    ``layers`` (random words of dropout layers). If one is missing, it is drawn when needed."""
     number: int = 0
     """Index of the global batch, counted from the start of training."""
     epoch: int = 0

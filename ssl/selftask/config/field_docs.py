@@ -14,7 +14,7 @@ NAME = "_field_docs"  # attribute of classes that `config_class` builds from par
 
 
 def docs_in(node: ast.ClassDef) -> dict[str, str]:
-    """Return field -> description, in one line, for the syntax tree of a class."""
+    """Return the description of each field of a class, as one line, by name of the field."""
     docs = {}
     for member, below in zip(node.body, node.body[1:], strict=False):
         if not isinstance(member, ast.AnnAssign) or not isinstance(below, ast.Expr):

@@ -19,7 +19,7 @@ from selftask.random.views import ViewDraws
 
 @dataclass(frozen=True)
 class View:
-    """Definition of a view: what it is made from, and by which pipeline."""
+    """Definition of a view: its input and its pipeline of transforms."""
 
     group: str
     pipeline: Compose

@@ -51,7 +51,7 @@ class DepthOptions(HeadOptions):
             yield f"min_depth: {self.min_depth:g}; must be below max_depth={self.max_depth:g}"
 
     def counts(self, depth: Tensor) -> Tensor:
-        """Return a mask of the known depths from ``min_depth`` to ``max_depth``, which count."""
+        """Return True for depths that count: known and from ``min_depth`` to ``max_depth``."""
         return (depth > UNKNOWN) & (depth >= self.min_depth) & (depth <= self.max_depth)
 
     def bin_of(self, depth: Tensor) -> Tensor:

@@ -112,13 +112,13 @@ class Bank:
 
 
 class _Margin(NamedTuple):
-    """How far below the k-th largest product one of the k nearest rows may be."""
+    """Tolerance below the k-th largest product within which a row may be among the k nearest."""
 
     absolute: Tensor | float  # (B, 1)
     relative: float
 
     def below(self, kth: Tensor) -> Tensor:
-        """Return the least product of such a row, (B, 1)."""
+        """Return the smallest product within the tolerance of the k-th largest one, (B, 1)."""
         return kth - self.absolute - self.relative * kth.abs()
 
 

@@ -96,12 +96,12 @@ class Hook(ClassyHook):  # type: ignore[misc]  # classy-vision ships no types
 
         Args:
             task: The task.
-            reduce: The reduction, or what the hook before this one has returned.
+            reduce: The reduction, or the function returned by the previous hook.
         """
         return reduce
 
     def release(self) -> None:
-        """Give back what the hook holds in the process, such as signal handlers or a thread.
+        """Release resources of the process, such as signal handlers or a thread.
 
         Called whenever the task is closed: after ``on_end`` or ``on_exception``, and without them
         if its steps were abandoned or never started.

@@ -75,7 +75,7 @@ class MixedResolution(Hook):
             yield batch
 
     def reduce(self, batch: Batch) -> None:
-        """Reduce the views of a batch in place, to the sizes of its entry.
+        """Resize the views of a batch to the sizes drawn for it, in place.
 
         Raises:
             UserError: If one of the sizes is larger than the views.

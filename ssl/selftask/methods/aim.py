@@ -30,8 +30,8 @@ from selftask.registry import register_method
 class AIM(MaskedPatches):
     """AIM (arXiv:2401.08541): predicts each patch from those before it, as a language model does.
 
-    The first patches, a random number of them, attend to each other; each later one to those before
-    it. So the features of whole images, where all attend to all, are like those of training.
+    A random number of first patches attend to each other, and each later patch to the earlier ones.
+    So the network also learns full attention, which evaluations use on whole images.
 
     Loss: ``mean (x_{k+1} - f(x_1 ... x_k))^2`` of patches after the prefix, standardized.
 

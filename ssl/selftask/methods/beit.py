@@ -40,7 +40,7 @@ from selftask.registry import register_method
 
 @register_method("beit")
 class BEiT(BlockMaskedPatches):
-    """BEiT (arXiv:2106.08254): predicts the tokens of hidden patches that a tokenizer gives.
+    """BEiT (arXiv:2106.08254): predicts the tokens of hidden patches, given by a trained tokenizer.
 
     Loss: ``-log softmax(s)[token]`` of hidden patches.
 
@@ -143,9 +143,9 @@ class BEiT(BlockMaskedPatches):
 class BranchNetwork(HiddenPatchNetwork):
     """Backbone and head; a branch predicts again, from a class token and patches of an early layer.
 
-    A few blocks predict the hidden patches from both. The class token of the last layer, or the
-    mean of its patches if it has none, is the only way from the layers between: it learns to
-    describe the image.
+    A few blocks predict the hidden patches from both. The class token of the last layer (or
+    the mean of its patches) is their only input from the layers after the early one, so it learns
+    to describe the image.
 
     Args:
         backbone: Backbone with ``"tokens"`` and ``"hidden"`` in its ``offers``.

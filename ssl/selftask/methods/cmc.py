@@ -23,7 +23,7 @@ from selftask.registry import register_method
 
 @register_method("cmc")
 class CMC(MemoryContrast):
-    """CMC (arXiv:1906.05849): lightness and colors of an image recognize each other.
+    """CMC (arXiv:1906.05849): contrasts the lightness of an image with its colors, in two towers.
 
     The backbone is a ``channel_towers``: one network sees the L of an image in Lab, by the
     transform ``lab``, another one its a and b. Evaluations take the features of both.

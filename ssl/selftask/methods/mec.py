@@ -115,10 +115,10 @@ def mec_loss(
 
 
 def _log_trace(others: Tensor, rows: Tensor, scale: float, order: int) -> Tensor:
-    """Return the trace of the series of log(I + others @ rows.T / scale).
+    """Return the trace of the Taylor series of log(I + others @ rows.T / scale), up to ``order``.
 
-    It equals that of the (D, D) product, which is used if it is smaller. The diagonal is summed,
-    since the backward pass of ``torch.trace`` waits for the GPU.
+    The trace with rows.T @ others, (D, D), is the same; the smaller product is used. The diagonal
+    is summed, since the backward pass of ``torch.trace`` waits for the GPU.
     """
     small = rows.shape[0] <= rows.shape[1]
     matrix = (others @ rows.T if small else rows.T @ others) / scale

@@ -81,8 +81,9 @@ class MILAN(KeptPatches):
 
     @torch.no_grad()
     def prepare_batch(self, batch: Batch, task: Task) -> None:
-        """Choose the patches to keep; set ``batch["targets"]`` (B, 1 + N, D), ordered as
-        predictions.
+        """Choose the patches to keep, and set ``batch["targets"]`` (B, 1 + N, D).
+
+        Targets are in the order of the predictions.
         """
         images = batch.all_views[0]
         grid = self.grid_of(*images.shape[2:])

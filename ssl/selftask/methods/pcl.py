@@ -184,7 +184,10 @@ class PCL(MomentumContrast, EMATeacher):
 
     @property
     def chance_loss(self) -> float:
-        """Loss of equal similarities: ln(1 + ``queue_size``), and mean ln(``num_prototypes``)."""
+        """Loss of equal similarities: ln(1 + ``queue_size``) + mean ln(``num_prototypes``).
+
+        The second term is 0 until images are clustered.
+        """
         logs = [math.log(number) for number in self.config.num_prototypes]
         return super().chance_loss + (sum(logs) / len(logs) if self.has_clusters else 0.0)
 

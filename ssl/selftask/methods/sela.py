@@ -31,7 +31,7 @@ _COMPARED_EVERY = 10  # iterations
 
 @register_method("sela")
 class SeLa(Method):
-    """SeLa (arXiv:1911.05371): learns labels that balance themselves over all images.
+    """SeLa (arXiv:1911.05371): predicts cluster labels that are balanced over all images.
 
     Loss: ``-log softmax(s)[label]``, mean over heads; the labels minimize the same loss among those
     that all occur equally often (eq. 3).

@@ -31,9 +31,9 @@ class TCN(Method):
     Time-Contrastive Networks with one camera. A clip is the frames of the group of views ``clip``,
     at equal distances in time (``data: {name: frames, clip: T}``).
 
-    Loss: ``max(0, |a - p|^2 - |a - n|^2 + margin)`` of unit vectors: each frame a with each close
-    one p and with the nearest of the distant ones n that are farther from it than p; if all are
-    nearer, with the farthest.
+    Loss: ``max(0, |a - p|^2 - |a - n|^2 + margin)`` of unit vectors, for each frame a and each
+    frame p close to it in time. n is a frame distant in time: the one nearest to a of those farther
+    from it than p, or the farthest if there are none (semi-hard negatives).
 
     Use it for videos, if features should describe what happens and not how things look.
 

@@ -25,7 +25,7 @@ ITER_NORM_MOMENTUM = 0.1  # share of a batch in the running averages, as in Batc
 
 @register_method("vibcreg")
 class VIbCReg(VICReg):
-    """VIbCReg (arXiv:2109.00783): VICReg of features that are whitened, by their correlations.
+    """VIbCReg (arXiv:2109.00783): VICReg on whitened features, with correlations, not covariances.
 
     Loss: ``25 |z1 - z2|^2 + 25 hinge(std) + 200 R^2`` of the correlations R, by default.
 

@@ -36,7 +36,7 @@ class VISReg(Projected):
 
     Differs from the authors' code:
 
-    * It is compared with lightly's code. All ranks use the same slices, divided among them.
+    * All ranks use the same slices, divided among them. Compared with lightly's code, not theirs.
     """
 
     paper = (

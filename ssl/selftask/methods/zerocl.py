@@ -23,7 +23,7 @@ EPS = 1e-5  # added to variances, as by BatchNorm
 
 @register_method("zerocl")
 class ZeroCL(Projected):
-    """Zero-CL (OpenReview:RAW9tCdVxLj): views agree after whitening features, and whitening images.
+    """Zero-CL (OpenReview:RAW9tCdVxLj): views agree after whitening of features, and of images.
 
     Loss: ``sum (1 - c)^2`` of correlations after whitening of features, and of images.
 

@@ -60,7 +60,7 @@ def sinkhorn_knopp(
 
 
 def _divide_by_sum(logits: Tensor, smallest: float) -> Tensor:
-    """Return the logarithm of exp(logits), divided by its sum over the last dimension."""
+    """Return log(exp(logits) / (sum of exp(logits) over the last dimension + smallest))."""
     if not smallest:
         return logits.log_softmax(dim=-1)
     total = logits.logsumexp(dim=-1, keepdim=True)
@@ -68,7 +68,7 @@ def _divide_by_sum(logits: Tensor, smallest: float) -> Tensor:
 
 
 def logsumexp_over_ranks(x: Tensor) -> Tensor:
-    """Return the logarithm of the sum of exp(x) over ranks; a rank without rows has -inf."""
+    """Return the logarithm of the sum of exp(x) over ranks; x is -inf on a rank without rows."""
     if world_size() == 1:
         return x
     largest = all_reduce_max(x).clamp(min=torch.finfo(x.dtype).min)

@@ -62,7 +62,7 @@ _TEMPLATES = Environment(
 
 
 def render(macro: str, *args: Any) -> str:
-    """Return the HTML that a macro of ``report/templates`` makes of texts, which it escapes.
+    """Render a macro of ``report/templates`` as HTML. Texts are escaped.
 
     The HTML of one macro may be an argument of another.
 

@@ -34,7 +34,7 @@ class CodeSnapshot:
         return cls(Path(top), folder)
 
     def place(self, path: Path) -> Path:
-        """Return where a path of the repository is copied to; return other paths unchanged."""
+        """Return the path of the copy of a file in the repository; return other paths unchanged."""
         whole = path.resolve()
         if not whole.is_relative_to(self.repository):
             return path

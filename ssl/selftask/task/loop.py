@@ -67,7 +67,7 @@ def _iterate(task: Task) -> Iterator[int]:
 
 
 def close(task: Task) -> None:
-    """End what a task, prepared in whole or in part, holds in this process; see ``Task.close``."""
+    """Release the resources of a task, fully or partly prepared; see ``Task.close``."""
     with ExitStack() as ends:  # the last one first; each is called even if another one fails
         for hook in {**task.added_hooks, **getattr(task, "named_hooks", {})}.values():
             if isinstance(hook, Hook):

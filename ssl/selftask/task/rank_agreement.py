@@ -28,8 +28,7 @@ _OF_A_NODE = {
     *(f"data.{name}" for name in ("num_workers", "cache", "stage_to")),
     *(f"data.{name}" for name in ("read_timeout_s", "read_retries")),
 }
-"""Sections and keys that may differ between ranks: what they find there is the same, or is
-compared itself, as the images are."""
+"""Sections and keys that may differ between ranks. The images behind them are compared instead."""
 
 
 def open_same_data(config: Config, sources: Sources | None = None) -> Sources:

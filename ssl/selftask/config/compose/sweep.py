@@ -27,7 +27,7 @@ class Point:
 
 
 def load_points(points: Iterable[Point], load: Callable[[Point], T]) -> list[T]:
-    """Return what ``load`` makes of each run; raise ConfigError with the problems of all runs."""
+    """Return ``load(point)`` of each run; raise ConfigError with the problems of all runs."""
     loaded: list[T] = []
     problems: dict[str, None] = {}
     for point in points:

@@ -17,8 +17,8 @@ from selftask.registry import register_hook
 class StochasticWeightAverage(WeightAverage):
     """Averages the weights equally over the last part of the training (SWA, arXiv:1803.05407).
 
-    Meanwhile the paper keeps the learning rate high. It also recomputes BatchNorm's statistics; use
-    ``hooks.precise_bn`` for that.
+    In the paper, the learning rate stays high during this part, and BatchNorm's statistics are
+    recomputed afterwards; use ``hooks.precise_bn`` for that.
     """
 
     name: ClassVar[str] = "swa"

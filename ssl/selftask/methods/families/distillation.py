@@ -1,4 +1,4 @@
-"""Methods whose student learns what a frozen teacher computes; frozen teachers, tokenizers.
+"""Methods in which a student learns the output of a frozen teacher or tokenizer (distillation).
 
 V: views; B: images per rank; D: width of the teacher's output; K: length of a queue.
 """

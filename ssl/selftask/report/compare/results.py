@@ -42,7 +42,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def settings_of(row: dict[str, Any]) -> list[str]:
-    """Return the words of a result that change what is measured, sorted."""
+    """Return the overrides of a result that affect its metrics, sorted."""
     words = row.get("overrides") if TEXTS.accepts(row.get("overrides")) else None
     return sorted(w for w in words or () if w.partition("=")[0].partition(".")[0] not in _PLACES)
 

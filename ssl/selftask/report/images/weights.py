@@ -37,9 +37,9 @@ def trained_on(run: Path) -> dict[str, Any] | None:
 
 
 def find_weights(run: Path) -> Weights | None:
-    """Return the export of a run, or its newest checkpoint if that is of another step, or None.
+    """Return the export of a run if it is of the newest checkpoint's step, else that checkpoint.
 
-    The export of a run that was begun anew is of a later step.
+    They differ while a run trains again after its end or from the start. None if there is neither.
     """
     newest = next(iter(checkpoints(run / "checkpoints")), None)
     exported = run / "export" / WEIGHTS
