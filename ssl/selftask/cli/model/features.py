@@ -103,7 +103,7 @@ def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
         if addresses.exists(path) if is_remote(out) else exists(expand_user(path)):
             raise UserError(f"out: {path} exists already; choose another")
     if any(text.partition("=")[0].startswith("data.val") for text in overrides):
-        raise UserError("data.val: features reads data= only; for these images use another command")
+        raise UserError("data.val: features reads data= only; run it again for these images")
     clusters, overrides = take("clusters", overrides)
     if clusters is not None and not (clusters.isdecimal() and int(clusters) > 0):
         raise UserError(f"clusters={clusters}: expected the number of clusters, such as 1000")
