@@ -27,8 +27,6 @@ from selftask.distributed.simulated import SIMULATED
 from selftask.errors import UserError
 from selftask.parallel.rank_groups import rank_groups
 
-_KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
 
 class Ranks:
     """Ranks whose samples are normalized together; copies of a module share one object."""
@@ -179,8 +177,26 @@ def _dense(x: Tensor) -> Tensor:
     return x if any(x.is_contiguous(memory_format=form) for form in kept) else x.contiguous()
 
 
+class _Sync1d(SyncBatchNorm, nn.BatchNorm1d): ...
+
+
+class _Sync2d(SyncBatchNorm, nn.BatchNorm2d): ...
+
+
+class _Sync3d(SyncBatchNorm, nn.BatchNorm3d): ...
+
+
+_KNOWN: dict[type[nn.Module], type[SyncBatchNorm]] = {
+    nn.BatchNorm1d: _Sync1d,
+    nn.BatchNorm2d: _Sync2d,
+    nn.BatchNorm3d: _Sync3d,
+}
+
+
 def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
     """Replace every BatchNorm in ``module`` with a synchronized one of the same name and state.
+
+    It remains an instance of its class, which rules of ``optimizer.groups`` may name.
 
     Raises UserError for BatchNorm classes other than BatchNorm1d, 2d and 3d of ``torch.nn``.
     """
@@ -192,7 +208,7 @@ def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
                 f"parallel.sync_batch_norm: {name} is a {type(part).__name__}, whose forward pass "
                 "is its own; only BatchNorm1d, 2d and 3d of torch.nn can be synchronized"
             )
-        part.__class__ = SyncBatchNorm
+        part.__class__ = _KNOWN[type(part)]
         part.__dict__["ranks"] = ranks
 
 
