@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import http.client
 import json
@@ -148,6 +149,7 @@ def test_files_of_a_run(server: Server) -> None:
         "/etc/passwd",
         "http://127.0.0.1/secret.txt",
         "/run/sweep/lr_0.1/" + "a" * 5000,
+        "/run/sweep/lr_0.1/checkpoints/" + "a" * 300,  # longer than a file system allows
     ],
 )
 def test_nothing_else_is_served(server: Server, path: str) -> None:
@@ -281,6 +283,18 @@ def test_half_open_connections_do_not_keep_others_out(server: Server, sent: byte
     finally:
         for connection in half:
             connection.close()
+
+
+def test_a_broken_connection_is_not_printed(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for error in (OSError(errno.EHOSTUNREACH, "No route to host"), ValueError("a fault")):
+        try:
+            raise error
+        except (OSError, ValueError):
+            server.handle_error(None, ("127.0.0.1", 5))
+    printed = capsys.readouterr().err
+    assert "a fault" in printed and "No route" not in printed
 
 
 def test_the_command_takes_the_next_port_and_ends_by_ctrl_c(root: Path) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import gzip
 import hashlib
+import os
 import socket
 import sys
-import threading
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 from selftask.errors import UserError
@@ -20,8 +18,6 @@ from selftask.report.watch.access import Access, path_parts
 from selftask.report.watch.site import TEXTS, NotThere, Site
 
 PORTS = 20  # number of ports that are tried
-MOST_CONNECTIONS = 64
-REPLACE_S = 0.5  # longest time that a new connection waits for the end of the one it replaces
 TIMEOUT_S = 30.0  # time after which an idle connection is closed
 _SMALL = 1400  # responses of fewer bytes are not compressed
 _HEADERS = {
@@ -37,59 +33,19 @@ _REFUSED = {"Allow": "GET", "Connection": "close"}
 
 
 class Server(ThreadingHTTPServer):
-    """Server of a site with at most ``MOST_CONNECTIONS`` connections.
+    """Server of a site, with a thread for each connection."""
 
-    At the limit, a new connection replaces the one that has waited longest without sending a whole
-    request. If all connections are being answered, the new one is closed.
-    """
-
-    daemon_threads = True
-    allow_reuse_address = True
     request_queue_size = 64
 
     def __init__(self, address: tuple[str, int], site: Site, access: Access) -> None:
         self.site, self.access = site, access
-        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self._waiting: dict[Any, None] = {}  # connections without a whole request, oldest first
-        self._lock = threading.Lock()
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, Handler)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._room.acquire(blocking=False):
-            self._end_oldest()
-            if not self._room.acquire(timeout=REPLACE_S):
-                self.shutdown_request(request)
-                return
-        self.set_waiting(request, True)
-        super().process_request(request, client_address)
-
-    def set_waiting(self, connection: Any, waits: bool) -> None:
-        """Record whether a connection waits for a request."""
-        with self._lock:
-            self._waiting.pop(connection, None)
-            if waits:
-                self._waiting[connection] = None
-
-    def _end_oldest(self) -> None:
-        with self._lock:
-            oldest = next(iter(self._waiting), None)
-            if oldest is not None:
-                del self._waiting[oldest]
-                with suppress(OSError):  # it has just ended
-                    oldest.shutdown(socket.SHUT_RDWR)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.set_waiting(request, False)
-            self._room.release()
-
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print errors, except those of a reader that has disconnected."""
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+        """Print errors, except those of a connection that has broken."""
+        if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
@@ -122,16 +78,6 @@ class Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = TIMEOUT_S
     server: Server
-
-    def handle_one_request(self) -> None:
-        self.server.set_waiting(self.connection, True)
-        super().handle_one_request()
-
-    def parse_request(self) -> bool:
-        """Read the rest of a request, after which its connection is no longer replaced."""
-        complete = super().parse_request()
-        self.server.set_waiting(self.connection, False)
-        return complete
 
     def do_GET(self) -> None:
         access = self.server.access
@@ -177,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
         elif not rest:
             self._page(pages.run_page(name, site.record(name)))
         else:
-            self._file(site.file(name, rest))
+            self._file(rest[-1], site.open_file(name, rest))
 
     def _sign_in(self, path: str, token: str) -> None:
         """Replace the token in an address by a cookie, to keep it out of the browser history."""
@@ -227,12 +173,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
 
-    def _file(self, path: Path) -> None:
+    def _file(self, name: str, file: BinaryIO) -> None:
         """Send a file; the browser shows texts and downloads weights."""
-        with path.open("rb") as file:
-            remaining = path.stat().st_size  # a log may grow while it is sent
+        with file:
+            remaining = os.fstat(file.fileno()).st_size  # a log may grow while it is sent
             headers = {"Content-Type": "text/plain; charset=utf-8"}
-            if path.name not in TEXTS:
+            if name not in TEXTS:
                 headers = {"Content-Type": "application/octet-stream"}
                 headers["Content-Disposition"] = "attachment"
             self._begin(200, {**headers, "Content-Length": str(remaining)})

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 from selftask.errors import UserError
 from selftask.report.overview.run_line import RunLine
@@ -97,13 +97,20 @@ class Site:
             read = self._records.setdefault(folder, Cached(partial(RunRecord.read, folder)))
         return read()
 
-    def file(self, name: str, parts: Sequence[str]) -> Path:
-        """Return a text file, checkpoint or export of a run; raise NotThere for other paths."""
+    def open_file(self, name: str, parts: Sequence[str]) -> BinaryIO:
+        """Open a text file, checkpoint or export of a run.
+
+        Raises:
+            NotThere: For other paths, or if the file cannot be read.
+        """
         folder = self.folder(name)
         is_text = len(parts) == 1 and parts[0] in TEXTS
         if not is_text and not (len(parts) == 2 and parts[0] in _WEIGHTS):
             raise NotThere
         path = folder.joinpath(*parts).resolve()
-        if not path.is_relative_to(folder) or not path.is_file():
-            raise NotThere
-        return path
+        try:
+            if path.is_relative_to(folder) and path.is_file():
+                return path.open("rb")
+        except OSError as error:
+            raise NotThere(error.strerror) from error
+        raise NotThere
