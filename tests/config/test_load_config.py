@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from selftask.cli.main import main as cli
 from selftask.config.compose import recipes
+from selftask.config.compose.overrides import format_value, parse_value
 from selftask.config.compose.recipe_files import read_recipe
 from selftask.config.config_class import config_class
 from selftask.config.difference import difference
@@ -221,6 +222,12 @@ SCALARS = (
     "1 -1 +1 01 08 1_000 0x1f 1. .5 -.5 1.5 1e3 1e-3 1E-3 1.5e+3 -1e3 1_0.5e1 .5e-3 1e 1e- e3 "
     ".inf -.inf yes no on null ~ 2026-11-28 2026-11-28T10:00:00 1.2.3 '1e3'"
 )
+
+
+@pytest.mark.parametrize("text", [r"\d+", "a\\", r"\"x\\", r"a\\b", "',{"])
+def test_a_formatted_value_is_read_as_it_was(text: str) -> None:
+    parsed = parse_value(format_value([text]), ("method", "x"))
+    assert parsed is not None and parsed.value() == [text]
 
 
 def test_scalars_of_a_recipe_are_those_of_omegaconf(tmp_path: Path) -> None:

@@ -140,8 +140,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(format_value, value)) + "]"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        return hydra_types.QuotedString(value, hydra_types.Quote.double).with_quotes()
     return json.dumps(value)
 
 
