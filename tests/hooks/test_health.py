@@ -83,6 +83,10 @@ def test_weights_that_stop_when_the_rate_is_zero(caplog: pytest.LogCaptureFixtur
         weight.data -= group["lr"]
         health.on_update(task)
     assert copied == [True] + 5 * [False] + [True] + 3 * [False]  # warned of once
+    resumed = Health()
+    resumed.load_state_dict(health.state_dict())
+    resumed.on_backward(task)
+    assert resumed.before is None  # warned of already
     (message,) = warnings(caplog.records)
     assert message.startswith("step 27: no weight moves; the learning rate is 0 here")
 

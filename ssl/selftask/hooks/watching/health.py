@@ -73,10 +73,11 @@ class Health(Hook):
             self._check_embedding(task, embedding[: self.max_rows].float())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ratios": list(self.ratios)}
+        return {"ratios": list(self.ratios), "warned": sorted(self.warned)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ratios = list(state.get("ratios", ()))
+        self.warned = set(state.get("warned", ()))
 
     def _log_loss(self, task: Task) -> float | None:
         """Log and return ``chance_ratio``; warn if the loss has stayed at chance."""
