@@ -55,6 +55,12 @@ def test_a_run_that_stops_resumes_fails_and_ends(tmp_path: Path) -> None:
     assert times == sorted(times)
 
 
+def test_a_run_that_begins_anew_has_no_events_of_the_one_before(tmp_path: Path) -> None:
+    for more in ("train.max_steps=2", "resume=never"):
+        Trainer().train(tiny.task("simclr", tmp_path, "run", "train.max_steps=1", more))
+    assert story(tmp_path / "run") == [("start", 0), ("checkpoint", 1), ("finish", 1)]
+
+
 def test_another_rank_tells_of_a_dead_rank_0(tmp_path: Path) -> None:
     task = tiny.task("simclr", tmp_path, "run")
     task.out.mkdir()

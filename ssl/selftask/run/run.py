@@ -32,7 +32,7 @@ from selftask.distributed.world import STOP_SIGNALS, read_world
 from selftask.errors import RunError, UserError
 from selftask.evaluate.online import check_evaluations, evaluate_task
 from selftask.files.replace import write_durably
-from selftask.logs import DETAIL, LOGGER
+from selftask.logs import DETAIL, LOGGER, events
 from selftask.logs.events import WarningEvents, add_event
 from selftask.logs.lines import info_on_stderr, lasting_output, start_log, stop_log
 from selftask.logs.startup import lap
@@ -99,6 +99,8 @@ def run_task(task: Task, *, raises: bool = False) -> int:
     ):
         start_log(task.out, world.rank)
         if world.rank == 0:
+            if config.resume.checkpoint == "never":
+                (task.out / events.NAME).unlink(missing_ok=True)  # of the run that was here
             LOGGER.addHandler(WarningEvents(task.out))
         try:
             if fetched is not None:
