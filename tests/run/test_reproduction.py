@@ -80,6 +80,12 @@ def git(*words: str) -> str:
     return done.stdout.strip()
 
 
+def test_it_is_unknown_what_a_slow_git_did_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"status": None}
+    monkeypatch.setattr(environment, "_git", lambda *words, **_: answers.get(words[0], "abc"))
+    assert environment.describe()["git"]["dirty"] is None
+
+
 def test_what_a_run_records_and_what_differs_here(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ def _checkout() -> dict[str, Any] | None:
         "folder": _git("rev-parse", "--show-toplevel"),
         "commit": commit,
         "branch": _git("rev-parse", "--abbrev-ref", "HEAD"),
-        "dirty": bool(changed),
+        "dirty": None if changed is None else bool(changed),  # None: not known
     }
 
 
