@@ -16,7 +16,8 @@ Passwords in addresses are masked.
 The output is itself a recipe: selftask config simclr > mine.yaml; selftask train mine.yaml
 
   --against OTHER   print only the values that differ from those of another recipe, or of a run
-                    (RUN/config.yaml), as a recipe that inherits it"""
+                    (RUN/config.yaml), and all of a part whose name differs, as a recipe that
+                    inherits it"""
 
 
 def main(argv: list[str]) -> int:
