@@ -12,8 +12,10 @@ from submit_words import Fake, submit, words
 
 import tiny
 from selftask.config.checks.sbatch import minutes, show_minutes
+from selftask.config.schema import LaunchConfig
 from selftask.errors import UserError
 from selftask.slurm import queue
+from selftask.slurm.job import executor
 from selftask.slurm.plan import plan
 
 pytestmark = pytest.mark.usefixtures("small_words")
@@ -66,6 +68,8 @@ def test_out_without_what_sbatch_replaces(tmp_path: Path) -> None:
     """It would write its logs elsewhere than the run."""
     with pytest.raises(UserError, match=r"run_%j: sbatch replaces %"):
         plan("simclr/digits", tiny.overrides("simclr", tmp_path, "run_%j"))
+    with pytest.raises(UserError, match=r"run_%j/evaluations: sbatch replaces %"):
+        executor(LaunchConfig(), tmp_path / "run_%j/evaluations/slurm", "of a suite")
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,11 @@ def executor(launch: LaunchConfig, folder: Path, name: str, **derived: Any) -> E
     """
     chosen = {**derived, **{option(key): value for key, value in launch.slurm.items()}}
     _check_lines({"out": str(folder.absolute()), "the name of the job": name, **chosen})
+    if "%" in str(folder.absolute()):
+        raise UserError(
+            f"out={folder.parent}: sbatch replaces % in the names of its logs; the folder keeps "
+            "its name when the job starts again, so give it one without %"
+        )
     limit = minutes(chosen.pop("time", None)) or DEFAULT_MINUTES
     options = {key: value for key, value in chosen.items() if key not in SUBMITIT}
     options = {"job_name": name, "requeue": True, **options}

@@ -101,11 +101,6 @@ def plan(recipe: str, overrides: list[str]) -> Plan:
     """
     base, configs, samples = _read(recipe, expand_sweep(overrides))
     first = configs[0]
-    if "%" in str(base.absolute()):
-        raise UserError(
-            f"out={base}: sbatch replaces % in the names of its logs; the folder keeps its name "
-            "when the job starts again, so give it one without %"
-        )
     queue.check_idle(base)
     megabytes = _check_space(first, base, len(configs))
     partitions = chosen(first.launch)
