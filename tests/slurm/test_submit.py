@@ -230,8 +230,9 @@ def test_one_cpu_is_singular(tmp_path: Path) -> None:
 
 def test_from_inside_of_a_job(tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """sbatch would take the settings of the job around it for those of the new one."""
-    around = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "3", "SBATCH_PARTITION": "x", "SRUN_DEBUG": "3"}
-    for name, value in {**around, "SLURM_CONF": "/etc/slurm.conf"}.items():
+    around = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "3", "SRUN_DEBUG": "3"}
+    of_user = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "mine"}
+    for name, value in {**around, **of_user}.items():
         monkeypatch.setenv(name, value)
     fake("sbatch", f"env > {tmp_path}/seen; echo Submitted batch job 77")
     fake("squeue", "exit 0")
@@ -239,7 +240,7 @@ def test_from_inside_of_a_job(tmp_path: Path, fake: Fake, monkeypatch: pytest.Mo
     (made,) = plan("simclr/digits", words(tmp_path, "run")).submit()
     assert made.job_id == "77"
     seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
-    assert not seen & around.keys() and "SLURM_CONF" in seen
+    assert not seen & around.keys() and of_user.keys() <= seen
     assert {name: os.environ[name] for name in around} == around, "here they are as before"
 
 

@@ -254,11 +254,14 @@ def submit(submissions: Sequence[Callable[[], Any]], executor: Executor) -> list
 
 @contextmanager
 def _outside_of_jobs() -> Iterator[None]:
-    """Context without the SLURM variables of the current job, which sbatch would inherit."""
+    """Context without the SLURM variables of the current job, which sbatch would inherit.
+
+    ``SBATCH_ACCOUNT`` and its like are kept, since the user sets them, not the job.
+    """
     if "SLURM_JOB_ID" not in os.environ:
         yield
         return
-    kept = {key: os.environ[key] for key in ("SLURM_CONF",) if key in os.environ}
+    kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k.startswith("SBATCH_")}
     with clean_env():
         os.environ.update(kept)
         yield
