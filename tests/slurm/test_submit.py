@@ -9,16 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from submit_words import CLUSTER, Fake, submit, words
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 from submitit.slurm.slurm import SlurmJob
+from torch import nn
 
 import tiny
 from selftask.config.load import load_config
 from selftask.config.values import auto_values
 from selftask.slurm import queue
-from selftask.slurm.plan import derived_options, plan
+from selftask.slurm.plan import _checkpoint_megabytes, derived_options, plan
 
 pytestmark = pytest.mark.usefixtures("small_words")
 
@@ -221,6 +223,21 @@ def test_a_large_login_node_does_not_ask_for_as_many_cpus(
     monkeypatch.setattr(auto_values, "cores", lambda: 64)
     derived, workers, _ = derived_options(load_config("simclr/digits", chosen), [])
     assert derived["cpus_per_task"] == workers == expected
+
+
+class OfNumbers(nn.Module):
+    """A backbone that the meta device cannot build: its tensors have no numbers."""
+
+    embed_dim = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.from_numpy(torch.ones(8).numpy()))
+
+
+def test_the_size_of_a_checkpoint_if_the_meta_device_builds_no_backbone() -> None:
+    config = load_config("simclr/digits", [f"backbone={__name__}:OfNumbers"])
+    assert _checkpoint_megabytes(config) == 8 * 4 * 4 / 1e6
 
 
 def test_one_cpu_is_singular(tmp_path: Path) -> None:

@@ -88,7 +88,11 @@ def build_on_meta(component: Component, channels: int) -> nn.Module | None:
     try:
         with torch.device("meta"):
             return build_backbone(component, channels)
-    except (NotImplementedError, RuntimeError, TypeError):  # TypeError: of Tensor.numpy()
+    except UserError as error:
+        if "meta device" in str(error):  # the TypeError of Tensor.numpy()
+            return None
+        raise
+    except (NotImplementedError, RuntimeError, TypeError):
         return None
 
 

@@ -224,14 +224,7 @@ def _check_space(config: Config, out: Path, runs: int) -> float:
 
 def _checkpoint_megabytes(config: Config) -> float:
     """Estimate the size of a checkpoint: backbone, teacher, and two optimizer moments."""
-    import torch
+    from selftask.models.build import build_backbone, build_on_meta  # slow: imports torch
 
-    from selftask.registry import BACKBONES
-
-    component = config.backbone
-    try:
-        with torch.device("meta"):
-            backbone = BACKBONES[component.name](**component.args).build()
-    except (RuntimeError, NotImplementedError):  # the constructor reads values of its weights
-        backbone = BACKBONES[component.name](**component.args).build()
+    backbone = build_on_meta(config.backbone, 3) or build_backbone(config.backbone)
     return sum(p.numel() for p in backbone.parameters()) * 4 * 4 / 1e6
