@@ -12,6 +12,7 @@ import torch
 
 import tiny
 from ranks import run_ranks
+from run_folders import read_events
 from selftask.cli.main import main
 from selftask.hooks.base import function_hook
 from selftask.hooks.failures.non_finite import NonFiniteLoss, is_finite
@@ -204,6 +205,17 @@ def test_rollback_discards_what_came_after_the_checkpoint(tmp_path: Path) -> Non
     assert task.rollbacks == 1
     assert begun[4:6] == [(1, False), (2, True)]
     assert list(task.history["loss"].steps) == [1, 2, 3]
+
+
+def test_a_run_from_another_goes_back_to_its_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own first checkpoint is of step 5. Going back is no resume."""
+    tiny.train("simclr", tmp_path, "first", "train.stop_at=3")
+    resume = f"resume={tmp_path}/first/checkpoints/step_000000003.pt"
+    tiny.train("simclr", tmp_path, "run", resume, "train.on_nan=rollback", inject("nan_input", 4))
+    assert "going back to step 3, to repeat" in caplog.text
+    assert [e["step"] for e in read_events(tmp_path / "run") if e["event"] == "resume"] == [3]
 
 
 def test_rollback_ends_with_its_budget(tmp_path: Path) -> None:

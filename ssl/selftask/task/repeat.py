@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from selftask.checkpoint import rotation
+from selftask.config.checks.locations import asked_checkpoint
 from selftask.distributed.collectives import barrier
 from selftask.hooks.base import Task
 from selftask.hooks.failures.non_finite import NonFiniteGuard, NonFiniteLoss
@@ -41,7 +42,7 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
     task.checkpoints.finalize()
     barrier()
     saved = rotation.checkpoints(task.out / "checkpoints")
-    begin = rotation.step_of(saved[0]) if saved else 0
+    begin = rotation.step_of(saved[0]) if saved else task.begun_at
     if policy == "stop" and error.step - begin > MOST_REPEATED:
         raise NonFiniteLoss(
             f"{error}; the last checkpoint is of step {begin}: the same command with "
@@ -52,10 +53,10 @@ def recover(task: Task, error: NonFiniteLoss) -> None:
     log.warning("going back to step %d, to repeat with a check in each step", begin)
     guard = NonFiniteGuard(policy, until=task.clock.batch, cause=error)
     task.rollbacks += policy == "rollback"
-    _restart(task, guard, "auto" if saved else None)
+    _restart(task, guard, "auto" if saved else asked_checkpoint(task.config))
 
 
-def _restart(task: Task, guard: NonFiniteGuard, checkpoint: str | None) -> None:
+def _restart(task: Task, guard: NonFiniteGuard, checkpoint: str) -> None:
     """Rebuild all parts of the task and load the checkpoint."""
     task.on_exception()  # hooks restore what they have changed
     task.close()

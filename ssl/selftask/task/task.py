@@ -105,6 +105,7 @@ class Task(Recorder, ClassyTaskNames):
         self.interrupted_by: str | None = None  # stop reason; stops after this step
         self.calls: dict[str, list[Callable[[Task], None]]] = {}  # hook point -> methods of hooks
         self.rollbacks = 0  # number of returns to a checkpoint because of NaN
+        self.begun_at = 0  # step of the checkpoint that was loaded
         self.resume_from: str | None = None  # overrides ``resume.checkpoint``
         self.saved: tuple[int, int] | None = None  # step and phase of the newest checkpoint
         self.checkpoints = task_state.open_writer(config, self.out)

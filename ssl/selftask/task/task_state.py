@@ -248,9 +248,10 @@ def resume(task: Task) -> bool:
         task.rows.cut(rows_bytes)
     if checkpoint is None:
         return False
+    task.begun_at = task.steps_done
     task.run_hooks("after_load")
     log.info("resumed from %s: step %d, epoch %d", checkpoint[1], task.steps_done, task.clock.epoch)
-    if not task.clock.done:  # a finished run may be loaded
+    if not task.clock.done and task.resume_from is None:  # not finished, and no rollback
         task.event("resume", f"resumed from {checkpoint[1]}", epoch=task.clock.epoch)
     _log_new_length(task, checkpoint[0])
     _log_new_statistics(task, checkpoint[0])
