@@ -66,6 +66,17 @@ def test_python_and_the_command_agree(
     assert of_model == pytest.approx(expected, rel=1e-7)
 
 
+def test_random_numbers_of_the_caller_stay_the_same(folder: Path) -> None:
+    """Random weights are drawn anew by each call."""
+    words = {"data": str(folder / "images"), "k": [3]}
+    before = torch.get_rng_state()
+    selftask.evaluate(folder / "simclr", **words)
+    selftask.evaluate(selftask.load(folder / "simclr"), **words)
+    assert torch.equal(torch.get_rng_state(), before)
+    first, second = (selftask.load("timm:resnet10t", weights="none") for _ in range(2))
+    assert not torch.equal(*(model.backbone.conv1[0].weight for model in (first, second)))
+
+
 def test_data_sets_are_data(folder: Path, forget_names: None) -> None:
     file = tiny.digits_file(folder)
     arrays = np.load(file)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from selftask.api.model import Model
 from selftask.api.objects import overrides
 from selftask.api.training import Run
@@ -63,11 +65,13 @@ def evaluate(
         f"{key}={str(value).lower() if key == 'trust' else value}" for key, value in plain.items()
     ]
     name = by_protocol(name, *words)
-    if isinstance(model, Model):
+    # The caller's random numbers stay the same; those of new random weights go on.
+    with torch.random.fork_rng(devices=(), enabled=plain.get("weights") != "none"):
+        if not isinstance(model, Model):
+            return evaluate_named(name, str(model.out if isinstance(model, Run) else model), words)
         if unused := sorted({*plain, "image_size"} & {*plain, *settings}):
             raise UserError(f"evaluate: {unused[0]} is for a model by its name; see selftask.load")
         address = type(model.backbone).__name__
         loaded = model.backbone, model.facts
         frozen = open_frozen(address, asked_words(name, words), loaded=loaded)
         return described(evaluate_frozen([name], frozen), frozen.data_digests)[0]
-    return evaluate_named(name, str(model.out if isinstance(model, Run) else model), words)

@@ -96,6 +96,9 @@ def load(
     Raises:
         UserError: If something is missing or does not match.
     """
-    return Model(
-        *open_model(str(model), weights=weights, trust=trust, image_size=image_size, prefix=prefix)
-    )
+    # The caller's random numbers stay the same, unless the weights are random.
+    with torch.random.fork_rng(devices=(), enabled=weights != "none"):
+        opened = open_model(
+            str(model), weights=weights, trust=trust, image_size=image_size, prefix=prefix
+        )
+    return Model(*opened)
