@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import threading
@@ -27,6 +28,7 @@ from selftask.config.load import to_yaml
 from selftask.logs import write_json
 from selftask.logs.checkpoint_results import CheckpointResults
 from selftask.report.curves import run_charts
+from selftask.report.overview.liveness import LOCK
 from selftask.report.record import RunRecord
 from selftask.slurm import queue
 
@@ -185,7 +187,7 @@ def test_averaged_weights(run: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["running", "requeued"])
+@pytest.mark.parametrize("state", ["running", "hung", "requeued"])
 def test_new_checkpoints_are_followed(
     state: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +197,10 @@ def test_new_checkpoints_are_followed(
     hidden = run / "hidden.pt"
     last.rename(hidden)
     status = {"state": state, "step": 1, "updated": time.time()}
+    if state == "hung":  # no heartbeat
+        status["state"] = "running"
+        (run / LOCK).touch()
+        os.utime(run / LOCK, (0, 0))
     write_json(run / "status.json", status)
 
     def go_on() -> None:

@@ -66,7 +66,7 @@ def _evaluate(request: Request, *, follow: bool) -> None:
 
     results = CheckpointResults(request.run, request.settings)
     while True:
-        goes_on = follow and read_line(request.run).state in ("running", "requeued")
+        goes_on = follow and read_line(request.run).state in ("running", "hung", "requeued")
         paths = request.chosen()
         for path in paths:
             missing = results.missing(step_of(path), request.evaluations)
