@@ -204,7 +204,8 @@ def test_parts_of_the_images_make_the_whole(exported: Path, images: Path, tmp_pa
         (["out=x"], "needs a run or model before any key=value"),
         (["MODEL"], "needs out=DIR"),
         (["MODEL", "out=x", "data.val=y"], "data.val: features reads data= only"),
-        (["MODEL", "out=x", "dat=y"], "unknown key 'dat'; did you mean 'data'?"),
+        (["MODEL", "out=x", "dat=y"], "features: there is no 'dat'; did you mean 'data'?"),
+        (["MODEL", "out=x", "train.batch_size=8"], "features: there is no 'train.batch_size'"),
         (["nowhere", "out=x"], "nowhere: there is no such file or run"),
     ],
 )

@@ -175,6 +175,6 @@ def _with_prefix(name: str, overrides: list[str]) -> list[str]:
     """Expand ``k=[5]`` to ``eval.evaluations.knn.k=[5]``; raise UserError for unknown fields."""
     config = config_class(EVALUATIONS, name)
     names = {field.name for field in fields(config)} if config is not None else set()
-    check_words(name, overrides, names)
+    check_words(f"eval {name}", overrides, names)
     prefix = f"eval.evaluations.{name}."
     return [prefix + text if text.partition("=")[0] in names else text for text in overrides]

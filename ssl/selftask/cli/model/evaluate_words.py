@@ -78,21 +78,24 @@ def take_options(
         UserError: As ``take_fields``, or for a word that has no effect.
     """
     options, rest = take_fields(words, kind)
-    check_words(name, rest, {*(field.name for field in dataclasses.fields(kind)), *keys})  # type: ignore[arg-type]
+    check_words(f"eval {name}", rest, {*(field.name for field in dataclasses.fields(kind)), *keys})  # type: ignore[arg-type]
     return options, rest
 
 
-def check_words(name: str, words: Iterable[str], keys: Collection[str]) -> None:
+def check_words(
+    command: str, words: Iterable[str], keys: Collection[str], sections: Collection[str] = ()
+) -> None:
     """Raise UserError for a word that has no effect, such as a setting of the optimizer.
 
     Args:
-        name: Name of the evaluation, for the message.
+        command: Name of the command, for the message.
         words: ``key=value`` words.
-        keys: Keys of the evaluation itself.
+        keys: Keys of the command itself.
+        sections: Additional sections of the config that the command accepts.
     """
-    short = {*keys, *OTHERS}
+    short, known_sections = {*keys, *OTHERS}, {*SECTIONS, *sections}
     for key in sorted({word.partition("=")[0] for word in words} - short):
         section = key.partition(".")[0]
-        if section not in SECTIONS or (section == "train" and key not in OF_TRAIN):
-            known = {*short, *SECTIONS, *OF_TRAIN} - {"train"}
-            raise UserError(f"eval {name}: there is no {key!r}; {nearest(key, known)}")
+        if section not in known_sections or (section == "train" and key not in OF_TRAIN):
+            known = {*short, *known_sections, *OF_TRAIN} - {"train"}
+            raise UserError(f"{command}: there is no {key!r}; {nearest(key, known)}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selftask.cli.model.checkpoint_model import open_named
+from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.load_model import FROZEN, WEIGHTS, Frozen
 from selftask.cli.options import needs_first, take
 from selftask.cli.verbosity import USAGE as VERBOSITY
@@ -108,6 +109,7 @@ def _own_options(overrides: list[str]) -> tuple[str, int, list[str]]:
     if clusters is not None and not (clusters.isdecimal() and int(clusters) > 0):
         raise UserError(f"clusters={clusters}: expected the number of clusters, such as 1000")
     evaluated = ("layers", "pool", "flip", "scales")
+    check_words("features", overrides, (*evaluated, "out", "clusters", "rank"))
     overrides = [f"eval.{t}" if t.partition("=")[0] in evaluated else t for t in overrides]
     return out, int(clusters or 0), overrides
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from selftask.checkpoint.kept import named_checkpoint
 from selftask.checkpoint.rotation import checkpoints, step_of
-from selftask.cli.model.evaluate_words import OTHERS, SECTIONS
+from selftask.cli.model.evaluate_words import check_words
 from selftask.cli.model.load_model import without_old_val
 from selftask.cli.options import take
 from selftask.config.schema import Config
@@ -92,17 +92,14 @@ def read_request(words: list[str]) -> tuple[Request, Config]:
     )
     if not request.evaluations:
         raise UserError(f"{run}: has no evaluations of its own; name some, such as knn")
-    _check_words(request)
+    check_words(
+        "eval suite",
+        request.words,
+        ("checkpoints", "every"),
+        sections=[*request.evaluations, "launch"],
+    )
     overrides, _ = take_trust(take("weights", request.overrides(request.evaluations))[1])
     return request, load_config(str(run / "config.yaml"), overrides, trust=trust)
-
-
-def _check_words(request: Request) -> None:
-    sections = {*SECTIONS, *OTHERS, *request.evaluations, "launch", "checkpoints", "every"}
-    sections -= {"prefix"}  # a run has one backbone
-    for word in request.words:
-        first = _key(word).partition(".")[0]
-        check_known(first, sections, f"eval suite: there is no {first!r}")
 
 
 def _key(word: str) -> str:
