@@ -10,9 +10,7 @@ backbone, K: tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,9 +74,6 @@ class BEiT(BlockMaskedPatches):
         """Hidden layer whose patches the branch gets, counted from the last, -1."""
         branch_heads: int = setting(12, min=1, tiny=4)
         """Attention heads of a block of the branch."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            yield from FrozenModule.of(self.tokenizer).problems("tokenizer")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the tokenizer, and build the network with a score for each token.

@@ -7,9 +7,8 @@ width of regressor and decoder, T: number of tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -88,10 +87,6 @@ class CAE(KeptPatches):
         """Attention heads of these blocks."""
         feature_weight: float = setting(2.0, min=0)
         """Weight of the difference of features, w."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            yield from super().problems(config)
-            yield from FrozenModule.of(self.tokenizer).problems("tokenizer")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the tokenizer, and build the network with MAE's initial weights unless loaded."""

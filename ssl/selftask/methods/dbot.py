@@ -5,9 +5,7 @@ B: images per rank, N: patches of an image, K encoded and M masked ones, D: widt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,10 +45,6 @@ class DBOT(KeptPatches):
         """Backbone whose features of patches are predicted; ``weights: none`` at first."""
         beta: float = setting(2.0, above=0)
         """Error below which the loss is quadratic."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            yield from super().problems(config)
-            yield from FrozenModule.of(self.teacher).problems("teacher")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the teacher, and build a network whose decoder has the teacher's width."""

@@ -104,8 +104,6 @@ class DINOv3(DINOv2):
                     "tied_heads: images and patches share one head, so that patch_out_dim, "
                     "patch_hidden_dim and patch_bottleneck have no effect; leave them out"
                 )
-            if self.gram_teacher is not None:
-                yield from FrozenModule.of(self.gram_teacher).problems("gram_teacher")
 
     gram_teacher: Teacher | None
 

@@ -90,7 +90,6 @@ class DistillPrototypes(Distillation):
         """Number of layers of that head, without the last layer."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            yield from super().problems(config)
             if self.pairs == "different" and total_views(config["views"]) < NUM_GLOBAL:
                 yield "pairs: 'different' compares views, and `views` makes one; views.main.count=2"
             step = config["train"]["step"]

@@ -6,9 +6,7 @@ backbone, D: width of the teacher.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,9 +50,6 @@ class EVA(BlockMaskedPatches):
     class Config(BlockMaskedPatches.Config):
         teacher: FrozenModule = trained_teacher()
         """Backbone whose features of patches are predicted, such as CLIP's vision tower."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            yield from FrozenModule.of(self.teacher).problems("teacher")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the teacher, and build a network whose head has the teacher's width."""

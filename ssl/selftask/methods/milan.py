@@ -6,9 +6,7 @@ width of the teacher, C: width of the decoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,10 +55,6 @@ class MILAN(KeptPatches):
     class Config(KeptPatches.Config):
         teacher: FrozenModule = trained_teacher()
         """Vision transformer with a class token, such as CLIP's vision tower."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            yield from super().problems(config)
-            yield from FrozenModule.of(self.teacher).problems("teacher")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the teacher, and build the network with MAE's initial weights unless loaded."""

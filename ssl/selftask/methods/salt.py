@@ -5,9 +5,7 @@ B: images per rank, N: patches of an image, D: width of the teacher.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,10 +45,6 @@ class SALT(BlockPrediction, MaskedPatches):
     class Config(BlockPrediction.Config):
         teacher: FrozenModule = trained_teacher()
         """Backbone whose features of patches are predicted."""
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            yield from super().problems(config)
-            yield from FrozenModule.of(self.teacher).problems("teacher")
 
     def build_network(self, backbone: nn.Module, task: Task) -> nn.Module:
         """Open the teacher, and build a network whose predictor has the teacher's width."""

@@ -110,8 +110,6 @@ class UNIC(Method):
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
             if not self.teachers:
                 yield "teachers: give at least one, such as {dino: RUN}"
-            for name, teacher in self.teachers.items():
-                yield from FrozenModule.of(teacher).problems(f"teachers.{name}")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

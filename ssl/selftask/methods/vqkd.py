@@ -89,7 +89,6 @@ class VQKD(Method):
         """Number of attention heads of a block of the decoder."""
 
         def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            yield from FrozenModule.of(self.teacher).problems("teacher")
             if self.decoder_dim % 4 or self.decoder_dim % self.decoder_heads:
                 yield (
                     f"decoder_dim: {self.decoder_dim}; a multiple of 4 and of decoder_heads="

@@ -8,7 +8,7 @@ from typing import Any
 
 from selftask.config.config_class import config_class, config_object
 from selftask.config.keys import Key, dotted
-from selftask.config.schema import Component, Config, OptimizerConfig
+from selftask.config.schema import Component, Config, FrozenModule, OptimizerConfig
 from selftask.config.schema.component import Section, named_in
 from selftask.registry import HOOKS, OPTIMIZERS, REGISTRIES, SCHEDULES, Registry
 
@@ -76,6 +76,9 @@ def iter_problems(
         made = config_object(config, component.args)
     for nested, its_registry, place in _in_fields(config, component.args, key):
         yield from iter_problems(nested, its_registry, place, whole)
+    for place, frozen in _frozen_modules(component.args, key):
+        for text in frozen.problems(dotted(place)):
+            yield tuple(text.partition(":")[0].split(".")), text
     for message in made.problems(whole) if made else ():
         name, _, rest = message.partition(":")
         path = tuple(name.split("."))
@@ -83,6 +86,15 @@ def iter_problems(
             yield (*key, *path), f"{dotted((*key, *path))}:{rest}"
         else:
             yield path if path[0] in whole else key, message
+
+
+def _frozen_modules(value: Any, key: Key) -> Iterator[tuple[Key, FrozenModule]]:
+    """Yield the frozen modules in the arguments of a component, and their keys."""
+    if isinstance(value, FrozenModule):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _frozen_modules(item, (*key, name))
 
 
 def inner_components(

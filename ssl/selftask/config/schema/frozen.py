@@ -15,7 +15,7 @@ from selftask.config.library_names import split_address
 class FrozenModule:
     """Config of a frozen module; a plain string is short for its ``model``.
 
-    A method's ``Config`` declares one as ``teacher: str | FrozenModule = setting(path=True)``, and
+    A method's ``Config`` declares one as ``teacher: FrozenModule = setting(missing="...")``, and
     ``Method.open_frozen("teacher", task)`` returns it.
     """
 
@@ -52,7 +52,7 @@ class FrozenModule:
         return self.library is None and is_code(self.model)
 
     def problems(self, key: str) -> Iterator[str]:
-        """Yield problems as ``KEY.weights: text``, for the ``problems`` of a method's Config."""
+        """Yield a text ``KEY.weights: ...`` for each problem of the module at this key."""
         if self.library and self.weights is None:
             yield (
                 f"{key}.weights: {self.model} needs a file of weights, 'pretrained' to fetch the "

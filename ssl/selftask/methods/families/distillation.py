@@ -5,7 +5,6 @@ V: views; B: images per rank; D: width of the teacher's output; K: length of a q
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,9 +58,6 @@ class Distillation(Method):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         teacher: FrozenModule
-
-        def problems(self, config: dict[str, Any]) -> Iterator[str]:
-            yield from FrozenModule.of(self.teacher).problems("teacher")
 
     def open_teacher(self, task: Task) -> TrainedNetwork:
         """Return the teacher, and set ``out_dim`` to the width of its output, D.
