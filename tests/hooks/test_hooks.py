@@ -221,3 +221,16 @@ def test_the_exception_is_there(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         train_loop(task)
     assert seen == [caught.value]
+
+
+def test_kept_losses_hold_no_other_memory(tmp_path: Path) -> None:
+    """F.mse_loss returns a scalar in the memory of all squared differences."""
+    kept: list[int] = []
+
+    def look(task: Task) -> None:
+        kept.extend(loss.untyped_storage().nbytes() for loss in task.losses)
+
+    task = tiny.task("mae", tmp_path, "run", "train.max_steps=2")
+    task.add_hook(function_hook(on_step=look))
+    train_loop(task)
+    assert set(kept) == {4}

@@ -50,7 +50,7 @@ class Metrics(Hook):
         self.test_phase = ExitStack()  # the values for the next row of training are set aside
 
     def on_loss_and_meter(self, task: Task) -> None:
-        loss = task.last_batch.loss
+        loss = task.last_batch.loss.clone()  # F.mse_loss's scalar keeps the memory of all squares
         task.losses.append(loss)
         if task.train:
             self.window.append(loss)
