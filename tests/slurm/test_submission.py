@@ -69,6 +69,18 @@ def test_submission_holds_the_whole_config(
     assert submission.read_config() == whole
 
 
+def test_only_the_first_attempt_begins_anew(submission: Submission) -> None:
+    """After a requeue, resume=never must not set the job's own checkpoints aside."""
+    resume = {**submission.config["resume"], "checkpoint": "never"}
+    job = replace(submission, config={**submission.config, "resume": resume})
+    saved = Path(job.out, "checkpoints", "step_000000010.pt")
+    saved.parent.mkdir(parents=True)
+    saved.touch()
+    for age_s, expected in ((60, "never"), (-60, "auto")):
+        os.utime(saved, (job.submitted - age_s, job.submitted - age_s))
+        assert job.read_config().resume.checkpoint == expected
+
+
 def test_submission_returns_itself_by_both_names(tmp_path: Path, submission: Submission) -> None:
     submission.modules = [*submission.modules, "/added/later"]
     for name in ("checkpoint", "__submitit_checkpoint__"):

@@ -13,6 +13,7 @@ import shutil
 import site
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ class Submission:
     folder: str  # working directory of the submission, base of relative paths in the config
     modules: list[str] = field(default_factory=list)  # added to sys.path for `import:`
     requeues: int = 0  # of a local job, which does not count them itself
+    submitted: float = field(default_factory=time.time)  # seconds since 1970
 
     @property
     def out(self) -> str:
@@ -111,13 +113,19 @@ class Submission:
     __submitit_checkpoint__ = checkpoint  # submitit 1.5.4 uses both names
 
     def read_config(self) -> Config:
-        """Return ``config`` as a ``Config`` object."""
+        """Return ``config`` as a ``Config`` object.
+
+        ``resume=never`` and ``resume=FILE`` are for the first attempt: once the job has saved a
+        checkpoint, it is resumed.
+        """
         from selftask.config.load import load_config
 
+        saved = Path(self.out, "checkpoints").glob("step_*")
+        again = any(path.stat().st_mtime > self.submitted for path in saved)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "config.yaml")
             path.write_text(yaml.safe_dump(self.config, sort_keys=False), encoding="utf-8")
-            return load_config(str(path), [])
+            return load_config(str(path), ["resume=auto"] if again else [])
 
 
 class Executor(SlurmExecutor):
