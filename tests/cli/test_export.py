@@ -210,7 +210,7 @@ def test_what_transformers_cannot_load_is_refused(
 
 def test_only_a_run_has_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "timm:resnet18", "weights=none", "--to", "checkpoint"]) == 2
-    assert "timm:resnet18 is no run" in error_line(capsys)
+    assert "needs a run, and timm:resnet18 is none" in error_line(capsys)
 
 
 def test_the_export_of_another_run_is_not_replaced(

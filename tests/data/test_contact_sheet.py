@@ -140,7 +140,7 @@ def test_the_command_writes_a_png(tmp_path: Path, capfd: pytest.CaptureFixture[s
         ([], "needs a RECIPE"),
         (["data=x"], "needs a RECIPE"),
         (["simclr/digits", "--images", "0"], "--images 0"),
-        (["simclr/digits", "--out", "views.jpg"], "has to end with .png"),
+        (["simclr/digits", "--out", "views.jpg"], "must end with .png"),
         (["simclr/digits", "--out", "no/such/views.png"], "there is no folder"),
         (["simclr/digits", "--image", "3"], "did you mean '--images'?"),
         (["simclr/digit"], "simclr/digits"),

@@ -268,7 +268,10 @@ def test_check_needs_no_torch(tmp_path: Path) -> None:
         (["check", "data.labels=false"], "needs a SOURCE"),
         (["check", "no/such/folder"], "no such folder"),
         (["check", "digits", "--worker", "2"], "did you mean '--workers'?"),
-        (["check", "digits", "--workers", "two"], "--workers two: expected a number"),
+        (
+            ["check", "digits", "--workers", "two"],
+            "--workers two: expected a positive whole number",
+        ),
         (["check", "digits", "--workers", "0"], "--workers 0"),
         (["check", "digits", "--workers"], "--workers needs a value"),
         (["check", "digits", "--json=yes"], "--json takes no value"),
@@ -276,7 +279,7 @@ def test_check_needs_no_torch(tmp_path: Path) -> None:
         (["check", "digits", "data.max_pixel=3"], "did you mean 'data.max_pixels'?"),
         (["stats"], "needs a SOURCE"),
         (["stats", "digits", "--max", "0"], "--max 0"),
-        (["stats", "digits", "--max", "-3"], "expected a number"),
+        (["stats", "digits", "--max", "-3"], "expected a positive whole number"),
     ],
 )
 def test_bad_arguments_of_data_check_and_stats_are_refused(

@@ -300,9 +300,9 @@ def test_weighted_draws_follow_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1\n2\n", r"shape \(2,\) for 3 images"),
+        ("1\n2\n", r"shape \(2,\); expected \(3,\)"),
         ("1\nx\n2\n", r"expected \.npy, or one number a line"),
-        ("1\n-2\n2\n", r"weight -2\.0 of image 1 is not possible"),
+        ("1\n-2\n2\n", r"weight -2\.0 of image 1; weights must be"),
         ("0\n0\n0\n", "all weights are 0"),
         (None, r"w\.txt'.*[Nn]o such file|w\.txt.*not found"),
     ],

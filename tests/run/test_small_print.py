@@ -103,4 +103,4 @@ def test_data_show_writes_where_out_says(
     assert "SHOW wrote mine.png" in capsys.readouterr().out
     assert (tmp_path / "mine.png").exists()
     assert main(["data", "show", "simclr", "out=folder"]) == 2
-    assert "has to end with .png" in capsys.readouterr().err
+    assert "must end with .png" in capsys.readouterr().err

@@ -126,7 +126,7 @@ def test_grad_mode_and_train_mode_are_put_back(tmp_path: Path) -> None:
         assert torch.is_grad_enabled()
         assert task.last_batch.local_loss.requires_grad is train
         assert not task.last_batch.loss.requires_grad
-        assert task.losses[0] is task.last_batch.loss
+        assert torch.equal(task.losses[0], task.last_batch.loss)
         sample = task.last_batch.sample
         assert sample["input"] is task.last_batch.input
         assert sample["target"] is task.last_batch.target is task.last_batch.labels

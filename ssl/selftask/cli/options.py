@@ -70,7 +70,7 @@ def take_options(argv: list[str], known: Mapping[str, type]) -> tuple[list[str],
         if not text:
             raise UserError(f"{name} needs a value")
         if known[name] is int and not text.isdecimal():
-            raise UserError(f"{name} {text}: expected a whole number, such as 4")
+            raise UserError(f"{name} {text}: expected a positive whole number, such as 4")
         options[name] = known[name](text)
     return words, options
 
