@@ -65,7 +65,7 @@ PARTS = {name: (name,) for name in STAGES} | {"both": ("patches", "network")}
 class Result:
     name: str
     seed: int
-    train_s: float
+    train_s: float | None  # None: not trained by this command
     eval_s: float
     knn: float
     linear: float
@@ -88,11 +88,12 @@ def main(argv: Sequence[str]) -> None:
     for seed in range(1, options.seeds + 1):
         out = options.out / f"{options.recipe}_seed_{seed}"
         words = [*images, *overrides, f"train.seed={seed}"]
-        started = time.monotonic()
+        seconds = None
         if not options.evaluate:
+            started = time.monotonic()
             shutil.rmtree(out, ignore_errors=True)  # a wall-clock budget cannot resume
             pretrain(options.recipe, words, out, started + options.minutes * 60)
-        seconds = time.monotonic() - started
+            seconds = time.monotonic() - started
         recipe = HERE / f"{options.recipe}.yaml"
         config = load_config(str(recipe), _for_part(options.recipe, words))
         if not results:
@@ -211,7 +212,7 @@ def evaluate(name: str, backbones: list[nn.Module], config: Config) -> Result:
     started = time.monotonic()
     row = evaluate_backbone(backbone, config, open_data(config.data), device=device)
     seconds = time.monotonic() - started
-    return Result(name, config.train.seed, 0.0, seconds, row["knn_top1"], row["linear_top1"])
+    return Result(name, config.train.seed, None, seconds, row["knn_top1"], row["linear_top1"])
 
 
 def print_table(results: list[Result]) -> None:
@@ -221,7 +222,8 @@ def print_table(results: list[Result]) -> None:
     print("|---|---|---|---|---|---|")
     trained = [result for result in results if result.name != "untrained"]
     for r in results:
-        times = f"{r.train_s / 60:.1f} | {r.eval_s / 60:.1f}"
+        training = "" if r.train_s is None else f"{r.train_s / 60:.1f}"
+        times = f"{training} | {r.eval_s / 60:.1f}"
         print(f"| {r.name} | {r.seed} | {times} | {r.knn:.3f} | {r.linear:.3f} |")
     knn, linear = ([getattr(r, key) for r in trained] for key in ("knn", "linear"))
     if len(trained) > 1:

@@ -278,7 +278,7 @@ def test_waiting_is_told_once_and_only_when_it_lasts() -> None:
     assert watch.add_row(40, 0.2) is None, "20 % is not too much, and begins anew"
     assert watch.add_row(49, 0.3) is None
     assert watch.add_row(1, 0.8) == pytest.approx((49 * 0.3 + 0.8) / 50)
-    assert watch.add_row(500, 0.9) is None, "told already"
+    assert watch.add_row(500, 0.9) is None, "reported already"
     long_rows = WaitWatch()
     assert [long_rows.add_row(200, 0.5) for _ in range(3)] == [None, 0.5, None]
 

@@ -248,6 +248,7 @@ def test_one_cpu_is_singular(tmp_path: Path) -> None:
 def test_from_inside_of_a_job(tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """sbatch would take the settings of the job around it for those of the new one."""
     around = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "3", "SRUN_DEBUG": "3"}
+    around["SBATCH_MEM_BIND_TYPE"] = "none"
     of_user = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "mine"}
     for name, value in {**around, **of_user}.items():
         monkeypatch.setenv(name, value)

@@ -29,7 +29,7 @@ _DEVIATIONS = 8.0  # standard deviations of the difference of two rounding error
 
 
 class _UnitRows:
-    """Normalized rows of a file."""
+    """Rows of a file of features, scaled to length 1 when they are read."""
 
     def __init__(self, rows: FileRows) -> None:
         self._rows = rows

@@ -99,7 +99,7 @@ class AIM(MaskedPatches):
 
 
 class CausalNetwork(Network):
-    """Backbone whose patches attend to the prefix and to earlier patches, then the head."""
+    """Backbone and head; each patch attends to the prefix and to earlier patches only."""
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> PatchOutput:  # type: ignore[override]
         images, mask = inputs

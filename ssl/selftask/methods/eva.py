@@ -74,6 +74,6 @@ class EVA(BlockMaskedPatches):
 
     @in_full_precision
     def forward(self, output: PatchOutput, batch: Batch) -> Tensor:
-        """Return the mean negative cosine of predictions (B, H, D) and targets."""
+        """Return the mean of -cos(prediction, target) over hidden patches, both (B, H, D)."""
         cosines = F.cosine_similarity(output.prediction, batch["targets"], dim=2)
         return mean_of_hidden(-cosines, batch["hidden"][1])

@@ -77,7 +77,10 @@ class TiCo(EMATeacher):
 
     @torch.no_grad()
     def on_forward(self, task: Task) -> None:
-        """Set ``batch["teacher"]`` (B, D), and ``batch["covariance"]`` (D, D) after this batch."""
+        """Set ``batch["teacher"]`` (B, D) and ``batch["covariance"]`` (D, D).
+
+        The covariance includes this batch.
+        """
         batch = task.last_batch
         (batch["teacher"],) = self.teacher(batch.all_views[1:])  # (B, D)
         products = all_reduce_mean(second_moments(batch.output[0]))

@@ -89,7 +89,7 @@ def build_on_meta(component: Component, channels: int) -> nn.Module | None:
         with torch.device("meta"):
             return build_backbone(component, channels)
     except UserError as error:
-        if "meta device" in str(error):  # the TypeError of Tensor.numpy()
+        if isinstance(error.__cause__, TypeError):  # of Tensor.numpy()
             return None
         raise
     except (NotImplementedError, RuntimeError, TypeError):

@@ -177,38 +177,41 @@ def _dense(x: Tensor) -> Tensor:
     return x if any(x.is_contiguous(memory_format=form) for form in kept) else x.contiguous()
 
 
-class _Sync1d(SyncBatchNorm, nn.BatchNorm1d): ...
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """``nn.BatchNorm1d``, synchronized."""
 
 
-class _Sync2d(SyncBatchNorm, nn.BatchNorm2d): ...
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """``nn.BatchNorm2d``, synchronized."""
 
 
-class _Sync3d(SyncBatchNorm, nn.BatchNorm3d): ...
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """``nn.BatchNorm3d``, synchronized."""
 
 
-_KNOWN: dict[type[nn.Module], type[SyncBatchNorm]] = {
-    nn.BatchNorm1d: _Sync1d,
-    nn.BatchNorm2d: _Sync2d,
-    nn.BatchNorm3d: _Sync3d,
+_SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
+    nn.BatchNorm1d: SyncBatchNorm1d,
+    nn.BatchNorm2d: SyncBatchNorm2d,
+    nn.BatchNorm3d: SyncBatchNorm3d,
 }
 
 
 def synchronize_batch_norm(module: nn.Module, ranks: Ranks) -> None:
     """Replace every BatchNorm in ``module`` with a synchronized one of the same name and state.
 
-    It remains an instance of its class, which rules of ``optimizer.groups`` may name.
+    It is still an instance of its former class, which a rule of ``optimizer.groups`` may name.
 
     Raises UserError for BatchNorm classes other than BatchNorm1d, 2d and 3d of ``torch.nn``.
     """
     for name, part in module.named_modules():
         if not isinstance(part, _BatchNorm):
             continue
-        if type(part) not in _KNOWN:
+        if type(part) not in _SYNCHRONIZED:
             raise UserError(
                 f"parallel.sync_batch_norm: {name} is a {type(part).__name__}, whose forward pass "
                 "is its own; only BatchNorm1d, 2d and 3d of torch.nn can be synchronized"
             )
-        part.__class__ = _KNOWN[type(part)]
+        part.__class__ = _SYNCHRONIZED[type(part)]
         part.__dict__["ranks"] = ranks
 
 

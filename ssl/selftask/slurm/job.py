@@ -264,12 +264,14 @@ def submit(submissions: Sequence[Callable[[], Any]], executor: Executor) -> list
 def _outside_of_jobs() -> Iterator[None]:
     """Context without the SLURM variables of the current job, which sbatch would inherit.
 
-    ``SBATCH_ACCOUNT`` and its like are kept, since the user sets them, not the job.
+    ``SBATCH_ACCOUNT`` and similar variables are kept, since users set them. SLURM itself sets only
+    ``SBATCH_MEM_BIND`` and those that begin with it.
     """
     if "SLURM_JOB_ID" not in os.environ:
         yield
         return
-    kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k.startswith("SBATCH_")}
+    of_user = re.compile("SLURM_CONF$|SBATCH_(?!MEM_BIND)")
+    kept = {key: value for key, value in os.environ.items() if of_user.match(key)}
     with clean_env():
         os.environ.update(kept)
         yield

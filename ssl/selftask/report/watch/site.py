@@ -68,7 +68,7 @@ class Site:
         return whole.relative_to(self.root).as_posix()
 
     def split(self, parts: Sequence[str]) -> tuple[str, list[str]]:
-        """Return the name of the run in the first parts of a path, and the remaining parts.
+        """Split a path into the name of a run, which may have several parts, and the rest.
 
         Raises:
             NotThere: If they name no run.
